@@ -1,0 +1,80 @@
+"""The element types a checkpoint can hold, as safetensors names them and as the codec sees them.
+
+The codec never interprets numbers: it sees unsigned integers of a width, and for floating-point types where the exponent lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from .errors import UnsupportedDtype
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type: its safetensors `name`, its `code` in payloads, and its layout (docs/format.md §3)."""
+
+    name: str
+    code: int
+    width: int
+    exponent_shift: int
+    exponent_bits: int
+    numpy: np.dtype[np.generic]
+
+    @property
+    def itemsize(self) -> int:
+        return self.width // 8
+
+    @property
+    def bits(self) -> np.dtype[np.generic]:
+        """The unsigned integer type of the same width, in which all comparisons are made."""
+        return _BITS[self.width]
+
+
+_BITS: dict[int, np.dtype[np.generic]] = {w: np.dtype(f"uint{w}") for w in (8, 16, 32, 64)}
+
+DTYPES: tuple[DType, ...] = tuple(
+    DType(name, code, width, shift, bits, np.dtype(numpy))
+    for code, (name, width, shift, bits, numpy) in enumerate(
+        [
+            ("BOOL", 8, 0, 0, np.bool_),
+            ("U8", 8, 0, 0, np.uint8),
+            ("I8", 8, 0, 0, np.int8),
+            ("F8_E5M2", 8, 2, 5, ml_dtypes.float8_e5m2),
+            ("F8_E4M3", 8, 3, 4, ml_dtypes.float8_e4m3fn),
+            ("F8_E8M0", 8, 0, 0, ml_dtypes.float8_e8m0fnu),
+            ("I16", 16, 0, 0, np.int16),
+            ("U16", 16, 0, 0, np.uint16),
+            ("F16", 16, 10, 5, np.float16),
+            ("BF16", 16, 7, 8, ml_dtypes.bfloat16),
+            ("I32", 32, 0, 0, np.int32),
+            ("U32", 32, 0, 0, np.uint32),
+            ("F32", 32, 23, 8, np.float32),
+            ("I64", 64, 0, 0, np.int64),
+            ("U64", 64, 0, 0, np.uint64),
+            ("F64", 64, 52, 11, np.float64),
+        ]
+    )
+)
+
+_BY_NAME = {d.name: d for d in DTYPES}
+_BY_NUMPY = {d.numpy: d for d in DTYPES}
+
+
+def dtype_named(name: str) -> DType:
+    """The type that safetensors calls `name`; `UnsupportedDtype` if the codec does not know it."""
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise UnsupportedDtype(name) from None
+
+
+def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
+    """The type of a NumPy array (bf16 and fp8 as `ml_dtypes`); `UnsupportedDtype` if the codec does not know it."""
+    try:
+        return _BY_NUMPY[dtype]
+    except KeyError:
+        raise UnsupportedDtype(str(dtype)) from None
