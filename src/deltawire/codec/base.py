@@ -1,10 +1,10 @@
-"""What a codec is: three operations on flat bits, the same bytes from every implementation (docs/format.md §2–5)."""
+"""What a codec is: operations on bits, with the same bytes from every implementation (docs/format.md §2–5)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,25 +53,49 @@ class ResolveJob:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """The changed elements of a tensor: ascending flat indices and their new bits, and the word sums of both sides."""
+class Outcome(NamedTuple):
+    """What resolving one tensor found: how many elements change, and the word sums before and after."""
 
-    indices: NDArray[np.int64]
-    values: Bits
+    changed: int
     before: Lanes
     after: Lanes
 
 
+class Resolution(Protocol):
+    """Payloads decoded against their bases. Tensors are counted over all calls of `add`."""
+
+    def add(self, jobs: Sequence[ResolveJob]) -> list[Outcome]:
+        """Decode and digest; change nothing. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`; then the object is of no more use."""
+        ...
+
+    def changes(self, tensor: int) -> tuple[NDArray[np.int64], Bits]:
+        """The changed elements of a tensor: ascending flat indices and their new bits. Ask once per tensor."""
+        ...
+
+    def dense(self, tensor: int) -> Bits:
+        """All elements of a tensor that appears, flat."""
+        ...
+
+    def scatter(self, write: Sequence[bool]) -> None:
+        """Write the changes of the chosen tensors into their bases, all or nothing."""
+        ...
+
+
 class Codec(Protocol):
-    """An implementation of the codec. Raises `CorruptDelta` for a payload that breaks a rule; never reads outside it, never writes to a base."""
+    """An implementation of the codec. Never reads outside a payload, never writes to a base but in `scatter` and `write_elements`."""
 
     name: str
 
     def encode(self, jobs: Sequence[EncodeJob], threads: int) -> list[Encoded]: ...
 
-    def resolve(self, jobs: Sequence[ResolveJob], threads: int) -> list[Resolved]: ...
+    def resolution(self, threads: int, budget: int) -> Resolution:
+        """An empty resolution that keeps at most `budget` bytes of decoded changes; the rest it may decode again."""
+        ...
 
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
         """The word sums of (bits, seed) pairs."""
+        ...
+
+    def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
+        """Set `bits.flat[indices] = values`; indices outside the array raise before anything is written."""
         ...

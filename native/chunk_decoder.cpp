@@ -1,0 +1,195 @@
+#include <algorithm>
+
+#include "bits.hpp"
+#include "chunk.hpp"
+
+namespace deltawire {
+
+template <class T>
+ChunkDecoder<T>::ChunkDecoder()
+    : gaps_(new uint32_t[kMaxChanges]), scratch_(new uint32_t[kMaxChanges]), operands_(new T[kMaxChanges]) {}
+
+template <class T>
+void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& type, uint32_t elements) {
+    constexpr unsigned width = sizeof(T) * 8;
+    struct Parameters {
+        uint32_t unchanged = 0, larger = 0;
+        unsigned k = 0, kr = 0, kv = 0;
+    };
+    std::array<Parameters, kContexts> parameters{};
+    const unsigned contexts = type.contexts();
+    BitReader in(body.data(), body.size());
+    const auto expect = [](bool holds, const char* otherwise) {
+        if (!holds) throw Corrupt(otherwise);
+    };
+
+    top_ = uint32_t(in.get(11));
+    expect(top_ <= type.exponent_mask(), "a chunk's top exponent is out of range.");
+    std::array<uint8_t, 256> table;
+    unsigned symbols = 0, ks = 0;
+    if (in.get(1)) {
+        symbols = unsigned(in.get(8)) + 1;
+        ks = unsigned(in.get(3));
+        std::array<bool, 256> seen{};
+        for (unsigned i = 0; i < symbols; ++i) {
+            table[i] = uint8_t(in.get(8));
+            expect(!seen[table[i]], "a symbol table repeats a symbol.");
+            seen[table[i]] = true;
+        }
+    }
+    total_ = 0;
+    changes_ = {};
+    for (unsigned c = 0; c < contexts; ++c) {
+        auto& context = changes_.contexts[c];
+        Parameters& p = parameters[c];
+        context.changes = get_count(in);
+        if (!context.changes) continue;
+        expect(context.changes <= kMaxChanges - total_, "a chunk lists more than 32768 changes.");
+        total_ += context.changes;
+        context.inverted = in.get(1);
+        if (context.inverted) {
+            p.unchanged = get_count(in);
+            expect(p.unchanged <= context.changes, "an inverted context has more unchanged elements than changes.");
+        }
+        p.k = unsigned(in.get(5));
+        expect(p.k <= 24, "a position parameter is out of range.");
+        modes_[c] = ValueMode(in.get(2));
+        context.is_xor = modes_[c] == ValueMode::symbols;
+        expect(!context.is_xor || symbols, "a context refers to a symbol table that is not there.");
+        if (modes_[c] == ValueMode::runs) {
+            p.larger = get_count(in);
+            expect(p.larger >= 1 && p.larger <= context.changes, "a context has an impossible number of larger steps.");
+            p.kr = unsigned(in.get(5));
+            expect(p.kr <= 24, "a run parameter is out of range.");
+        }
+        if (modes_[c] == ValueMode::runs || modes_[c] == ValueMode::direct) {
+            p.kv = unsigned(in.get(6));
+            expect(p.kv < width, "a value parameter is out of range.");
+        }
+    }
+    expect(total_ >= 1, "a coded chunk lists no change.");
+    expect(total_ <= elements, "a chunk lists more changes than it has elements.");
+    expect(!in.overrun(), "a chunk's body is too short.");
+
+    uint32_t* gaps = gaps_.get();
+    T* operands = operands_.get();
+    for (unsigned c = 0; c < contexts; ++c) {
+        auto& context = changes_.contexts[c];
+        const Parameters& p = parameters[c];
+        const uint32_t n = context.changes;
+        if (!n) continue;
+        context.gaps = gaps;
+        context.operands = operands;
+        if (context.inverted) {
+            uint32_t i = 0, gap = 0;
+            for (uint32_t u = 0; u < p.unchanged; ++u) {
+                const uint64_t run = get_rice(in, p.k);
+                expect(run <= n - i, "the runs of a context exceed its changes.");
+                if (run) {
+                    gaps[i] = gap;
+                    std::fill(gaps + i + 1, gaps + i + run, 0u);
+                    i += uint32_t(run);
+                    gap = 0;
+                }
+                ++gap;
+            }
+            if (i < n) {
+                gaps[i] = gap;
+                std::fill(gaps + i + 1, gaps + n, 0u);
+                gap = 0;
+            }
+            context.trailing = gap;
+        } else {
+            BitReader local = in;  // kept in registers by the compiler
+            uint64_t largest = 0;
+            for (uint32_t i = 0; i < n; ++i) {
+                const uint64_t gap = get_rice(local, p.k);
+                largest = std::max(largest, gap);
+                gaps[i] = uint32_t(gap);
+            }
+            in = local;
+            expect(largest < elements, "a position falls outside its chunk.");
+        }
+        if (modes_[c] == ValueMode::symbols) {
+            for (uint32_t i = 0; i < n; ++i) {
+                const uint64_t rank = get_rice(in, ks);
+                expect(rank < symbols, "a symbol is not in the table.");
+                operands[i] = T(uint64_t(table[rank]) << (width - 8) | in.get_long(width - 8));
+                expect(operands[i] != 0, "a listed element does not change.");
+            }
+        } else {
+            for (uint32_t i = 0; i < n;) {
+                const uint32_t end = std::min(i + 56, n);
+                uint64_t signs = in.get(end - i);
+                for (; i < end; ++i, signs >>= 1) operands[i] = signs & 1 ? T(-1) : T(1);
+            }
+        }
+        const auto scale = [&](uint32_t i, uint64_t less_one) {
+            expect(less_one < uint64_t(1) << (width - 1), "a step is out of range.");
+            const T magnitude = T(less_one + 1);
+            operands[i] = operands[i] == 1 ? magnitude : T(-magnitude);
+        };
+        if (modes_[c] == ValueMode::direct) {
+            for (uint32_t i = 0; i < n; ++i) scale(i, get_rice(in, p.kv));
+        } else if (modes_[c] == ValueMode::runs) {
+            uint64_t at = 0;
+            for (uint32_t x = 0; x < p.larger; ++x) {
+                const uint64_t run = get_rice(in, p.kr);
+                expect(run < n - at, "the runs of a context exceed its changes.");
+                at += run;
+                scratch_[x] = uint32_t(at++);
+                expect(at < n || x + 1 == p.larger, "the runs of a context exceed its changes.");
+            }
+            for (uint32_t x = 0; x < p.larger; ++x) {
+                const uint64_t less_two = get_rice(in, p.kv);
+                expect(less_two < ~uint64_t(0), "a step is out of range.");
+                scale(scratch_[x], less_two + 1);
+            }
+        }
+        expect(!in.overrun(), "a chunk's body is too short.");
+        gaps += n;
+        operands += n;
+    }
+    expect(in.at_end(), "a chunk's body is longer than its streams.");
+}
+
+template <class T>
+void ChunkDecoder<T>::start(Cursor& cursor) const {
+    for (unsigned c = 0; c < kContexts; ++c) {
+        const auto& context = changes_.contexts[c];
+        cursor.next[c] = 0;
+        cursor.remaining[c] = context.changes ? int64_t(context.gaps[0]) : kExhausted;
+    }
+}
+
+template <class T>
+void ChunkDecoder<T>::check_end(const Cursor& cursor) const {
+    for (unsigned c = 0; c < kContexts; ++c) {
+        const auto& context = changes_.contexts[c];
+        if (cursor.next[c] != context.changes) throw Corrupt("a position falls outside its chunk.");
+        if (context.inverted && kExhausted - cursor.remaining[c] != context.trailing)
+            throw Corrupt("an inverted context has another number of elements than the base.");
+    }
+}
+
+template <class T>
+void ChunkDecoder<T>::add_facts(BodyFacts& facts) const {
+    for (unsigned c = 0; c < kContexts; ++c) {
+        const auto& context = changes_.contexts[c];
+        if (!context.changes) continue;
+        facts.changes_by_mode[unsigned(modes_[c])] += context.changes;
+        if (context.is_xor) continue;
+        for (uint32_t i = 0; i < context.changes; ++i) {
+            const T step = context.operands[i];
+            const T magnitude = step >> (sizeof(T) * 8 - 1) ? T(-step) : step;
+            ++facts.steps_by_length[floor_log2(magnitude)];
+        }
+    }
+}
+
+template class ChunkDecoder<uint8_t>;
+template class ChunkDecoder<uint16_t>;
+template class ChunkDecoder<uint32_t>;
+template class ChunkDecoder<uint64_t>;
+
+}  // namespace deltawire

@@ -1,0 +1,512 @@
+#include "codec.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <tuple>
+
+#include "parallel.hpp"
+
+namespace deltawire {
+namespace {
+
+constexpr uint32_t kDigestUnit = 1u << 22;  // elements of an unchanged tensor that one thread takes at a time
+
+// Calls `use(T{})` with the unsigned integer type of an element.
+template <class Use>
+decltype(auto) with_element(uint8_t bytes, Use use) {
+    switch (bytes) {
+        case 1: return use(uint8_t{});
+        case 2: return use(uint16_t{});
+        case 4: return use(uint32_t{});
+        default: return use(uint64_t{});
+    }
+}
+
+ContextRule context_rule(const ElementType& type, uint32_t top) {
+    return {type.exponent_shift, type.exponent_bits ? type.exponent_mask() : 0, int32_t(top)};
+}
+
+// Contiguous elements of a tensor, one tile at a time: in place where the tensor is contiguous, else copied.
+class TileReader {
+public:
+    const uint8_t* read(const View& view, uint64_t first, uint32_t count) {
+        if (view.data && view.contiguous) return view.data + first * view.bytes;
+        prepare();
+        if (view.data) {
+            view.gather(first, count, buffer_.get());
+            zero_ = false;
+        } else if (!zero_) {
+            std::memset(buffer_.get(), 0, kBytes);
+            zero_ = true;
+        }
+        return buffer_.get();
+    }
+    void prepare() {
+        if (!buffer_) buffer_.reset(new (std::align_val_t(64)) uint8_t[kBytes]());
+    }
+
+private:
+    static constexpr size_t kBytes = size_t(kTile) * 8;
+    struct Free {
+        void operator()(uint8_t* p) const { ::operator delete[](p, std::align_val_t(64)); }
+    };
+    std::unique_ptr<uint8_t[], Free> buffer_;
+    bool zero_ = true;
+};
+
+// The multipliers of one tile's words.
+struct TileMultipliers {
+    std::array<Multipliers, size_t(kTile) * 8 / 2 / kDigestBlock> of;
+
+    void fill(const Kernels& kernels, uint64_t seed, uint64_t first_element, uint32_t count, uint8_t bytes) {
+        const size_t blocks = (size_t(count) * bytes + 2 * kDigestBlock - 1) / (2 * kDigestBlock);
+        kernels.multipliers(seed, first_element * bytes / (2 * kDigestBlock), blocks, of.data());
+    }
+};
+
+void append_chunk_header(std::vector<uint8_t>& out, ChunkMode mode, uint32_t elements, uint32_t bytes) {
+    const uint32_t header[2] = {elements | uint32_t(mode) << 30, bytes};
+    const auto* raw = reinterpret_cast<const uint8_t*>(header);
+    out.insert(out.end(), raw, raw + kChunkHeader);
+}
+
+// The exponent from which contexts are counted down (§5 rule 2).
+uint32_t top_exponent(const View& base, uint64_t first, uint32_t count, const ElementType& type) {
+    if (!type.exponent_bits || !base.data) return 0;
+    const uint32_t stride = (count + 1023) / 1024;
+    std::array<uint16_t, 1024> sample;
+    uint32_t m = 0;
+    for (uint32_t i = 0; i < count; i += stride) {
+        uint64_t x = 0;
+        std::memcpy(&x, base.at(first + i), type.bytes);
+        sample[m++] = uint16_t(x >> type.exponent_shift & type.exponent_mask());
+    }
+    const uint32_t at = m - 1 - m / 64;
+    std::nth_element(sample.begin(), sample.begin() + at, sample.begin() + m);
+    return sample[at];
+}
+
+template <class T>
+class BlockEncoder {
+public:
+    explicit BlockEncoder(const Kernels& kernels)
+        : kernels_(kernels), chunk_(kernels), scan_(new TileScan), multipliers_(new TileMultipliers) {}
+
+    struct Block {
+        std::vector<uint8_t> bytes;
+        uint64_t changed = 0;
+        Lanes before{}, after{};
+    };
+
+    Block encode(const EncodeJob& job, uint64_t first, uint32_t count) {
+        Block out;
+        const uint32_t top = top_exponent(job.base, first, count, job.type);
+        const ContextRule rule = context_rule(job.type, top);
+        const auto& kernels = kernels_.of<T>();
+        chunk_.reset(job.type.contexts());
+        uint32_t chunk_start = 0;
+        for (uint32_t at = 0; at < count; at += kTile) {
+            const uint32_t n = std::min(kTile, count - at);
+            const T* base = reinterpret_cast<const T*>(base_tile_.read(job.base, first + at, n));
+            const T* next = reinterpret_cast<const T*>(next_tile_.read(job.next, first + at, n));
+            multipliers_->fill(kernels_, job.seed, first + at, n, sizeof(T));
+            Lanes before{};
+            kernels_.digest(reinterpret_cast<const uint8_t*>(base), size_t(n) * sizeof(T), multipliers_->of.data(), before);
+            add_lanes(out.before, before);
+            add_lanes(out.after, before);
+            kernels.scan(base, next, n, rule, *scan_);
+            kernels.collect(base, next, n, rule, *scan_, multipliers_->of.data(), chunk_.collected(), out.after);
+            if (chunk_.changes() >= kChunkTarget || at + n == count) {
+                finish_chunk(job, first + chunk_start, at + n - chunk_start, top, out);
+                chunk_start = at + n;
+            }
+        }
+        out.bytes.shrink_to_fit();
+        return out;
+    }
+
+private:
+    void finish_chunk(const EncodeJob& job, uint64_t first, uint32_t elements, uint32_t top, Block& out) {
+        const uint32_t changes = chunk_.changes();
+        out.changed += changes;
+        if (!changes) {
+            append_chunk_header(out.bytes, ChunkMode::same, elements, 0);
+            return;
+        }
+        const size_t coded = chunk_.plan(top, elements), raw = size_t(elements) * sizeof(T);
+        append_chunk_header(out.bytes, coded < raw ? ChunkMode::coded : ChunkMode::raw, elements, uint32_t(std::min(coded, raw)));
+        const size_t at = out.bytes.size();
+        if (coded < raw) {
+            out.bytes.resize(at + coded + 8);
+            chunk_.write(out.bytes.data() + at);
+            out.bytes.resize(at + coded);
+        } else {
+            out.bytes.resize(at + raw);
+            job.next.gather(first, elements, out.bytes.data() + at);
+        }
+        chunk_.reset(job.type.contexts());
+    }
+
+    const Kernels& kernels_;
+    ChunkEncoder<T> chunk_;
+    std::unique_ptr<TileScan> scan_;
+    std::unique_ptr<TileMultipliers> multipliers_;
+    TileReader base_tile_, next_tile_;
+};
+
+// One object per element width, made when first needed: the working memory of a thread.
+template <template <class> class Of>
+class PerWidth {
+public:
+    template <class T, class... Args>
+    Of<T>& get(Args&&... args) {
+        auto& slot = std::get<std::unique_ptr<Of<T>>>(slots_);
+        if (!slot) slot = std::make_unique<Of<T>>(std::forward<Args>(args)...);
+        return *slot;
+    }
+
+private:
+    std::tuple<std::unique_ptr<Of<uint8_t>>, std::unique_ptr<Of<uint16_t>>, std::unique_ptr<Of<uint32_t>>, std::unique_ptr<Of<uint64_t>>> slots_;
+};
+
+// Calls `use(mode, elements, body)` for each chunk of a payload, after checking what can be checked without decoding it.
+template <class Use>
+void for_each_chunk(std::span<const uint8_t> payload, const ElementType& type, Use use) {
+    if (payload.empty()) throw Corrupt("a payload is empty.");
+    if (payload[0] != type.code) throw WrongType("");
+    bool last = false;
+    for (size_t at = 1; at < payload.size();) {
+        if (payload.size() - at < kChunkHeader) throw Corrupt("a chunk's header is cut short.");
+        uint32_t header[2];
+        std::memcpy(header, payload.data() + at, kChunkHeader);
+        at += kChunkHeader;
+        const uint32_t n = header[0] & 0x3fffffff, mode = header[0] >> 30, bytes = header[1];
+        if (last) throw Corrupt("a chunk before the last is not a multiple of 16384 elements.");
+        if (n < 1 || n > kBlock) throw Corrupt("a chunk has an impossible number of elements.");
+        if (bytes > payload.size() - at) throw Corrupt("a chunk's body is cut short.");
+        const bool fits = mode == 0 ? bytes == 0 : mode == 1 ? bytes > 0 : mode == 2 && bytes == uint64_t(n) * type.bytes;
+        if (!fits) throw Corrupt("a chunk's size does not fit its mode.");
+        use(ChunkMode(mode), n, payload.subspan(at, bytes));
+        last = n % kTile != 0;
+        at += bytes;
+    }
+}
+
+}  // namespace
+
+uint8_t* View::at(uint64_t index) const {
+    if (contiguous) return data + index * bytes;
+    uint8_t* p = data;
+    for (size_t d = shape.size(); d-- > 0;) {
+        p += int64_t(index % shape[d]) * strides[d];
+        index /= shape[d];
+    }
+    return p;
+}
+
+void View::gather(uint64_t start, uint64_t n, uint8_t* out) const {
+    if (!data) {
+        std::memset(out, 0, n * bytes);
+        return;
+    }
+    if (contiguous) {
+        std::memcpy(out, data + start * bytes, n * bytes);
+        return;
+    }
+    const uint64_t row = shape.back();
+    const int64_t stride = strides.back();
+    while (n) {
+        const uint64_t run = std::min(n, row - start % row);
+        const uint8_t* p = at(start);
+        with_element(bytes, [&](auto element) {
+            for (uint64_t i = 0; i < run; ++i, p += stride, out += sizeof element) std::memcpy(out, p, sizeof element);
+        });
+        start += run;
+        n -= run;
+    }
+}
+
+std::vector<Encoded> encode(std::span<const EncodeJob> jobs, unsigned threads, const Kernels& kernels) {
+    std::vector<Encoded> out(jobs.size());
+    struct Unit {
+        size_t job;
+        uint64_t block;
+        uint64_t changed = 0;
+        Lanes before{}, after{};
+    };
+    std::vector<Unit> units;
+    for (size_t j = 0; j < jobs.size(); ++j) {
+        const uint64_t blocks = (jobs[j].next.count + kBlock - 1) / kBlock;
+        out[j].blocks.resize(blocks);
+        for (uint64_t b = 0; b < blocks; ++b) units.push_back({.job = j, .block = b});
+    }
+    std::vector<PerWidth<BlockEncoder>> workers(std::max(1u, threads));
+    parallel_for(units.size(), workers, [&](auto& encoders, size_t u) {
+        Unit& unit = units[u];
+        const EncodeJob& job = jobs[unit.job];
+        const uint64_t first = unit.block * kBlock;
+        const uint32_t count = uint32_t(std::min<uint64_t>(kBlock, job.next.count - first));
+        with_element(job.type.bytes, [&](auto element) {
+            auto block = encoders.template get<decltype(element)>(kernels).encode(job, first, count);
+            out[unit.job].blocks[unit.block] = std::move(block.bytes);
+            unit.changed = block.changed;
+            unit.before = block.before;
+            unit.after = block.after;
+        });
+    });
+    for (const Unit& unit : units) {
+        Encoded& e = out[unit.job];
+        e.changed += unit.changed;
+        add_lanes(e.before, unit.before);
+        add_lanes(e.after, unit.after);
+    }
+    return out;
+}
+
+// The working memory of one thread that resolves, and the changes of the unit it resolved last.
+class Resolution::Worker {
+public:
+    explicit Worker(const Kernels& kernels)
+        : kernels_(kernels), multipliers_(new TileMultipliers), positions_(kMaxChanges), values_(size_t(kMaxChanges) * 8) {}
+
+    // Takes all memory that it will need for this job, but for raw chunks beyond kMaxChanges.
+    void prepare(const ResolveJob& job) {
+        if (job.changes) with_element(job.type.bytes, [&](auto element) { decoders_.get<decltype(element)>(); });
+        if (!job.base.contiguous || !job.base.data) tile_.prepare();
+    }
+
+    size_t changed() const { return changed_; }
+    const uint32_t* positions() const { return positions_.data(); }
+    const uint8_t* values() const { return values_.data(); }
+
+    void resolve(const ResolveJob& job, Unit& unit) {
+        changed_ = 0;
+        unit.before = unit.after = {};
+        with_element(job.type.bytes, [&](auto element) { resolve_as<decltype(element)>(job, unit); });
+        unit.changed = changed_;
+    }
+
+private:
+    template <class T>
+    void resolve_as(const ResolveJob& job, Unit& unit) {
+        const auto& kernels = kernels_.of<T>();
+        ChunkDecoder<T>* decoder = nullptr;
+        ContextRule rule{};
+        Cursor cursor;
+        if (unit.mode == ChunkMode::coded) {
+            decoder = &decoders_.get<T>();
+            decoder->parse(unit.body, job.type, unit.elements);
+            decoder->start(cursor);
+            rule = context_rule(job.type, decoder->top());
+        }
+        for (uint32_t at = 0; at < unit.elements; at += kTile) {
+            const uint32_t n = std::min(kTile, unit.elements - at);
+            const uint64_t first = unit.first + at;
+            const T* base = reinterpret_cast<const T*>(tile_.read(job.base, first, n));
+            multipliers_->fill(kernels_, job.seed, first, n, sizeof(T));
+            if (job.base.data) kernels_.digest(reinterpret_cast<const uint8_t*>(base), size_t(n) * sizeof(T), multipliers_->of.data(), unit.before);
+            if (unit.mode == ChunkMode::same) continue;
+            const size_t from = changed_;
+            if (unit.mode == ChunkMode::coded) {
+                Located<T> located{uint32_t(changed_), positions_.data(), reinterpret_cast<T*>(values_.data())};
+                kernels.locate(base, n, at, rule, job.type.exponent_bits != 0, decoder->changes(), cursor, located);
+                changed_ = located.count;
+            } else {
+                compare_raw(base, unit.body.data() + size_t(at) * sizeof(T), at, n);
+            }
+            kernels.digest_changes(base, at, positions_.data() + from, reinterpret_cast<const T*>(values_.data()) + from, changed_ - from,
+                                   multipliers_->of.data(), unit.after);
+        }
+        add_lanes(unit.after, unit.before);
+        if (decoder) decoder->check_end(cursor);
+    }
+
+    template <class T>
+    void compare_raw(const T* base, const uint8_t* raw, uint32_t at, uint32_t n) {
+        if (positions_.size() < changed_ + n) {  // raw chunks are bounded by their own bytes, not by kMaxChanges
+            positions_.resize(changed_ + n);
+            values_.resize((changed_ + n) * 8);
+        }
+        T* values = reinterpret_cast<T*>(values_.data());
+        for (uint32_t i = 0; i < n; ++i) {
+            T now;
+            std::memcpy(&now, raw + size_t(i) * sizeof(T), sizeof(T));
+            if (now == base[i]) continue;
+            positions_[changed_] = at + i;
+            values[changed_++] = now;
+        }
+    }
+
+    const Kernels& kernels_;
+    PerWidth<ChunkDecoder> decoders_;
+    std::unique_ptr<TileMultipliers> multipliers_;
+    TileReader tile_;
+    std::vector<uint32_t> positions_;
+    std::vector<uint8_t> values_;
+    size_t changed_ = 0;
+};
+
+void Resolution::split(size_t j) {
+    const ResolveJob& job = jobs_[j];
+    if (!job.changes) {
+        for (uint64_t at = 0; at < job.base.count; at += kDigestUnit)
+            units_.push_back({j, at, uint32_t(std::min<uint64_t>(kDigestUnit, job.base.count - at)), ChunkMode::same, {}});
+        return;
+    }
+    uint64_t elements = 0;
+    for_each_chunk(job.payload, job.type, [&](ChunkMode mode, uint32_t n, std::span<const uint8_t> body) {
+        units_.push_back({j, elements, n, mode, body});
+        elements += n;
+    });
+    if (elements != job.base.count)
+        throw WrongCount("the delta is for " + std::to_string(elements) + " elements, the tensor has " + std::to_string(job.base.count) + ".");
+}
+
+Resolution::~Resolution() = default;
+
+Resolution::Resolution(unsigned threads, size_t budget, const Kernels& kernels) : kernels_(kernels), budget_(budget) {
+    for (unsigned t = 0; t < std::max(1u, threads); ++t) workers_.push_back(std::make_unique<Worker>(kernels_));
+}
+
+std::vector<Resolution::Tensor> Resolution::add(std::vector<ResolveJob> jobs) {
+    const size_t first_job = jobs_.size(), first_unit = units_.size();
+    for (ResolveJob& job : jobs) {
+        for (auto& worker : workers_) worker->prepare(job);
+        jobs_.push_back(std::move(job));
+        split(jobs_.size() - 1);
+        first_unit_.push_back(units_.size());
+    }
+    parallel_for(units_.size() - first_unit, workers_, [&](auto& worker, size_t u) {
+        Unit& unit = units_[first_unit + u];
+        const ResolveJob& job = jobs_[unit.job];
+        worker->resolve(job, unit);
+        const size_t n = worker->changed(), bytes = n * (sizeof(uint32_t) + job.type.bytes);
+        unit.kept = kept_.fetch_add(bytes, std::memory_order_relaxed) + bytes <= budget_;
+        if (!unit.kept) return;
+        unit.positions.assign(worker->positions(), worker->positions() + n);
+        unit.values.assign(worker->values(), worker->values() + n * job.type.bytes);
+    });
+    std::vector<Tensor> out(jobs.size());
+    for (size_t u = first_unit; u < units_.size(); ++u) {
+        Tensor& t = out[units_[u].job - first_job];
+        t.changed += units_[u].changed;
+        add_lanes(t.before, units_[u].before);
+        add_lanes(t.after, units_[u].after);
+    }
+    return out;
+}
+
+// Calls `use(count, positions, values)`, decoding the unit again if its changes were not kept.
+template <class Use>
+void Resolution::with_changes(Worker& worker, Unit& unit, Use use) {
+    if (unit.kept) {
+        use(unit.positions.size(), unit.positions.data(), unit.values.data());
+    } else {
+        worker.resolve(jobs_[unit.job], unit);
+        use(worker.changed(), worker.positions(), worker.values());
+    }
+}
+
+void Resolution::extract(size_t tensor, int64_t* indices, uint8_t* values) {
+    const uint8_t width = jobs_[tensor].type.bytes;
+    for (size_t u = first_unit_[tensor]; u < first_unit_[tensor + 1]; ++u) {
+        Unit& unit = units_[u];
+        with_changes(*workers_[0], unit, [&](size_t n, const uint32_t* positions, const uint8_t* from) {
+            for (size_t i = 0; i < n; ++i) *indices++ = int64_t(unit.first + positions[i]);
+            if (n) std::memcpy(values, from, n * width);
+            values += n * width;
+        });
+        unit.positions = {};
+        unit.values = {};
+        unit.kept = false;
+    }
+}
+
+namespace {
+void put(const View& view, uint64_t first, size_t n, const uint32_t* positions, const uint8_t* values) {
+    with_element(view.bytes, [&](auto element) {
+        using T = decltype(element);
+        const T* from = reinterpret_cast<const T*>(values);
+        if (view.contiguous) {
+            T* to = reinterpret_cast<T*>(view.data) + first;
+            for (size_t i = 0; i < n; ++i) to[positions[i]] = from[i];
+        } else {
+            for (size_t i = 0; i < n; ++i) std::memcpy(view.at(first + positions[i]), from + i, sizeof(T));
+        }
+    });
+}
+}  // namespace
+
+void Resolution::extract_dense(size_t tensor, uint8_t* out) {
+    View view = jobs_[tensor].base;
+    view.data = out;
+    view.contiguous = true;
+    std::memset(out, 0, view.count * view.bytes);
+    for (size_t u = first_unit_[tensor]; u < first_unit_[tensor + 1]; ++u)
+        with_changes(*workers_[0], units_[u], [&](size_t n, const uint32_t* positions, const uint8_t* values) {
+            put(view, units_[u].first, n, positions, values);
+        });
+}
+
+void Resolution::scatter(const std::vector<bool>& write) {
+    parallel_for(units_.size(), workers_, [&](auto& worker, size_t u) {
+        Unit& unit = units_[u];
+        const View& base = jobs_[unit.job].base;
+        if (!write[unit.job] || !unit.changed) return;
+        if (unit.mode == ChunkMode::raw && base.contiguous) {
+            std::memcpy(base.data + unit.first * base.bytes, unit.body.data(), unit.body.size());
+            return;
+        }
+        with_changes(*worker, unit, [&](size_t n, const uint32_t* positions, const uint8_t* values) { put(base, unit.first, n, positions, values); });
+    });
+}
+
+void write_elements(const View& view, const int64_t* indices, const uint8_t* values, size_t n) {
+    with_element(view.bytes, [&](auto element) {
+        for (size_t i = 0; i < n; ++i) std::memcpy(view.at(uint64_t(indices[i])), values + i * sizeof element, sizeof element);
+    });
+}
+
+std::vector<Lanes> digest(std::span<const DigestJob> jobs, unsigned threads, const Kernels& kernels) {
+    std::vector<ResolveJob> resolve;
+    for (const DigestJob& job : jobs) resolve.push_back({job.view, {}, false, {0, job.view.bytes, 0, 0}, job.seed});
+    std::vector<Lanes> out;
+    for (const auto& tensor : Resolution(threads, 0, kernels).add(std::move(resolve))) out.push_back(tensor.before);
+    return out;
+}
+
+PayloadFacts inspect(std::span<const uint8_t> payload, const ElementType& type) {
+    PayloadFacts facts;
+    with_element(type.bytes, [&](auto element) {
+        ChunkDecoder<decltype(element)> decoder;
+        for_each_chunk(payload, type, [&](ChunkMode mode, uint32_t n, std::span<const uint8_t> body) {
+            uint64_t changed = mode == ChunkMode::raw ? n : 0;
+            if (mode == ChunkMode::coded) {
+                decoder.parse(body, type, n);
+                decoder.add_facts(facts.bodies);
+                changed = decoder.total();
+            }
+            facts.chunks.push_back({n, changed, body.size() + kChunkHeader, mode});
+        });
+    });
+    return facts;
+}
+
+std::vector<const Kernels*> available_kernels() {
+    std::vector<const Kernels*> out;
+#if defined(DELTAWIRE_X86)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+        __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("avx512bitalg") &&
+        __builtin_cpu_supports("gfni") && __builtin_cpu_supports("bmi2"))
+        out.push_back(&kAvx512Kernels);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") &&
+        __builtin_cpu_supports("lzcnt"))
+        out.push_back(&kAvx2Kernels);
+#endif
+    out.push_back(&kScalarKernels);
+    return out;
+}
+
+}  // namespace deltawire

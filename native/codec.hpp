@@ -1,0 +1,104 @@
+// Whole tensors: encode pairs of them, resolve payloads against them, digest them. Threads work on blocks and chunks.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <span>
+
+#include "chunk.hpp"
+#include "kernels.hpp"
+
+namespace deltawire {
+
+struct EncodeJob {
+    View base;  // zeros for a tensor that appears
+    View next;
+    ElementType type;
+    uint64_t seed;
+};
+
+struct Encoded {
+    std::vector<std::vector<uint8_t>> blocks;  // their chunks, in order; the type byte is not among them
+    uint64_t changed = 0;
+    Lanes before{}, after{};
+};
+
+std::vector<Encoded> encode(std::span<const EncodeJob> jobs, unsigned threads, const Kernels&);
+
+struct ResolveJob {
+    View base;  // zeros for a tensor that appears
+    std::span<const uint8_t> payload;
+    bool changes;  // false: no payload, the tensor is only digested
+    ElementType type;
+    uint64_t seed;
+};
+
+// Payloads decoded against their bases, ready to be written or read out. Refers to the memory of its jobs, which must outlive it.
+class Resolution {
+public:
+    // Keeps decoded changes up to `budget` bytes: what is beyond is decoded again when it is needed.
+    Resolution(unsigned threads, size_t budget, const Kernels&);
+    ~Resolution();
+
+    struct Tensor {
+        uint64_t changed = 0;
+        Lanes before{}, after{};
+    };
+    // Decodes and digests; changes nothing. Throws Corrupt, WrongType or WrongCount, after which the object is of no more use.
+    std::vector<Tensor> add(std::vector<ResolveJob> jobs);
+    // The changes of one tensor (counted over all calls of `add`), ascending. `values` takes elements of the tensor's width.
+    void extract(size_t tensor, int64_t* indices, uint8_t* values);
+    // All elements of one tensor that appears.
+    void extract_dense(size_t tensor, uint8_t* out);
+    // Writes the changes of the tensors chosen by `write` into their bases. Takes no memory, so it cannot fail half-way.
+    void scatter(const std::vector<bool>& write);
+
+private:
+    struct Unit {
+        size_t job;
+        uint64_t first;
+        uint32_t elements;
+        ChunkMode mode;
+        std::span<const uint8_t> body;
+        uint64_t changed = 0;
+        Lanes before{}, after{};
+        bool kept = false;
+        std::vector<uint32_t> positions{};
+        std::vector<uint8_t> values{};
+    };
+    class Worker;
+
+    void split(size_t job);
+    template <class Use>
+    void with_changes(Worker&, Unit&, Use use);
+
+    const Kernels& kernels_;
+    std::vector<ResolveJob> jobs_;
+    std::vector<Unit> units_;
+    std::vector<size_t> first_unit_{0};
+    std::vector<std::unique_ptr<Worker>> workers_;
+    size_t budget_;
+    std::atomic<size_t> kept_{0};
+};
+
+// Writes elements at flat indices that the caller has checked.
+void write_elements(const View&, const int64_t* indices, const uint8_t* values, size_t n);
+
+struct DigestJob {
+    View view;
+    uint64_t seed;
+};
+std::vector<Lanes> digest(std::span<const DigestJob> jobs, unsigned threads, const Kernels&);
+
+// What a payload says of itself, without its base.
+struct ChunkFacts {
+    uint64_t elements, changed, bytes;
+    ChunkMode mode;
+};
+struct PayloadFacts {
+    std::vector<ChunkFacts> chunks;
+    BodyFacts bodies;
+};
+PayloadFacts inspect(std::span<const uint8_t> payload, const ElementType& type);
+
+}  // namespace deltawire

@@ -1,0 +1,113 @@
+// The loops that touch every weight, compiled once per instruction set and chosen at run time.
+#pragma once
+
+#include "digest.hpp"
+#include "types.hpp"
+
+namespace deltawire {
+
+// How the elements of a tensor map to contexts.
+struct ContextRule {
+    uint8_t shift;
+    uint32_t mask;   // 0: a single context
+    int32_t top;
+
+    DELTAWIRE_INLINE unsigned operator()(uint64_t bits) const {
+        if (!mask) return 0;
+        const int32_t d = top - int32_t(bits >> shift & mask);
+        return unsigned(d < 0 ? 0 : d > int32_t(kContexts) - 1 ? int32_t(kContexts) - 1 : d);
+    }
+};
+
+// What a scan of one tile leaves behind for the encoder: where it changes, and what is needed to rank any element in its context.
+struct TileScan {
+    uint32_t changes = 0;
+    alignas(64) uint16_t positions[kTile + kGroup];
+    alignas(64) uint64_t masks[kTile / kGroup][kContexts];   // which elements of a group are of a context
+    alignas(64) uint16_t ranks[kTile / kGroup][kContexts];   // elements of a context in the tile before a group
+    uint32_t totals[kContexts];                              // elements of a context in the whole tile
+};
+
+// The changes of one chunk by context, as found by an encoder: gaps in the context's own line, steps, and differing bits.
+template <class T>
+struct Collected {
+    uint32_t count[kContexts];
+    uint32_t next_rank[kContexts];  // of the context's element after the last change
+    uint32_t seen[kContexts];       // elements of the context in the tiles before
+    uint32_t* gaps[kContexts];
+    T* steps[kContexts];
+    T* differing[kContexts];
+};
+
+// The changed elements of one chunk by context, as decoded from its streams; `operand` is a step, or bits to XOR.
+template <class T>
+struct ChunkChanges {
+    struct Context {
+        uint32_t changes = 0;
+        bool is_xor = false;
+        bool inverted = false;
+        uint32_t trailing = 0;          // inverted only: unchanged elements after the last change
+        const uint32_t* gaps = nullptr;
+        const T* operands = nullptr;
+    };
+    std::array<Context, kContexts> contexts;
+};
+
+// Where a walk over a chunk's elements stands: per context, how many elements remain before its next change.
+struct Cursor {
+    alignas(64) int64_t remaining[kContexts];
+    uint32_t next[kContexts];
+};
+inline constexpr int64_t kExhausted = int64_t(1) << 40;
+
+// Receives changes in ascending order of position.
+template <class T>
+struct Located {
+    uint32_t count = 0;
+    uint32_t* positions;
+    T* values;
+};
+
+template <class T>
+struct KernelsFor {
+    void (*scan)(const T* base, const T* next, uint32_t count, const ContextRule&, TileScan&);
+    // Appends the changes of a scanned tile to those of its chunk; adds what they change to the digest.
+    void (*collect)(const T* base, const T* next, uint32_t count, const ContextRule&, const TileScan&, const Multipliers*, Collected<T>&, Lanes&);
+    // Walks one tile (`first` is its position in the chunk) and emits the changes that fall into it.
+    void (*locate)(const T* base, uint32_t count, uint32_t first, const ContextRule&, bool floating, const ChunkChanges<T>&, Cursor&,
+                   Located<T>&);
+    // Adds to the digest what `n` located changes of one tile change.
+    void (*digest_changes)(const T* base, uint32_t first, const uint32_t* positions, const T* values, size_t n, const Multipliers*, Lanes&);
+};
+
+struct Kernels {
+    const char* name;
+    void (*multipliers)(uint64_t seed, uint64_t first_block, size_t n, Multipliers* out);
+    // Adds the word sums of `bytes` bytes to `lanes`.
+    void (*digest)(const uint8_t* data, size_t bytes, const Multipliers*, Lanes& lanes);
+    // Bits that LR(k, ·) takes for all values, or any number >= `limit` if it is not below `limit`.
+    uint64_t (*rice_cost)(const uint32_t* values, size_t n, unsigned k, uint64_t limit);
+    KernelsFor<uint8_t> u8;
+    KernelsFor<uint16_t> u16;
+    KernelsFor<uint32_t> u32;
+    KernelsFor<uint64_t> u64;
+
+    template <class T>
+    const KernelsFor<T>& of() const {
+        if constexpr (sizeof(T) == 1) return u8;
+        else if constexpr (sizeof(T) == 2) return u16;
+        else if constexpr (sizeof(T) == 4) return u32;
+        else return u64;
+    }
+};
+
+extern const Kernels kScalarKernels;
+#if defined(DELTAWIRE_X86)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+// The instruction sets this machine runs, best first; the last is always "scalar".
+std::vector<const Kernels*> available_kernels();
+
+}  // namespace deltawire

@@ -1,0 +1,184 @@
+// AVX2, BMI1/2 and POPCNT: every x86 server since 2013 (Zen and later at AMD).
+#include <immintrin.h>
+
+#include "kernels_impl.hpp"
+
+namespace deltawire {
+namespace {
+
+struct Avx2 {
+    struct Masks {
+        uint64_t bits[kContexts];
+        void keep(uint64_t valid) {
+            for (auto& b : bits) b &= valid;
+        }
+        void store(uint64_t* out) const { std::memcpy(out, bits, sizeof bits); }
+    };
+
+    struct Counts {
+        int64_t n[kContexts];
+        static Counts zero() { return Counts{}; }
+        static Counts load(const int64_t* from) {
+            Counts c;
+            std::memcpy(c.n, from, sizeof c.n);
+            return c;
+        }
+        void store(int64_t* out) const { std::memcpy(out, n, sizeof n); }
+        void store16(uint16_t* out) const {
+            for (unsigned c = 0; c < kContexts; ++c) out[c] = uint16_t(n[c]);
+        }
+        void add(const Masks& m) {
+            for (unsigned c = 0; c < kContexts; ++c) n[c] += _mm_popcnt_u64(m.bits[c]);
+        }
+        uint32_t subtract(const Masks& m) {
+            for (unsigned c = 0; c < kContexts; ++c) n[c] -= _mm_popcnt_u64(m.bits[c]);
+            uint32_t negative = 0;
+            for (unsigned c = 0; c < kContexts; c += 4)
+                negative |= uint32_t(_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_loadu_si256((const __m256i*)(n + c))))) << c;
+            return negative;
+        }
+    };
+
+    // The low bytes of 32 (16, 8) wider lanes, in order.
+    static __m256i pack(__m256i a, __m256i b) {  // 16-bit lanes of at most 255 to bytes
+        return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8);
+    }
+    static __m256i load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+
+    // Exponents of 32 elements of at most 32 bits, as bytes.
+    static __m256i exponents(const uint8_t* p, __m128i shift, const ContextRule& rule) {
+        return _mm256_and_si256(_mm256_srl_epi16(load(p), shift), _mm256_set1_epi8(char(rule.mask)));
+    }
+    static __m256i exponents(const uint16_t* p, __m128i shift, const ContextRule& rule) {
+        const __m256i mask = _mm256_set1_epi16(int16_t(rule.mask));
+        return pack(_mm256_and_si256(_mm256_srl_epi16(load(p), shift), mask), _mm256_and_si256(_mm256_srl_epi16(load(p + 16), shift), mask));
+    }
+    static __m256i exponents(const uint32_t* p, __m128i shift, const ContextRule& rule) {
+        const __m256i mask = _mm256_set1_epi32(int32_t(rule.mask));
+        const auto lane = [&](unsigned i) { return _mm256_and_si256(_mm256_srl_epi32(load(p + 8 * i), shift), mask); };
+        const auto words = [&](unsigned i) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(lane(i), lane(i + 1)), 0xd8); };
+        return pack(words(0), words(2));
+    }
+
+    static __m256i contexts(__m256i exponent, const ContextRule& rule) {
+        return _mm256_min_epu8(_mm256_subs_epu8(_mm256_set1_epi8(char(rule.top)), exponent), _mm256_set1_epi8(kContexts - 1));
+    }
+
+    template <class T>
+    static Masks masks(const T* elements, const ContextRule& rule) {
+        __m256i low, high;
+        if constexpr (sizeof(T) == 8) {
+            alignas(32) uint8_t context[kGroup];
+            for (unsigned i = 0; i < kGroup; ++i) context[i] = uint8_t(rule(elements[i]));
+            low = load(context);
+            high = load(context + 32);
+        } else {
+            const __m128i shift = _mm_cvtsi32_si128(rule.shift);
+            low = contexts(exponents(elements, shift, rule), rule);
+            high = contexts(exponents(elements + 32, shift, rule), rule);
+        }
+        uint64_t plane[4];
+        for (int k = 0; k < 4; ++k) {  // bit k of every context moves to the sign bit of its byte
+            const __m128i shift = _mm_cvtsi32_si128(7 - k);
+            plane[k] = uint32_t(_mm256_movemask_epi8(_mm256_sll_epi16(low, shift))) |
+                       uint64_t(uint32_t(_mm256_movemask_epi8(_mm256_sll_epi16(high, shift)))) << 32;
+        }
+        Masks m;
+        uint64_t pair[4], quad[4];
+        for (unsigned i = 0; i < 4; ++i) {
+            pair[i] = (i & 1 ? plane[0] : ~plane[0]) & (i & 2 ? plane[1] : ~plane[1]);
+            quad[i] = (i & 1 ? plane[2] : ~plane[2]) & (i & 2 ? plane[3] : ~plane[3]);
+        }
+        for (unsigned c = 0; c < kContexts; ++c) m.bits[c] = pair[c & 3] & quad[c >> 2];
+        return m;
+    }
+
+    static uint32_t equal32(const uint8_t* a, const uint8_t* b) {
+        return uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(load(a), load(b))));
+    }
+    static uint32_t equal32(const uint16_t* a, const uint16_t* b) {
+        const __m256i x = _mm256_cmpeq_epi16(load(a), load(b)), y = _mm256_cmpeq_epi16(load(a + 16), load(b + 16));
+        return uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(x, y), 0xd8)));
+    }
+    static uint32_t equal32(const uint32_t* a, const uint32_t* b) {
+        uint32_t m = 0;
+        for (unsigned i = 0; i < 4; ++i)
+            m |= uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(load(a + 8 * i), load(b + 8 * i))))) << 8 * i;
+        return m;
+    }
+    static uint32_t equal32(const uint64_t* a, const uint64_t* b) {
+        uint32_t m = 0;
+        for (unsigned i = 0; i < 8; ++i)
+            m |= uint32_t(_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(load(a + 4 * i), load(b + 4 * i))))) << 4 * i;
+        return m;
+    }
+    template <class T>
+    static uint64_t differ(const T* a, const T* b) {
+        return ~(equal32(a, b) | uint64_t(equal32(a + 32, b + 32)) << 32);
+    }
+
+    static uint16_t* positions(uint64_t mask, uint16_t first, uint16_t* out) {
+        // Two at a time without a branch: at usual densities most groups hold at most two changes.
+        uint16_t* const end = out + _mm_popcnt_u64(mask);
+        do {
+            out[0] = uint16_t(first + _tzcnt_u64(mask));
+            mask = _blsr_u64(mask);
+            out[1] = uint16_t(first + _tzcnt_u64(mask));
+            mask = _blsr_u64(mask);
+            out += 2;
+        } while (mask);
+        return end;
+    }
+
+    static unsigned select(uint64_t mask, unsigned n) { return unsigned(_tzcnt_u64(_pdep_u64(uint64_t(1) << n, mask))); }
+
+    struct Sums {
+        uint64_t sum, escapes;
+    };
+    static Sums rice_sums(const uint32_t* values, size_t n, unsigned k) {
+        const __m256i limit = _mm256_set1_epi32(16);
+        const __m128i shift = _mm_cvtsi32_si128(int(k));
+        __m256i sums = _mm256_setzero_si256(), counts = sums;  // at most 2^15 values of at most 16: no lane overflows
+        size_t i = 0;
+        for (; i + 8 <= n; i += 8) {
+            const __m256i q = _mm256_min_epu32(_mm256_srl_epi32(load(values + i), shift), limit);
+            sums = _mm256_add_epi32(sums, q);
+            counts = _mm256_sub_epi32(counts, _mm256_cmpeq_epi32(q, limit));
+        }
+        alignas(32) uint32_t s[8], e[8];
+        _mm256_store_si256((__m256i*)s, sums);
+        _mm256_store_si256((__m256i*)e, counts);
+        Sums out{0, 0};
+        for (unsigned l = 0; l < 8; ++l) out.sum += s[l], out.escapes += e[l];
+        for (; i < n; ++i) {
+            const uint32_t q = values[i] >> k;
+            out.sum += q < 16 ? q : 16;
+            out.escapes += q >= 16;
+        }
+        return out;
+    }
+
+    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes) {
+        __m256i total[4] = {};
+        for (size_t b = 0; b < blocks; ++b, data += kDigestBlock * 2) {
+            __m256i sum[4] = {};
+            for (unsigned v = 0; v < kDigestBlock / 16; ++v) {
+                const __m256i x = load(data + 32 * v);
+                for (unsigned j = 0; j < 4; ++j)
+                    sum[j] = _mm256_add_epi32(sum[j], _mm256_madd_epi16(x, _mm256_load_si256((const __m256i*)&kDigestTable.by_lane[j][16 * v])));
+            }
+            for (unsigned j = 0; j < 4; ++j) total[j] = _mm256_add_epi32(total[j], _mm256_mullo_epi32(sum[j], _mm256_set1_epi32(int32_t(multipliers[b].lane[j]))));
+        }
+        for (unsigned j = 0; j < 4; ++j) {
+            alignas(32) uint32_t parts[8];
+            _mm256_store_si256((__m256i*)parts, total[j]);
+            for (const uint32_t part : parts) lanes[j] += part;
+        }
+    }
+};
+
+}  // namespace
+
+constinit const Kernels kAvx2Kernels = Kernel<Avx2>::table("avx2");
+
+}  // namespace deltawire

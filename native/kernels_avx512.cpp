@@ -1,0 +1,207 @@
+// AVX-512 with VBMI, VBMI2, VNNI, VPOPCNTDQ and GFNI: Ice Lake, Zen 4 and later.
+#include <immintrin.h>
+
+#include "kernels_impl.hpp"
+
+namespace deltawire {
+namespace {
+
+// Index vectors that gather one byte of every 8 (or of 64 elements) and reverse the order within each 8, as the bit-matrix product wants it.
+struct alignas(64) Bytes {
+    uint8_t at[64];
+};
+template <class F>
+constexpr Bytes make_bytes(F f) {
+    Bytes b{};
+    for (unsigned i = 0; i < 64; ++i) b.at[i] = uint8_t(f(i));
+    return b;
+}
+constexpr unsigned reversed(unsigned i) { return (i & ~7u) | (7 - (i & 7)); }
+constexpr Bytes kReverse8 = make_bytes([](unsigned i) { return reversed(i); });
+constexpr Bytes kEvenBytes = make_bytes([](unsigned i) { return 2 * reversed(i); });
+constexpr Bytes kFourthBytes = make_bytes([](unsigned i) { return 4 * reversed(i & 31); });
+constexpr Bytes kIota = make_bytes([](unsigned i) { return i; });
+constexpr Bytes kPlane[4] = {
+    make_bytes([](unsigned i) { return 8 * (i & 7) + 0; }),
+    make_bytes([](unsigned i) { return 8 * (i & 7) + 1; }),
+    make_bytes([](unsigned i) { return 8 * (i & 7) + 2; }),
+    make_bytes([](unsigned i) { return 8 * (i & 7) + 3; }),
+};
+
+inline __m512i load(const void* p) { return _mm512_loadu_si512(p); }
+inline __m512i load(const Bytes& b) { return _mm512_load_si512(b.at); }
+
+struct Avx512 {
+    struct Masks {
+        __m512i low, high;  // contexts 0–7 and 8–15, a 64-bit mask each
+        void keep(uint64_t valid) {
+            const __m512i v = _mm512_set1_epi64(int64_t(valid));
+            low = _mm512_and_si512(low, v);
+            high = _mm512_and_si512(high, v);
+        }
+        void store(uint64_t* out) const {
+            _mm512_storeu_si512(out, low);
+            _mm512_storeu_si512(out + 8, high);
+        }
+    };
+
+    struct Counts {
+        __m512i low, high;
+        static Counts zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+        static Counts load(const int64_t* from) { return {_mm512_loadu_si512(from), _mm512_loadu_si512(from + 8)}; }
+        void store(int64_t* out) const {
+            _mm512_storeu_si512(out, low);
+            _mm512_storeu_si512(out + 8, high);
+        }
+        void store16(uint16_t* out) const {
+            _mm_storeu_si128((__m128i*)out, _mm512_cvtepi64_epi16(low));
+            _mm_storeu_si128((__m128i*)(out + 8), _mm512_cvtepi64_epi16(high));
+        }
+        void add(const Masks& m) {
+            low = _mm512_add_epi64(low, _mm512_popcnt_epi64(m.low));
+            high = _mm512_add_epi64(high, _mm512_popcnt_epi64(m.high));
+        }
+        uint32_t subtract(const Masks& m) {
+            low = _mm512_sub_epi64(low, _mm512_popcnt_epi64(m.low));
+            high = _mm512_sub_epi64(high, _mm512_popcnt_epi64(m.high));
+            return uint32_t(_mm512_movepi64_mask(low)) | uint32_t(_mm512_movepi64_mask(high)) << 8;
+        }
+    };
+
+    // Exponents of 64 elements as bytes, each 8 of them in reverse order.
+    static __m512i exponents(const uint8_t* p, const ContextRule& rule) {
+        const __m512i x = _mm512_srl_epi16(load(p), _mm_cvtsi32_si128(rule.shift));
+        return _mm512_and_si512(_mm512_permutexvar_epi8(load(kReverse8), x), _mm512_set1_epi8(char(rule.mask)));
+    }
+    static __m512i exponents(const uint16_t* p, const ContextRule& rule) {
+        const __m128i shift = _mm_cvtsi32_si128(rule.shift);
+        const __m512i x = _mm512_permutex2var_epi8(_mm512_srl_epi16(load(p), shift), load(kEvenBytes), _mm512_srl_epi16(load(p + 32), shift));
+        return _mm512_and_si512(x, _mm512_set1_epi8(char(rule.mask)));
+    }
+    static __m512i exponents(const uint32_t* p, const ContextRule& rule) {
+        const __m128i shift = _mm_cvtsi32_si128(rule.shift);
+        const auto half = [&](const uint32_t* q) {
+            return _mm512_castsi512_si256(
+                _mm512_permutex2var_epi8(_mm512_srl_epi32(load(q), shift), load(kFourthBytes), _mm512_srl_epi32(load(q + 16), shift)));
+        };
+        const __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(half(p)), half(p + 32), 1);
+        return _mm512_and_si512(x, _mm512_set1_epi8(char(rule.mask)));
+    }
+
+    template <class T>
+    static Masks masks(const T* elements, const ContextRule& rule) {
+        __m512i context;
+        if constexpr (sizeof(T) == 8) {
+            alignas(64) uint8_t bytes[kGroup];
+            const __m512i mask = _mm512_set1_epi64(rule.mask), top = _mm512_set1_epi64(rule.top);
+            for (unsigned i = 0; i < kGroup; i += 8) {
+                const __m512i e = _mm512_and_si512(_mm512_srl_epi64(load(elements + i), _mm_cvtsi32_si128(rule.shift)), mask);
+                const __m512i d = _mm512_max_epi64(_mm512_sub_epi64(top, e), _mm512_setzero_si512());
+                _mm_storel_epi64((__m128i*)(bytes + i), _mm512_cvtepi64_epi8(_mm512_min_epi64(d, _mm512_set1_epi64(kContexts - 1))));
+            }
+            context = _mm512_permutexvar_epi8(load(kReverse8), load(bytes));
+        } else {
+            const __m512i d = _mm512_subs_epu8(_mm512_set1_epi8(char(rule.top)), exponents(elements, rule));
+            context = _mm512_min_epu8(d, _mm512_set1_epi8(kContexts - 1));
+        }
+        // Transposes each 8×8 bits: byte k of a quadword then holds bit k of its 8 contexts, in order.
+        const __m512i planes = _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(int64_t(0x8040201008040201u)), context, 0);
+        const auto plane = [&](unsigned k) { return _mm512_permutexvar_epi8(load(kPlane[k]), planes); };
+        const __m512i invert0 = _mm512_set_epi64(0, -1, 0, -1, 0, -1, 0, -1), invert1 = _mm512_set_epi64(0, 0, -1, -1, 0, 0, -1, -1),
+                      invert2 = _mm512_set_epi64(0, 0, 0, 0, -1, -1, -1, -1);
+        __m512i x = _mm512_xor_si512(plane(0), invert0);
+        x = _mm512_ternarylogic_epi64(x, plane(1), invert1, 0x60);  // x & (plane ^ invert)
+        x = _mm512_ternarylogic_epi64(x, plane(2), invert2, 0x60);
+        const __m512i top = plane(3);
+        return {_mm512_andnot_si512(top, x), _mm512_and_si512(top, x)};
+    }
+
+    static uint64_t differ(const uint8_t* a, const uint8_t* b) { return _mm512_cmpneq_epu8_mask(load(a), load(b)); }
+    static uint64_t differ(const uint16_t* a, const uint16_t* b) {
+        return _mm512_cmpneq_epu16_mask(load(a), load(b)) | uint64_t(_mm512_cmpneq_epu16_mask(load(a + 32), load(b + 32))) << 32;
+    }
+    static uint64_t differ(const uint32_t* a, const uint32_t* b) {
+        uint64_t m = 0;
+        for (unsigned i = 0; i < 4; ++i) m |= uint64_t(_mm512_cmpneq_epu32_mask(load(a + 16 * i), load(b + 16 * i))) << 16 * i;
+        return m;
+    }
+    static uint64_t differ(const uint64_t* a, const uint64_t* b) {
+        uint64_t m = 0;
+        for (unsigned i = 0; i < 8; ++i) m |= uint64_t(_mm512_cmpneq_epu64_mask(load(a + 8 * i), load(b + 8 * i))) << 8 * i;
+        return m;
+    }
+
+    static uint16_t* positions(uint64_t mask, uint16_t first, uint16_t* out) {
+        const unsigned n = unsigned(_mm_popcnt_u64(mask));
+        const __m512i at = _mm512_maskz_compress_epi8(mask, load(kIota));
+        const __m256i from = _mm256_set1_epi16(int16_t(first));
+        const auto store16 = [&](uint16_t* to, __m128i bytes) {
+            _mm256_storeu_si256((__m256i*)to, _mm256_add_epi16(_mm256_cvtepu8_epi16(bytes), from));
+        };
+        store16(out, _mm512_castsi512_si128(at));
+        if (n > 16) [[unlikely]] {
+            store16(out + 16, _mm512_extracti32x4_epi32(at, 1));
+            store16(out + 32, _mm512_extracti32x4_epi32(at, 2));
+            store16(out + 48, _mm512_extracti32x4_epi32(at, 3));
+        }
+        return out + n;
+    }
+
+    static unsigned select(uint64_t mask, unsigned n) { return unsigned(_tzcnt_u64(_pdep_u64(uint64_t(1) << n, mask))); }
+
+    struct Sums {
+        uint64_t sum, escapes;
+    };
+    static Sums rice_sums(const uint32_t* values, size_t n, unsigned k) {
+        const __m512i limit = _mm512_set1_epi32(16);
+        const __m128i shift = _mm_cvtsi32_si128(int(k));
+        __m512i sums = _mm512_setzero_si512();  // at most 2^15 values of at most 16: no lane overflows
+        uint64_t escapes = 0;
+        for (size_t i = 0; i < n; i += 16) {
+            const __mmask16 lanes = n - i >= 16 ? __mmask16(0xffff) : __mmask16((1u << (n - i)) - 1);
+            const __m512i q = _mm512_min_epu32(_mm512_srl_epi32(_mm512_maskz_loadu_epi32(lanes, values + i), shift), limit);
+            sums = _mm512_add_epi32(sums, q);
+            escapes += unsigned(_mm_popcnt_u32(_mm512_cmpeq_epi32_mask(q, limit)));
+        }
+        return {uint64_t(uint32_t(_mm512_reduce_add_epi32(sums))), escapes};
+    }
+
+    // Four blocks at once, so that one load of the keys serves all of them.
+    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes) {
+        __m512i total[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+        size_t b = 0;
+        for (; b + 4 <= blocks; b += 4) accumulate<4>(data + b * kDigestBlock * 2, multipliers + b, total);
+        for (; b < blocks; ++b) accumulate<1>(data + b * kDigestBlock * 2, multipliers + b, total);
+        for (unsigned j = 0; j < 4; ++j) lanes[j] += uint32_t(_mm512_reduce_add_epi32(total[j]));
+    }
+
+private:
+    template <unsigned N>
+    static void accumulate(const uint8_t* data, const Multipliers* multipliers, __m512i total[4]) {
+        __m512i sum[N][4];
+        for (auto& row : sum)
+            for (auto& lane : row) lane = _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (unsigned v = 0; v < kDigestBlock / 32; ++v) {
+            const __m512i k0 = _mm512_load_si512(&kDigestTable.by_lane[0][32 * v]), k1 = _mm512_load_si512(&kDigestTable.by_lane[1][32 * v]),
+                          k2 = _mm512_load_si512(&kDigestTable.by_lane[2][32 * v]), k3 = _mm512_load_si512(&kDigestTable.by_lane[3][32 * v]);
+#pragma GCC unroll 4
+            for (unsigned n = 0; n < N; ++n) {
+                const __m512i x = load(data + n * kDigestBlock * 2 + 64 * v);
+                sum[n][0] = _mm512_dpwssd_epi32(sum[n][0], x, k0);
+                sum[n][1] = _mm512_dpwssd_epi32(sum[n][1], x, k1);
+                sum[n][2] = _mm512_dpwssd_epi32(sum[n][2], x, k2);
+                sum[n][3] = _mm512_dpwssd_epi32(sum[n][3], x, k3);
+            }
+        }
+        for (unsigned n = 0; n < N; ++n)
+            for (unsigned j = 0; j < 4; ++j)
+                total[j] = _mm512_add_epi32(total[j], _mm512_mullo_epi32(sum[n][j], _mm512_set1_epi32(int32_t(multipliers[n].lane[j]))));
+    }
+};
+
+}  // namespace
+
+constinit const Kernels kAvx512Kernels = Kernel<Avx512>::table("avx512");
+
+}  // namespace deltawire

@@ -1,0 +1,99 @@
+// Portable C++: the path for machines without AVX2, aarch64 among them.
+#include "kernels_impl.hpp"
+
+namespace deltawire {
+namespace {
+
+struct Scalar {
+    struct Masks {
+        uint64_t bits[kContexts] = {};
+        void keep(uint64_t valid) {
+            for (auto& b : bits) b &= valid;
+        }
+        void store(uint64_t* out) const { std::memcpy(out, bits, sizeof bits); }
+    };
+
+    struct Counts {
+        int64_t n[kContexts];
+        static Counts zero() { return Counts{}; }
+        static Counts load(const int64_t* from) {
+            Counts c;
+            std::memcpy(c.n, from, sizeof c.n);
+            return c;
+        }
+        void store(int64_t* out) const { std::memcpy(out, n, sizeof n); }
+        void store16(uint16_t* out) const {
+            for (unsigned c = 0; c < kContexts; ++c) out[c] = uint16_t(n[c]);
+        }
+        void add(const Masks& m) {
+            for (unsigned c = 0; c < kContexts; ++c) n[c] += std::popcount(m.bits[c]);
+        }
+        uint32_t subtract(const Masks& m) {
+            uint32_t negative = 0;
+            for (unsigned c = 0; c < kContexts; ++c) {
+                n[c] -= std::popcount(m.bits[c]);
+                negative |= uint32_t(n[c] < 0) << c;
+            }
+            return negative;
+        }
+    };
+
+    template <class T>
+    static Masks masks(const T* elements, const ContextRule& rule) {
+        uint8_t context[kGroup];
+        for (unsigned i = 0; i < kGroup; ++i) context[i] = uint8_t(rule(elements[i]));
+        Masks m;
+        for (unsigned i = 0; i < kGroup; ++i) m.bits[context[i]] |= uint64_t(1) << i;
+        return m;
+    }
+
+    template <class T>
+    static uint64_t differ(const T* a, const T* b) {
+        if (std::memcmp(a, b, kGroup * sizeof(T)) == 0) return 0;
+        uint64_t mask = 0;
+        for (unsigned i = 0; i < kGroup; ++i) mask |= uint64_t(a[i] != b[i]) << i;
+        return mask;
+    }
+
+    static uint16_t* positions(uint64_t mask, uint16_t first, uint16_t* out) {
+        for (; mask; mask &= mask - 1) *out++ = uint16_t(first + std::countr_zero(mask));
+        return out;
+    }
+
+    // Index of the n-th set bit.
+    static unsigned select(uint64_t mask, unsigned n) {
+        for (; n; --n) mask &= mask - 1;
+        return unsigned(std::countr_zero(mask));
+    }
+
+    struct Sums {
+        uint64_t sum, escapes;
+    };
+    static Sums rice_sums(const uint32_t* values, size_t n, unsigned k) {
+        uint64_t sum = 0, escapes = 0;
+        for (size_t i = 0; i < n; ++i) {
+            const uint32_t q = values[i] >> k;
+            sum += q < 16 ? q : 16;
+            escapes += q >= 16;
+        }
+        return {sum, escapes};
+    }
+
+    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes) {
+        for (size_t b = 0; b < blocks; ++b, data += kDigestBlock * 2) {
+            int16_t words[kDigestBlock];
+            std::memcpy(words, data, sizeof words);
+            for (unsigned j = 0; j < 4; ++j) {
+                uint32_t sum = 0;
+                for (unsigned i = 0; i < kDigestBlock; ++i) sum += uint32_t(int32_t(words[i]) * kDigestTable.by_lane[j][i]);
+                lanes[j] += multipliers[b].lane[j] * sum;
+            }
+        }
+    }
+};
+
+}  // namespace
+
+constinit const Kernels kScalarKernels = Kernel<Scalar>::table("scalar");
+
+}  // namespace deltawire

@@ -1,0 +1,5 @@
+"""`python -m deltawire.cli`, the same as the `deltawire` command."""
+
+from . import main
+
+main()

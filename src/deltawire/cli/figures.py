@@ -1,0 +1,104 @@
+"""Numbers and names as people read them. Pure text, no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SUFFIXES = ("", "k", "M", "G", "T", "P")
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units, three digits: 999 B, 1.23 MB."""
+    scaled, suffix = _scaled(count)
+    return f"{scaled} {suffix}B"
+
+
+def short_count(count: int) -> str:
+    """A count in at most five characters: 999, 1.23M."""
+    return "".join(_scaled(count))
+
+
+def percent(part: float, whole: float) -> str:
+    """A share with three digits; never 0 for what is not nothing, never 100 for what is not all."""
+    if not whole or not part:
+        return "0"
+    if part == whole:
+        return "100"
+    share = 100 * part / whole
+    if share < 0.001:
+        return "<.001"
+    if share > 99.9:
+        return ">99.9"
+    return f"{share:.{3 if share < 1 else 2 if share < 10 else 1}f}"
+
+
+def ratio(numerator: float, denominator: float, unit: str = "") -> str:
+    """A quotient with three digits, or a dash where there is none."""
+    if not denominator:
+        return "–"
+    value = numerator / denominator
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}{unit}"
+
+
+def bits_per_change(byte_count: int, changed: int) -> float | None:
+    """None where nothing changed."""
+    return round(8 * byte_count / changed, 4) if changed else None
+
+
+def printable(text: str) -> str:
+    """Text from a file, harmless to a terminal: what could move the cursor or change colours is replaced."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
+def shortened(name: str, width: int) -> str:
+    """The name, or its parts between dots cut to their beginnings, the longest first.
+
+    Layers and experts stay apart, since numbers are never cut: `mod.lay.10.self.q_pr.weig`. A name too long even for that loses its middle.
+    """
+    parts = name.split(".")
+    for _ in range(len(name) - width):
+        longest = max((part for part in parts if not part.isdigit()), key=len, default="")
+        if len(longest) < 2:
+            break
+        parts[parts.index(longest)] = longest[:-1]
+    name = ".".join(parts)
+    if len(name) <= width:
+        return name
+    kept = max(width - 1, 0)
+    head = kept * 2 // 5
+    return name[:head] + "…" + name[len(name) - (kept - head) :]
+
+
+def slice_densities(chunks: Sequence[tuple[int, int]], slices: int) -> list[float]:
+    """The share of elements that change in each of `slices` equal parts of a tensor, from (elements, changed) of its chunks.
+
+    Within a chunk changes count as evenly spread: where in a chunk they lie is not known.
+    """
+    total = sum(elements for elements, _ in chunks)
+    changed = [0.0] * slices
+    begin = 0
+    for elements, changes in chunks:
+        end = begin + elements
+        for index in range(begin * slices // total, min(-(-end * slices // total), slices)):
+            overlap = min(end, (index + 1) * total / slices) - max(begin, index * total / slices)
+            changed[index] += changes * max(overlap, 0.0) / elements
+        begin = end
+    return [min(part * slices / total, 1.0) for part in changed] if total else changed
+
+
+def density_bar(chunks: Sequence[tuple[int, int]], slices: int) -> str:
+    """One block per slice of the tensor, as high as its density relative to the densest; a blank where nothing changes."""
+    densities = slice_densities(chunks, slices)
+    top = max(densities, default=0.0)
+    return "".join(_BLOCKS[min(int(density / top * len(_BLOCKS)), len(_BLOCKS) - 1)] if density else " " for density in densities)
+
+
+def _scaled(count: int) -> tuple[str, str]:
+    value, step = float(count), 0
+    while value >= 999.5 and step < len(_SUFFIXES) - 1:
+        value /= 1000
+        step += 1
+    if not step:
+        return str(count), ""
+    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}", _SUFFIXES[step]

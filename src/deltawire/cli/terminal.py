@@ -1,0 +1,132 @@
+"""What every command shares: where text goes, progress bars, and how failures end the process.
+
+Results go to stdout, everything else to stderr. With `--json` stdout carries one JSON object and nothing else, also on failure.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, Any, NoReturn, TypeAlias
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
+
+from ..errors import DeltawireError
+from .figures import printable
+
+JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+ThreadsOption: TypeAlias = Annotated[
+    int | None, typer.Option("--threads", min=1, metavar="N", help="Threads to use; all cores if not given.", show_default=False)
+]
+ForceOption: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
+
+_FAILURES = {
+    errno.ENOENT: "no such file or directory. Check the path",
+    errno.EACCES: "permission denied. Check who owns it",
+    errno.EPERM: "permission denied. Check who owns it",
+    errno.EROFS: "the file system is read-only. Choose another place",
+    errno.ENOTDIR: "a part of the path is not a directory. Check the path",
+    errno.EISDIR: "it is a directory. Name a file",
+    errno.ENOSPC: "the disk is full. Free some space and try again; nothing was left behind",
+    errno.EDQUOT: "the disk quota is used up. Free some space and try again; nothing was left behind",
+    errno.EFBIG: "the file would exceed the size limit of this process or file system. Raise it (ulimit -f) or choose another place",
+    errno.EMFILE: "too many open files. Raise the limit (ulimit -n)",
+    errno.ENOMEM: "the system refused more memory or mappings. Free some memory, or raise the limit (ulimit -v, ulimit -d)",
+}
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP arrived; unwinds like Ctrl-C, so that temporary files are removed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + number
+
+
+def interrupt_on_termination() -> None:
+    """Let SIGTERM and SIGHUP unwind the process instead of ending it on the spot. They wait for the native call that is running."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated(number)
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP; so do we then
+            signal.signal(number, stop)
+
+
+@contextmanager
+def exit_codes(as_json: bool) -> Iterator[None]:
+    """Turn foreseen failures into one line on stderr and an exit code. Anything else is a bug, and keeps its traceback."""
+    try:
+        yield
+    except DeltawireError as error:
+        _fail(type(error).__name__, str(error), as_json)
+    except BrokenPipeError:
+        raise  # the reader of our output has gone; typer ends quietly
+    except OSError as error:
+        _fail(type(error).__name__, _os_failure(error), as_json)
+    except MemoryError:
+        _fail("MemoryError", "not enough memory. Free some, or use fewer --threads.", as_json)
+    except KeyboardInterrupt as error:
+        _standard_error().print(Text("interrupted", style="red"))
+        raise typer.Exit(error.exit_code if isinstance(error, Terminated) else 130) from None
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """One JSON object on stdout. Paths and names may hold anything, so text is ASCII with escapes."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def print_rows(heading: str, rows: Iterable[tuple[str, str]]) -> None:
+    """A result as a heading and titled lines; those without text are left out."""
+    console = result_console()
+    console.print(Text(printable(heading), style="bold"), soft_wrap=True)
+    for title, text in rows:
+        if text:
+            console.print(Text.assemble((f"  {title:<20}", "dim"), printable(text)), soft_wrap=True)
+
+
+def result_console() -> Console:
+    """Stdout. As wide as the terminal, or without bounds where it is a file or a pipe (unless COLUMNS says otherwise)."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 10_000
+    return console
+
+
+@contextmanager
+def progress_bar(title: str, total_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, fed with bytes done since the last call. Shows nothing with `quiet` or where stderr is not a terminal."""
+    console = _standard_error()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task(escape(title), total=total_bytes)
+        yield lambda done: progress.advance(task, done)
+
+
+def _standard_error() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def _os_failure(error: OSError) -> str:
+    reason = _FAILURES.get(error.errno or 0, error.strerror or str(error))
+    return f"{error.filename}: {reason}." if error.filename else f"{reason}."
+
+
+def _fail(kind: str, message: str, as_json: bool) -> NoReturn:
+    _standard_error().print(Text(f"error: {printable(message)}", style="red"), soft_wrap=True)
+    if as_json:
+        print_json({"error": {"type": kind, "message": message}})
+    raise typer.Exit(1) from None

@@ -1,0 +1,102 @@
+"""The codec in C++ (`native/`), for one instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _native
+from ..dtypes import DType
+from ..errors import CodecUnavailable, CorruptDelta, DtypeMismatch, ShapeMismatch
+from .base import Bits, Buffer, Encoded, EncodeJob, Lanes, Outcome, ResolveJob
+
+
+def instruction_sets() -> list[str]:
+    """What this machine runs, best first; the last is always `scalar`."""
+    return _native.instruction_sets()
+
+
+class NativeCodec:
+    """Same bytes as the reference; runs without the GIL, in memory that does not grow with the tensors."""
+
+    def __init__(self, isa: str | None = None) -> None:
+        sets = instruction_sets()
+        if isa is not None and isa not in sets:
+            raise CodecUnavailable(f"this machine does not run {isa!r}; it has {', '.join(sets)}.")
+        self.name = isa or sets[0]
+
+    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> list[Encoded]:
+        native = [(job.base, job.new, _type(job.dtype), job.seed) for job in jobs]
+        encoded = []
+        for job, (blocks, changed, before, after) in zip(jobs, _native.encode(native, threads, self.name), strict=True):
+            payload: list[Buffer] = [bytes([job.dtype.code]), *blocks] if changed or job.base is None else []
+            encoded.append(Encoded(payload, changed, tuple(before), tuple(after)))
+        return encoded
+
+    def resolution(self, threads: int, budget: int) -> NativeResolution:
+        return NativeResolution(self.name, threads, budget)
+
+    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
+        return [tuple(lanes) for lanes in _native.digest(list(arrays), threads, self.name)]
+
+    def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
+        _native.write_elements(bits, np.ascontiguousarray(indices), np.ascontiguousarray(values).view(np.uint8))
+
+
+class NativeResolution:
+    """See `codec.base.Resolution`."""
+
+    def __init__(self, isa: str, threads: int, budget: int) -> None:
+        self._native = _native.Resolution(threads, budget, isa)
+        self._jobs: list[tuple[ResolveJob, int]] = []
+
+    def add(self, jobs: Sequence[ResolveJob]) -> list[Outcome]:
+        native = [(job.base, job.count, _bytes(job.payload), _type(job.dtype), job.seed) for job in jobs]
+        try:
+            found = self._native.add(native)
+        except _native.Corrupt as error:
+            raise CorruptDelta(str(error)) from None
+        except _native.WrongCount as error:
+            raise ShapeMismatch(str(error)) from None
+        except _native.WrongType:
+            raise DtypeMismatch("a tensor has another element type than its delta.") from None
+        outcomes = [Outcome(changed, tuple(before), tuple(after)) for changed, before, after in found]
+        self._jobs += [(job, outcome.changed) for job, outcome in zip(jobs, outcomes, strict=True)]
+        return outcomes
+
+    def changes(self, tensor: int) -> tuple[NDArray[np.int64], Bits]:
+        job, changed = self._jobs[tensor]
+        indices = np.empty(changed, np.int64)
+        values = np.empty(changed, job.dtype.bits)
+        self._native.extract(tensor, indices, values.view(np.uint8))
+        return indices, values
+
+    def dense(self, tensor: int) -> Bits:
+        job, _ = self._jobs[tensor]
+        out = np.empty(job.count, job.dtype.bits)
+        self._native.extract_dense(tensor, out.view(np.uint8))
+        return out
+
+    def scatter(self, write: Sequence[bool]) -> None:
+        self._native.scatter(list(write))
+
+
+def inspect_payload(payload: Buffer, dtype: DType) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:
+    """What a payload says without its base: (mode, elements, changed, bytes) per chunk, changes per value mode, changes per bit length of step."""
+    try:
+        return _native.inspect(_bytes(payload), _type(dtype))
+    except _native.Corrupt as error:
+        raise CorruptDelta(str(error)) from None
+    except _native.WrongType:
+        raise CorruptDelta("a payload has an unknown element type.") from None
+
+
+def _type(dtype: DType) -> tuple[int, int, int, int]:
+    return dtype.code, dtype.itemsize, dtype.exponent_shift, dtype.exponent_bits
+
+
+def _bytes(payload: Buffer | None) -> NDArray[np.uint8] | Any:
+    return None if payload is None else np.frombuffer(payload, np.uint8)

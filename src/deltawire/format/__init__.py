@@ -1,0 +1,1 @@
+"""Bytes at rest: digests, delta files, checkpoints."""

@@ -1,0 +1,99 @@
+"""A delta decoded against its base: absolute indices and values. Applying it is idempotent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .codec import default_codec
+from .codec.base import Bits
+from .errors import DtypeMismatch, ShapeMismatch, StateNotWritable, TensorMissing
+from .format.digest import Digest
+from .tensors import Tensor, TensorBits, is_torch, tensor_bits, to_torch
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPatch:
+    """The changed elements of one tensor: ascending flat (row-major) indices, and their new values in the tensor's own type."""
+
+    indices: NDArray[np.int64]
+    values: NDArray[Any]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPatch:
+    """What a delta does to the state it was made from, in absolute terms.
+
+    `before` and `after` are the digests of the two states; `after - before` may be added to a digest that is kept elsewhere.
+    A tensor whose type or shape changes is in `removed` and in `added`.
+    """
+
+    before: Digest
+    after: Digest
+    changed: Mapping[str, TensorPatch]
+    added: Mapping[str, NDArray[Any]]
+    removed: Sequence[str]
+
+    def apply(self, state: MutableMapping[str, Tensor]) -> None:
+        """Write the new values in place. It may be repeated, also after it was cut off half-way.
+
+        Checks names, types, shapes and writability before it writes anything, but not the values it overwrites: that was done when the
+        delta was resolved. On another state than that one the result is a mix of both.
+        """
+        codec = default_codec()
+        targets: list[tuple[Bits, NDArray[np.int64], Bits]] = []
+        for name, patch in self.changed.items():
+            if name not in state:
+                raise TensorMissing(f"the state has no tensor {name!r}.")
+            target = tensor_bits(name, state[name])
+            if target.dtype.numpy != patch.values.dtype:
+                raise DtypeMismatch(f"tensor {name!r} is {target.dtype.name}, its patch is {patch.values.dtype}.")
+            if target.shape != patch.shape:
+                raise ShapeMismatch(f"tensor {name!r} has shape {target.shape}, its patch {patch.shape}.")
+            check_writable(target)
+            targets.append((target.bits, patch.indices, patch.values.view(target.dtype.bits)))
+        change_structure(state, self.added, [name for name in self.removed if name in state])
+        for bits, indices, values in targets:
+            codec.write_elements(bits, indices, values)
+
+
+def check_writable(tensor: TensorBits) -> None:
+    """Raise `StateNotWritable` unless each element of the tensor can be set on its own."""
+    if not tensor.bits.flags.writeable:
+        raise StateNotWritable(f"tensor {tensor.name!r} is read-only.")
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.bits.strides, strict=True)):
+        raise StateNotWritable(f"tensor {tensor.name!r} is expanded: several of its elements are one memory.")
+
+
+def change_structure(state: MutableMapping[str, Tensor], added: Mapping[str, NDArray[Any]], removed: Sequence[str]) -> None:
+    """Take tensors out of a state and put others in, all or nothing. New ones are torch tensors if the state holds such."""
+    if not added and not removed:
+        return
+    if not isinstance(state, MutableMapping):
+        raise StateNotWritable("tensors appear or vanish, but the state is not a mutable mapping.")
+    wrap = to_torch if any(is_torch(state[name]) for name in state) else _unchanged
+    old = {name: state[name] for name in (*removed, *added) if name in state}
+    done: list[str] = []
+    try:
+        for name in removed:
+            done.append(name)
+            del state[name]
+        for name, array in added.items():
+            done.append(name)
+            state[name] = wrap(array)
+    except Exception as error:
+        for name in reversed(done):
+            if name in old:
+                state[name] = old[name]
+            else:
+                state.pop(name, None)
+        raise StateNotWritable(f"tensors appear or vanish, and the state refuses it: {error}") from error
+
+
+def _unchanged(array: NDArray[Any]) -> NDArray[Any]:
+    return array
