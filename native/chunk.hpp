@@ -45,7 +45,10 @@ private:
     uint64_t plan_symbols();
     uint32_t* fill_runs(unsigned c);
     size_t fill_larger(unsigned c, uint32_t* runs, Value* values) const;
-    static T magnitude(T step) { return step >> (sizeof(T) * 8 - 1) ? T(-step) : step; }
+    static T magnitude(T step) {
+        const T negative = T(T(0) - T(step >> (sizeof(T) * 8 - 1)));
+        return T((step ^ negative) - negative);
+    }
 
     const Kernels& kernels_;
     unsigned contexts_ = 1;
@@ -77,7 +80,6 @@ public:
     const ChunkChanges<T>& changes() const { return changes_; }
     uint32_t top() const { return top_; }
     uint32_t total() const { return total_; }
-    void start(Cursor&) const;
     // Throws Corrupt unless a walk over the whole chunk met every change where the body says.
     void check_end(const Cursor&) const;
     void add_facts(BodyFacts&) const;
@@ -86,7 +88,7 @@ private:
     ChunkChanges<T> changes_;
     std::array<ValueMode, kContexts> modes_;
     uint32_t top_ = 0, total_ = 0;
-    std::unique_ptr<uint32_t[]> gaps_, scratch_;
+    std::unique_ptr<uint32_t[]> targets_, scratch_;
     std::unique_ptr<T[]> operands_;
 };
 

@@ -7,13 +7,15 @@ namespace deltawire {
 
 template <class T>
 ChunkDecoder<T>::ChunkDecoder()
-    : gaps_(new uint32_t[kMaxChanges]), scratch_(new uint32_t[kMaxChanges]), operands_(new T[kMaxChanges]) {}
+    : targets_(new uint32_t[kMaxChanges + kContexts + kListSlack]()),
+      scratch_(new uint32_t[kMaxChanges]),
+      operands_(new T[kMaxChanges + kListSlack]()) {}
 
 template <class T>
 void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& type, uint32_t elements) {
     constexpr unsigned width = sizeof(T) * 8;
     struct Parameters {
-        uint32_t unchanged = 0, larger = 0;
+        uint32_t larger = 0;
         unsigned k = 0, kr = 0, kv = 0;
     };
     std::array<Parameters, kContexts> parameters{};
@@ -48,8 +50,8 @@ void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& ty
         total_ += context.changes;
         context.inverted = in.get(1);
         if (context.inverted) {
-            p.unchanged = get_count(in);
-            expect(p.unchanged <= context.changes, "an inverted context has more unchanged elements than changes.");
+            context.unchanged = get_count(in);
+            expect(context.unchanged <= context.changes, "an inverted context has more unchanged elements than changes.");
         }
         p.k = unsigned(in.get(5));
         expect(p.k <= 24, "a position parameter is out of range.");
@@ -71,45 +73,36 @@ void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& ty
     expect(total_ <= elements, "a chunk lists more changes than it has elements.");
     expect(!in.overrun(), "a chunk's body is too short.");
 
-    uint32_t* gaps = gaps_.get();
+    uint32_t* targets = targets_.get();
     T* operands = operands_.get();
     for (unsigned c = 0; c < contexts; ++c) {
         auto& context = changes_.contexts[c];
         const Parameters& p = parameters[c];
         const uint32_t n = context.changes;
         if (!n) continue;
-        context.gaps = gaps;
+        context.targets = targets;
         context.operands = operands;
         if (context.inverted) {
-            uint32_t i = 0, gap = 0;
-            for (uint32_t u = 0; u < p.unchanged; ++u) {
+            uint32_t i = 0, target = 0;
+            for (uint32_t u = 0; u < context.unchanged; ++u, ++target) {
                 const uint64_t run = get_rice(in, p.k);
                 expect(run <= n - i, "the runs of a context exceed its changes.");
-                if (run) {
-                    gaps[i] = gap;
-                    std::fill(gaps + i + 1, gaps + i + run, 0u);
-                    i += uint32_t(run);
-                    gap = 0;
-                }
-                ++gap;
+                for (const uint32_t end = i + uint32_t(run); i < end; ++i) targets[i] = target++;
             }
-            if (i < n) {
-                gaps[i] = gap;
-                std::fill(gaps + i + 1, gaps + n, 0u);
-                gap = 0;
-            }
-            context.trailing = gap;
+            for (; i < n; ++i) targets[i] = target++;
         } else {
             BitReader local = in;  // kept in registers by the compiler
-            uint64_t largest = 0;
+            uint64_t target = 0;
             for (uint32_t i = 0; i < n; ++i) {
                 const uint64_t gap = get_rice(local, p.k);
-                largest = std::max(largest, gap);
-                gaps[i] = uint32_t(gap);
+                expect(gap < elements, "a position falls outside its chunk.");
+                target += gap;
+                targets[i] = uint32_t(target++);
             }
             in = local;
-            expect(largest < elements, "a position falls outside its chunk.");
+            expect(target <= elements, "a position falls outside its chunk.");
         }
+        targets[n] = kNoTarget;
         if (modes_[c] == ValueMode::symbols) {
             for (uint32_t i = 0; i < n; ++i) {
                 const uint64_t rank = get_rice(in, ks);
@@ -121,13 +114,13 @@ void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& ty
             for (uint32_t i = 0; i < n;) {
                 const uint32_t end = std::min(i + 56, n);
                 uint64_t signs = in.get(end - i);
-                for (; i < end; ++i, signs >>= 1) operands[i] = signs & 1 ? T(-1) : T(1);
+                for (; i < end; ++i, signs >>= 1) operands[i] = T(1 - 2 * int(signs & 1));
             }
         }
         const auto scale = [&](uint32_t i, uint64_t less_one) {
             expect(less_one < uint64_t(1) << (width - 1), "a step is out of range.");
             const T magnitude = T(less_one + 1);
-            operands[i] = operands[i] == 1 ? magnitude : T(-magnitude);
+            operands[i] = T(operands[i] * magnitude);
         };
         if (modes_[c] == ValueMode::direct) {
             for (uint32_t i = 0; i < n; ++i) scale(i, get_rice(in, p.kv));
@@ -147,19 +140,10 @@ void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& ty
             }
         }
         expect(!in.overrun(), "a chunk's body is too short.");
-        gaps += n;
+        targets += n + 1;
         operands += n;
     }
     expect(in.at_end(), "a chunk's body is longer than its streams.");
-}
-
-template <class T>
-void ChunkDecoder<T>::start(Cursor& cursor) const {
-    for (unsigned c = 0; c < kContexts; ++c) {
-        const auto& context = changes_.contexts[c];
-        cursor.next[c] = 0;
-        cursor.remaining[c] = context.changes ? int64_t(context.gaps[0]) : kExhausted;
-    }
 }
 
 template <class T>
@@ -167,7 +151,7 @@ void ChunkDecoder<T>::check_end(const Cursor& cursor) const {
     for (unsigned c = 0; c < kContexts; ++c) {
         const auto& context = changes_.contexts[c];
         if (cursor.next[c] != context.changes) throw Corrupt("a position falls outside its chunk.");
-        if (context.inverted && kExhausted - cursor.remaining[c] != context.trailing)
+        if (context.inverted && cursor.seen[c] != context.changes + context.unchanged)
             throw Corrupt("an inverted context has another number of elements than the base.");
     }
 }

@@ -17,6 +17,11 @@ unsigned rice_bits(uint64_t v, unsigned k) {
     return q < kUnaryLimit ? unsigned(q) + 1 + k : kUnaryLimit + 6 + k + floor_log2(q - (kUnaryLimit - 1));
 }
 
+// Lists of 16 contexts are appended to at the same time. Their distance is no multiple of a power of two, lest they all fall into the same
+// few lines of the cache.
+template <class E>
+constexpr size_t kListStride = kMaxChanges + 5 * 64 / sizeof(E);
+
 // §5 rule 3, given the cost of a parameter.
 template <class Value, class Cost>
 auto descend(const Value* values, size_t n, unsigned largest, Cost cost) {
@@ -41,16 +46,15 @@ auto descend(const Value* values, size_t n, unsigned largest, Cost cost) {
 template <class T>
 ChunkEncoder<T>::ChunkEncoder(const Kernels& kernels)
     : kernels_(kernels),
-      gaps_(new uint32_t[size_t(kContexts) * kMaxChanges]),  // untouched memory costs nothing
+      gaps_(new uint32_t[kContexts * kListStride<uint32_t>]),  // untouched memory costs nothing
       runs_(new uint32_t[kMaxChanges]),
-      steps_(new T[size_t(kContexts) * kMaxChanges]),
-      differing_(new T[size_t(kContexts) * kMaxChanges]),
+      steps_(new T[kContexts * kListStride<T>]),
+      differing_(new T[kContexts * kListStride<T>]),
       values_(new Value[kMaxChanges]) {
     for (unsigned c = 0; c < kContexts; ++c) {
-        const size_t at = size_t(c) * kMaxChanges;
-        collected_.gaps[c] = gaps_.get() + at;
-        collected_.steps[c] = steps_.get() + at;
-        collected_.differing[c] = differing_.get() + at;
+        collected_.gaps[c] = gaps_.get() + c * kListStride<uint32_t>;
+        collected_.steps[c] = steps_.get() + c * kListStride<T>;
+        collected_.differing[c] = differing_.get() + c * kListStride<T>;
     }
     reset(1);
 }

@@ -26,8 +26,8 @@ ContextRule context_rule(const ElementType& type, uint32_t top) {
     return {type.exponent_shift, type.exponent_bits ? type.exponent_mask() : 0, int32_t(top)};
 }
 
-// Contiguous elements of a tensor, one tile at a time: in place where the tensor is contiguous, else copied.
-class TileReader {
+// Contiguous elements of a tensor, one span at a time: in place where the tensor is contiguous, else copied.
+class SpanReader {
 public:
     const uint8_t* read(const View& view, uint64_t first, uint32_t count) {
         if (view.data && view.contiguous) return view.data + first * view.bytes;
@@ -46,7 +46,7 @@ public:
     }
 
 private:
-    static constexpr size_t kBytes = size_t(kTile) * 8;
+    static constexpr size_t kBytes = kSpanBytes;
     struct Free {
         void operator()(uint8_t* p) const { ::operator delete[](p, std::align_val_t(64)); }
     };
@@ -54,9 +54,9 @@ private:
     bool zero_ = true;
 };
 
-// The multipliers of one tile's words.
-struct TileMultipliers {
-    std::array<Multipliers, size_t(kTile) * 8 / 2 / kDigestBlock> of;
+// The multipliers of one span's words.
+struct SpanMultipliers {
+    std::array<Multipliers, kSpanBytes / 2 / kDigestBlock> of;
 
     void fill(const Kernels& kernels, uint64_t seed, uint64_t first_element, uint32_t count, uint8_t bytes) {
         const size_t blocks = (size_t(count) * bytes + 2 * kDigestBlock - 1) / (2 * kDigestBlock);
@@ -90,7 +90,7 @@ template <class T>
 class BlockEncoder {
 public:
     explicit BlockEncoder(const Kernels& kernels)
-        : kernels_(kernels), chunk_(kernels), scan_(new TileScan), multipliers_(new TileMultipliers) {}
+        : kernels_(kernels), chunk_(kernels), scan_(new SpanScan), multipliers_(new SpanMultipliers) {}
 
     struct Block {
         std::vector<uint8_t> bytes;
@@ -105,10 +105,10 @@ public:
         const auto& kernels = kernels_.of<T>();
         chunk_.reset(job.type.contexts());
         uint32_t chunk_start = 0;
-        for (uint32_t at = 0; at < count; at += kTile) {
-            const uint32_t n = std::min(kTile, count - at);
-            const T* base = reinterpret_cast<const T*>(base_tile_.read(job.base, first + at, n));
-            const T* next = reinterpret_cast<const T*>(next_tile_.read(job.next, first + at, n));
+        for (uint32_t at = 0; at < count; at += kSpan<T>) {
+            const uint32_t n = std::min(kSpan<T>, count - at);
+            const T* base = reinterpret_cast<const T*>(base_span_.read(job.base, first + at, n));
+            const T* next = reinterpret_cast<const T*>(next_span_.read(job.next, first + at, n));
             multipliers_->fill(kernels_, job.seed, first + at, n, sizeof(T));
             Lanes before{};
             kernels_.digest(reinterpret_cast<const uint8_t*>(base), size_t(n) * sizeof(T), multipliers_->of.data(), before);
@@ -116,7 +116,8 @@ public:
             add_lanes(out.after, before);
             kernels.scan(base, next, n, rule, *scan_);
             kernels.collect(base, next, n, rule, *scan_, multipliers_->of.data(), chunk_.collected(), out.after);
-            if (chunk_.changes() >= kChunkTarget || at + n == count) {
+            const bool tile_ends = (at + n) % kTile == 0 || at + n == count;
+            if (tile_ends && (chunk_.changes() >= kChunkTarget || at + n == count)) {
                 finish_chunk(job, first + chunk_start, at + n - chunk_start, top, out);
                 chunk_start = at + n;
             }
@@ -149,9 +150,9 @@ private:
 
     const Kernels& kernels_;
     ChunkEncoder<T> chunk_;
-    std::unique_ptr<TileScan> scan_;
-    std::unique_ptr<TileMultipliers> multipliers_;
-    TileReader base_tile_, next_tile_;
+    std::unique_ptr<SpanScan> scan_;
+    std::unique_ptr<SpanMultipliers> multipliers_;
+    SpanReader base_span_, next_span_;
 };
 
 // One object per element width, made when first needed: the working memory of a thread.
@@ -267,12 +268,12 @@ std::vector<Encoded> encode(std::span<const EncodeJob> jobs, unsigned threads, c
 class Resolution::Worker {
 public:
     explicit Worker(const Kernels& kernels)
-        : kernels_(kernels), multipliers_(new TileMultipliers), positions_(kMaxChanges), values_(size_t(kMaxChanges) * 8) {}
+        : kernels_(kernels), multipliers_(new SpanMultipliers), space_(new LocateSpace), positions_(kMaxChanges), values_(size_t(kMaxChanges) * 8) {}
 
     // Takes all memory that it will need for this job, but for raw chunks beyond kMaxChanges.
     void prepare(const ResolveJob& job) {
         if (job.changes) with_element(job.type.bytes, [&](auto element) { decoders_.get<decltype(element)>(); });
-        if (!job.base.contiguous || !job.base.data) tile_.prepare();
+        if (!job.base.contiguous || !job.base.data) span_.prepare();
     }
 
     size_t changed() const { return changed_; }
@@ -296,20 +297,19 @@ private:
         if (unit.mode == ChunkMode::coded) {
             decoder = &decoders_.get<T>();
             decoder->parse(unit.body, job.type, unit.elements);
-            decoder->start(cursor);
             rule = context_rule(job.type, decoder->top());
         }
-        for (uint32_t at = 0; at < unit.elements; at += kTile) {
-            const uint32_t n = std::min(kTile, unit.elements - at);
+        for (uint32_t at = 0; at < unit.elements; at += kSpan<T>) {
+            const uint32_t n = std::min(kSpan<T>, unit.elements - at);
             const uint64_t first = unit.first + at;
-            const T* base = reinterpret_cast<const T*>(tile_.read(job.base, first, n));
+            const T* base = reinterpret_cast<const T*>(span_.read(job.base, first, n));
             multipliers_->fill(kernels_, job.seed, first, n, sizeof(T));
             if (job.base.data) kernels_.digest(reinterpret_cast<const uint8_t*>(base), size_t(n) * sizeof(T), multipliers_->of.data(), unit.before);
             if (unit.mode == ChunkMode::same) continue;
             const size_t from = changed_;
             if (unit.mode == ChunkMode::coded) {
                 Located<T> located{uint32_t(changed_), positions_.data(), reinterpret_cast<T*>(values_.data())};
-                kernels.locate(base, n, at, rule, job.type.exponent_bits != 0, decoder->changes(), cursor, located);
+                kernels.locate(base, n, at, rule, decoder->changes(), cursor, *space_, located);
                 changed_ = located.count;
             } else {
                 compare_raw(base, unit.body.data() + size_t(at) * sizeof(T), at, n);
@@ -339,8 +339,9 @@ private:
 
     const Kernels& kernels_;
     PerWidth<ChunkDecoder> decoders_;
-    std::unique_ptr<TileMultipliers> multipliers_;
-    TileReader tile_;
+    std::unique_ptr<SpanMultipliers> multipliers_;
+    std::unique_ptr<LocateSpace> space_;
+    SpanReader span_;
     std::vector<uint32_t> positions_;
     std::vector<uint8_t> values_;
     size_t changed_ = 0;

@@ -19,13 +19,13 @@ struct ContextRule {
     }
 };
 
-// What a scan of one tile leaves behind for the encoder: where it changes, and what is needed to rank any element in its context.
-struct TileScan {
+// What a scan of one span leaves behind for the encoder: where it changes, and what is needed to rank any element in its context.
+struct SpanScan {
     uint32_t changes = 0;
-    alignas(64) uint16_t positions[kTile + kGroup];
-    alignas(64) uint64_t masks[kTile / kGroup][kContexts];   // which elements of a group are of a context
-    alignas(64) uint16_t ranks[kTile / kGroup][kContexts];   // elements of a context in the tile before a group
-    uint32_t totals[kContexts];                              // elements of a context in the whole tile
+    alignas(64) uint16_t positions[kSpanBytes + kGroup];
+    alignas(64) uint64_t masks[kSpanBytes / kGroup][kContexts];   // which elements of a group are of a context
+    alignas(64) uint16_t ranks[kSpanBytes / kGroup][kContexts];   // elements of a context in the span before a group
+    uint32_t totals[kContexts];                              // elements of a context in the whole span
 };
 
 // The changes of one chunk by context, as found by an encoder: gaps in the context's own line, steps, and differing bits.
@@ -33,32 +33,44 @@ template <class T>
 struct Collected {
     uint32_t count[kContexts];
     uint32_t next_rank[kContexts];  // of the context's element after the last change
-    uint32_t seen[kContexts];       // elements of the context in the tiles before
+    uint32_t seen[kContexts];       // elements of the context in the spans before
     uint32_t* gaps[kContexts];
     T* steps[kContexts];
     T* differing[kContexts];
 };
 
-// The changed elements of one chunk by context, as decoded from its streams; `operand` is a step, or bits to XOR.
+// The changed elements of one chunk by context, as decoded from its streams; an operand is a step, or bits to XOR.
 template <class T>
 struct ChunkChanges {
     struct Context {
         uint32_t changes = 0;
         bool is_xor = false;
         bool inverted = false;
-        uint32_t trailing = 0;          // inverted only: unchanged elements after the last change
-        const uint32_t* gaps = nullptr;
+        uint32_t unchanged = 0;             // inverted only
+        const uint32_t* targets = nullptr;  // their ranks among the context's elements in the chunk, ascending; then kNoTarget
         const T* operands = nullptr;
     };
     std::array<Context, kContexts> contexts;
 };
+inline constexpr uint32_t kNoTarget = ~uint32_t(0);
+inline constexpr uint32_t kListSlack = 16;  // entries after each list that may be read, and are not used
 
-// Where a walk over a chunk's elements stands: per context, how many elements remain before its next change.
+// Where a walk over a chunk's elements stands: per context, the elements seen and the changes found.
 struct Cursor {
-    alignas(64) int64_t remaining[kContexts];
-    uint32_t next[kContexts];
+    uint32_t seen[kContexts] = {};
+    uint32_t next[kContexts] = {};
 };
-inline constexpr int64_t kExhausted = int64_t(1) << 40;
+
+// What `locate` works with on one span.
+struct LocateSpace {
+    SpanScan scan;
+    alignas(64) uint64_t hit[kSpanBytes / kGroup];
+    alignas(64) uint8_t values[kSpanBytes];
+    // The changes that fall into the span, context by context.
+    alignas(64) uint16_t ranks[kSpanBytes + kListSlack];
+    alignas(64) uint8_t contexts[kSpanBytes + kListSlack];
+    alignas(64) uint8_t operands[kSpanBytes + 8 * kListSlack];
+};
 
 // Receives changes in ascending order of position.
 template <class T>
@@ -70,13 +82,13 @@ struct Located {
 
 template <class T>
 struct KernelsFor {
-    void (*scan)(const T* base, const T* next, uint32_t count, const ContextRule&, TileScan&);
-    // Appends the changes of a scanned tile to those of its chunk; adds what they change to the digest.
-    void (*collect)(const T* base, const T* next, uint32_t count, const ContextRule&, const TileScan&, const Multipliers*, Collected<T>&, Lanes&);
-    // Walks one tile (`first` is its position in the chunk) and emits the changes that fall into it.
-    void (*locate)(const T* base, uint32_t count, uint32_t first, const ContextRule&, bool floating, const ChunkChanges<T>&, Cursor&,
+    void (*scan)(const T* base, const T* next, uint32_t count, const ContextRule&, SpanScan&);
+    // Appends the changes of a scanned span to those of its chunk; adds what they change to the digest.
+    void (*collect)(const T* base, const T* next, uint32_t count, const ContextRule&, const SpanScan&, const Multipliers*, Collected<T>&, Lanes&);
+    // Walks one span (`first` is its position in the chunk) and emits the changes that fall into it.
+    void (*locate)(const T* base, uint32_t count, uint32_t first, const ContextRule&, const ChunkChanges<T>&, Cursor&, LocateSpace&,
                    Located<T>&);
-    // Adds to the digest what `n` located changes of one tile change.
+    // Adds to the digest what `n` located changes of one span change.
     void (*digest_changes)(const T* base, uint32_t first, const uint32_t* positions, const T* values, size_t n, const Multipliers*, Lanes&);
 };
 

@@ -18,11 +18,6 @@ struct Avx2 {
     struct Counts {
         int64_t n[kContexts];
         static Counts zero() { return Counts{}; }
-        static Counts load(const int64_t* from) {
-            Counts c;
-            std::memcpy(c.n, from, sizeof c.n);
-            return c;
-        }
         void store(int64_t* out) const { std::memcpy(out, n, sizeof n); }
         void store16(uint16_t* out) const {
             for (unsigned c = 0; c < kContexts; ++c) out[c] = uint16_t(n[c]);
@@ -30,68 +25,70 @@ struct Avx2 {
         void add(const Masks& m) {
             for (unsigned c = 0; c < kContexts; ++c) n[c] += _mm_popcnt_u64(m.bits[c]);
         }
-        uint32_t subtract(const Masks& m) {
-            for (unsigned c = 0; c < kContexts; ++c) n[c] -= _mm_popcnt_u64(m.bits[c]);
-            uint32_t negative = 0;
-            for (unsigned c = 0; c < kContexts; c += 4)
-                negative |= uint32_t(_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_loadu_si256((const __m256i*)(n + c))))) << c;
-            return negative;
-        }
     };
 
-    // The low bytes of 32 (16, 8) wider lanes, in order.
-    static __m256i pack(__m256i a, __m256i b) {  // 16-bit lanes of at most 255 to bytes
-        return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8);
-    }
     static __m256i load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+    // 16-bit lanes of at most 255 to bytes, in order.
+    static __m256i pack(__m256i a, __m256i b) { return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8); }
 
-    // Exponents of 32 elements of at most 32 bits, as bytes.
-    static __m256i exponents(const uint8_t* p, __m128i shift, const ContextRule& rule) {
-        return _mm256_and_si256(_mm256_srl_epi16(load(p), shift), _mm256_set1_epi8(char(rule.mask)));
-    }
-    static __m256i exponents(const uint16_t* p, __m128i shift, const ContextRule& rule) {
-        const __m256i mask = _mm256_set1_epi16(int16_t(rule.mask));
-        return pack(_mm256_and_si256(_mm256_srl_epi16(load(p), shift), mask), _mm256_and_si256(_mm256_srl_epi16(load(p + 16), shift), mask));
-    }
-    static __m256i exponents(const uint32_t* p, __m128i shift, const ContextRule& rule) {
-        const __m256i mask = _mm256_set1_epi32(int32_t(rule.mask));
-        const auto lane = [&](unsigned i) { return _mm256_and_si256(_mm256_srl_epi32(load(p + 8 * i), shift), mask); };
-        const auto words = [&](unsigned i) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(lane(i), lane(i + 1)), 0xd8); };
-        return pack(words(0), words(2));
-    }
+    // Sorts 64 elements into contexts; the constants of the rule stay in registers.
+    class Sorter {
+    public:
+        explicit Sorter(const ContextRule& rule)
+            : shift_(_mm_cvtsi32_si128(rule.shift)),
+              mask8_(_mm256_set1_epi8(char(rule.mask))),
+              mask16_(_mm256_set1_epi16(int16_t(rule.mask))),
+              mask32_(_mm256_set1_epi32(int32_t(rule.mask))),
+              top_(_mm256_set1_epi8(char(rule.top))),
+              rule_(rule) {}
 
-    static __m256i contexts(__m256i exponent, const ContextRule& rule) {
-        return _mm256_min_epu8(_mm256_subs_epu8(_mm256_set1_epi8(char(rule.top)), exponent), _mm256_set1_epi8(kContexts - 1));
-    }
+        template <class T>
+        Masks operator()(const T* elements) const {
+            const __m256i low = contexts(elements), high = contexts(elements + 32);
+            uint64_t plane[4];
+            const auto collect = [&](unsigned k, __m256i l, __m256i h) {
+                plane[k] = uint32_t(_mm256_movemask_epi8(l)) | uint64_t(uint32_t(_mm256_movemask_epi8(h))) << 32;
+            };
+            // Bit k of every context moves to the sign bit of its byte.
+            collect(0, _mm256_slli_epi16(low, 7), _mm256_slli_epi16(high, 7));
+            collect(1, _mm256_slli_epi16(low, 6), _mm256_slli_epi16(high, 6));
+            collect(2, _mm256_slli_epi16(low, 5), _mm256_slli_epi16(high, 5));
+            collect(3, _mm256_slli_epi16(low, 4), _mm256_slli_epi16(high, 4));
+            Masks m;
+            uint64_t pair[4], quad[4];
+            for (unsigned i = 0; i < 4; ++i) {
+                pair[i] = (i & 1 ? plane[0] : ~plane[0]) & (i & 2 ? plane[1] : ~plane[1]);
+                quad[i] = (i & 1 ? plane[2] : ~plane[2]) & (i & 2 ? plane[3] : ~plane[3]);
+            }
+            for (unsigned c = 0; c < kContexts; ++c) m.bits[c] = pair[c & 3] & quad[c >> 2];
+            return m;
+        }
 
-    template <class T>
-    static Masks masks(const T* elements, const ContextRule& rule) {
-        __m256i low, high;
-        if constexpr (sizeof(T) == 8) {
-            alignas(32) uint8_t context[kGroup];
-            for (unsigned i = 0; i < kGroup; ++i) context[i] = uint8_t(rule(elements[i]));
-            low = load(context);
-            high = load(context + 32);
-        } else {
-            const __m128i shift = _mm_cvtsi32_si128(rule.shift);
-            low = contexts(exponents(elements, shift, rule), rule);
-            high = contexts(exponents(elements + 32, shift, rule), rule);
+    private:
+        // Contexts of 32 elements as bytes.
+        template <class T>
+        __m256i contexts(const T* elements) const {
+            if constexpr (sizeof(T) < 8)
+                return _mm256_min_epu8(_mm256_subs_epu8(top_, exponents(elements)), _mm256_set1_epi8(kContexts - 1));
+            alignas(32) uint8_t context[32];
+            for (unsigned i = 0; i < 32; ++i) context[i] = uint8_t(rule_(elements[i]));
+            return load(context);
         }
-        uint64_t plane[4];
-        for (int k = 0; k < 4; ++k) {  // bit k of every context moves to the sign bit of its byte
-            const __m128i shift = _mm_cvtsi32_si128(7 - k);
-            plane[k] = uint32_t(_mm256_movemask_epi8(_mm256_sll_epi16(low, shift))) |
-                       uint64_t(uint32_t(_mm256_movemask_epi8(_mm256_sll_epi16(high, shift)))) << 32;
+        __m256i exponents(const uint8_t* p) const { return _mm256_and_si256(_mm256_srl_epi16(load(p), shift_), mask8_); }
+        __m256i exponents(const uint16_t* p) const {
+            return pack(_mm256_and_si256(_mm256_srl_epi16(load(p), shift_), mask16_),
+                        _mm256_and_si256(_mm256_srl_epi16(load(p + 16), shift_), mask16_));
         }
-        Masks m;
-        uint64_t pair[4], quad[4];
-        for (unsigned i = 0; i < 4; ++i) {
-            pair[i] = (i & 1 ? plane[0] : ~plane[0]) & (i & 2 ? plane[1] : ~plane[1]);
-            quad[i] = (i & 1 ? plane[2] : ~plane[2]) & (i & 2 ? plane[3] : ~plane[3]);
+        __m256i exponents(const uint32_t* p) const {
+            const auto lane = [&](unsigned i) { return _mm256_and_si256(_mm256_srl_epi32(load(p + 8 * i), shift_), mask32_); };
+            const auto words = [&](unsigned i) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(lane(i), lane(i + 1)), 0xd8); };
+            return pack(words(0), words(2));
         }
-        for (unsigned c = 0; c < kContexts; ++c) m.bits[c] = pair[c & 3] & quad[c >> 2];
-        return m;
-    }
+
+        __m128i shift_;
+        __m256i mask8_, mask16_, mask32_, top_;
+        ContextRule rule_;
+    };
 
     static uint32_t equal32(const uint8_t* a, const uint8_t* b) {
         return uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(load(a), load(b))));
@@ -132,6 +129,13 @@ struct Avx2 {
 
     static unsigned select(uint64_t mask, unsigned n) { return unsigned(_tzcnt_u64(_pdep_u64(uint64_t(1) << n, mask))); }
 
+    // Writes the targets below `limit`, less `seen`, to `out` and returns how many there are.
+    static uint32_t take(const uint32_t* targets, uint32_t seen, uint32_t limit, uint16_t* out) {
+        uint32_t n = 0;
+        for (; targets[n] < limit; ++n) out[n] = uint16_t(targets[n] - seen);
+        return n;
+    }
+
     struct Sums {
         uint64_t sum, escapes;
     };
@@ -158,10 +162,11 @@ struct Avx2 {
         return out;
     }
 
-    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes) {
+    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes, size_t ahead) {
         __m256i total[4] = {};
         for (size_t b = 0; b < blocks; ++b, data += kDigestBlock * 2) {
             __m256i sum[4] = {};
+            for (unsigned i = 0; i < kDigestBlock * 2; i += 64) prefetch(data + ahead + i);
             for (unsigned v = 0; v < kDigestBlock / 16; ++v) {
                 const __m256i x = load(data + 32 * v);
                 for (unsigned j = 0; j < 4; ++j)

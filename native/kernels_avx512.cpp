@@ -20,6 +20,7 @@ constexpr unsigned reversed(unsigned i) { return (i & ~7u) | (7 - (i & 7)); }
 constexpr Bytes kReverse8 = make_bytes([](unsigned i) { return reversed(i); });
 constexpr Bytes kEvenBytes = make_bytes([](unsigned i) { return 2 * reversed(i); });
 constexpr Bytes kFourthBytes = make_bytes([](unsigned i) { return 4 * reversed(i & 31); });
+constexpr Bytes kWords = make_bytes([](unsigned i) { return i % 2 ? 0 : 4 * (i / 2 % 8) + 32 * (i / 16 % 2); });
 constexpr Bytes kIota = make_bytes([](unsigned i) { return i; });
 constexpr Bytes kPlane[4] = {
     make_bytes([](unsigned i) { return 8 * (i & 7) + 0; }),
@@ -48,73 +49,71 @@ struct Avx512 {
     struct Counts {
         __m512i low, high;
         static Counts zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
-        static Counts load(const int64_t* from) { return {_mm512_loadu_si512(from), _mm512_loadu_si512(from + 8)}; }
         void store(int64_t* out) const {
             _mm512_storeu_si512(out, low);
             _mm512_storeu_si512(out + 8, high);
         }
         void store16(uint16_t* out) const {
-            _mm_storeu_si128((__m128i*)out, _mm512_cvtepi64_epi16(low));
-            _mm_storeu_si128((__m128i*)(out + 8), _mm512_cvtepi64_epi16(high));
+            _mm256_storeu_si256((__m256i*)out, _mm512_castsi512_si256(_mm512_permutex2var_epi16(low, _mm512_load_si512(kWords.at), high)));
         }
         void add(const Masks& m) {
             low = _mm512_add_epi64(low, _mm512_popcnt_epi64(m.low));
             high = _mm512_add_epi64(high, _mm512_popcnt_epi64(m.high));
         }
-        uint32_t subtract(const Masks& m) {
-            low = _mm512_sub_epi64(low, _mm512_popcnt_epi64(m.low));
-            high = _mm512_sub_epi64(high, _mm512_popcnt_epi64(m.high));
-            return uint32_t(_mm512_movepi64_mask(low)) | uint32_t(_mm512_movepi64_mask(high)) << 8;
-        }
     };
 
-    // Exponents of 64 elements as bytes, each 8 of them in reverse order.
-    static __m512i exponents(const uint8_t* p, const ContextRule& rule) {
-        const __m512i x = _mm512_srl_epi16(load(p), _mm_cvtsi32_si128(rule.shift));
-        return _mm512_and_si512(_mm512_permutexvar_epi8(load(kReverse8), x), _mm512_set1_epi8(char(rule.mask)));
-    }
-    static __m512i exponents(const uint16_t* p, const ContextRule& rule) {
-        const __m128i shift = _mm_cvtsi32_si128(rule.shift);
-        const __m512i x = _mm512_permutex2var_epi8(_mm512_srl_epi16(load(p), shift), load(kEvenBytes), _mm512_srl_epi16(load(p + 32), shift));
-        return _mm512_and_si512(x, _mm512_set1_epi8(char(rule.mask)));
-    }
-    static __m512i exponents(const uint32_t* p, const ContextRule& rule) {
-        const __m128i shift = _mm_cvtsi32_si128(rule.shift);
-        const auto half = [&](const uint32_t* q) {
-            return _mm512_castsi512_si256(
-                _mm512_permutex2var_epi8(_mm512_srl_epi32(load(q), shift), load(kFourthBytes), _mm512_srl_epi32(load(q + 16), shift)));
-        };
-        const __m512i x = _mm512_inserti64x4(_mm512_castsi256_si512(half(p)), half(p + 32), 1);
-        return _mm512_and_si512(x, _mm512_set1_epi8(char(rule.mask)));
-    }
+    // Sorts 64 elements into contexts; the constants of the rule stay in registers.
+    class Sorter {
+    public:
+        explicit Sorter(const ContextRule& rule)
+            : shift_(_mm_cvtsi32_si128(rule.shift)), mask_(_mm512_set1_epi8(char(rule.mask))), top_(_mm512_set1_epi8(char(rule.top))), rule_(rule) {}
 
-    template <class T>
-    static Masks masks(const T* elements, const ContextRule& rule) {
-        __m512i context;
-        if constexpr (sizeof(T) == 8) {
+        template <class T>
+        Masks operator()(const T* elements) const {
+            // Transposes each 8×8 bits: byte k of a quadword then holds bit k of its 8 contexts, in order.
+            const __m512i planes = _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(int64_t(0x8040201008040201u)), contexts(elements), 0);
+            const auto plane = [&](unsigned k) { return _mm512_permutexvar_epi8(load(kPlane[k]), planes); };
+            const __m512i invert0 = _mm512_set_epi64(0, -1, 0, -1, 0, -1, 0, -1), invert1 = _mm512_set_epi64(0, 0, -1, -1, 0, 0, -1, -1),
+                          invert2 = _mm512_set_epi64(0, 0, 0, 0, -1, -1, -1, -1);
+            __m512i x = _mm512_xor_si512(plane(0), invert0);
+            x = _mm512_ternarylogic_epi64(x, plane(1), invert1, 0x60);  // x & (plane ^ invert)
+            x = _mm512_ternarylogic_epi64(x, plane(2), invert2, 0x60);
+            const __m512i top = plane(3);
+            return {_mm512_andnot_si512(top, x), _mm512_and_si512(top, x)};
+        }
+
+    private:
+        // Contexts of 64 elements as bytes, each 8 of them in reverse order.
+        template <class T>
+        __m512i contexts(const T* elements) const {
+            const __m512i last = _mm512_set1_epi8(kContexts - 1);
+            if constexpr (sizeof(T) < 8) return _mm512_min_epu8(_mm512_subs_epu8(top_, _mm512_and_si512(exponents(elements), mask_)), last);
             alignas(64) uint8_t bytes[kGroup];
-            const __m512i mask = _mm512_set1_epi64(rule.mask), top = _mm512_set1_epi64(rule.top);
+            const __m512i mask = _mm512_set1_epi64(rule_.mask), top = _mm512_set1_epi64(rule_.top);
             for (unsigned i = 0; i < kGroup; i += 8) {
-                const __m512i e = _mm512_and_si512(_mm512_srl_epi64(load(elements + i), _mm_cvtsi32_si128(rule.shift)), mask);
+                const __m512i e = _mm512_and_si512(_mm512_srl_epi64(load(elements + i), shift_), mask);
                 const __m512i d = _mm512_max_epi64(_mm512_sub_epi64(top, e), _mm512_setzero_si512());
                 _mm_storel_epi64((__m128i*)(bytes + i), _mm512_cvtepi64_epi8(_mm512_min_epi64(d, _mm512_set1_epi64(kContexts - 1))));
             }
-            context = _mm512_permutexvar_epi8(load(kReverse8), load(bytes));
-        } else {
-            const __m512i d = _mm512_subs_epu8(_mm512_set1_epi8(char(rule.top)), exponents(elements, rule));
-            context = _mm512_min_epu8(d, _mm512_set1_epi8(kContexts - 1));
+            return _mm512_permutexvar_epi8(load(kReverse8), load(bytes));
         }
-        // Transposes each 8×8 bits: byte k of a quadword then holds bit k of its 8 contexts, in order.
-        const __m512i planes = _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(int64_t(0x8040201008040201u)), context, 0);
-        const auto plane = [&](unsigned k) { return _mm512_permutexvar_epi8(load(kPlane[k]), planes); };
-        const __m512i invert0 = _mm512_set_epi64(0, -1, 0, -1, 0, -1, 0, -1), invert1 = _mm512_set_epi64(0, 0, -1, -1, 0, 0, -1, -1),
-                      invert2 = _mm512_set_epi64(0, 0, 0, 0, -1, -1, -1, -1);
-        __m512i x = _mm512_xor_si512(plane(0), invert0);
-        x = _mm512_ternarylogic_epi64(x, plane(1), invert1, 0x60);  // x & (plane ^ invert)
-        x = _mm512_ternarylogic_epi64(x, plane(2), invert2, 0x60);
-        const __m512i top = plane(3);
-        return {_mm512_andnot_si512(top, x), _mm512_and_si512(top, x)};
-    }
+        // Low bytes of the shifted elements.
+        __m512i exponents(const uint8_t* p) const { return _mm512_permutexvar_epi8(load(kReverse8), _mm512_srl_epi16(load(p), shift_)); }
+        __m512i exponents(const uint16_t* p) const {
+            return _mm512_permutex2var_epi8(_mm512_srl_epi16(load(p), shift_), load(kEvenBytes), _mm512_srl_epi16(load(p + 32), shift_));
+        }
+        __m512i exponents(const uint32_t* p) const {
+            const auto half = [&](const uint32_t* q) {
+                return _mm512_castsi512_si256(_mm512_permutex2var_epi8(_mm512_srl_epi32(load(q), shift_), load(kFourthBytes),
+                                                                       _mm512_srl_epi32(load(q + 16), shift_)));
+            };
+            return _mm512_inserti64x4(_mm512_castsi256_si512(half(p)), half(p + 32), 1);
+        }
+
+        __m128i shift_;
+        __m512i mask_, top_;
+        ContextRule rule_;
+    };
 
     static uint64_t differ(const uint8_t* a, const uint8_t* b) { return _mm512_cmpneq_epu8_mask(load(a), load(b)); }
     static uint64_t differ(const uint16_t* a, const uint16_t* b) {
@@ -149,6 +148,16 @@ struct Avx512 {
 
     static unsigned select(uint64_t mask, unsigned n) { return unsigned(_tzcnt_u64(_pdep_u64(uint64_t(1) << n, mask))); }
 
+    // Writes the targets below `limit`, less `seen`, to `out` and returns how many there are.
+    static uint32_t take(const uint32_t* targets, uint32_t seen, uint32_t limit, uint16_t* out) {
+        for (uint32_t n = 0;; n += 16) {
+            const __m512i t = load(targets + n);
+            const __mmask16 below = _mm512_cmplt_epu32_mask(t, _mm512_set1_epi32(int32_t(limit)));
+            _mm256_storeu_si256((__m256i*)(out + n), _mm512_cvtepi32_epi16(_mm512_sub_epi32(t, _mm512_set1_epi32(int32_t(seen)))));
+            if (below != 0xffff) return n + unsigned(std::countr_one(uint32_t(below)));  // what follows kNoTarget is of another list
+        }
+    }
+
     struct Sums {
         uint64_t sum, escapes;
     };
@@ -167,17 +176,17 @@ struct Avx512 {
     }
 
     // Four blocks at once, so that one load of the keys serves all of them.
-    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes) {
+    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes, size_t ahead) {
         __m512i total[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
         size_t b = 0;
-        for (; b + 4 <= blocks; b += 4) accumulate<4>(data + b * kDigestBlock * 2, multipliers + b, total);
-        for (; b < blocks; ++b) accumulate<1>(data + b * kDigestBlock * 2, multipliers + b, total);
+        for (; b + 4 <= blocks; b += 4) accumulate<4>(data + b * kDigestBlock * 2, multipliers + b, total, ahead);
+        for (; b < blocks; ++b) accumulate<1>(data + b * kDigestBlock * 2, multipliers + b, total, ahead);
         for (unsigned j = 0; j < 4; ++j) lanes[j] += uint32_t(_mm512_reduce_add_epi32(total[j]));
     }
 
 private:
     template <unsigned N>
-    static void accumulate(const uint8_t* data, const Multipliers* multipliers, __m512i total[4]) {
+    static void accumulate(const uint8_t* data, const Multipliers* multipliers, __m512i total[4], size_t ahead) {
         __m512i sum[N][4];
         for (auto& row : sum)
             for (auto& lane : row) lane = _mm512_setzero_si512();
@@ -187,7 +196,9 @@ private:
                           k2 = _mm512_load_si512(&kDigestTable.by_lane[2][32 * v]), k3 = _mm512_load_si512(&kDigestTable.by_lane[3][32 * v]);
 #pragma GCC unroll 4
             for (unsigned n = 0; n < N; ++n) {
-                const __m512i x = load(data + n * kDigestBlock * 2 + 64 * v);
+                const uint8_t* const at = data + n * kDigestBlock * 2 + 64 * v;
+                prefetch(at + ahead);
+                const __m512i x = load(at);
                 sum[n][0] = _mm512_dpwssd_epi32(sum[n][0], x, k0);
                 sum[n][1] = _mm512_dpwssd_epi32(sum[n][1], x, k1);
                 sum[n][2] = _mm512_dpwssd_epi32(sum[n][2], x, k2);

@@ -9,6 +9,11 @@
 namespace deltawire {
 namespace {
 
+// Spans are worked on several times while they are in cache; meanwhile the next ones are on their way. Reading beyond the end of a tensor is
+// only hinted at, never done.
+inline constexpr size_t kAhead = 2 * kSpanBytes;
+DELTAWIRE_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
 template <class Isa>
 struct Kernel {
     // The last, partial group of a tensor, padded so that full-width loads stay in bounds.
@@ -19,12 +24,15 @@ struct Kernel {
     };
 
     template <class T>
-    static void scan(const T* base, const T* next, uint32_t count, const ContextRule& rule, TileScan& out) {
+    static void scan(const T* base, const T* next, uint32_t count, const ContextRule& rule, SpanScan& out) {
         uint16_t* positions = out.positions;
         if (!rule.mask) {
             const uint32_t whole = count / kGroup;
-            for (uint32_t g = 0; g < whole; ++g)
-                positions = Isa::positions(Isa::differ(base + g * kGroup, next + g * kGroup), uint16_t(g * kGroup), positions);
+            for (uint32_t g = 0; g < whole; ++g) {
+                const T *const a = base + g * kGroup, *const b = next + g * kGroup;
+                for (unsigned i = 0; i < kGroup; i += 64 / sizeof(T)) prefetch(b + kAhead / sizeof(T) + i), prefetch(a + kAhead / sizeof(T) + i);
+                positions = Isa::positions(Isa::differ(a, b), uint16_t(g * kGroup), positions);
+            }
             if (const uint32_t rest = count % kGroup) {
                 const Padded<T> a(base + whole * kGroup, rest), b(next + whole * kGroup, rest);
                 positions = Isa::positions(Isa::differ(a.data, b.data), uint16_t(whole * kGroup), positions);
@@ -32,17 +40,23 @@ struct Kernel {
             out.changes = uint32_t(positions - out.positions);
             return;
         }
+        const typename Isa::Sorter sort(rule);
         typename Isa::Counts counts = Isa::Counts::zero();
         const auto group = [&](uint32_t g, const T* a, const T* b, uint64_t valid) {
-            typename Isa::Masks masks = Isa::masks(a, rule);
+            const uint64_t changed = Isa::differ(a, b);  // first, so that the loads of `a` serve both
+            typename Isa::Masks masks = sort(a);
             if (valid != ~uint64_t(0)) masks.keep(valid);
             masks.store(out.masks[g]);
             counts.store16(out.ranks[g]);
             counts.add(masks);
-            positions = Isa::positions(Isa::differ(a, b), uint16_t(g * kGroup), positions);
+            positions = Isa::positions(changed, uint16_t(g * kGroup), positions);
         };
         const uint32_t whole = count / kGroup;
-        for (uint32_t g = 0; g < whole; ++g) group(g, base + g * kGroup, next + g * kGroup, ~uint64_t(0));
+        for (uint32_t g = 0; g < whole; ++g) {
+            const T *const a = base + g * kGroup, *const b = next + g * kGroup;
+            for (unsigned i = 0; i < kGroup; i += 64 / sizeof(T)) prefetch(b + kAhead / sizeof(T) + i), prefetch(a + kAhead / sizeof(T) + i);
+            group(g, a, b, ~uint64_t(0));
+        }
         if (const uint32_t rest = count % kGroup) {
             const Padded<T> a(base + whole * kGroup, rest), b(next + whole * kGroup, rest);
             group(whole, a.data, b.data, (uint64_t(1) << rest) - 1);
@@ -54,7 +68,7 @@ struct Kernel {
     }
 
     template <class T>
-    static void collect(const T* base, const T* next, uint32_t count, const ContextRule& rule, const TileScan& scan, const Multipliers* multipliers,
+    static void collect(const T* base, const T* next, uint32_t count, const ContextRule& rule, const SpanScan& scan, const Multipliers* multipliers,
                         Collected<T>& out, Lanes& lanes) {
         const bool floating = rule.mask != 0;
         uint32_t sums[4] = {};
@@ -86,68 +100,101 @@ struct Kernel {
         for (unsigned j = 0; j < 4; ++j) lanes[j] += sums[j];
     }
 
+    // Which elements of each group are of which context, and how many came before. Rows after the last group count as never reached.
     template <class T>
-    static void locate(const T* base, uint32_t count, uint32_t first, const ContextRule& rule, bool floating, const ChunkChanges<T>& changes,
-                       Cursor& cursor, Located<T>& out) {
+    static void rank(const T* base, uint32_t count, const ContextRule& rule, SpanScan& out) {
+        const typename Isa::Sorter sort(rule);
+        typename Isa::Counts counts = Isa::Counts::zero();
+        const uint32_t whole = count / kGroup;
+        uint32_t g = 0;
+        const auto group = [&](typename Isa::Masks masks) {
+            masks.store(out.masks[g]);
+            counts.store16(out.ranks[g]);
+            counts.add(masks);
+            ++g;
+        };
+        while (g < whole) group(sort(base + g * kGroup));
+        if (const uint32_t rest = count % kGroup) {
+            const Padded<T> a(base + whole * kGroup, rest);
+            typename Isa::Masks masks = sort(a.data);
+            masks.keep((uint64_t(1) << rest) - 1);
+            group(masks);
+        }
+        alignas(64) int64_t totals[kContexts];
+        counts.store(totals);
+        for (unsigned c = 0; c < kContexts; ++c) out.totals[c] = uint32_t(totals[c]);
+        std::memset(out.ranks[g], 0xff, (kSpan<T> / kGroup - g) * sizeof out.ranks[0]);
+    }
+
+    template <class T>
+    static void locate(const T* base, uint32_t count, uint32_t first, const ContextRule& rule, const ChunkChanges<T>& changes, Cursor& cursor,
+                       LocateSpace& space, Located<T>& out) {
+        const bool floating = rule.mask != 0;
         const auto changed = [&](T old, T operand, bool is_xor) {
             return is_xor ? T(old ^ operand) : unordered<T>(T(ordered<T>(old, floating) + operand), floating);
         };
-        if (!rule.mask) {
+        uint32_t n = out.count;
+        if (!floating) {
             const auto& context = changes.contexts[0];
-            int64_t& remaining = cursor.remaining[0];
-            while (remaining < int64_t(count)) {
-                const uint32_t at = uint32_t(remaining), i = cursor.next[0]++;
-                out.positions[out.count] = first + at;
-                out.values[out.count++] = changed(base[at], context.operands[i], context.is_xor);
-                remaining = i + 1 < context.changes ? remaining + 1 + context.gaps[i + 1] : kExhausted + at + 1;
-            }
-            remaining -= count;
+            uint32_t i = cursor.next[0];
+            const uint32_t seen = cursor.seen[0], limit = seen + count;
+            if (context.changes)
+                for (; context.targets[i] < limit; ++i, ++n) {
+                    const uint32_t at = context.targets[i] - seen;
+                    out.positions[n] = first + at;
+                    out.values[n] = changed(base[at], context.operands[i], context.is_xor);
+                }
+            cursor.next[0] = i;
+            cursor.seen[0] = limit;
+            out.count = n;
             return;
         }
-        typename Isa::Counts counts = Isa::Counts::load(cursor.remaining);
-        const auto group = [&](uint32_t g, const T* elements, uint64_t valid) {
-            typename Isa::Masks masks = Isa::masks(elements, rule);
-            if (valid != ~uint64_t(0)) masks.keep(valid);
-            uint32_t due = counts.subtract(masks);
-            if (!due) return;
-            alignas(64) uint64_t bits[kContexts];
-            alignas(64) int64_t remaining[kContexts];
-            masks.store(bits);
-            counts.store(remaining);
-            T values[kGroup];
-            uint64_t hit = 0;
-            for (; due; due &= due - 1) {
-                const unsigned c = unsigned(std::countr_zero(due));
-                const auto& context = changes.contexts[c];
-                const int64_t size = std::popcount(bits[c]);
-                int64_t rank = remaining[c] + size;
-                uint32_t i = cursor.next[c];
-                do {
-                    const unsigned at = Isa::select(bits[c], unsigned(rank));
-                    values[at] = changed(elements[at], context.operands[i], context.is_xor);
-                    hit |= uint64_t(1) << at;
-                    ++i;
-                    rank = i < context.changes ? rank + 1 + context.gaps[i] : kExhausted + rank + 1;
-                } while (rank < size);
-                cursor.next[c] = i;
-                remaining[c] = rank - size;
+
+        rank(base, count, rule, space.scan);
+        T* const operands = reinterpret_cast<T*>(space.operands);
+        T* const values = reinterpret_cast<T*>(space.values);
+        uint32_t due = 0, xors = 0;
+        for (unsigned c = 0; c < kContexts; ++c) {
+            const auto& context = changes.contexts[c];
+            const uint32_t seen = cursor.seen[c];
+            cursor.seen[c] = seen + space.scan.totals[c];
+            if (!context.changes) continue;
+            xors |= uint32_t(context.is_xor) << c;
+            const uint32_t from = cursor.next[c],
+                           taken = Isa::take(context.targets + from, seen, cursor.seen[c], space.ranks + due);
+            cursor.next[c] = from + taken;
+            for (uint32_t i = 0; i < taken; i += kListSlack) {
+                std::memset(space.contexts + due + i, int(c), kListSlack);
+                std::memcpy(operands + due + i, context.operands + from + i, kListSlack * sizeof(T));
             }
-            counts = Isa::Counts::load(remaining);
-            uint32_t n = out.count;
-            for (; hit; hit &= hit - 1) {
-                const unsigned at = unsigned(std::countr_zero(hit));
-                out.positions[n] = first + g * kGroup + at;
-                out.values[n++] = values[at];
-            }
-            out.count = n;
-        };
-        const uint32_t whole = count / kGroup;
-        for (uint32_t g = 0; g < whole; ++g) group(g, base + g * kGroup, ~uint64_t(0));
-        if (const uint32_t rest = count % kGroup) {
-            const Padded<T> a(base + whole * kGroup, rest);
-            group(whole, a.data, (uint64_t(1) << rest) - 1);
+            due += taken;
         }
-        counts.store(cursor.remaining);
+        constexpr uint32_t groups = kSpan<T> / kGroup, step = 8;
+        std::memset(space.hit, 0, groups * sizeof space.hit[0]);
+        for (uint32_t i = 0; i < due; ++i) {
+            const unsigned c = space.contexts[i];
+            const uint16_t target = space.ranks[i];
+            // The last group that starts at or before the target, found without a branch.
+            const uint16_t* row = space.scan.ranks[0] + c;
+            uint32_t g = 0;
+#pragma GCC unroll 16
+            for (uint32_t k = step; k < groups; k += step) g += row[k * kContexts] <= target;
+            row += g * step * kContexts;
+            g *= step;
+#pragma GCC unroll 8
+            for (uint32_t k = 1; k < step; ++k) g += row[k * kContexts] <= target;
+            const unsigned bit = Isa::select(space.scan.masks[g][c], unsigned(target - space.scan.ranks[g][c]));
+            const uint32_t at = g * kGroup + bit;
+            space.hit[g] |= uint64_t(1) << bit;
+            values[at] = changed(base[at], operands[i], xors >> c & 1);
+        }
+        uint16_t* end = space.scan.positions;
+        for (uint32_t g = 0; g < groups; ++g) end = Isa::positions(space.hit[g], uint16_t(g * kGroup), end);
+        for (const uint16_t* at = space.scan.positions; at < end; ++at, ++n) {
+            out.positions[n] = first + *at;
+            out.values[n] = values[*at];
+        }
+        out.count = n;
     }
 
     static uint64_t rice_cost(const uint32_t* values, size_t n, unsigned k, uint64_t limit) {
@@ -166,11 +213,11 @@ struct Kernel {
     static void digest(const uint8_t* data, size_t bytes, const Multipliers* multipliers, Lanes& lanes) {
         constexpr size_t kBlockBytes = kDigestBlock * 2;
         const size_t whole = bytes / kBlockBytes;
-        Isa::digest_blocks(data, whole, multipliers, lanes);
+        Isa::digest_blocks(data, whole, multipliers, lanes, kAhead);
         if (const size_t rest = bytes % kBlockBytes) {
             alignas(64) uint8_t padded[kBlockBytes] = {};
             std::memcpy(padded, data + whole * kBlockBytes, rest);
-            Isa::digest_blocks(padded, 1, multipliers + whole, lanes);
+            Isa::digest_blocks(padded, 1, multipliers + whole, lanes, 0);
         }
     }
 

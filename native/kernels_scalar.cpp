@@ -16,11 +16,6 @@ struct Scalar {
     struct Counts {
         int64_t n[kContexts];
         static Counts zero() { return Counts{}; }
-        static Counts load(const int64_t* from) {
-            Counts c;
-            std::memcpy(c.n, from, sizeof c.n);
-            return c;
-        }
         void store(int64_t* out) const { std::memcpy(out, n, sizeof n); }
         void store16(uint16_t* out) const {
             for (unsigned c = 0; c < kContexts; ++c) out[c] = uint16_t(n[c]);
@@ -28,24 +23,21 @@ struct Scalar {
         void add(const Masks& m) {
             for (unsigned c = 0; c < kContexts; ++c) n[c] += std::popcount(m.bits[c]);
         }
-        uint32_t subtract(const Masks& m) {
-            uint32_t negative = 0;
-            for (unsigned c = 0; c < kContexts; ++c) {
-                n[c] -= std::popcount(m.bits[c]);
-                negative |= uint32_t(n[c] < 0) << c;
-            }
-            return negative;
-        }
     };
 
-    template <class T>
-    static Masks masks(const T* elements, const ContextRule& rule) {
-        uint8_t context[kGroup];
-        for (unsigned i = 0; i < kGroup; ++i) context[i] = uint8_t(rule(elements[i]));
-        Masks m;
-        for (unsigned i = 0; i < kGroup; ++i) m.bits[context[i]] |= uint64_t(1) << i;
-        return m;
-    }
+    struct Sorter {
+        ContextRule rule;
+        explicit Sorter(const ContextRule& r) : rule(r) {}
+
+        template <class T>
+        Masks operator()(const T* elements) const {
+            uint8_t context[kGroup];
+            for (unsigned i = 0; i < kGroup; ++i) context[i] = uint8_t(rule(elements[i]));
+            Masks m;
+            for (unsigned i = 0; i < kGroup; ++i) m.bits[context[i]] |= uint64_t(1) << i;
+            return m;
+        }
+    };
 
     template <class T>
     static uint64_t differ(const T* a, const T* b) {
@@ -66,6 +58,13 @@ struct Scalar {
         return unsigned(std::countr_zero(mask));
     }
 
+    // Writes the targets below `limit`, less `seen`, to `out` and returns how many there are.
+    static uint32_t take(const uint32_t* targets, uint32_t seen, uint32_t limit, uint16_t* out) {
+        uint32_t n = 0;
+        for (; targets[n] < limit; ++n) out[n] = uint16_t(targets[n] - seen);
+        return n;
+    }
+
     struct Sums {
         uint64_t sum, escapes;
     };
@@ -79,8 +78,9 @@ struct Scalar {
         return {sum, escapes};
     }
 
-    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes) {
+    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes, size_t ahead) {
         for (size_t b = 0; b < blocks; ++b, data += kDigestBlock * 2) {
+            for (unsigned i = 0; i < kDigestBlock * 2; i += 64) prefetch(data + ahead + i);
             int16_t words[kDigestBlock];
             std::memcpy(words, data, sizeof words);
             for (unsigned j = 0; j < 4; ++j) {

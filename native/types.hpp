@@ -20,6 +20,7 @@ static_assert(std::endian::native == std::endian::little, "deltawire reads and w
 inline constexpr unsigned kContexts = 16;
 inline constexpr unsigned kGroup = 64;              // elements that one mask word describes
 inline constexpr uint32_t kTile = 1u << 14;         // chunks start and end at multiples of this
+inline constexpr size_t kSpanBytes = 8192;          // worked on at a time: with all that belongs to it, it stays in the first-level cache
 inline constexpr uint32_t kBlock = 1u << 24;        // chunks never cross multiples of this
 inline constexpr uint32_t kMaxChanges = 1u << 15;   // per chunk: bounds the memory that any chunk can ask for
 inline constexpr uint32_t kChunkTarget = 1u << 14;  // changes at which an encoder closes a chunk
@@ -71,18 +72,25 @@ struct View {
     void gather(uint64_t start, uint64_t n, uint8_t* out) const;
 };
 
-// Monotone, one-to-one map of an element's bits to an unsigned integer, and back. `floating` is known per tensor.
+// Elements of a span; a tile is a whole number of spans.
+template <class T>
+inline constexpr uint32_t kSpan = uint32_t(kSpanBytes / sizeof(T));
+
+// Monotone, one-to-one map of an element's bits to an unsigned integer, and back. `floating` is known per tensor. Signs of weights are random,
+// so there must be no branch on them.
 template <class T>
 DELTAWIRE_INLINE constexpr T ordered(T x, bool floating) {
-    constexpr T top = T(T(1) << (sizeof(T) * 8 - 1));
-    if (!floating) return x;
-    return (x & top) ? T(~x) : T(x ^ top);
+    constexpr unsigned last = sizeof(T) * 8 - 1;
+    constexpr T top = T(T(1) << last);
+    const T negative = T(T(0) - T(x >> last));
+    return floating ? T(x ^ (negative | top)) : x;
 }
 template <class T>
 DELTAWIRE_INLINE constexpr T unordered(T x, bool floating) {
-    constexpr T top = T(T(1) << (sizeof(T) * 8 - 1));
-    if (!floating) return x;
-    return (x & top) ? T(x ^ top) : T(~x);
+    constexpr unsigned last = sizeof(T) * 8 - 1;
+    constexpr T top = T(T(1) << last);
+    const T negative = T(T(x >> last) - T(1));
+    return floating ? T(x ^ (negative | top)) : x;
 }
 
 }  // namespace deltawire

@@ -305,3 +305,24 @@ def test_progress_counts_the_bytes_of_the_copy(base_file: Path) -> None:
         Checkpoint(base_file), base_file.with_name("out"), drop={"c"}, add={"n": (dtype_named("U8"), (5,))}, progress=seen.append
     ):
         assert sum(seen) == 24 + 8 + 5
+
+
+def test_a_copy_that_the_disk_cannot_hold_is_refused_before_it_is_begun(base_file: Path) -> None:
+    with pytest.raises(CheckpointError, match="needs 8,796,093,022,2"):
+        copy_checkpoint(Checkpoint(base_file), base_file.with_name("out"), add={"huge": (dtype_named("F64"), (1 << 40,))})
+    assert names_beside(base_file) == {"base.safetensors"}
+
+
+def test_a_snapshot_of_the_hub_cache_becomes_real_files(tmp_path: Path, base_directory: Path) -> None:
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    for name in (FIRST, SECOND, INDEX_FILE, "config.json"):
+        (base_directory / name).rename(tmp_path / "blobs" / f"hash-of-{name}")
+        (snapshot / name).symlink_to(f"../../blobs/hash-of-{name}")
+    with copy_checkpoint(Checkpoint(snapshot), tmp_path / "out") as state:
+        state["a"][0] = 100
+        state.commit()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([FIRST, SECOND, INDEX_FILE, "config.json"])
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert Checkpoint(snapshot)["a"][0] == 0

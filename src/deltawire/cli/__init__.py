@@ -1,7 +1,7 @@
 """The `deltawire` command: `diff` makes a delta of two checkpoints, `apply` turns one into the other, `inspect` shows what a delta holds.
 
 Exit codes: 0 done; 1 it could not be done, and nothing was left behind; 2 wrong usage; 130 and 143 interrupted (Ctrl-C, SIGTERM).
-The codec and NumPy are imported only when a command runs, so that `--help` and `--version` answer at once.
+A command imports what it works with when it runs, so that `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from .. import __version__
 from . import apply, diff, inspect
 from .terminal import interrupt_on_termination
 
@@ -27,9 +28,7 @@ app.command("inspect")(inspect.inspect)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"deltawire {version('deltawire')}")
+        typer.echo(f"deltawire {__version__}")
         raise typer.Exit
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +13,8 @@ from . import figures
 from .terminal import ForceOption, JsonOption, ThreadsOption, exit_codes, print_json, print_rows, progress_bar
 
 if TYPE_CHECKING:
-    from ..delta import DeltaFacts
     from ..format.checkpoint import Checkpoint
+    from ..format.delta_file import DeltaFile
 
 
 def apply(
@@ -32,68 +33,83 @@ def apply(
     Other files of a directory are copied along, except other weights.
     """
     with exit_codes(json):
-        from ..delta import apply_delta, inspect_delta
-        from ..dtypes import dtype_named
+        from ..delta import apply_delta
         from ..format.checkpoint import Checkpoint
         from ..format.checkpoint_copy import copy_checkpoint
+        from ..format.delta_file import parse
         from ..format.staged_output import refuse_overlap
         from .delta_input import map_delta
 
         started = time.perf_counter()
         source, mapped = Checkpoint(base), map_delta(delta)
         refuse_overlap(delta, out)
-        facts = inspect_delta(mapped)
-        _refuse_foreign(facts, source)
-        added = {name: (dtype_named(dtype), tuple(shape)) for name, (dtype, shape) in facts.added.items()}
+        file = parse(mapped)
+        _refuse_foreign(file, source)
+        structure = file.structure
         with progress_bar(f"copy {base.name}", source.weight_bytes, quiet=json) as progress:
-            state = copy_checkpoint(source, out, drop=set(facts.removed), add=added, replace=force, progress=progress)
+            state = copy_checkpoint(source, out, drop=set(structure.removed), add=structure.added, replace=force, progress=progress)
         with state:
             with progress_bar(f"apply {delta.name}", source.weight_bytes, quiet=json) as progress:
                 apply_delta(state, mapped, threads=threads, progress=progress)
             state.commit()
-        seconds = time.perf_counter() - started
+        result = Applied(out, source.weight_bytes, len(mapped), file, state.left_out, time.perf_counter() - started)
         if json:
-            print_json(_as_json(out, facts, source, state.left_out, seconds))
+            print_json(_as_json(result))
         else:
-            _print(out, facts, source, state.left_out, seconds)
+            _print(result)
 
 
-def _refuse_foreign(facts: DeltaFacts, source: Checkpoint) -> None:
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What was done, for the report. `left_out` are the files of the base directory that were not copied."""
+
+    out: Path
+    weight_bytes: int
+    delta_bytes: int
+    file: DeltaFile
+    left_out: list[str]
+    seconds: float
+
+    @property
+    def tensors_changed(self) -> int:
+        return len(self.file.payloads) + len(self.file.structure.aliases)
+
+
+def _refuse_foreign(file: DeltaFile, source: Checkpoint) -> None:
     """Fail before gigabytes are copied where names alone show that the delta is for another model. The codec checks everything again."""
     from ..errors import TensorMissing
 
-    for name in [*(tensor.name for tensor in facts.tensors), *facts.aliases]:
-        if name not in source and name not in facts.added:
+    for name in [*file.payloads, *file.structure.aliases]:
+        if name not in source and name not in file.structure.added:
             raise TensorMissing(f"{source.path} has no tensor {name!r}, which the delta changes.")
 
 
-def _as_json(out: Path, facts: DeltaFacts, source: Checkpoint, left_out: list[str], seconds: float) -> dict[str, object]:
+def _as_json(result: Applied) -> dict[str, object]:
     return {
-        "out": str(out),
-        "weight_bytes": source.weight_bytes,
-        "delta_bytes": facts.bytes,
-        "tensors_changed": len(facts.tensors) + len(facts.aliases),
-        "changed": sum(tensor.changed for tensor in facts.tensors),
-        "added": sorted(facts.added),
-        "removed": sorted(facts.removed),
-        "left_out": left_out,
-        "before": facts.before.hex(),
-        "after": facts.after.hex(),
-        "seconds": seconds,
-        "gigabytes_per_second": source.weight_bytes / 1e9 / seconds,
+        "out": str(result.out),
+        "weight_bytes": result.weight_bytes,
+        "delta_bytes": result.delta_bytes,
+        "tensors_changed": result.tensors_changed,
+        "added": sorted(result.file.structure.added),
+        "removed": sorted(result.file.structure.removed),
+        "left_out": result.left_out,
+        "before": result.file.before.hex(),
+        "after": result.file.after.hex(),
+        "seconds": result.seconds,
+        "gigabytes_per_second": result.weight_bytes / 1e9 / result.seconds,
     }
 
 
-def _print(out: Path, facts: DeltaFacts, source: Checkpoint, left_out: list[str], seconds: float) -> None:
-    changed = sum(tensor.changed for tensor in facts.tensors)
+def _print(result: Applied) -> None:
+    file = result.file
     print_rows(
-        str(out),
+        str(result.out),
         [
-            ("changed weights", f"{changed:,}, in {len(facts.tensors) + len(facts.aliases):,} tensors"),
-            ("tensors added", ", ".join(sorted(facts.added))),
-            ("tensors removed", ", ".join(sorted(facts.removed))),
-            ("not copied", ", ".join(left_out)),
-            ("time", f"{seconds:.2f} s, {figures.ratio(source.weight_bytes / 1e9, seconds, ' GB/s')}"),
-            ("digest", f"{facts.before.hex()} → {facts.after.hex()}, checked"),
+            ("changed tensors", f"{result.tensors_changed:,}"),
+            ("tensors added", ", ".join(sorted(file.structure.added))),
+            ("tensors removed", ", ".join(sorted(file.structure.removed))),
+            ("not copied", ", ".join(result.left_out)),
+            ("time", f"{result.seconds:.2f} s, {figures.ratio(result.weight_bytes / 1e9, result.seconds, ' GB/s')}"),
+            ("digest", f"{file.before.hex()} → {file.after.hex()}, checked"),
         ],
     )

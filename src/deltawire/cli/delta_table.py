@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
+from rich.cells import set_cell_size
 from rich.text import Text
 
 from . import figures
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _WIDE = 120
 _WIDE_TITLES = ("dtype", "elements", "changed", "density %", "where", "±1/±2–3/more %", "bits", "modes")
 _TITLES = ("dtype", "elem.", "changed", "dens %", "where", "±1/2–3/+", "bits", "mode")
+_BAR = _TITLES.index("where")
 _LEFT = ("dtype", "where", "mode", "modes")
 _MIN_NAME = 8
 
@@ -27,28 +28,30 @@ def print_table(file: Path, facts: DeltaFacts, shown: Sequence[TensorFacts]) -> 
     """The tensors `shown` in this order, then the totals of all."""
     console = result_console()
     wide = console.width >= _WIDE
-    bar_slices = 16 if wide else 8
-    rows = [_row(tensor, bar_slices, wide) for tensor in shown]
-    total = _totals(facts, wide)
     titles = _WIDE_TITLES if wide else _TITLES
-    widths = [max(len(row[column]) for row in [titles, total, *rows]) for column in range(len(titles))]
-    longest = max([len(tensor.name) for tensor in shown] + [len(total_title := f"total of {len(facts.tensors):,}")])
-    name_width = max(min(longest, console.width - sum(widths) - len(widths)), _MIN_NAME)
+    rows = [_row(tensor, 16 if wide else 8, wide) for tensor in shown]
+    total = _totals(facts, wide)
+    widths = [max(map(len, column)) for column in zip(titles, total, *rows, strict=True)]
+    names = [figures.printable(tensor.name) for tensor in shown]
+    total_name = f"total of {len(facts.tensors):,}"
+    name_width = max(min(max(map(len, [total_name, *names])), console.width - sum(widths) - len(widths)), _MIN_NAME)
 
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", expand=False)
-    table.add_column("tensor", no_wrap=True, min_width=name_width, max_width=name_width)
-    for title, width in zip(titles, widths, strict=True):
-        style = "cyan" if title == "where" else ""
-        table.add_column(title, justify="left" if title in _LEFT else "right", no_wrap=True, min_width=width, style=style)
-    for tensor, row in zip(shown, rows, strict=True):
-        table.add_row(Text(figures.shortened(figures.printable(tensor.name), name_width)), *(Text(cell) for cell in row))
-    table.add_section()
-    table.add_row(Text(figures.shortened(total_title, name_width)), *(Text(cell) for cell in total), style="bold")
+    def line(name: str, cells: Sequence[str], style: str = "") -> Text:
+        aligned = [
+            cell.ljust(width) if title in _LEFT else cell.rjust(width) for cell, title, width in zip(cells, titles, widths, strict=True)
+        ]
+        before, bar, after = aligned[:_BAR], aligned[_BAR], aligned[_BAR + 1 :]
+        start = " ".join([set_cell_size(figures.shortened(name, name_width), name_width), *before]) + " "
+        return Text.assemble(start, (bar, "cyan"), " " + " ".join(after), style=style)
 
-    console.print(Text(figures.printable(str(file)), style="bold"), Text(figures.size(facts.bytes)), soft_wrap=True)
-    console.print(table)
-    for line in _notes(facts, len(shown)):
-        console.print(Text(figures.printable(line), style="dim"), soft_wrap=True)
+    # Not rich's own Table: that measures every cell several times, and a mixture of experts has a hundred thousand tensors.
+    lines = [line("tensor", titles, "bold"), *map(line, names, rows), line(total_name, total, "bold")]
+    console.print(Text.assemble((figures.printable(str(file)), "bold"), f"  {figures.size(facts.bytes)}"), soft_wrap=True)
+    for text in lines:
+        text.rstrip()
+    console.print(Text("\n").join(lines), soft_wrap=True)
+    for note in _notes(facts, len(shown)):
+        console.print(Text(figures.printable(note), style="dim"), soft_wrap=True)
 
 
 def _row(tensor: TensorFacts, bar_slices: int, wide: bool) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -159,13 +160,24 @@ def copy_checkpoint(
         if name in source and name not in drop:
             raise TensorUnexpected(f"{source.path} already has a tensor {name!r}.")
     refuse_overlap(source.path, out)
+    plans = plan_copy(source.shards, drop, adding)
+    _refuse_small_disk(out, sum(entry.nbytes for plan in plans for entry in plan.entries.values()))
     staged = StagedOutput(out, directory=source.is_directory, replace=replace)
     try:
-        shards, left_out = _write_files(source, staged.path, plan_copy(source.shards, drop, adding), progress or (lambda _: None))
+        shards, left_out = _write_files(source, staged.path, plans, progress or (lambda _: None))
     except BaseException:
         staged.discard()
         raise
     return WritableCheckpoint(source, staged, shards, set(drop), set(adding), left_out)
+
+
+def _refuse_small_disk(out: Path, needed: int) -> None:
+    """Fail before hours of copying; a delta of some bytes can also ask for any amount of zeros."""
+    free = shutil.disk_usage(out.absolute().parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"{out} needs {needed:,} bytes, but there are {free:,} left on its disk. Free some space, or choose another place."
+        )
 
 
 def _write_files(source: Checkpoint, target: Path, plans: list[ShardPlan], progress: Progress) -> tuple[list[Shard], list[str]]:
