@@ -115,6 +115,25 @@ inline void put_rice(BitWriter& out, unsigned k, uint64_t v) {
     out.put_long(low_bits(v, k), k);
 }
 
+// All of them, two at a time where two short codes fit into one write.
+template <class Value>
+inline void put_rices(BitWriter& out, unsigned k, const Value* values, size_t n) {
+    size_t i = 0;
+    if (k <= 12)
+        for (; i + 2 <= n; i += 2) {
+            const uint64_t a = values[i], b = values[i + 1], qa = a >> k, qb = b >> k;
+            if ((qa | qb) >= kUnaryLimit) [[unlikely]] {
+                put_rice(out, k, a);
+                put_rice(out, k, b);
+                continue;
+            }
+            const uint64_t first = (low_bits(a, k) << 1 | 1) << qa, second = (low_bits(b, k) << 1 | 1) << qb;
+            const unsigned length = unsigned(qa) + 1 + k;
+            out.put(first | second << length, length + unsigned(qb) + 1 + k);
+        }
+    for (; i < n; ++i) put_rice(out, k, values[i]);
+}
+
 inline uint64_t get_rice(BitReader& in, unsigned k) {
     const uint64_t window = in.peek();
     const unsigned q = unsigned(std::countr_zero(window | uint64_t(1) << kUnaryLimit));
@@ -135,6 +154,41 @@ inline uint64_t get_rice(BitReader& in, unsigned k) {
     const uint64_t quotient = x + (kUnaryLimit - 1);
     if (k && quotient >> (64 - k)) throw Corrupt("a value is longer than 64 bits.");
     return quotient << k | in.get_long(k);
+}
+
+// Reads n codes and hands each to `use`. As many as must fit are read from one window: the next window waits for the length of the last code.
+template <class Use>
+inline void get_rices(BitReader& from, unsigned k, uint32_t n, Use use) {
+    BitReader in = from;  // kept in registers by the compiler
+    const auto several = [&]<unsigned count>(uint32_t i) {
+        for (; i + count <= n; i += count) {
+            const uint64_t window = in.peek();
+            unsigned used = 0;
+            uint64_t values[count];
+            bool all_short = true;
+#pragma GCC unroll 3
+            for (unsigned c = 0; c < count; ++c) {
+                const uint64_t rest = window >> used;
+                const unsigned q = unsigned(std::countr_zero(rest | uint64_t(1) << kUnaryLimit));
+                all_short &= q < kUnaryLimit;
+                values[c] = uint64_t(q) << k | low_bits(rest >> (q + 1), k);
+                used += q + 1 + k;
+            }
+            if (!all_short) [[unlikely]] {
+                for (unsigned c = 0; c < count; ++c) use(get_rice(in, k));
+                continue;
+            }
+            in.skip(used);
+#pragma GCC unroll 3
+            for (unsigned c = 0; c < count; ++c) use(values[c]);
+        }
+        return i;
+    };
+    uint32_t i = 0;
+    if (k <= 3) i = several.template operator()<3>(i);       // 3 × (16 + 3) = 57 bits
+    else if (k <= 12) i = several.template operator()<2>(i);  // 2 × (16 + 12) = 56 bits
+    for (; i < n; ++i) use(get_rice(in, k));
+    from = in;
 }
 
 }  // namespace deltawire

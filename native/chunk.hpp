@@ -18,8 +18,8 @@ public:
     uint32_t changes() const;
     // Starts a chunk of a tensor with so many contexts.
     void reset(unsigned contexts);
-    // Chooses all parameters (§5, rules 3–6) and returns the size of the body in bytes. `elements` is the size of the chunk.
-    size_t plan(uint32_t top, uint32_t elements);
+    // Chooses all parameters (§5, rules 3–6) and returns the size of the body in bytes.
+    size_t plan(uint32_t top);
     // Writes the planned body; `out` needs 8 bytes of slack.
     void write(uint8_t* out);
 
@@ -32,6 +32,8 @@ private:
     };
     struct Plan {
         uint32_t n = 0, unchanged = 0, larger = 0;
+        const uint32_t* gaps = nullptr;
+        const T *steps = nullptr, *differing = nullptr;
         bool inverted = false;
         ValueMode mode = ValueMode::unit;
         unsigned k = 0, kr = 0, kv = 0;
@@ -53,7 +55,8 @@ private:
     const Kernels& kernels_;
     unsigned contexts_ = 1;
     Collected<T> collected_;
-    std::unique_ptr<uint32_t[]> gaps_, runs_;
+    std::unique_ptr<Change<T>[]> changes_;
+    std::unique_ptr<uint32_t[]> gaps_, runs_;  // of all contexts, one after the other; of one context
     std::unique_ptr<T[]> steps_, differing_;
     std::unique_ptr<Value[]> values_;
     std::array<Plan, kContexts> plan_;

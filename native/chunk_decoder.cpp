@@ -84,23 +84,19 @@ void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& ty
         context.operands = operands;
         if (context.inverted) {
             uint32_t i = 0, target = 0;
-            for (uint32_t u = 0; u < context.unchanged; ++u, ++target) {
-                const uint64_t run = get_rice(in, p.k);
+            get_rices(in, p.k, context.unchanged, [&](uint64_t run) {
                 expect(run <= n - i, "the runs of a context exceed its changes.");
                 for (const uint32_t end = i + uint32_t(run); i < end; ++i) targets[i] = target++;
-            }
+                ++target;
+            });
             for (; i < n; ++i) targets[i] = target++;
         } else {
-            BitReader local = in;  // kept in registers by the compiler
             uint64_t target = 0;
-            for (uint32_t i = 0; i < n; ++i) {
-                const uint64_t gap = get_rice(local, p.k);
-                expect(gap < elements, "a position falls outside its chunk.");
-                target += gap;
-                targets[i] = uint32_t(target++);
-            }
-            in = local;
-            expect(target <= elements, "a position falls outside its chunk.");
+            uint32_t* to = targets;
+            get_rices(in, p.k, n, [&](uint64_t gap) {
+                expect(gap < elements && (target += gap) < elements, "a position falls outside its chunk.");
+                *to++ = uint32_t(target++);
+            });
         }
         targets[n] = kNoTarget;
         if (modes_[c] == ValueMode::symbols) {
@@ -123,7 +119,8 @@ void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& ty
             operands[i] = T(operands[i] * magnitude);
         };
         if (modes_[c] == ValueMode::direct) {
-            for (uint32_t i = 0; i < n; ++i) scale(i, get_rice(in, p.kv));
+            uint32_t i = 0;
+            get_rices(in, p.kv, n, [&](uint64_t less_one) { scale(i++, less_one); });
         } else if (modes_[c] == ValueMode::runs) {
             uint64_t at = 0;
             for (uint32_t x = 0; x < p.larger; ++x) {

@@ -19,8 +19,7 @@ unsigned rice_bits(uint64_t v, unsigned k) {
 
 // Lists of 16 contexts are appended to at the same time. Their distance is no multiple of a power of two, lest they all fall into the same
 // few lines of the cache.
-template <class E>
-constexpr size_t kListStride = kMaxChanges + 5 * 64 / sizeof(E);
+constexpr size_t kListStride = kMaxChanges + 40;
 
 // §5 rule 3, given the cost of a parameter.
 template <class Value, class Cost>
@@ -46,30 +45,29 @@ auto descend(const Value* values, size_t n, unsigned largest, Cost cost) {
 template <class T>
 ChunkEncoder<T>::ChunkEncoder(const Kernels& kernels)
     : kernels_(kernels),
-      gaps_(new uint32_t[kContexts * kListStride<uint32_t>]),  // untouched memory costs nothing
+      changes_(new Change<T>[kContexts * kListStride]),  // untouched memory costs nothing
+      gaps_(new uint32_t[kMaxChanges]),
       runs_(new uint32_t[kMaxChanges]),
-      steps_(new T[kContexts * kListStride<T>]),
-      differing_(new T[kContexts * kListStride<T>]),
+      steps_(new T[kMaxChanges]),
+      differing_(new T[kMaxChanges]),
       values_(new Value[kMaxChanges]) {
-    for (unsigned c = 0; c < kContexts; ++c) {
-        collected_.gaps[c] = gaps_.get() + c * kListStride<uint32_t>;
-        collected_.steps[c] = steps_.get() + c * kListStride<T>;
-        collected_.differing[c] = differing_.get() + c * kListStride<T>;
-    }
     reset(1);
 }
 
 template <class T>
 void ChunkEncoder<T>::reset(unsigned contexts) {
     contexts_ = contexts;
-    for (unsigned c = 0; c < kContexts; ++c) collected_.count[c] = collected_.next_rank[c] = collected_.seen[c] = 0;
+    for (unsigned c = 0; c < kContexts; ++c) {
+        Change<T>* const list = changes_.get() + c * kListStride;
+        collected_.contexts[c] = {list, list, 0, 0};
+    }
 }
 
 template <class T>
 uint32_t ChunkEncoder<T>::changes() const {
-    uint32_t n = 0;
-    for (unsigned c = 0; c < contexts_; ++c) n += collected_.count[c];
-    return n;
+    size_t n = 0;
+    for (const auto& context : collected_.contexts) n += size_t(context.end - context.begin);
+    return uint32_t(n);
 }
 
 template <class T>
@@ -93,7 +91,7 @@ auto ChunkEncoder<T>::choose(const uint64_t* values, size_t n, unsigned largest)
 // For a context in which most elements change: the runs of changing elements before each unchanged one.
 template <class T>
 uint32_t* ChunkEncoder<T>::fill_runs(unsigned c) {
-    const uint32_t* gaps = collected_.gaps[c];
+    const uint32_t* gaps = plan_[c].gaps;
     uint32_t* out = runs_.get();
     uint32_t run = 0;
     for (uint32_t i = 0; i < plan_[c].n; ++i) {
@@ -115,7 +113,7 @@ uint32_t* ChunkEncoder<T>::fill_runs(unsigned c) {
 template <class T>
 void ChunkEncoder<T>::plan_positions(unsigned c, uint32_t total) {
     Plan& p = plan_[c];
-    const Rice straight = choose(collected_.gaps[c], p.n, kLargestPositionK);
+    const Rice straight = choose(p.gaps, p.n, kLargestPositionK);
     p.inverted = false;
     p.k = straight.k;
     p.position_bits = straight.bits;
@@ -133,7 +131,7 @@ void ChunkEncoder<T>::plan_positions(unsigned c, uint32_t total) {
 // The magnitudes above 1, less 2, and the runs of ones before each.
 template <class T>
 size_t ChunkEncoder<T>::fill_larger(unsigned c, uint32_t* runs, Value* values) const {
-    const T* steps = collected_.steps[c];
+    const T* steps = plan_[c].steps;
     size_t larger = 0;
     uint32_t run = 0;
     for (uint32_t i = 0; i < plan_[c].n; ++i) {
@@ -152,7 +150,7 @@ size_t ChunkEncoder<T>::fill_larger(unsigned c, uint32_t* runs, Value* values) c
 template <class T>
 void ChunkEncoder<T>::plan_values(unsigned c) {
     Plan& p = plan_[c];
-    const T* steps = collected_.steps[c];
+    const T* steps = plan_[c].steps;
     p.mode = ValueMode::unit;
     p.value_bits = p.n;
     bool all_one = true;
@@ -190,7 +188,7 @@ uint64_t ChunkEncoder<T>::plan_symbols() {
         candidate[c] = p.n && p.value_bits > uint64_t(p.n) * (width - 7);
         if (!candidate[c]) continue;
         considered += p.n;
-        for (uint32_t i = 0; i < p.n; ++i) ++frequency[collected_.differing[c][i] >> (width - 8)];
+        for (uint32_t i = 0; i < p.n; ++i) ++frequency[p.differing[i] >> (width - 8)];
     }
     if (!considered) return 0;
 
@@ -216,7 +214,7 @@ uint64_t ChunkEncoder<T>::plan_symbols() {
         if (!candidate[c]) continue;
         const Plan& p = plan_[c];
         uint64_t bits = uint64_t(p.n) * (width - 8);
-        for (uint32_t i = 0; i < p.n; ++i) bits += rice_bits(rank_of_symbol_[collected_.differing[c][i] >> (width - 8)], ks_);
+        for (uint32_t i = 0; i < p.n; ++i) bits += rice_bits(rank_of_symbol_[p.differing[i] >> (width - 8)], ks_);
         symbol_bits[c] = bits;
         if (bits < p.value_bits) saved += p.value_bits - bits;
         else candidate[c] = false;
@@ -235,13 +233,24 @@ uint64_t ChunkEncoder<T>::plan_symbols() {
 }
 
 template <class T>
-size_t ChunkEncoder<T>::plan(uint32_t top, uint32_t elements) {
+size_t ChunkEncoder<T>::plan(uint32_t top) {
     top_ = top;
+    size_t at = 0;
     for (unsigned c = 0; c < contexts_; ++c) {
-        plan_[c] = Plan{};
-        plan_[c].n = collected_.count[c];
-        if (!plan_[c].n) continue;
-        plan_positions(c, contexts_ == 1 ? elements : collected_.seen[c]);
+        const auto& context = collected_.contexts[c];
+        Plan& p = plan_[c] = Plan{};
+        p.n = uint32_t(context.end - context.begin);
+        if (!p.n) continue;
+        p.gaps = gaps_.get() + at;
+        p.steps = steps_.get() + at;
+        p.differing = differing_.get() + at;
+        for (uint32_t i = 0; i < p.n; ++i) {
+            gaps_[at + i] = context.begin[i].gap;
+            steps_[at + i] = context.begin[i].step;
+            differing_[at + i] = context.begin[i].differing;
+        }
+        at += p.n;
+        plan_positions(c, context.seen);
         plan_values(c);
     }
     uint64_t bits = kTopBits + 1 + plan_symbols();
@@ -283,20 +292,19 @@ void ChunkEncoder<T>::write(uint8_t* to) {
         if (!p.n) continue;
         if (p.inverted) {
             const uint32_t* runs = fill_runs(c);
-            for (uint32_t i = 0; i < p.unchanged; ++i) put_rice(out, p.k, runs[i]);
+            put_rices(out, p.k, runs, p.unchanged);
         } else {
-            const uint32_t* gaps = collected_.gaps[c];
-            for (uint32_t i = 0; i < p.n; ++i) put_rice(out, p.k, gaps[i]);
+            put_rices(out, p.k, p.gaps, p.n);
         }
         if (p.mode == ValueMode::symbols) {
             for (uint32_t i = 0; i < p.n; ++i) {
-                const T y = collected_.differing[c][i];
+                const T y = p.differing[i];
                 put_rice(out, ks_, rank_of_symbol_[y >> (width - 8)]);
                 out.put_long(low_bits(y, width - 8), width - 8);
             }
             continue;
         }
-        const T* steps = collected_.steps[c];
+        const T* steps = plan_[c].steps;
         for (uint32_t i = 0; i < p.n;) {
             const uint32_t end = std::min(i + 56, p.n), start = i;
             uint64_t signs = 0;
@@ -307,8 +315,8 @@ void ChunkEncoder<T>::write(uint8_t* to) {
             for (uint32_t i = 0; i < p.n; ++i) put_rice(out, p.kv, magnitude(steps[i]) - 1);
         } else if (p.mode == ValueMode::runs) {
             fill_larger(c, runs_.get(), values_.get());
-            for (uint32_t i = 0; i < p.larger; ++i) put_rice(out, p.kr, runs_[i]);
-            for (uint32_t i = 0; i < p.larger; ++i) put_rice(out, p.kv, values_[i]);
+            put_rices(out, p.kr, runs_.get(), p.larger);
+            put_rices(out, p.kv, values_.get(), p.larger);
         }
     }
     out.finish();

@@ -111,10 +111,9 @@ public:
             const T* next = reinterpret_cast<const T*>(next_span_.read(job.next, first + at, n));
             multipliers_->fill(kernels_, job.seed, first + at, n, sizeof(T));
             Lanes before{};
-            kernels_.digest(reinterpret_cast<const uint8_t*>(base), size_t(n) * sizeof(T), multipliers_->of.data(), before);
+            kernels.scan(base, next, n, rule, multipliers_->of.data(), *scan_, before);
             add_lanes(out.before, before);
             add_lanes(out.after, before);
-            kernels.scan(base, next, n, rule, *scan_);
             kernels.collect(base, next, n, rule, *scan_, multipliers_->of.data(), chunk_.collected(), out.after);
             const bool tile_ends = (at + n) % kTile == 0 || at + n == count;
             if (tile_ends && (chunk_.changes() >= kChunkTarget || at + n == count)) {
@@ -134,7 +133,7 @@ private:
             append_chunk_header(out.bytes, ChunkMode::same, elements, 0);
             return;
         }
-        const size_t coded = chunk_.plan(top, elements), raw = size_t(elements) * sizeof(T);
+        const size_t coded = chunk_.plan(top), raw = size_t(elements) * sizeof(T);
         append_chunk_header(out.bytes, coded < raw ? ChunkMode::coded : ChunkMode::raw, elements, uint32_t(std::min(coded, raw)));
         const size_t at = out.bytes.size();
         if (coded < raw) {
@@ -304,14 +303,14 @@ private:
             const uint64_t first = unit.first + at;
             const T* base = reinterpret_cast<const T*>(span_.read(job.base, first, n));
             multipliers_->fill(kernels_, job.seed, first, n, sizeof(T));
-            if (job.base.data) kernels_.digest(reinterpret_cast<const uint8_t*>(base), size_t(n) * sizeof(T), multipliers_->of.data(), unit.before);
-            if (unit.mode == ChunkMode::same) continue;
             const size_t from = changed_;
             if (unit.mode == ChunkMode::coded) {
                 Located<T> located{uint32_t(changed_), positions_.data(), reinterpret_cast<T*>(values_.data())};
-                kernels.locate(base, n, at, rule, decoder->changes(), cursor, *space_, located);
+                kernels.locate(base, n, at, rule, multipliers_->of.data(), decoder->changes(), cursor, *space_, located, unit.before);
                 changed_ = located.count;
             } else {
+                kernels_.digest(reinterpret_cast<const uint8_t*>(base), size_t(n) * sizeof(T), multipliers_->of.data(), unit.before);
+                if (unit.mode == ChunkMode::same) continue;
                 compare_raw(base, unit.body.data() + size_t(at) * sizeof(T), at, n);
             }
             kernels.digest_changes(base, at, positions_.data() + from, reinterpret_cast<const T*>(values_.data()) + from, changed_ - from,
@@ -408,14 +407,43 @@ void Resolution::with_changes(Worker& worker, Unit& unit, Use use) {
     }
 }
 
+namespace {
+// Calls `use(position, value)` in ascending order. Changes come span after span; only within a span they are in disorder.
+template <class T, class Use>
+void ascending(const uint32_t* positions, const T* values, size_t n, Use use) {
+    std::array<T, kSpan<T>> at;
+    std::array<uint64_t, kSpan<T> / kGroup> hit{};
+    for (size_t i = 0; i < n;) {
+        const uint32_t first = positions[i] & ~(kSpan<T> - 1);
+        for (; i < n && positions[i] - first < kSpan<T>; ++i) {
+            const uint32_t p = positions[i] - first;
+            hit[p / kGroup] |= uint64_t(1) << p % kGroup;
+            at[p] = values[i];
+        }
+        for (uint32_t g = 0; g < hit.size(); ++g) {
+            for (uint64_t bits = hit[g]; bits; bits &= bits - 1) {
+                const uint32_t p = g * kGroup + unsigned(std::countr_zero(bits));
+                use(first + p, at[p]);
+            }
+            hit[g] = 0;
+        }
+    }
+}
+}  // namespace
+
 void Resolution::extract(size_t tensor, int64_t* indices, uint8_t* values) {
     const uint8_t width = jobs_[tensor].type.bytes;
     for (size_t u = first_unit_[tensor]; u < first_unit_[tensor + 1]; ++u) {
         Unit& unit = units_[u];
         with_changes(*workers_[0], unit, [&](size_t n, const uint32_t* positions, const uint8_t* from) {
-            for (size_t i = 0; i < n; ++i) *indices++ = int64_t(unit.first + positions[i]);
-            if (n) std::memcpy(values, from, n * width);
-            values += n * width;
+            with_element(width, [&](auto element) {
+                using T = decltype(element);
+                ascending(positions, reinterpret_cast<const T*>(from), n, [&](uint32_t position, T value) {
+                    *indices++ = int64_t(unit.first + position);
+                    std::memcpy(values, &value, sizeof(T));
+                    values += sizeof(T);
+                });
+            });
         });
         unit.positions = {};
         unit.values = {};

@@ -25,18 +25,27 @@ struct SpanScan {
     alignas(64) uint16_t positions[kSpanBytes + kGroup];
     alignas(64) uint64_t masks[kSpanBytes / kGroup][kContexts];   // which elements of a group are of a context
     alignas(64) uint16_t ranks[kSpanBytes / kGroup][kContexts];   // elements of a context in the span before a group
-    uint32_t totals[kContexts];                              // elements of a context in the whole span
+    int64_t totals[kContexts];                               // elements of a context in the whole span
 };
 
-// The changes of one chunk by context, as found by an encoder: gaps in the context's own line, steps, and differing bits.
+// A change as an encoder finds it: the gap in its context's own line, the step, and the differing bits.
+template <class T>
+struct Change {
+    uint32_t gap;
+    T step;
+    T differing;
+};
+
+// The changes of one chunk by context.
 template <class T>
 struct Collected {
-    uint32_t count[kContexts];
-    uint32_t next_rank[kContexts];  // of the context's element after the last change
-    uint32_t seen[kContexts];       // elements of the context in the spans before
-    uint32_t* gaps[kContexts];
-    T* steps[kContexts];
-    T* differing[kContexts];
+    struct Context {
+        Change<T>* begin;
+        Change<T>* end;
+        uint32_t next_rank;  // of the element after the last change
+        uint32_t seen;       // elements in the spans before
+    };
+    std::array<Context, kContexts> contexts;
 };
 
 // The changed elements of one chunk by context, as decoded from its streams; an operand is a step, or bits to XOR.
@@ -64,15 +73,13 @@ struct Cursor {
 // What `locate` works with on one span.
 struct LocateSpace {
     SpanScan scan;
-    alignas(64) uint64_t hit[kSpanBytes / kGroup];
-    alignas(64) uint8_t values[kSpanBytes];
     // The changes that fall into the span, context by context.
     alignas(64) uint16_t ranks[kSpanBytes + kListSlack];
     alignas(64) uint8_t contexts[kSpanBytes + kListSlack];
     alignas(64) uint8_t operands[kSpanBytes + 8 * kListSlack];
 };
 
-// Receives changes in ascending order of position.
+// Receives changes.
 template <class T>
 struct Located {
     uint32_t count = 0;
@@ -82,12 +89,13 @@ struct Located {
 
 template <class T>
 struct KernelsFor {
-    void (*scan)(const T* base, const T* next, uint32_t count, const ContextRule&, SpanScan&);
+    // Finds what changes in a span; adds its base to the digest.
+    void (*scan)(const T* base, const T* next, uint32_t count, const ContextRule&, const Multipliers*, SpanScan&, Lanes&);
     // Appends the changes of a scanned span to those of its chunk; adds what they change to the digest.
     void (*collect)(const T* base, const T* next, uint32_t count, const ContextRule&, const SpanScan&, const Multipliers*, Collected<T>&, Lanes&);
-    // Walks one span (`first` is its position in the chunk) and emits the changes that fall into it.
-    void (*locate)(const T* base, uint32_t count, uint32_t first, const ContextRule&, const ChunkChanges<T>&, Cursor&, LocateSpace&,
-                   Located<T>&);
+    // Walks one span (`first` is its position in the chunk) and emits the changes that fall into it, in no order; adds the base to the digest.
+    void (*locate)(const T* base, uint32_t count, uint32_t first, const ContextRule&, const Multipliers*, const ChunkChanges<T>&, Cursor&,
+                   LocateSpace&, Located<T>&, Lanes&);
     // Adds to the digest what `n` located changes of one span change.
     void (*digest_changes)(const T* base, uint32_t first, const uint32_t* positions, const T* values, size_t n, const Multipliers*, Lanes&);
 };

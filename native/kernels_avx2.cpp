@@ -162,24 +162,29 @@ struct Avx2 {
         return out;
     }
 
-    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes, size_t ahead) {
-        __m256i total[4] = {};
-        for (size_t b = 0; b < blocks; ++b, data += kDigestBlock * 2) {
+    class Digest {
+    public:
+        void add(const void* block, const Multipliers& multipliers) {
             __m256i sum[4] = {};
-            for (unsigned i = 0; i < kDigestBlock * 2; i += 64) prefetch(data + ahead + i);
             for (unsigned v = 0; v < kDigestBlock / 16; ++v) {
-                const __m256i x = load(data + 32 * v);
+                const __m256i x = load(static_cast<const uint8_t*>(block) + 32 * v);
                 for (unsigned j = 0; j < 4; ++j)
-                    sum[j] = _mm256_add_epi32(sum[j], _mm256_madd_epi16(x, _mm256_load_si256((const __m256i*)&kDigestTable.by_lane[j][16 * v])));
+                    sum[j] = _mm256_add_epi32(sum[j], _mm256_madd_epi16(x, load(&kDigestTable.by_lane[j][16 * v])));
             }
-            for (unsigned j = 0; j < 4; ++j) total[j] = _mm256_add_epi32(total[j], _mm256_mullo_epi32(sum[j], _mm256_set1_epi32(int32_t(multipliers[b].lane[j]))));
+            for (unsigned j = 0; j < 4; ++j)
+                total_[j] = _mm256_add_epi32(total_[j], _mm256_mullo_epi32(sum[j], _mm256_set1_epi32(int32_t(multipliers.lane[j]))));
         }
-        for (unsigned j = 0; j < 4; ++j) {
-            alignas(32) uint32_t parts[8];
-            _mm256_store_si256((__m256i*)parts, total[j]);
-            for (const uint32_t part : parts) lanes[j] += part;
+        void finish(Lanes& lanes) const {
+            for (unsigned j = 0; j < 4; ++j) {
+                alignas(32) uint32_t parts[8];
+                _mm256_store_si256((__m256i*)parts, total_[j]);
+                for (const uint32_t part : parts) lanes[j] += part;
+            }
         }
-    }
+
+    private:
+        __m256i total_[4] = {};
+    };
 };
 
 }  // namespace

@@ -21,13 +21,11 @@ constexpr Bytes kReverse8 = make_bytes([](unsigned i) { return reversed(i); });
 constexpr Bytes kEvenBytes = make_bytes([](unsigned i) { return 2 * reversed(i); });
 constexpr Bytes kFourthBytes = make_bytes([](unsigned i) { return 4 * reversed(i & 31); });
 constexpr Bytes kWords = make_bytes([](unsigned i) { return i % 2 ? 0 : 4 * (i / 2 % 8) + 32 * (i / 16 % 2); });
-constexpr Bytes kIota = make_bytes([](unsigned i) { return i; });
-constexpr Bytes kPlane[4] = {
-    make_bytes([](unsigned i) { return 8 * (i & 7) + 0; }),
-    make_bytes([](unsigned i) { return 8 * (i & 7) + 1; }),
-    make_bytes([](unsigned i) { return 8 * (i & 7) + 2; }),
-    make_bytes([](unsigned i) { return 8 * (i & 7) + 3; }),
-};
+// For each context c of eight, bit k of all contexts: as it is where bit k of c is set, else its complement.
+constexpr Bytes plane_of(unsigned k) {
+    return make_bytes([k](unsigned i) { return 8 * (i & 7) + (k == 3 || (i >> 3) >> k & 1 ? k : 4 + k); });
+}
+constexpr Bytes kPlane[4] = {plane_of(0), plane_of(1), plane_of(2), plane_of(3)};
 
 inline __m512i load(const void* p) { return _mm512_loadu_si512(p); }
 inline __m512i load(const Bytes& b) { return _mm512_load_si512(b.at); }
@@ -47,18 +45,16 @@ struct Avx512 {
     };
 
     struct Counts {
-        __m512i low, high;
-        static Counts zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+        __m256i n;  // a span holds fewer than 2^16 elements
+        static Counts zero() { return {_mm256_setzero_si256()}; }
         void store(int64_t* out) const {
-            _mm512_storeu_si512(out, low);
-            _mm512_storeu_si512(out + 8, high);
+            _mm512_storeu_si512(out, _mm512_cvtepu16_epi64(_mm256_castsi256_si128(n)));
+            _mm512_storeu_si512(out + 8, _mm512_cvtepu16_epi64(_mm256_extracti128_si256(n, 1)));
         }
-        void store16(uint16_t* out) const {
-            _mm256_storeu_si256((__m256i*)out, _mm512_castsi512_si256(_mm512_permutex2var_epi16(low, _mm512_load_si512(kWords.at), high)));
-        }
+        void store16(uint16_t* out) const { _mm256_storeu_si256((__m256i*)out, n); }
         void add(const Masks& m) {
-            low = _mm512_add_epi64(low, _mm512_popcnt_epi64(m.low));
-            high = _mm512_add_epi64(high, _mm512_popcnt_epi64(m.high));
+            const __m512i both = _mm512_permutex2var_epi16(_mm512_popcnt_epi64(m.low), load(kWords), _mm512_popcnt_epi64(m.high));
+            n = _mm256_add_epi16(n, _mm512_castsi512_si256(both));
         }
     };
 
@@ -70,14 +66,12 @@ struct Avx512 {
 
         template <class T>
         Masks operator()(const T* elements) const {
-            // Transposes each 8×8 bits: byte k of a quadword then holds bit k of its 8 contexts, in order.
-            const __m512i planes = _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(int64_t(0x8040201008040201u)), contexts(elements), 0);
+            // Transposes each 8×8 bits: byte k < 4 of a quadword then holds bit k of its 8 contexts, in order, and byte 4 + k its complement, since
+            // bit 4 is set in all of them.
+            const __m512i marked = _mm512_or_si512(contexts(elements), _mm512_set1_epi8(16));
+            const __m512i planes = _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(int64_t(0x1814121108040201u)), marked, 0);
             const auto plane = [&](unsigned k) { return _mm512_permutexvar_epi8(load(kPlane[k]), planes); };
-            const __m512i invert0 = _mm512_set_epi64(0, -1, 0, -1, 0, -1, 0, -1), invert1 = _mm512_set_epi64(0, 0, -1, -1, 0, 0, -1, -1),
-                          invert2 = _mm512_set_epi64(0, 0, 0, 0, -1, -1, -1, -1);
-            __m512i x = _mm512_xor_si512(plane(0), invert0);
-            x = _mm512_ternarylogic_epi64(x, plane(1), invert1, 0x60);  // x & (plane ^ invert)
-            x = _mm512_ternarylogic_epi64(x, plane(2), invert2, 0x60);
+            const __m512i x = _mm512_ternarylogic_epi64(plane(0), plane(1), plane(2), 0x80);  // and
             const __m512i top = plane(3);
             return {_mm512_andnot_si512(top, x), _mm512_and_si512(top, x)};
         }
@@ -130,20 +124,17 @@ struct Avx512 {
         return m;
     }
 
+    // On scalar units, since the vector units are the busy ones. Two at a time: at usual densities few groups hold more changes.
     static uint16_t* positions(uint64_t mask, uint16_t first, uint16_t* out) {
-        const unsigned n = unsigned(_mm_popcnt_u64(mask));
-        const __m512i at = _mm512_maskz_compress_epi8(mask, load(kIota));
-        const __m256i from = _mm256_set1_epi16(int16_t(first));
-        const auto store16 = [&](uint16_t* to, __m128i bytes) {
-            _mm256_storeu_si256((__m256i*)to, _mm256_add_epi16(_mm256_cvtepu8_epi16(bytes), from));
-        };
-        store16(out, _mm512_castsi512_si128(at));
-        if (n > 16) [[unlikely]] {
-            store16(out + 16, _mm512_extracti32x4_epi32(at, 1));
-            store16(out + 32, _mm512_extracti32x4_epi32(at, 2));
-            store16(out + 48, _mm512_extracti32x4_epi32(at, 3));
-        }
-        return out + n;
+        uint16_t* const end = out + _mm_popcnt_u64(mask);
+        do {
+            out[0] = uint16_t(first + _tzcnt_u64(mask));
+            mask = _blsr_u64(mask);
+            out[1] = uint16_t(first + _tzcnt_u64(mask));
+            mask = _blsr_u64(mask);
+            out += 2;
+        } while (mask);
+        return end;
     }
 
     static unsigned select(uint64_t mask, unsigned n) { return unsigned(_tzcnt_u64(_pdep_u64(uint64_t(1) << n, mask))); }
@@ -175,40 +166,25 @@ struct Avx512 {
         return {uint64_t(uint32_t(_mm512_reduce_add_epi32(sums))), escapes};
     }
 
-    // Four blocks at once, so that one load of the keys serves all of them.
-    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes, size_t ahead) {
-        __m512i total[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
-        size_t b = 0;
-        for (; b + 4 <= blocks; b += 4) accumulate<4>(data + b * kDigestBlock * 2, multipliers + b, total, ahead);
-        for (; b < blocks; ++b) accumulate<1>(data + b * kDigestBlock * 2, multipliers + b, total, ahead);
-        for (unsigned j = 0; j < 4; ++j) lanes[j] += uint32_t(_mm512_reduce_add_epi32(total[j]));
-    }
-
-private:
-    template <unsigned N>
-    static void accumulate(const uint8_t* data, const Multipliers* multipliers, __m512i total[4], size_t ahead) {
-        __m512i sum[N][4];
-        for (auto& row : sum)
-            for (auto& lane : row) lane = _mm512_setzero_si512();
+    class Digest {
+    public:
+        void add(const void* block, const Multipliers& multipliers) {
+            __m512i sum[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
 #pragma GCC unroll 8
-        for (unsigned v = 0; v < kDigestBlock / 32; ++v) {
-            const __m512i k0 = _mm512_load_si512(&kDigestTable.by_lane[0][32 * v]), k1 = _mm512_load_si512(&kDigestTable.by_lane[1][32 * v]),
-                          k2 = _mm512_load_si512(&kDigestTable.by_lane[2][32 * v]), k3 = _mm512_load_si512(&kDigestTable.by_lane[3][32 * v]);
-#pragma GCC unroll 4
-            for (unsigned n = 0; n < N; ++n) {
-                const uint8_t* const at = data + n * kDigestBlock * 2 + 64 * v;
-                prefetch(at + ahead);
-                const __m512i x = load(at);
-                sum[n][0] = _mm512_dpwssd_epi32(sum[n][0], x, k0);
-                sum[n][1] = _mm512_dpwssd_epi32(sum[n][1], x, k1);
-                sum[n][2] = _mm512_dpwssd_epi32(sum[n][2], x, k2);
-                sum[n][3] = _mm512_dpwssd_epi32(sum[n][3], x, k3);
+            for (unsigned v = 0; v < kDigestBlock / 32; ++v) {
+                const __m512i x = load(static_cast<const uint8_t*>(block) + 64 * v);
+                for (unsigned j = 0; j < 4; ++j) sum[j] = _mm512_dpwssd_epi32(sum[j], x, _mm512_load_si512(&kDigestTable.by_lane[j][32 * v]));
             }
-        }
-        for (unsigned n = 0; n < N; ++n)
             for (unsigned j = 0; j < 4; ++j)
-                total[j] = _mm512_add_epi32(total[j], _mm512_mullo_epi32(sum[n][j], _mm512_set1_epi32(int32_t(multipliers[n].lane[j]))));
-    }
+                total_[j] = _mm512_add_epi32(total_[j], _mm512_mullo_epi32(sum[j], _mm512_set1_epi32(int32_t(multipliers.lane[j]))));
+        }
+        void finish(Lanes& lanes) const {
+            for (unsigned j = 0; j < 4; ++j) lanes[j] += uint32_t(_mm512_reduce_add_epi32(total_[j]));
+        }
+
+    private:
+        __m512i total_[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+    };
 };
 
 }  // namespace

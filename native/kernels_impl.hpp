@@ -11,8 +11,12 @@ namespace {
 
 // Spans are worked on several times while they are in cache; meanwhile the next ones are on their way. Reading beyond the end of a tensor is
 // only hinted at, never done.
-inline constexpr size_t kAhead = 2 * kSpanBytes;
-DELTAWIRE_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+inline constexpr size_t kApart = 3072;  // two streams that run at the same place of their pages get in each other's way in the memory's banks
+template <class T>
+DELTAWIRE_INLINE void prefetch_group(const T* group) {
+    const auto* ahead = reinterpret_cast<const uint8_t*>(group) + 2 * kSpanBytes;
+    for (unsigned i = 0; i < kGroup * sizeof(T); i += 64) __builtin_prefetch(ahead + i, 0, 2);
+}
 
 template <class Isa>
 struct Kernel {
@@ -23,73 +27,95 @@ struct Kernel {
         Padded(const T* from, uint32_t count) { std::memcpy(data, from, count * sizeof(T)); }
     };
 
+    // Digests a span block by block, as a loop over its groups comes by: the sums wait for memory while the rest of the loop computes.
     template <class T>
-    static void scan(const T* base, const T* next, uint32_t count, const ContextRule& rule, SpanScan& out) {
-        uint16_t* positions = out.positions;
-        if (!rule.mask) {
-            const uint32_t whole = count / kGroup;
-            for (uint32_t g = 0; g < whole; ++g) {
-                const T *const a = base + g * kGroup, *const b = next + g * kGroup;
-                for (unsigned i = 0; i < kGroup; i += 64 / sizeof(T)) prefetch(b + kAhead / sizeof(T) + i), prefetch(a + kAhead / sizeof(T) + i);
-                positions = Isa::positions(Isa::differ(a, b), uint16_t(g * kGroup), positions);
-            }
-            if (const uint32_t rest = count % kGroup) {
-                const Padded<T> a(base + whole * kGroup, rest), b(next + whole * kGroup, rest);
-                positions = Isa::positions(Isa::differ(a.data, b.data), uint16_t(whole * kGroup), positions);
-            }
-            out.changes = uint32_t(positions - out.positions);
-            return;
+    class DigestAlong {
+    public:
+        DigestAlong(const T* span, uint32_t count, const Multipliers* multipliers)
+            : span_(span), multipliers_(multipliers), whole_(count / kElements), rest_(count % kElements) {}
+        void before_group(uint32_t g) {
+            constexpr uint32_t groups = kElements / kGroup;
+            if (g % groups == 0 && g / groups < whole_) sums_.add(span_ + g * kGroup, multipliers_[g / groups]);
         }
+        void finish(Lanes& lanes) {
+            if (rest_) {
+                alignas(64) uint8_t padded[kDigestBlock * 2] = {};
+                std::memcpy(padded, span_ + whole_ * kElements, rest_ * sizeof(T));
+                sums_.add(padded, multipliers_[whole_]);
+            }
+            sums_.finish(lanes);
+        }
+
+    private:
+        static constexpr uint32_t kElements = kDigestBlock * 2 / sizeof(T);
+        const T* span_;
+        const Multipliers* multipliers_;
+        uint32_t whole_, rest_;
+        typename Isa::Digest sums_;
+    };
+
+    template <class T>
+    static void scan(const T* base, const T* next, uint32_t count, const ContextRule& rule, const Multipliers* multipliers, SpanScan& out,
+                     Lanes& lanes) {
         const typename Isa::Sorter sort(rule);
+        const bool floating = rule.mask != 0;
         typename Isa::Counts counts = Isa::Counts::zero();
+        DigestAlong<T> digest(base, count, multipliers);
+        uint16_t* positions = out.positions;
         const auto group = [&](uint32_t g, const T* a, const T* b, uint64_t valid) {
             const uint64_t changed = Isa::differ(a, b);  // first, so that the loads of `a` serve both
-            typename Isa::Masks masks = sort(a);
-            if (valid != ~uint64_t(0)) masks.keep(valid);
-            masks.store(out.masks[g]);
-            counts.store16(out.ranks[g]);
-            counts.add(masks);
+            if (floating) {
+                typename Isa::Masks masks = sort(a);
+                if (valid != ~uint64_t(0)) masks.keep(valid);
+                masks.store(out.masks[g]);
+                counts.store16(out.ranks[g]);
+                counts.add(masks);
+            }
             positions = Isa::positions(changed, uint16_t(g * kGroup), positions);
         };
         const uint32_t whole = count / kGroup;
         for (uint32_t g = 0; g < whole; ++g) {
             const T *const a = base + g * kGroup, *const b = next + g * kGroup;
-            for (unsigned i = 0; i < kGroup; i += 64 / sizeof(T)) prefetch(b + kAhead / sizeof(T) + i), prefetch(a + kAhead / sizeof(T) + i);
+            prefetch_group(a);
+            prefetch_group(b + kApart / sizeof(T));
+            digest.before_group(g);
             group(g, a, b, ~uint64_t(0));
         }
         if (const uint32_t rest = count % kGroup) {
             const Padded<T> a(base + whole * kGroup, rest), b(next + whole * kGroup, rest);
             group(whole, a.data, b.data, (uint64_t(1) << rest) - 1);
         }
+        digest.finish(lanes);
         out.changes = uint32_t(positions - out.positions);
-        alignas(64) int64_t totals[kContexts];
-        counts.store(totals);
-        for (unsigned c = 0; c < kContexts; ++c) out.totals[c] = uint32_t(totals[c]);
+        counts.store(out.totals);
     }
 
     template <class T>
     static void collect(const T* base, const T* next, uint32_t count, const ContextRule& rule, const SpanScan& scan, const Multipliers* multipliers,
                         Collected<T>& out, Lanes& lanes) {
-        const bool floating = rule.mask != 0;
+        if (rule.mask)
+            collect_as<T, true>(base, next, rule, scan, multipliers, out, lanes);
+        else
+            collect_as<T, false>(base, next, rule, scan, multipliers, out, lanes);
+        for (unsigned c = 0; c < kContexts; ++c) out.contexts[c].seen += rule.mask ? uint32_t(scan.totals[c]) : count;
+    }
+    template <class T, bool floating>
+    static void collect_as(const T* base, const T* next, const ContextRule rule, const SpanScan& scan, const Multipliers* multipliers,
+                           Collected<T>& out, Lanes& lanes) {
         uint32_t sums[4] = {};
-        for (uint32_t i = 0; i < scan.changes; ++i) {
+        const uint32_t changes = scan.changes;
+        for (uint32_t i = 0; i < changes; ++i) {
             const uint32_t at = scan.positions[i], g = at / kGroup;
             const T old = base[at], now = next[at];
-            const unsigned c = rule(old);
+            const unsigned c = floating ? rule(old) : 0;
             const uint64_t before = (uint64_t(1) << at % kGroup) - 1;
-            const uint32_t rank = out.seen[c] + (floating ? scan.ranks[g][c] + uint32_t(std::popcount(scan.masks[g][c] & before)) : at);
-            const uint32_t n = out.count[c]++;
-            out.gaps[c][n] = rank - out.next_rank[c];
-            out.next_rank[c] = rank + 1;
-            out.steps[c][n] = T(ordered<T>(now, floating) - ordered<T>(old, floating));
-            out.differing[c][n] = T(now ^ old);
+            auto& context = out.contexts[c];
+            const uint32_t rank = context.seen + (floating ? scan.ranks[g][c] + uint32_t(std::popcount(scan.masks[g][c] & before)) : at);
+            *context.end++ = {rank - context.next_rank, T(ordered<T>(now, floating) - ordered<T>(old, floating)), T(now ^ old)};
+            context.next_rank = rank + 1;
             digest_change<T>(at, old, now, multipliers, sums);
         }
         for (unsigned j = 0; j < 4; ++j) lanes[j] += sums[j];
-        if (floating)
-            for (unsigned c = 0; c < kContexts; ++c) out.seen[c] += scan.totals[c];
-        else
-            out.seen[0] += count;
     }
 
     template <class T>
@@ -102,8 +128,9 @@ struct Kernel {
 
     // Which elements of each group are of which context, and how many came before. Rows after the last group count as never reached.
     template <class T>
-    static void rank(const T* base, uint32_t count, const ContextRule& rule, SpanScan& out) {
+    static void rank(const T* base, uint32_t count, const ContextRule& rule, const Multipliers* multipliers, SpanScan& out, Lanes& lanes) {
         const typename Isa::Sorter sort(rule);
+        DigestAlong<T> digest(base, count, multipliers);
         typename Isa::Counts counts = Isa::Counts::zero();
         const uint32_t whole = count / kGroup;
         uint32_t g = 0;
@@ -113,28 +140,32 @@ struct Kernel {
             counts.add(masks);
             ++g;
         };
-        while (g < whole) group(sort(base + g * kGroup));
+        while (g < whole) {
+            prefetch_group(base + g * kGroup);
+            digest.before_group(g);
+            group(sort(base + g * kGroup));
+        }
         if (const uint32_t rest = count % kGroup) {
             const Padded<T> a(base + whole * kGroup, rest);
             typename Isa::Masks masks = sort(a.data);
             masks.keep((uint64_t(1) << rest) - 1);
             group(masks);
         }
-        alignas(64) int64_t totals[kContexts];
-        counts.store(totals);
-        for (unsigned c = 0; c < kContexts; ++c) out.totals[c] = uint32_t(totals[c]);
+        digest.finish(lanes);
+        counts.store(out.totals);
         std::memset(out.ranks[g], 0xff, (kSpan<T> / kGroup - g) * sizeof out.ranks[0]);
     }
 
     template <class T>
-    static void locate(const T* base, uint32_t count, uint32_t first, const ContextRule& rule, const ChunkChanges<T>& changes, Cursor& cursor,
-                       LocateSpace& space, Located<T>& out) {
+    static void locate(const T* base, uint32_t count, uint32_t first, const ContextRule& rule, const Multipliers* multipliers,
+                       const ChunkChanges<T>& changes, Cursor& cursor, LocateSpace& space, Located<T>& out, Lanes& lanes) {
         const bool floating = rule.mask != 0;
         const auto changed = [&](T old, T operand, bool is_xor) {
             return is_xor ? T(old ^ operand) : unordered<T>(T(ordered<T>(old, floating) + operand), floating);
         };
         uint32_t n = out.count;
         if (!floating) {
+            digest(reinterpret_cast<const uint8_t*>(base), count * sizeof(T), multipliers, lanes);
             const auto& context = changes.contexts[0];
             uint32_t i = cursor.next[0];
             const uint32_t seen = cursor.seen[0], limit = seen + count;
@@ -150,9 +181,8 @@ struct Kernel {
             return;
         }
 
-        rank(base, count, rule, space.scan);
+        rank(base, count, rule, multipliers, space.scan, lanes);
         T* const operands = reinterpret_cast<T*>(space.operands);
-        T* const values = reinterpret_cast<T*>(space.values);
         uint32_t due = 0, xors = 0;
         for (unsigned c = 0; c < kContexts; ++c) {
             const auto& context = changes.contexts[c];
@@ -170,7 +200,6 @@ struct Kernel {
             due += taken;
         }
         constexpr uint32_t groups = kSpan<T> / kGroup, step = 8;
-        std::memset(space.hit, 0, groups * sizeof space.hit[0]);
         for (uint32_t i = 0; i < due; ++i) {
             const unsigned c = space.contexts[i];
             const uint16_t target = space.ranks[i];
@@ -185,16 +214,10 @@ struct Kernel {
             for (uint32_t k = 1; k < step; ++k) g += row[k * kContexts] <= target;
             const unsigned bit = Isa::select(space.scan.masks[g][c], unsigned(target - space.scan.ranks[g][c]));
             const uint32_t at = g * kGroup + bit;
-            space.hit[g] |= uint64_t(1) << bit;
-            values[at] = changed(base[at], operands[i], xors >> c & 1);
+            out.positions[n + i] = first + at;
+            out.values[n + i] = changed(base[at], operands[i], xors >> c & 1);
         }
-        uint16_t* end = space.scan.positions;
-        for (uint32_t g = 0; g < groups; ++g) end = Isa::positions(space.hit[g], uint16_t(g * kGroup), end);
-        for (const uint16_t* at = space.scan.positions; at < end; ++at, ++n) {
-            out.positions[n] = first + *at;
-            out.values[n] = values[*at];
-        }
-        out.count = n;
+        out.count = n + due;
     }
 
     static uint64_t rice_cost(const uint32_t* values, size_t n, unsigned k, uint64_t limit) {
@@ -211,14 +234,12 @@ struct Kernel {
     static void multipliers(uint64_t seed, uint64_t first_block, size_t n, Multipliers* out) { fill_multipliers(seed, first_block, n, out); }
 
     static void digest(const uint8_t* data, size_t bytes, const Multipliers* multipliers, Lanes& lanes) {
-        constexpr size_t kBlockBytes = kDigestBlock * 2;
-        const size_t whole = bytes / kBlockBytes;
-        Isa::digest_blocks(data, whole, multipliers, lanes, kAhead);
-        if (const size_t rest = bytes % kBlockBytes) {
-            alignas(64) uint8_t padded[kBlockBytes] = {};
-            std::memcpy(padded, data + whole * kBlockBytes, rest);
-            Isa::digest_blocks(padded, 1, multipliers + whole, lanes, 0);
+        DigestAlong<uint8_t> sums(data, uint32_t(bytes), multipliers);
+        for (uint32_t g = 0; g < bytes / kGroup; ++g) {
+            prefetch_group(data + g * kGroup);
+            sums.before_group(g);
         }
+        sums.finish(lanes);
     }
 
     template <class T>

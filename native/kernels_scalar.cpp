@@ -78,18 +78,24 @@ struct Scalar {
         return {sum, escapes};
     }
 
-    static void digest_blocks(const uint8_t* data, size_t blocks, const Multipliers* multipliers, Lanes& lanes, size_t ahead) {
-        for (size_t b = 0; b < blocks; ++b, data += kDigestBlock * 2) {
-            for (unsigned i = 0; i < kDigestBlock * 2; i += 64) prefetch(data + ahead + i);
+    class Digest {
+    public:
+        void add(const void* block, const Multipliers& multipliers) {
             int16_t words[kDigestBlock];
-            std::memcpy(words, data, sizeof words);
+            std::memcpy(words, block, sizeof words);
             for (unsigned j = 0; j < 4; ++j) {
                 uint32_t sum = 0;
                 for (unsigned i = 0; i < kDigestBlock; ++i) sum += uint32_t(int32_t(words[i]) * kDigestTable.by_lane[j][i]);
-                lanes[j] += multipliers[b].lane[j] * sum;
+                total_[j] += multipliers.lane[j] * sum;
             }
         }
-    }
+        void finish(Lanes& lanes) const {
+            for (unsigned j = 0; j < 4; ++j) lanes[j] += total_[j];
+        }
+
+    private:
+        uint32_t total_[4] = {};
+    };
 };
 
 }  // namespace
