@@ -31,12 +31,17 @@ View view_of(const Array& array) {
     v.count = array.size();
     v.bytes = uint8_t(array.itemsize());
     int64_t expected = v.bytes;
+    v.contiguous = reinterpret_cast<uintptr_t>(v.data) % v.bytes == 0;  // unaligned elements are copied out, like strided ones
     for (size_t d = array.ndim(); d-- > 0;) {
         const int64_t stride = array.stride(d) * int64_t(v.bytes);
         v.contiguous &= array.shape(d) == 1 || stride == expected || !v.count;
         expected *= int64_t(array.shape(d));
         v.shape.insert(v.shape.begin(), array.shape(d));
         v.strides.insert(v.strides.begin(), stride);
+    }
+    if (v.shape.empty()) {
+        v.shape = {1};
+        v.strides = {v.bytes};
     }
     return v;
 }
@@ -97,7 +102,7 @@ std::vector<nb::tuple> py_encode(const std::vector<PyEncodeJob>& jobs, unsigned 
     return out;
 }
 
-using PyResolveJob = std::tuple<nb::object, uint64_t, nb::object, Type, uint64_t>;
+using PyResolveJob = std::tuple<nb::object, uint64_t, nb::object, Type, uint64_t, bool>;
 
 // A Resolution together with the Python objects whose memory it refers to.
 class PyResolution {
@@ -106,7 +111,7 @@ public:
 
     std::vector<std::tuple<uint64_t, Lanes, Lanes>> add(const std::vector<PyResolveJob>& jobs) {
         std::vector<ResolveJob> native;
-        for (const auto& [base, count, payload, type, seed] : jobs) {
+        for (const auto& [base, count, payload, type, seed, write] : jobs) {
             const ElementType element = element_type(type);
             View view = zeros(count, element.bytes);
             if (!base.is_none()) {
@@ -118,7 +123,7 @@ public:
                 payloads_.push_back(nb::cast<Bytes>(payload));
                 bytes = {payloads_.back().data(), payloads_.back().size()};
             }
-            native.push_back({std::move(view), bytes, !payload.is_none(), element, seed});
+            native.push_back({std::move(view), bytes, !payload.is_none(), element, seed, write && !base.is_none()});
         }
         std::vector<Resolution::Tensor> results;
         {
@@ -127,7 +132,7 @@ public:
         }
         std::vector<std::tuple<uint64_t, Lanes, Lanes>> out;
         for (size_t i = 0; i < results.size(); ++i) {
-            const auto& [base, count, payload, type, seed] = jobs[i];
+            const auto& [base, count, payload, type, seed, write] = jobs[i];
             tensors_.push_back({results[i].changed, count, std::get<1>(type)});
             out.emplace_back(results[i].changed, results[i].before, results[i].after);
         }
@@ -149,10 +154,14 @@ public:
         resolution_.extract_dense(tensor, out.data());
     }
 
-    void scatter(const std::vector<bool>& write) {
-        if (write.size() != tensors_.size()) throw std::invalid_argument("wrong size");
+    void settle() {
         nb::gil_scoped_release release;
-        resolution_.scatter(write);
+        resolution_.settle();
+    }
+
+    void revert() {
+        nb::gil_scoped_release release;
+        resolution_.revert();
     }
 
 private:
@@ -212,5 +221,6 @@ NB_MODULE(_native, m) {
         .def("add", &PyResolution::add, "jobs"_a)
         .def("extract", &PyResolution::extract, "tensor"_a, "indices"_a, "values"_a)
         .def("extract_dense", &PyResolution::extract_dense, "tensor"_a, "out"_a)
-        .def("scatter", &PyResolution::scatter, "write"_a);
+        .def("settle", &PyResolution::settle)
+        .def("revert", &PyResolution::revert);
 }

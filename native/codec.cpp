@@ -4,6 +4,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "arena.hpp"
 #include "parallel.hpp"
 
 namespace deltawire {
@@ -263,11 +264,45 @@ std::vector<Encoded> encode(std::span<const EncodeJob> jobs, unsigned threads, c
     return out;
 }
 
-// The working memory of one thread that resolves, and the changes of the unit it resolved last.
+namespace {
+
+template <class T>
+void put(const View& view, uint64_t first, size_t n, const uint32_t* positions, const T* values) {
+    if (view.contiguous) {
+        T* to = reinterpret_cast<T*>(view.data) + first;
+        for (size_t i = 0; i < n; ++i) to[positions[i]] = values[i];
+    } else {
+        for (size_t i = 0; i < n; ++i) std::memcpy(view.at(first + positions[i]), values + i, sizeof(T));
+    }
+}
+
+void put(const View& view, uint64_t first, size_t n, const uint32_t* positions, const uint8_t* values) {
+    with_element(view.bytes, [&](auto element) { put(view, first, n, positions, reinterpret_cast<const decltype(element)*>(values)); });
+}
+
+// Like `put`, but leaves the old values in `values`. `span` holds the elements from position `from` on.
+template <class T>
+void exchange(const View& view, uint64_t first, const T* span, uint32_t from, size_t n, const uint32_t* positions, T* values) {
+    for (size_t i = 0; i < n; ++i) {
+        const T old = span[positions[i] - from];
+        put(view, first, 1, positions + i, values + i);
+        values[i] = old;
+    }
+}
+
+}  // namespace
+
+// The working memory of one thread that resolves, and what it keeps.
 class Resolution::Worker {
 public:
-    explicit Worker(const Kernels& kernels)
-        : kernels_(kernels), multipliers_(new SpanMultipliers), space_(new LocateSpace), positions_(kMaxChanges), values_(size_t(kMaxChanges) * 8) {}
+    Worker(const Kernels& kernels, std::atomic<size_t>& kept, size_t budget)
+        : kernels_(kernels),
+          kept_(kept),
+          budget_(budget),
+          multipliers_(new SpanMultipliers),
+          space_(new LocateSpace),
+          positions_(kMaxChanges),
+          values_(size_t(kMaxChanges) * 8) {}
 
     // Takes all memory that it will need for this job, but for raw chunks beyond kMaxChanges.
     void prepare(const ResolveJob& job) {
@@ -275,75 +310,95 @@ public:
         if (!job.base.contiguous || !job.base.data) span_.prepare();
     }
 
-    size_t changed() const { return changed_; }
-    const uint32_t* positions() const { return positions_.data(); }
-    const uint8_t* values() const { return values_.data(); }
-
+    // Decodes and digests a unit and keeps its changes, as far as the budget goes.
     void resolve(const ResolveJob& job, Unit& unit) {
-        changed_ = 0;
-        unit.before = unit.after = {};
-        with_element(job.type.bytes, [&](auto element) { resolve_as<decltype(element)>(job, unit); });
-        unit.changed = changed_;
+        with_element(job.type.bytes, [&](auto element) { resolve_as<decltype(element)>(job, unit, true); });
+    }
+
+    // Calls `use(count, positions, values)`, decoding the unit again if its changes were not kept.
+    template <class Use>
+    void with_changes(const ResolveJob& job, const Unit& unit, Use use) {
+        if (unit.positions) return use(unit.changed, unit.positions, unit.values);
+        Unit again = unit;
+        with_element(job.type.bytes, [&](auto element) { resolve_as<decltype(element)>(job, again, false); });
+        use(again.changed, positions_.data(), values_.data());
     }
 
 private:
     template <class T>
-    void resolve_as(const ResolveJob& job, Unit& unit) {
+    void resolve_as(const ResolveJob& job, Unit& unit, bool keep) {
         const auto& kernels = kernels_.of<T>();
         ChunkDecoder<T>* decoder = nullptr;
         ContextRule rule{};
         Cursor cursor;
+        unit.before = unit.after = {};
+        Located<T> located{0, positions_.data(), reinterpret_cast<T*>(values_.data())};
         if (unit.mode == ChunkMode::coded) {
             decoder = &decoders_.get<T>();
             decoder->parse(unit.body, job.type, unit.elements);
             rule = context_rule(job.type, decoder->top());
+            if (keep && take(unit, decoder->total(), sizeof(T))) located = {0, unit.positions, reinterpret_cast<T*>(unit.values)};
         }
         for (uint32_t at = 0; at < unit.elements; at += kSpan<T>) {
-            const uint32_t n = std::min(kSpan<T>, unit.elements - at);
+            const uint32_t n = std::min(kSpan<T>, unit.elements - at), from = located.count;
             const uint64_t first = unit.first + at;
             const T* base = reinterpret_cast<const T*>(span_.read(job.base, first, n));
             multipliers_->fill(kernels_, job.seed, first, n, sizeof(T));
-            const size_t from = changed_;
             if (unit.mode == ChunkMode::coded) {
-                Located<T> located{uint32_t(changed_), positions_.data(), reinterpret_cast<T*>(values_.data())};
                 kernels.locate(base, n, at, rule, multipliers_->of.data(), decoder->changes(), cursor, *space_, located, unit.before);
-                changed_ = located.count;
             } else {
                 kernels_.digest(reinterpret_cast<const uint8_t*>(base), size_t(n) * sizeof(T), multipliers_->of.data(), unit.before);
                 if (unit.mode == ChunkMode::same) continue;
-                compare_raw(base, unit.body.data() + size_t(at) * sizeof(T), at, n);
+                compare_raw(base, unit.body.data() + size_t(at) * sizeof(T), at, n, located);
             }
-            kernels.digest_changes(base, at, positions_.data() + from, reinterpret_cast<const T*>(values_.data()) + from, changed_ - from,
-                                   multipliers_->of.data(), unit.after);
+            kernels.digest_changes(base, at, located.positions + from, located.values + from, located.count - from, multipliers_->of.data(),
+                                   unit.after);
+            if (keep && job.write && unit.positions) {
+                exchange(job.base, unit.first, base, at, located.count - from, located.positions + from, located.values + from);
+                unit.written = located.count;
+            }
         }
+        unit.changed = located.count;
         add_lanes(unit.after, unit.before);
         if (decoder) decoder->check_end(cursor);
     }
 
+    bool take(Unit& unit, size_t n, size_t width) {
+        const auto reserve = [&](size_t bytes) { return kept_.fetch_add(bytes, std::memory_order_relaxed) + bytes <= budget_; };
+        uint8_t* const memory = arena_.take(n * (sizeof(uint32_t) + width) + 64, reserve);
+        if (!memory) return false;
+        unit.positions = reinterpret_cast<uint32_t*>(memory);
+        unit.values = memory + (n * sizeof(uint32_t) + 63) / 64 * 64;
+        return true;
+    }
+
     template <class T>
-    void compare_raw(const T* base, const uint8_t* raw, uint32_t at, uint32_t n) {
-        if (positions_.size() < changed_ + n) {  // raw chunks are bounded by their own bytes, not by kMaxChanges
-            positions_.resize(changed_ + n);
-            values_.resize((changed_ + n) * 8);
+    void compare_raw(const T* base, const uint8_t* raw, uint32_t at, uint32_t n, Located<T>& located) {
+        if (positions_.size() < size_t(located.count) + n) {  // raw chunks are bounded by their own bytes, not by kMaxChanges
+            positions_.resize(size_t(located.count) + n);
+            values_.resize((size_t(located.count) + n) * 8);
+            located.positions = positions_.data();
+            located.values = reinterpret_cast<T*>(values_.data());
         }
-        T* values = reinterpret_cast<T*>(values_.data());
         for (uint32_t i = 0; i < n; ++i) {
             T now;
             std::memcpy(&now, raw + size_t(i) * sizeof(T), sizeof(T));
             if (now == base[i]) continue;
-            positions_[changed_] = at + i;
-            values[changed_++] = now;
+            located.positions[located.count] = at + i;
+            located.values[located.count++] = now;
         }
     }
 
     const Kernels& kernels_;
+    std::atomic<size_t>& kept_;
+    size_t budget_;
+    Arena arena_;
     PerWidth<ChunkDecoder> decoders_;
     std::unique_ptr<SpanMultipliers> multipliers_;
     std::unique_ptr<LocateSpace> space_;
     SpanReader span_;
     std::vector<uint32_t> positions_;
     std::vector<uint8_t> values_;
-    size_t changed_ = 0;
 };
 
 void Resolution::split(size_t j) {
@@ -364,8 +419,8 @@ void Resolution::split(size_t j) {
 
 Resolution::~Resolution() = default;
 
-Resolution::Resolution(unsigned threads, size_t budget, const Kernels& kernels) : kernels_(kernels), budget_(budget) {
-    for (unsigned t = 0; t < std::max(1u, threads); ++t) workers_.push_back(std::make_unique<Worker>(kernels_));
+Resolution::Resolution(unsigned threads, size_t budget, const Kernels& kernels) {
+    for (unsigned t = 0; t < std::max(1u, threads); ++t) workers_.push_back(std::make_unique<Worker>(kernels, kept_, budget));
 }
 
 std::vector<Resolution::Tensor> Resolution::add(std::vector<ResolveJob> jobs) {
@@ -378,13 +433,7 @@ std::vector<Resolution::Tensor> Resolution::add(std::vector<ResolveJob> jobs) {
     }
     parallel_for(units_.size() - first_unit, workers_, [&](auto& worker, size_t u) {
         Unit& unit = units_[first_unit + u];
-        const ResolveJob& job = jobs_[unit.job];
-        worker->resolve(job, unit);
-        const size_t n = worker->changed(), bytes = n * (sizeof(uint32_t) + job.type.bytes);
-        unit.kept = kept_.fetch_add(bytes, std::memory_order_relaxed) + bytes <= budget_;
-        if (!unit.kept) return;
-        unit.positions.assign(worker->positions(), worker->positions() + n);
-        unit.values.assign(worker->values(), worker->values() + n * job.type.bytes);
+        worker->resolve(jobs_[unit.job], unit);
     });
     std::vector<Tensor> out(jobs.size());
     for (size_t u = first_unit; u < units_.size(); ++u) {
@@ -394,17 +443,6 @@ std::vector<Resolution::Tensor> Resolution::add(std::vector<ResolveJob> jobs) {
         add_lanes(t.after, units_[u].after);
     }
     return out;
-}
-
-// Calls `use(count, positions, values)`, decoding the unit again if its changes were not kept.
-template <class Use>
-void Resolution::with_changes(Worker& worker, Unit& unit, Use use) {
-    if (unit.kept) {
-        use(unit.positions.size(), unit.positions.data(), unit.values.data());
-    } else {
-        worker.resolve(jobs_[unit.job], unit);
-        use(worker.changed(), worker.positions(), worker.values());
-    }
 }
 
 namespace {
@@ -434,8 +472,8 @@ void ascending(const uint32_t* positions, const T* values, size_t n, Use use) {
 void Resolution::extract(size_t tensor, int64_t* indices, uint8_t* values) {
     const uint8_t width = jobs_[tensor].type.bytes;
     for (size_t u = first_unit_[tensor]; u < first_unit_[tensor + 1]; ++u) {
-        Unit& unit = units_[u];
-        with_changes(*workers_[0], unit, [&](size_t n, const uint32_t* positions, const uint8_t* from) {
+        const Unit& unit = units_[u];
+        workers_[0]->with_changes(jobs_[tensor], unit, [&](size_t n, const uint32_t* positions, const uint8_t* from) {
             with_element(width, [&](auto element) {
                 using T = decltype(element);
                 ascending(positions, reinterpret_cast<const T*>(from), n, [&](uint32_t position, T value) {
@@ -445,26 +483,8 @@ void Resolution::extract(size_t tensor, int64_t* indices, uint8_t* values) {
                 });
             });
         });
-        unit.positions = {};
-        unit.values = {};
-        unit.kept = false;
     }
 }
-
-namespace {
-void put(const View& view, uint64_t first, size_t n, const uint32_t* positions, const uint8_t* values) {
-    with_element(view.bytes, [&](auto element) {
-        using T = decltype(element);
-        const T* from = reinterpret_cast<const T*>(values);
-        if (view.contiguous) {
-            T* to = reinterpret_cast<T*>(view.data) + first;
-            for (size_t i = 0; i < n; ++i) to[positions[i]] = from[i];
-        } else {
-            for (size_t i = 0; i < n; ++i) std::memcpy(view.at(first + positions[i]), from + i, sizeof(T));
-        }
-    });
-}
-}  // namespace
 
 void Resolution::extract_dense(size_t tensor, uint8_t* out) {
     View view = jobs_[tensor].base;
@@ -472,22 +492,31 @@ void Resolution::extract_dense(size_t tensor, uint8_t* out) {
     view.contiguous = true;
     std::memset(out, 0, view.count * view.bytes);
     for (size_t u = first_unit_[tensor]; u < first_unit_[tensor + 1]; ++u)
-        with_changes(*workers_[0], units_[u], [&](size_t n, const uint32_t* positions, const uint8_t* values) {
+        workers_[0]->with_changes(jobs_[tensor], units_[u], [&](size_t n, const uint32_t* positions, const uint8_t* values) {
             put(view, units_[u].first, n, positions, values);
         });
 }
 
-void Resolution::scatter(const std::vector<bool>& write) {
+void Resolution::settle() {
     parallel_for(units_.size(), workers_, [&](auto& worker, size_t u) {
-        Unit& unit = units_[u];
+        const Unit& unit = units_[u];
         const View& base = jobs_[unit.job].base;
-        if (!write[unit.job] || !unit.changed) return;
+        if (!jobs_[unit.job].write || unit.written == unit.changed) return;
         if (unit.mode == ChunkMode::raw && base.contiguous) {
             std::memcpy(base.data + unit.first * base.bytes, unit.body.data(), unit.body.size());
             return;
         }
-        with_changes(*worker, unit, [&](size_t n, const uint32_t* positions, const uint8_t* values) { put(base, unit.first, n, positions, values); });
+        worker->with_changes(jobs_[unit.job], unit, [&](size_t n, const uint32_t* positions, const uint8_t* values) {
+            put(base, unit.first, n, positions, values);
+        });
     });
+}
+
+void Resolution::revert() {
+    for (Unit& unit : units_) {
+        put(jobs_[unit.job].base, unit.first, unit.written, unit.positions, unit.values);
+        unit.written = 0;
+    }
 }
 
 void write_elements(const View& view, const int64_t* indices, const uint8_t* values, size_t n) {
@@ -498,7 +527,7 @@ void write_elements(const View& view, const int64_t* indices, const uint8_t* val
 
 std::vector<Lanes> digest(std::span<const DigestJob> jobs, unsigned threads, const Kernels& kernels) {
     std::vector<ResolveJob> resolve;
-    for (const DigestJob& job : jobs) resolve.push_back({job.view, {}, false, {0, job.view.bytes, 0, 0}, job.seed});
+    for (const DigestJob& job : jobs) resolve.push_back({job.view, {}, false, {0, job.view.bytes, 0, 0}, job.seed, false});
     std::vector<Lanes> out;
     for (const auto& tensor : Resolution(threads, 0, kernels).add(std::move(resolve))) out.push_back(tensor.before);
     return out;

@@ -31,6 +31,7 @@ struct ResolveJob {
     bool changes;  // false: no payload, the tensor is only digested
     ElementType type;
     uint64_t seed;
+    bool write;  // put the changes into the base at once, while it is in cache
 };
 
 // Payloads decoded against their bases, ready to be written or read out. Refers to the memory of its jobs, which must outlive it.
@@ -44,14 +45,17 @@ public:
         uint64_t changed = 0;
         Lanes before{}, after{};
     };
-    // Decodes and digests; changes nothing. Throws Corrupt, WrongType or WrongCount, after which the object is of no more use.
+    // Decodes and digests. Throws Corrupt, WrongType or WrongCount, after which only `revert` is of use. Bases that are written to must share no
+    // memory with any other job of this call or a later one.
     std::vector<Tensor> add(std::vector<ResolveJob> jobs);
-    // The changes of one tensor (counted over all calls of `add`), ascending. `values` takes elements of the tensor's width.
+    // What is written remains: writes the changes that were put off for want of budget. Takes no memory, so it cannot fail half-way.
+    void settle();
+    // Puts the old values back, as if nothing had been written.
+    void revert();
+    // The changes of one tensor that was not written to (counted over all calls of `add`), ascending. `values` takes elements of the tensor's width.
     void extract(size_t tensor, int64_t* indices, uint8_t* values);
     // All elements of one tensor that appears.
     void extract_dense(size_t tensor, uint8_t* out);
-    // Writes the changes of the tensors chosen by `write` into their bases. Takes no memory, so it cannot fail half-way.
-    void scatter(const std::vector<bool>& write);
 
 private:
     struct Unit {
@@ -62,22 +66,19 @@ private:
         std::span<const uint8_t> body;
         uint64_t changed = 0;
         Lanes before{}, after{};
-        bool kept = false;
-        std::vector<uint32_t> positions{};
-        std::vector<uint8_t> values{};
+        // Its changes, in a worker's arena, span after span but in no order within a span; null if they were not kept.
+        uint32_t* positions = nullptr;
+        uint8_t* values = nullptr;  // the old ones, once written
+        uint64_t written = 0;       // so many of its changes are in the base
     };
     class Worker;
 
     void split(size_t job);
-    template <class Use>
-    void with_changes(Worker&, Unit&, Use use);
 
-    const Kernels& kernels_;
     std::vector<ResolveJob> jobs_;
     std::vector<Unit> units_;
     std::vector<size_t> first_unit_{0};
     std::vector<std::unique_ptr<Worker>> workers_;
-    size_t budget_;
     std::atomic<size_t> kept_{0};
 };
 

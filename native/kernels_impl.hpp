@@ -163,21 +163,21 @@ struct Kernel {
         const auto changed = [&](T old, T operand, bool is_xor) {
             return is_xor ? T(old ^ operand) : unordered<T>(T(ordered<T>(old, floating) + operand), floating);
         };
-        uint32_t n = out.count;
+        const uint32_t n = out.count;
         if (!floating) {
             digest(reinterpret_cast<const uint8_t*>(base), count * sizeof(T), multipliers, lanes);
             const auto& context = changes.contexts[0];
-            uint32_t i = cursor.next[0];
+            uint32_t i = cursor.next[0], to = n;
             const uint32_t seen = cursor.seen[0], limit = seen + count;
             if (context.changes)
-                for (; context.targets[i] < limit; ++i, ++n) {
+                for (; context.targets[i] < limit; ++i, ++to) {
                     const uint32_t at = context.targets[i] - seen;
-                    out.positions[n] = first + at;
-                    out.values[n] = changed(base[at], context.operands[i], context.is_xor);
+                    out.positions[to] = first + at;
+                    out.values[to] = changed(base[at], context.operands[i], context.is_xor);
                 }
             cursor.next[0] = i;
             cursor.seen[0] = limit;
-            out.count = n;
+            out.count = to;
             return;
         }
 
@@ -200,7 +200,7 @@ struct Kernel {
             due += taken;
         }
         constexpr uint32_t groups = kSpan<T> / kGroup, step = 8;
-        for (uint32_t i = 0; i < due; ++i) {
+        const auto place = [&]<bool may_xor>(uint32_t i) {
             const unsigned c = space.contexts[i];
             const uint16_t target = space.ranks[i];
             // The last group that starts at or before the target, found without a branch.
@@ -215,8 +215,12 @@ struct Kernel {
             const unsigned bit = Isa::select(space.scan.masks[g][c], unsigned(target - space.scan.ranks[g][c]));
             const uint32_t at = g * kGroup + bit;
             out.positions[n + i] = first + at;
-            out.values[n + i] = changed(base[at], operands[i], xors >> c & 1);
-        }
+            out.values[n + i] = changed(base[at], operands[i], may_xor && xors >> c & 1);
+        };
+        if (xors)
+            for (uint32_t i = 0; i < due; ++i) place.template operator()<true>(i);
+        else
+            for (uint32_t i = 0; i < due; ++i) place.template operator()<false>(i);
         out.count = n + due;
     }
 

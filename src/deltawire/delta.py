@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from .codec import default_codec
 from .codec.base import Buffer, Codec, EncodeJob, Resolution, ResolveJob
@@ -29,7 +32,7 @@ from .format import delta_file
 from .format.delta_file import DeltaBytes, DeltaFile, Structure
 from .format.digest import Digest, TensorKey
 from .patch import ResolvedPatch, TensorPatch, change_structure, check_writable
-from .tensors import State, Tensor, TensorBits, check_name, tensor_bits
+from .tensors import State, Tensor, TensorBits, byte_bounds, check_name, tensor_bits
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of weights done since the last call."""
@@ -92,11 +95,13 @@ def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None
     Raises a `DeltaError` for a delta that cannot be used, `BaseMismatch` (or another `StateError`) for a state that it was not made from.
     """
     plan = _plan(state, delta_file.parse(delta))
-    resolution = _resolve(plan, _threads(threads), default_codec(), budget=2**63, progress=None)
+    codec = default_codec()
+    resolution = codec.resolution(_threads(threads), 2**63)
+    _resolve(plan, resolution, _threads(threads), codec, None)
     changed = {}
-    for index, (tensor, job) in enumerate(zip(plan.tensors, plan.jobs, strict=False)):
-        if job.payload is not None and tensor.name not in plan.file.structure.removed:
-            indices, values = resolution.changes(index)
+    for tensor, job in zip(plan.tensors, plan.jobs, strict=False):
+        if job.payload is not None:
+            indices, values = resolution.changes(plan.place[tensor.name])
             changed[tensor.name] = TensorPatch(indices, values.view(tensor.dtype.numpy), tensor.shape)
     return ResolvedPatch(plan.file.before, plan.file.after, changed, _added(plan, resolution), plan.file.structure.removed)
 
@@ -106,16 +111,22 @@ def apply_delta(
 ) -> None:
     """Turn a state into the next one, in place.
 
-    The base is checked by digest in the same pass that decodes, then the result; only when both hold is anything written. On any error
-    nothing has changed. Tensors that vanish are deleted from `state`, tensors that appear are put into it. Beyond its inputs it needs
+    The base is checked by digest in the same pass that decodes, then the result. On any error the state is as it was; but while the call runs,
+    other threads may see a mix of both. (Who cannot have that resolves first, and applies the patch in a pause.) Tensors that vanish are deleted from `state`, tensors that appear are put into it. Beyond its inputs it needs
     at most 64 MiB and twice the size of the delta (and what appears): a larger patch is decoded a second time while it is written.
     Raises as `resolve_delta` does, and `StateNotWritable`.
     """
     plan = _plan(state, delta_file.parse(delta))
-    write = _writable(plan)
-    resolution = _resolve(plan, _threads(threads), default_codec(), _KEPT_CHANGES + memoryview(delta).nbytes, progress)
-    change_structure(state, _added(plan, resolution), plan.file.structure.removed)
-    resolution.scatter(write)
+    _mark_writes(plan)
+    codec = default_codec()
+    resolution = codec.resolution(_threads(threads), _KEPT_CHANGES + memoryview(delta).nbytes)
+    try:
+        _resolve(plan, resolution, _threads(threads), codec, progress)
+        change_structure(state, _added(plan, resolution), plan.file.structure.removed)
+    except BaseException:
+        resolution.revert()
+        raise
+    resolution.settle()
 
 
 def state_digest(state: State, *, threads: int | None = None) -> Digest:
@@ -224,7 +235,12 @@ class _Plan:
     file: DeltaFile
     tensors: list[TensorBits]
     jobs: list[ResolveJob] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     keys: list[TensorKey] = field(default_factory=list)
+    first: set[str] = field(default_factory=set)
+    """Tensors to be resolved before any is written: they are the same memory as another that is."""
+    place: dict[str, int] = field(default_factory=dict)
+    """Where the resolution has a tensor (those that appear: `+ name`)."""
 
 
 def _plan(state: State, file: DeltaFile) -> _Plan:
@@ -242,11 +258,13 @@ def _plan(state: State, file: DeltaFile) -> _Plan:
             _check_type(tensor, payload)
         key = tensor.key
         plan.jobs.append(ResolveJob(tensor.bits, tensor.bits.size, payload, tensor.dtype, key.seed))
+        plan.names.append(tensor.name)
         plan.keys.append(key)
     for name, (dtype, shape) in sorted(structure.added.items()):
         key = TensorKey.of(name, dtype, shape)
-        count = int(np.prod(shape, dtype=object)) if shape else 1
+        count = math.prod(shape)
         plan.jobs.append(ResolveJob(None, count, file.payloads[name], dtype, key.seed))
+        plan.names.append(name)
         plan.keys.append(key)
     return plan
 
@@ -259,75 +277,83 @@ def _check_type(tensor: TensorBits, payload: memoryview) -> None:
         raise DtypeMismatch(f"tensor {tensor.name!r} is {tensor.dtype.name}, its delta is for {theirs}.")
 
 
-def _resolve(plan: _Plan, threads: int, codec: Codec, budget: int, progress: Progress | None) -> Resolution:
-    """Decode everything and check both digests. Nothing is changed."""
-    resolution = codec.resolution(threads, budget)
+def _resolve(plan: _Plan, resolution: Resolution, threads: int, codec: Codec, progress: Progress | None) -> None:
+    """Decode everything and check both digests."""
     before, after = Digest(), Digest()
-    numbered = list(enumerate(plan.jobs))
     removed = set(plan.file.structure.removed)
+    order = sorted(range(len(plan.jobs)), key=lambda index: plan.names[index] not in plan.first)
+    groups = [order[: len(plan.first)], order[len(plan.first) :]]
     try:
-        for batch in _batches(numbered, lambda item: item[1].count * item[1].dtype.itemsize):
-            for (index, job), outcome in zip(batch, resolution.add([job for _, job in batch]), strict=True):
-                key = plan.keys[index]
-                if job.base is not None:
-                    before += key.digest(outcome.before)
-                if index >= len(plan.tensors) or plan.tensors[index].name not in removed:
-                    after += key.digest(outcome.after)
+        for batch in (batch for group in groups for batch in _batches(group, lambda index: plan.jobs[index].nbytes)):
+            outcomes = resolution.add([plan.jobs[index] for index in batch])
+            for index, outcome in zip(batch, outcomes, strict=True):
+                appears = index >= len(plan.tensors)
+                plan.place[("+ " if appears else "") + plan.names[index]] = len(plan.place)
+                if not appears:
+                    before += plan.keys[index].digest(outcome.before)
+                if appears or plan.names[index] not in removed:
+                    after += plan.keys[index].digest(outcome.after)
             if progress:
-                progress(sum(job.count * job.dtype.itemsize for _, job in batch))
-    except (CorruptDelta, ShapeMismatch) as error:
+                progress(sum(plan.jobs[index].nbytes for index in batch))
+    except CorruptDelta:
         # Decoded against another state than its own, a sound delta can look broken in many ways. Say what is really wrong.
+        resolution.revert()
         found = _digest(plan.tensors, threads, codec)
-        if isinstance(error, CorruptDelta) and found != plan.file.before:
+        if found != plan.file.before:
             raise _base_mismatch(found, plan.file) from None
         raise
     if before != plan.file.before:
         raise _base_mismatch(before, plan.file)
     if after != plan.file.after:
         raise ResultMismatch(f"the delta promises a state with digest {plan.file.after}, but leads to {after}.")
-    return resolution
 
 
 def _base_mismatch(found: Digest, file: DeltaFile) -> BaseMismatch:
     return BaseMismatch(f"the state has digest {found}; the delta was made from {file.before} and leads to {file.after}.")
 
 
-def _writable(plan: _Plan) -> list[bool]:
-    """Which jobs `scatter` must write: tensors that change, each memory once. Raises `StateNotWritable` before anything is done."""
-    write: list[bool] = []
-    seen: set[object] = set()
-    targets: list[TensorBits] = []
-    for tensor, job in zip(plan.tensors, plan.jobs, strict=False):
-        wanted = job.payload is not None and job.count > 0
-        if wanted:
-            check_writable(tensor)
-            wanted = tensor.memory not in seen
-            seen.add(tensor.memory)
-            if wanted:
-                targets.append(tensor)
-        write.append(wanted)
-    _check_overlap(targets)
-    return write + [False] * (len(plan.jobs) - len(plan.tensors))
+def _mark_writes(plan: _Plan) -> None:
+    """Decide which jobs write: those of tensors that change, each memory once. Raises `StateNotWritable` before anything is done."""
+    written: dict[object, tuple[str, memoryview | None]] = {}
+    for index, tensor in enumerate(plan.tensors):
+        job = plan.jobs[index]
+        if job.payload is None or not job.count:
+            continue
+        check_writable(tensor)
+        if tensor.memory in written:
+            plan.first.add(tensor.name)
+        else:
+            written[tensor.memory] = (tensor.name, plan.file.payload(tensor.name))
+            plan.jobs[index] = dataclasses.replace(job, write=True)
+    targets = [tensor for index, tensor in enumerate(plan.tensors) if plan.jobs[index].write]
+    others = [tensor for tensor in plan.tensors if tensor.memory not in written or plan.file.payload(tensor.name) is not written[tensor.memory][1]]
+    _check_overlap(targets, others)
 
 
-def _check_overlap(tensors: Sequence[TensorBits]) -> None:
-    """Tensors that share some memory without being the same view would overwrite each other."""
-    bounds = sorted((*np.lib.array_utils.byte_bounds(t.bits), i) for i, t in enumerate(tensors))
-    for (_, end, a), (start, _, b) in zip(bounds, bounds[1:], strict=False):
-        if start < end:
-            try:
-                apart = not np.shares_memory(tensors[a].bits, tensors[b].bits, max_work=10_000)
-            except np.exceptions.TooHardError:
-                apart = False
-            if not apart:
-                raise StateNotWritable(f"tensors {tensors[a].name!r} and {tensors[b].name!r} overlap in memory without being the same tensor.")
+def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits]) -> None:
+    """Writing to a tensor must change no other one, unless they are the same memory and change in the same way."""
+    tensors = [tensor for tensor in [*targets, *others] if tensor.bits.size]
+    bounds = sorted((*byte_bounds(tensor.bits), index) for index, tensor in enumerate(tensors))
+    reach, last = 0, -1
+    for start, end, index in bounds:
+        if start < reach and min(index, last) < len(targets) and _share_memory(tensors[index], tensors[last]):
+            a, b = tensors[index].name, tensors[last].name
+            raise StateNotWritable(f"tensors {a!r} and {b!r} overlap in memory, but do not change together.")
+        if end > reach:
+            reach, last = end, index
 
 
-def _added(plan: _Plan, resolution: Resolution) -> dict[str, np.ndarray]:
-    first = len(plan.tensors)
+def _share_memory(a: TensorBits, b: TensorBits) -> bool:
+    try:
+        return np.shares_memory(a.bits, b.bits, max_work=10_000)
+    except (np.exceptions.TooHardError if hasattr(np, "exceptions") else np.TooHardError):  # type: ignore[attr-defined]
+        return True
+
+
+def _added(plan: _Plan, resolution: Resolution) -> dict[str, NDArray[Any]]:
     return {
-        name: resolution.dense(first + i).view(dtype.numpy).reshape(shape)
-        for i, (name, (dtype, shape)) in enumerate(sorted(plan.file.structure.added.items()))
+        name: resolution.dense(plan.place["+ " + name]).view(dtype.numpy).reshape(shape)
+        for name, (dtype, shape) in plan.file.structure.added.items()
     }
 
 

@@ -95,6 +95,17 @@ def check_name(name: object) -> str:
     return name
 
 
+def byte_bounds(bits: Bits) -> tuple[int, int]:
+    """The first address of an array's elements, and the first after them."""
+    low = high = bits.ctypes.data
+    for size, stride in zip(bits.shape, bits.strides, strict=True):
+        if stride < 0:
+            low += (size - 1) * stride
+        else:
+            high += (size - 1) * stride
+    return low, high + bits.itemsize
+
+
 def is_torch(tensor: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tensor, torch.Tensor)

@@ -44,13 +44,21 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class ResolveJob:
-    """One tensor to resolve. `payload` None means that the tensor does not change and is only digested; `base` None that it appears."""
+    """One tensor to resolve. `payload` None means that the tensor does not change and is only digested; `base` None that it appears.
+
+    With `write`, changes go into the base at once, to be kept by `Resolution.settle` or taken back by `Resolution.revert`.
+    """
 
     base: Bits | None
     count: int
     payload: Buffer | None
     dtype: DType
     seed: int
+    write: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
 
 
 class Outcome(NamedTuple):
@@ -65,24 +73,31 @@ class Resolution(Protocol):
     """Payloads decoded against their bases. Tensors are counted over all calls of `add`."""
 
     def add(self, jobs: Sequence[ResolveJob]) -> list[Outcome]:
-        """Decode and digest; change nothing. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`; then the object is of no more use."""
+        """Decode and digest. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`; then only `revert` is of use.
+
+        Bases that are written to must share no memory with any other job of this call or a later one.
+        """
         ...
 
     def changes(self, tensor: int) -> tuple[NDArray[np.int64], Bits]:
-        """The changed elements of a tensor: ascending flat indices and their new bits. Ask once per tensor."""
+        """The changed elements of a tensor that was not written to: ascending flat indices and their new bits."""
         ...
 
     def dense(self, tensor: int) -> Bits:
         """All elements of a tensor that appears, flat."""
         ...
 
-    def scatter(self, write: Sequence[bool]) -> None:
-        """Write the changes of the chosen tensors into their bases, all or nothing."""
+    def settle(self) -> None:
+        """Make all writes final. Cannot fail half-way."""
+        ...
+
+    def revert(self) -> None:
+        """Put the old values back, as if nothing had been written."""
         ...
 
 
 class Codec(Protocol):
-    """An implementation of the codec. Never reads outside a payload, never writes to a base but in `scatter` and `write_elements`."""
+    """An implementation of the codec. Never reads outside a payload, never writes to a base unasked."""
 
     name: str
 

@@ -54,7 +54,7 @@ class NativeResolution:
         self._jobs: list[tuple[ResolveJob, int]] = []
 
     def add(self, jobs: Sequence[ResolveJob]) -> list[Outcome]:
-        native = [(job.base, job.count, _bytes(job.payload), _type(job.dtype), job.seed) for job in jobs]
+        native = [(job.base, job.count, _bytes(job.payload), _type(job.dtype), job.seed, job.write) for job in jobs]
         try:
             found = self._native.add(native)
         except _native.Corrupt as error:
@@ -80,8 +80,11 @@ class NativeResolution:
         self._native.extract_dense(tensor, out.view(np.uint8))
         return out
 
-    def scatter(self, write: Sequence[bool]) -> None:
-        self._native.scatter(list(write))
+    def settle(self) -> None:
+        self._native.settle()
+
+    def revert(self) -> None:
+        self._native.revert()
 
 
 def inspect_payload(payload: Buffer, dtype: DType) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:

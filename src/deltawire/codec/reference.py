@@ -561,7 +561,7 @@ class ReferenceCodec:
 
 
 class ReferenceResolution:
-    """Keeps every tensor's new elements whole."""
+    """Keeps every tensor's old and new elements whole, and writes at the end."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Bits | None, Bits, Bits]] = []  # where to write, old and new elements, flat
@@ -571,7 +571,7 @@ class ReferenceResolution:
 
     def _add(self, job: ResolveJob) -> Outcome:
         base, new = resolve_job(job)
-        self.tensors.append((job.base, base, new))
+        self.tensors.append((job.base if job.write else None, base, new))
         return Outcome(int(np.count_nonzero(new != base)), word_sums(base, job.seed), word_sums(new, job.seed))
 
     def changes(self, tensor: int) -> tuple[NDArray[np.int64], Bits]:
@@ -582,10 +582,13 @@ class ReferenceResolution:
     def dense(self, tensor: int) -> Bits:
         return self.tensors[tensor][2]
 
-    def scatter(self, write: Sequence[bool]) -> None:
-        for (target, _, new), wanted in zip(self.tensors, write, strict=True):
-            if wanted and target is not None:
+    def settle(self) -> None:
+        for target, _, new in self.tensors:
+            if target is not None:
                 target[...] = new.reshape(target.shape)
+
+    def revert(self) -> None:
+        """Nothing has been written yet."""
 
 
 def encode_job(job: EncodeJob) -> Encoded:
