@@ -65,6 +65,8 @@ const Kernels& kernels_named(const std::string& name) {
     throw std::invalid_argument("no such instruction set on this machine: " + name);
 }
 
+nb::tuple tuple_of(const Lanes& lanes) { return nb::make_tuple(lanes[0], lanes[1], lanes[2], lanes[3]); }
+
 // Bytes that C++ made, given to Python without a copy.
 nb::object own(std::vector<uint8_t>&& bytes) {
     auto* held = new std::vector<uint8_t>(std::move(bytes));
@@ -97,7 +99,7 @@ std::vector<nb::tuple> py_encode(const std::vector<PyEncodeJob>& jobs, unsigned 
     for (Encoded& e : results) {
         nb::list blocks;
         for (auto& block : e.blocks) blocks.append(own(std::move(block)));
-        out.push_back(nb::make_tuple(blocks, e.changed, e.before, e.after));
+        out.push_back(nb::make_tuple(blocks, e.changed, tuple_of(e.before), tuple_of(e.after)));
     }
     return out;
 }
@@ -109,7 +111,7 @@ class PyResolution {
 public:
     PyResolution(unsigned threads, size_t budget, const std::string& isa) : resolution_(threads, budget, kernels_named(isa)) {}
 
-    std::vector<std::tuple<uint64_t, Lanes, Lanes>> add(const std::vector<PyResolveJob>& jobs) {
+    std::vector<nb::tuple> add(const std::vector<PyResolveJob>& jobs) {
         std::vector<ResolveJob> native;
         for (const auto& [base, count, payload, type, seed, write] : jobs) {
             const ElementType element = element_type(type);
@@ -130,11 +132,11 @@ public:
             nb::gil_scoped_release release;
             results = resolution_.add(std::move(native));
         }
-        std::vector<std::tuple<uint64_t, Lanes, Lanes>> out;
+        std::vector<nb::tuple> out;
         for (size_t i = 0; i < results.size(); ++i) {
             const auto& [base, count, payload, type, seed, write] = jobs[i];
             tensors_.push_back({results[i].changed, count, std::get<1>(type)});
-            out.emplace_back(results[i].changed, results[i].before, results[i].after);
+            out.push_back(nb::make_tuple(results[i].changed, tuple_of(results[i].before), tuple_of(results[i].after)));
         }
         return out;
     }
@@ -184,12 +186,18 @@ void py_write_elements(const Array& array, nb::ndarray<const int64_t, nb::ndim<1
     write_elements(view, indices.data(), values.data(), indices.size());
 }
 
-std::vector<Lanes> py_digest(const std::vector<std::pair<Array, uint64_t>>& arrays, unsigned threads, const std::string& isa) {
+std::vector<nb::tuple> py_digest(const std::vector<std::pair<Array, uint64_t>>& arrays, unsigned threads, const std::string& isa) {
     std::vector<DigestJob> jobs;
     for (const auto& [array, seed] : arrays) jobs.push_back({view_of(array), seed});
     const Kernels& kernels = kernels_named(isa);
-    nb::gil_scoped_release release;
-    return digest(jobs, threads, kernels);
+    std::vector<Lanes> lanes;
+    {
+        nb::gil_scoped_release release;
+        lanes = digest(jobs, threads, kernels);
+    }
+    std::vector<nb::tuple> out;
+    for (const Lanes& l : lanes) out.push_back(tuple_of(l));
+    return out;
 }
 
 nb::tuple py_inspect(const Bytes& payload, const Type& type) {

@@ -408,7 +408,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(files: tuple[Path, P
 
 _WITH_LITTLE_MEMORY = """
 import re, resource
-import deltawire.delta, deltawire.cli, deltawire.format.checkpoint_copy
+import deltawire.resolve, deltawire.cli, deltawire.format.checkpoint_copy
 resident = int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (resident + (192 << 20),) * 2)
 """

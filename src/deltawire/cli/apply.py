@@ -33,11 +33,11 @@ def apply(
     Other files of a directory are copied along, except other weights.
     """
     with exit_codes(json):
-        from ..delta import apply_delta
         from ..format.checkpoint import Checkpoint
         from ..format.checkpoint_copy import copy_checkpoint
         from ..format.delta_file import parse
         from ..format.staged_output import refuse_overlap
+        from ..resolve import apply_delta
         from .delta_input import map_delta
 
         started = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from . import figures
 from .terminal import result_console
 
 if TYPE_CHECKING:
-    from ..delta import DeltaFacts, TensorFacts
+    from ..inspect import DeltaFacts, TensorFacts
 
 _WIDE = 120
 _WIDE_TITLES = ("dtype", "elements", "changed", "density %", "where", "±1/±2–3/more %", "bits", "modes")
@@ -96,7 +96,7 @@ def _steps(steps: Sequence[int]) -> str:
     return "/".join(f"{100 * share / known:.0f}" for share in shares)
 
 
-def _modes(values: dict[str, int], wide: bool) -> str:
+def _modes(values: Mapping[str, int], wide: bool) -> str:
     """The value modes by share of changed elements; on a narrow terminal the most frequent one, and a plus for others."""
     used = sorted(((count, mode) for mode, count in values.items() if count), key=lambda pair: (-pair[0], pair[1]))
     changed = sum(count for count, _ in used)

@@ -13,7 +13,7 @@ from . import figures
 from .terminal import ForceOption, JsonOption, ThreadsOption, exit_codes, print_json, print_rows, progress_bar
 
 if TYPE_CHECKING:
-    from ..delta import DeltaSummary
+    from ..encode import DeltaSummary
     from ..format.checkpoint import Checkpoint
 
 
@@ -30,7 +30,7 @@ def diff(
     Tensors are mapped, not loaded: checkpoints may be larger than memory. FILE appears only when it is complete.
     """
     with exit_codes(json):
-        from ..delta import write_delta
+        from ..encode import write_delta
         from ..format.checkpoint import Checkpoint
 
         before, after = Checkpoint(old), Checkpoint(new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,7 @@ from . import figures
 from .terminal import JsonOption, exit_codes, print_json
 
 if TYPE_CHECKING:
-    from ..delta import DeltaFacts, TensorFacts
+    from ..inspect import DeltaFacts, TensorFacts
 
 
 class Order(str, Enum):
@@ -31,7 +32,7 @@ def inspect(
 ) -> None:
     """Show what a delta changes, tensor by tensor, and how it is coded. The base is not needed."""
     with exit_codes(json):
-        from ..delta import inspect_delta
+        from ..inspect import inspect_delta
         from .delta_input import map_delta
         from .delta_table import print_table
 
@@ -43,7 +44,7 @@ def inspect(
             print_table(file, facts, tensors[:top])
 
 
-def in_order(tensors: list[TensorFacts], order: Order) -> list[TensorFacts]:
+def in_order(tensors: Sequence[TensorFacts], order: Order) -> list[TensorFacts]:
     """Sorted as asked; equal ones by name."""
     if order is Order.size:
         return sorted(tensors, key=lambda tensor: (-tensor.bytes, tensor.name))

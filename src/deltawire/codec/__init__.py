@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
+from collections.abc import Iterator
 
 from ..errors import CodecUnavailable
 from .base import Codec
@@ -22,7 +23,23 @@ def codec_named(name: str) -> Codec:
     return NativeCodec(None if name == "auto" else name)
 
 
-@functools.lru_cache(maxsize=1)
+_chosen: list[Codec] = []
+
+
 def default_codec() -> Codec:
-    """The codec named by DELTAWIRE_CODEC, read once; `auto` without it."""
-    return codec_named(os.environ.get("DELTAWIRE_CODEC", "auto"))
+    """The codec named by DELTAWIRE_CODEC, read once; `auto` without it. `using_codec` overrides it."""
+    if not _chosen:
+        _chosen.append(codec_named(os.environ.get("DELTAWIRE_CODEC", "auto")))
+    return _chosen[-1]
+
+
+@contextlib.contextmanager
+def using_codec(name: str) -> Iterator[Codec]:
+    """Let all threads work with another codec for a while: for tests and benchmarks."""
+    codec = codec_named(name)
+    default_codec()
+    _chosen.append(codec)
+    try:
+        yield codec
+    finally:
+        _chosen.remove(codec)

@@ -14,7 +14,7 @@ from ..dtypes import DType
 Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
 """A tensor as unsigned integers of its element width, any shape and strides."""
 
-Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
+Buffer: TypeAlias = bytes | bytearray | memoryview
 Lanes: TypeAlias = tuple[int, int, int, int]
 """The four 32-bit lanes of a digest."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,15 +31,15 @@ class NativeCodec:
         native = [(job.base, job.new, _type(job.dtype), job.seed) for job in jobs]
         encoded = []
         for job, (blocks, changed, before, after) in zip(jobs, _native.encode(native, threads, self.name), strict=True):
-            payload: list[Buffer] = [bytes([job.dtype.code]), *blocks] if changed or job.base is None else []
-            encoded.append(Encoded(payload, changed, tuple(before), tuple(after)))
+            payload: list[Buffer] = [bytes([job.dtype.code]), *(block.data for block in blocks)] if changed or job.base is None else []
+            encoded.append(Encoded(payload, changed, before, after))
         return encoded
 
     def resolution(self, threads: int, budget: int) -> NativeResolution:
         return NativeResolution(self.name, threads, budget)
 
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
-        return [tuple(lanes) for lanes in _native.digest(list(arrays), threads, self.name)]
+        return _native.digest(list(arrays), threads, self.name)
 
     def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
         _native.write_elements(bits, np.ascontiguousarray(indices), np.ascontiguousarray(values).view(np.uint8))
@@ -54,7 +53,10 @@ class NativeResolution:
         self._jobs: list[tuple[ResolveJob, int]] = []
 
     def add(self, jobs: Sequence[ResolveJob]) -> list[Outcome]:
-        native = [(job.base, job.count, _bytes(job.payload), _type(job.dtype), job.seed, job.write) for job in jobs]
+        payloads = [None if job.payload is None else _bytes(job.payload) for job in jobs]
+        native = [
+            (job.base, job.count, payload, _type(job.dtype), job.seed, job.write) for job, payload in zip(jobs, payloads, strict=True)
+        ]
         try:
             found = self._native.add(native)
         except _native.Corrupt as error:
@@ -63,7 +65,7 @@ class NativeResolution:
             raise ShapeMismatch(str(error)) from None
         except _native.WrongType:
             raise DtypeMismatch("a tensor has another element type than its delta.") from None
-        outcomes = [Outcome(changed, tuple(before), tuple(after)) for changed, before, after in found]
+        outcomes = [Outcome(*facts) for facts in found]
         self._jobs += [(job, outcome.changed) for job, outcome in zip(jobs, outcomes, strict=True)]
         return outcomes
 
@@ -88,7 +90,7 @@ class NativeResolution:
 
 
 def inspect_payload(payload: Buffer, dtype: DType) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:
-    """What a payload says without its base: (mode, elements, changed, bytes) per chunk, changes per value mode, changes per bit length of step."""
+    """What a payload says without its base: (mode, elements, changed, bytes) per chunk, changes by value mode and by length of step."""
     try:
         return _native.inspect(_bytes(payload), _type(dtype))
     except _native.Corrupt as error:
@@ -101,5 +103,5 @@ def _type(dtype: DType) -> tuple[int, int, int, int]:
     return dtype.code, dtype.itemsize, dtype.exponent_shift, dtype.exponent_bits
 
 
-def _bytes(payload: Buffer | None) -> NDArray[np.uint8] | Any:
-    return None if payload is None else np.frombuffer(payload, np.uint8)
+def _bytes(payload: Buffer) -> NDArray[np.uint8]:
+    return np.frombuffer(payload, np.uint8)

@@ -603,7 +603,7 @@ def resolve_job(job: ResolveJob) -> tuple[Bits, Bits]:
     """The old and the new elements of a tensor, flat."""
     chunks = []
     if job.payload is not None:
-        payload = job.payload.tobytes() if isinstance(job.payload, np.ndarray) else bytes(job.payload)
+        payload = bytes(job.payload)
         chunks = read_chunks(payload, job.dtype)
         covered = sum(elements for elements, _, _ in chunks)
         if covered != job.count:  # before anything of that size is made

@@ -89,7 +89,8 @@ def parse(delta: DeltaBytes) -> DeltaFile:
         if name not in payloads:
             _refuse(f"it adds {name!r} without a payload.")
     for name, target in structure.aliases.items():
-        if name in payloads or target not in payloads or target in structure.aliases or name in structure.added or name in structure.removed:
+        lives_on = name not in structure.added and name not in structure.removed
+        if name in payloads or target not in payloads or target in structure.aliases or not lives_on:
             _refuse(f"it ties {name!r} to {target!r}, which cannot be.")
     if blake3(data).hexdigest() != metadata["blake3"]:
         _refuse("its data does not match its BLAKE3.")

@@ -1,0 +1,148 @@
+"""From two states to a delta file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from .codec import default_codec
+from .codec.base import Buffer, Codec, EncodeJob
+from .format import delta_file
+from .format.delta_file import Structure
+from .format.digest import Digest
+from .state import Progress, batches, digest_tensors, thread_count
+from .tensors import State, TensorBits, check_name, tensor_bits
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSummary:
+    """What a written delta came to."""
+
+    bytes: int
+    weight_bytes: int
+    elements: int
+    changed: int
+    tensors_changed: int
+    before: Digest
+    after: Digest
+
+
+def encode_delta(base: State, new: State, *, threads: int | None = None) -> bytes:
+    """The delta file that turns the state `base` into the state `new`, bit for bit.
+
+    States map names to NumPy arrays (bf16 and fp8 as `ml_dtypes`) or torch CPU tensors, of any shape and strides. Beyond its inputs it
+    needs about twice the size of the result. The same states give the same bytes, whatever the number of threads.
+    Raises a `TensorError` for what cannot be encoded.
+    """
+    pieces: list[Buffer] = []
+    header, _ = _encode(base, new, thread_count(threads), default_codec(), pieces.append, None)
+    return b"".join([header, *pieces])
+
+
+def write_delta(base: State, new: State, path: Path, *, threads: int | None = None, progress: Progress | None = None) -> DeltaSummary:
+    """Like `encode_delta`, into a file that appears whole or not at all, in memory that does not grow with the states."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as spool:
+        header, summary = _encode(base, new, thread_count(threads), default_codec(), spool.write, progress)
+        spool.seek(0)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as out:
+                out.write(header)
+                shutil.copyfileobj(spool, out, 1 << 20)
+                out.flush()
+                os.fsync(out.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return summary
+
+
+@dataclass(slots=True)
+class _Pair:
+    """One tensor on its way into a delta; `old` None where it appears."""
+
+    new: TensorBits
+    old: TensorBits | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.new.bits.nbytes
+
+
+def _encode(
+    base: State, new: State, threads: int, codec: Codec, write: Callable[[Buffer], object], progress: Progress | None
+) -> tuple[bytes, DeltaSummary]:
+    """Hand the data section to `write`, piece by piece, and return the header that belongs before it."""
+    for name in (*base, *new):
+        check_name(name)
+    names = sorted({*base, *new})
+    added: dict[str, tuple[TensorBits, None]] = {}
+    gone: list[TensorBits] = []
+    pairs: list[_Pair] = []
+    for name in names:
+        old = tensor_bits(name, base[name]) if name in base else None
+        now = tensor_bits(name, new[name]) if name in new else None
+        if old is not None and (now is None or (old.dtype, old.shape) != (now.dtype, now.shape)):
+            gone.append(old)
+            old = None
+        if now is not None:
+            pairs.append(_Pair(now, old))
+            if old is None:
+                added[name] = (now, None)
+    before = digest_tensors(gone, threads, codec)
+    after = Digest()
+    aliases = _aliases(pairs)
+
+    hasher = blake3()
+    sizes: list[tuple[str, int]] = []
+    changed = elements = weight_bytes = 0
+    for batch in batches(pairs, lambda pair: pair.nbytes):
+        own = [pair for pair in batch if pair.new.name not in aliases]
+        jobs = [EncodeJob(pair.old.bits if pair.old else None, pair.new.bits, pair.new.dtype, pair.new.key.seed) for pair in own]
+        for pair, encoded in zip(own, codec.encode(jobs, threads), strict=True):
+            key = pair.new.key
+            if pair.old:
+                before += key.digest(encoded.before)
+            after += key.digest(encoded.after)
+            changed += encoded.changed
+            if encoded.payload:
+                sizes.append((pair.new.name, sum(map(len, encoded.payload))))
+                for piece in encoded.payload:
+                    hasher.update(piece)
+                    write(piece)
+        tied = [pair for pair in batch if pair.new.name in aliases]
+        before += digest_tensors([pair.old for pair in tied if pair.old], threads, codec)
+        after += digest_tensors([pair.new for pair in tied], threads, codec)
+        elements += sum(pair.new.bits.size for pair in batch)
+        weight_bytes += sum(pair.nbytes for pair in batch)
+        if progress:
+            progress(sum(pair.nbytes for pair in batch))
+
+    changing = {name for name, _ in sizes}
+    structure = Structure(
+        {name: (tensor.dtype, tensor.shape) for name, (tensor, _) in added.items()},
+        tuple(tensor.name for tensor in gone),
+        {name: target for name, target in aliases.items() if target in changing},
+    )
+    header = delta_file.build_header(before, after, hasher.hexdigest(), sizes, structure)
+    size = len(header) + sum(size for _, size in sizes)
+    return header, DeltaSummary(size, weight_bytes, elements, changed, len(sizes), before, after)
+
+
+def _aliases(pairs: Sequence[_Pair]) -> dict[str, str]:
+    """Tensors that are one memory with an earlier one, in the base as well as in the new state."""
+    first: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    for pair in pairs:
+        if pair.old is None or pair.new.memory is None:
+            continue
+        target = first.setdefault((pair.old.memory, pair.new.memory), pair.new.name)
+        if target != pair.new.name:
+            aliases[pair.new.name] = target
+    return aliases

@@ -1,0 +1,195 @@
+"""From a delta file and the state it was made from to the next state."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .codec import default_codec
+from .codec.base import Codec, Resolution, ResolveJob
+from .dtypes import DTYPES
+from .errors import BaseMismatch, CorruptDelta, DtypeMismatch, ResultMismatch, StateNotWritable, TensorMissing, TensorUnexpected
+from .format import delta_file
+from .format.delta_file import DeltaBytes, DeltaFile
+from .format.digest import Digest, TensorKey
+from .patch import ResolvedPatch, TensorPatch, change_structure, check_writable
+from .state import Progress, batches, digest_tensors, thread_count
+from .tensors import State, Tensor, TensorBits, byte_bounds, check_name, tensor_bits
+
+_KEPT_CHANGES = 32 << 20
+"""Decoded changes that `apply_delta` keeps, in bytes, beyond the size of the delta itself."""
+
+
+def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None) -> ResolvedPatch:
+    """Decode a delta against the state it was made from, into absolute indices and values. Nothing is changed.
+
+    Raises a `DeltaError` for a delta that cannot be used, `BaseMismatch` (or another `StateError`) for a state that it was not made from.
+    """
+    plan = _plan(state, delta_file.parse(delta))
+    codec = default_codec()
+    resolution = codec.resolution(thread_count(threads), 2**63)
+    _resolve(plan, resolution, thread_count(threads), codec, None)
+    changed = {}
+    for tensor, job in zip(plan.tensors, plan.jobs, strict=False):
+        if job.payload is not None:
+            indices, values = resolution.changes(plan.place[tensor.name])
+            changed[tensor.name] = TensorPatch(indices, values.view(tensor.dtype.numpy), tensor.shape)
+    return ResolvedPatch(plan.file.before, plan.file.after, changed, _added(plan, resolution), plan.file.structure.removed)
+
+
+def apply_delta(
+    state: MutableMapping[str, Tensor], delta: DeltaBytes, *, threads: int | None = None, progress: Progress | None = None
+) -> None:
+    """Turn a state into the next one, in place.
+
+    The base is checked by digest in the same pass that decodes, then the result. On any error the state is as it was; but while the call
+    runs, other threads may see a mix of both. (Who cannot have that resolves first, and applies the patch in a pause.) Tensors that vanish
+    are deleted from `state`, tensors that appear are put into it. Beyond its inputs it needs at most 64 MiB and twice the size of the delta (and what appears): a larger patch is decoded a second time while it is written.
+    Raises as `resolve_delta` does, and `StateNotWritable`.
+    """
+    plan = _plan(state, delta_file.parse(delta))
+    _mark_writes(plan)
+    codec = default_codec()
+    resolution = codec.resolution(thread_count(threads), _KEPT_CHANGES + memoryview(delta).nbytes)
+    try:
+        _resolve(plan, resolution, thread_count(threads), codec, progress)
+        change_structure(state, _added(plan, resolution), plan.file.structure.removed)
+    except BaseException:
+        resolution.revert()
+        raise
+    resolution.settle()
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Which tensor of a state meets which payload. `jobs` are those of `tensors`, then those of the tensors that appear."""
+
+    file: DeltaFile
+    tensors: list[TensorBits]
+    jobs: list[ResolveJob] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    keys: list[TensorKey] = field(default_factory=list)
+    first: set[str] = field(default_factory=set)
+    """Tensors to be resolved before any is written: they are the same memory as another that is."""
+    place: dict[str, int] = field(default_factory=dict)
+    """Where the resolution has a tensor (those that appear: `+ name`)."""
+
+
+def _plan(state: State, file: DeltaFile) -> _Plan:
+    structure = file.structure
+    for name in sorted({*file.payloads, *structure.removed, *structure.aliases} - structure.added.keys()):
+        if name not in state:
+            raise TensorMissing(f"the state has no tensor {name!r}.")
+    for name in structure.added.keys() & state.keys():
+        if name not in structure.removed:
+            raise TensorUnexpected(f"the state already has a tensor {name!r}.")
+    plan = _Plan(file, [tensor_bits(name, state[name]) for name in sorted(map(check_name, state))])
+    for tensor in plan.tensors:
+        payload = None if tensor.name in structure.removed else file.payload(tensor.name)
+        if payload is not None:
+            _check_type(tensor, payload)
+        key = tensor.key
+        plan.jobs.append(ResolveJob(tensor.bits, tensor.bits.size, payload, tensor.dtype, key.seed))
+        plan.names.append(tensor.name)
+        plan.keys.append(key)
+    for name, (dtype, shape) in sorted(structure.added.items()):
+        key = TensorKey.of(name, dtype, shape)
+        count = math.prod(shape)
+        plan.jobs.append(ResolveJob(None, count, file.payloads[name], dtype, key.seed))
+        plan.names.append(name)
+        plan.keys.append(key)
+    return plan
+
+
+def _check_type(tensor: TensorBits, payload: memoryview) -> None:
+    if len(payload) and payload[0] != tensor.dtype.code:
+        theirs = DTYPES[payload[0]].name if payload[0] < len(DTYPES) else f"unknown ({payload[0]})"
+        raise DtypeMismatch(f"tensor {tensor.name!r} is {tensor.dtype.name}, its delta is for {theirs}.")
+
+
+def _resolve(plan: _Plan, resolution: Resolution, threads: int, codec: Codec, progress: Progress | None) -> None:
+    """Decode everything and check both digests."""
+    before, after = Digest(), Digest()
+    removed = set(plan.file.structure.removed)
+    order = sorted(range(len(plan.jobs)), key=lambda index: plan.names[index] not in plan.first)
+    groups = [order[: len(plan.first)], order[len(plan.first) :]]
+    try:
+        for batch in (batch for group in groups for batch in batches(group, lambda index: plan.jobs[index].nbytes)):
+            outcomes = resolution.add([plan.jobs[index] for index in batch])
+            for index, outcome in zip(batch, outcomes, strict=True):
+                appears = index >= len(plan.tensors)
+                plan.place[("+ " if appears else "") + plan.names[index]] = len(plan.place)
+                if not appears:
+                    before += plan.keys[index].digest(outcome.before)
+                if appears or plan.names[index] not in removed:
+                    after += plan.keys[index].digest(outcome.after)
+            if progress:
+                progress(sum(plan.jobs[index].nbytes for index in batch))
+    except CorruptDelta:
+        # Decoded against another state than its own, a sound delta can look broken in many ways. Say what is really wrong.
+        resolution.revert()
+        found = digest_tensors(plan.tensors, threads, codec)
+        if found != plan.file.before:
+            raise _base_mismatch(found, plan.file) from None
+        raise
+    if before != plan.file.before:
+        raise _base_mismatch(before, plan.file)
+    if after != plan.file.after:
+        raise ResultMismatch(f"the delta promises a state with digest {plan.file.after}, but leads to {after}.")
+
+
+def _base_mismatch(found: Digest, file: DeltaFile) -> BaseMismatch:
+    return BaseMismatch(f"the state has digest {found}; the delta was made from {file.before} and leads to {file.after}.")
+
+
+def _mark_writes(plan: _Plan) -> None:
+    """Decide which jobs write: those of tensors that change, each memory once. Raises `StateNotWritable` before anything is done."""
+    written: dict[object, memoryview] = {}
+    for index, tensor in enumerate(plan.tensors):
+        job = plan.jobs[index]
+        if job.payload is None or not job.count:
+            continue
+        check_writable(tensor)
+        if tensor.memory in written:
+            plan.first.add(tensor.name)
+        else:
+            written[tensor.memory] = plan.file.payloads[plan.file.structure.aliases.get(tensor.name, tensor.name)]
+            plan.jobs[index] = dataclasses.replace(job, write=True)
+    targets = [tensor for index, tensor in enumerate(plan.tensors) if plan.jobs[index].write]
+    together = {
+        tensor.name for tensor in plan.tensors if tensor.memory in written and written[tensor.memory] is plan.file.payload(tensor.name)
+    }
+    _check_overlap(targets, [tensor for tensor in plan.tensors if tensor.name not in together])
+
+
+def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits]) -> None:
+    """Writing to a tensor must change no other one, unless they are the same memory and change in the same way."""
+    tensors = [tensor for tensor in [*targets, *others] if tensor.bits.size]
+    bounds = sorted((*byte_bounds(tensor.bits), index) for index, tensor in enumerate(tensors))
+    reach, last = 0, -1
+    for start, end, index in bounds:
+        if start < reach and min(index, last) < len(targets) and _share_memory(tensors[index], tensors[last]):
+            a, b = tensors[index].name, tensors[last].name
+            raise StateNotWritable(f"tensors {a!r} and {b!r} overlap in memory, but do not change together.")
+        if end > reach:
+            reach, last = end, index
+
+
+def _share_memory(a: TensorBits, b: TensorBits) -> bool:
+    try:
+        return np.shares_memory(a.bits, b.bits, max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _added(plan: _Plan, resolution: Resolution) -> dict[str, NDArray[Any]]:
+    return {
+        name: resolution.dense(plan.place["+ " + name]).view(dtype.numpy).reshape(shape)
+        for name, (dtype, shape) in plan.file.structure.added.items()
+    }

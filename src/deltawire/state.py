@@ -1,0 +1,61 @@
+"""What holds for whole states, whatever is done with them: their digest, and how work on them is cut up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from .codec import default_codec
+from .codec.base import Codec
+from .format.digest import Digest
+from .tensors import State, TensorBits, tensor_bits
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes of weights done since the last call."""
+
+_BATCH = 1 << 29
+"""Bytes of weights handed to the codec at a time: between batches Python reports progress and takes signals."""
+
+
+def state_digest(state: State, *, threads: int | None = None) -> Digest:
+    """The digest of a state: equal for equal names, types, shapes and bits, in whatever order or memory layout (docs/format.md §2).
+
+    It is linear: `patch.after - patch.before` of a resolved patch, added to the digest of its base, gives that of its result.
+    """
+    return digest_tensors([tensor_bits(name, tensor) for name, tensor in state.items()], thread_count(threads), default_codec())
+
+
+def digest_tensors(tensors: Sequence[TensorBits], threads: int, codec: Codec) -> Digest:
+    """The digest of a part of a state."""
+    total = Digest()
+    keys = [tensor.key for tensor in tensors]
+    for key, sums in zip(keys, codec.digest([(t.bits, k.seed) for t, k in zip(tensors, keys, strict=True)], threads), strict=True):
+        total += key.digest(sums)
+    return total
+
+
+_Item = TypeVar("_Item")
+
+
+def batches(items: Sequence[_Item], size: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Cut a list into parts of about `_BATCH` bytes."""
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= _BATCH:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+def thread_count(threads: int | None) -> int:
+    """The number of threads to use: as many as this process may run on, unless the caller says."""
+    if threads is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, not {threads}")
+    return threads
