@@ -267,7 +267,7 @@ std::vector<Encoded> encode(std::span<const EncodeJob> jobs, unsigned threads, c
 namespace {
 
 template <class T>
-void put(const View& view, uint64_t first, size_t n, const uint32_t* positions, const T* values) {
+void put_as(const View& view, uint64_t first, size_t n, const uint32_t* positions, const T* values) {
     if (view.contiguous) {
         T* to = reinterpret_cast<T*>(view.data) + first;
         for (size_t i = 0; i < n; ++i) to[positions[i]] = values[i];
@@ -277,7 +277,7 @@ void put(const View& view, uint64_t first, size_t n, const uint32_t* positions, 
 }
 
 void put(const View& view, uint64_t first, size_t n, const uint32_t* positions, const uint8_t* values) {
-    with_element(view.bytes, [&](auto element) { put(view, first, n, positions, reinterpret_cast<const decltype(element)*>(values)); });
+    with_element(view.bytes, [&](auto element) { put_as(view, first, n, positions, reinterpret_cast<const decltype(element)*>(values)); });
 }
 
 // Like `put`, but leaves the old values in `values`. `span` holds the elements from position `from` on.
@@ -285,7 +285,7 @@ template <class T>
 void exchange(const View& view, uint64_t first, const T* span, uint32_t from, size_t n, const uint32_t* positions, T* values) {
     for (size_t i = 0; i < n; ++i) {
         const T old = span[positions[i] - from];
-        put(view, first, 1, positions + i, values + i);
+        put_as(view, first, 1, positions + i, values + i);
         values[i] = old;
     }
 }
