@@ -50,7 +50,8 @@ def apply_delta(
 
     The base is checked by digest in the same pass that decodes, then the result. On any error the state is as it was; but while the call
     runs, other threads may see a mix of both. (Who cannot have that resolves first, and applies the patch in a pause.) Tensors that vanish
-    are deleted from `state`, tensors that appear are put into it. Beyond its inputs it needs at most 64 MiB and twice the size of the delta (and what appears): a larger patch is decoded a second time while it is written.
+    are deleted from `state`, tensors that appear are put into it. Beyond its inputs it needs at most 64 MiB and twice the size of the delta
+    (and what appears): a larger patch is decoded a second time to be written.
     Raises as `resolve_delta` does, and `StateNotWritable`.
     """
     plan = _plan(state, delta_file.parse(delta))

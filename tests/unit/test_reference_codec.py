@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import struct
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from deltawire.codec import reference
-from deltawire.codec.base import EncodeJob, ResolveJob
+from deltawire.codec.base import Bits, EncodeJob, Lanes, ResolveJob
 from deltawire.codec.reference import BitReader, BitWriter, ReferenceCodec
 from deltawire.dtypes import DTYPES, dtype_named
 from deltawire.errors import CorruptDelta, DtypeMismatch, ShapeMismatch
@@ -69,12 +71,21 @@ def payload(dtype, *chunks: bytes) -> bytes:
     return bytes([dtype.code]) + b"".join(chunks)
 
 
+class Resolved(NamedTuple):
+    indices: NDArray[np.int64]
+    values: Bits
+    before: Lanes
+    after: Lanes
+
+
 def encode(base, new, dtype):
     return CODEC.encode([EncodeJob(base, new, dtype, SEED)], 1)[0]
 
 
 def resolve(base, data, dtype, size=None):
-    return CODEC.resolve([ResolveJob(base, base.size if size is None else size, data, dtype, SEED)], 1)[0]
+    resolution = CODEC.resolution(1, 0)
+    outcome = resolution.add([ResolveJob(base, base.size if size is None else size, data, dtype, SEED)])[0]
+    return Resolved(*resolution.changes(0), outcome.before, outcome.after)
 
 
 def joined(encoded) -> bytes:

@@ -1,0 +1,48 @@
+# Every target sets itself up: a virtual environment in .venv, with deltawire built into it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*) $(shell find src -name '*.py')
+TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
+
+.PHONY: help test lint demo bench fuzz clean
+help:
+	@echo "make demo   the codec at work on a model that it makes (seconds)"
+	@echo "make test   all tests"
+	@echo "make lint   ruff and mypy --strict"
+	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
+	@echo "make fuzz   the native decoder under libFuzzer (needs clang)"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check --upgrade pip
+
+$(VENV)/.installed: $(SOURCES) | $(BIN)/python
+	$(BIN)/pip install -q --disable-pip-version-check ".[test,bench,lint]"
+	@touch $@
+
+$(VENV)/.torch: | $(BIN)/python
+	@# The CPU build of torch where pip can find one; without it the tests that need torch skip themselves and say so.
+	-$(BIN)/pip install -q --disable-pip-version-check "torch==2.13.0"
+	@touch $@
+
+test: $(VENV)/.installed $(VENV)/.torch
+	$(BIN)/python -m pytest
+	native/fuzz/run 20000
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/codec_demo.py
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/run.py --trace "$(TRACE)"
+
+fuzz:
+	native/fuzz/run 10000000
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,117 @@
+"""Encode and apply, in GB of weights per second, in one run with memcpy and the peers. All on one thread unless said otherwise."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from peers import PEERS, DenseXor
+from report import Table
+from workloads import BF16, synthetic_update
+
+import deltawire
+from deltawire.codec import using_codec
+from deltawire.codec.native import instruction_sets
+
+DENSITY = 0.0108
+
+
+def aligned(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy at an address that is a multiple of 64, as torch allocates."""
+    raw = np.empty(array.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    copy = raw[start : start + array.nbytes].view(array.dtype)
+    np.copyto(copy, array)
+    return copy
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Method:
+    """One way to encode and apply. `prepare` runs before the clock does."""
+
+    def __init__(self, label: str, encode: Callable[[], bytes], apply: Callable[[bytes], object]) -> None:
+        self.label, self.encode, self.apply = label, encode, apply
+        self.encode_seconds: list[float] = []
+        self.apply_seconds: list[float] = []
+
+
+def measure(elements: int, rounds: int) -> Table:
+    made_base, made_new = synthetic_update(elements, DENSITY)
+    base, new = aligned(made_base), aligned(made_new)
+    del made_base, made_new
+    target = aligned(base)
+    old, now, out = (array.view(np.uint16) for array in (base, new, target))
+
+    def ours(codec: str, threads: int) -> Method:
+        def encode() -> bytes:
+            with using_codec(codec):
+                return deltawire.encode_delta({"w": base}, {"w": new}, threads=threads)
+
+        def apply(delta: bytes) -> None:
+            with using_codec(codec):
+                deltawire.apply_delta({"w": target}, delta, threads=threads)
+
+        return Method(f"deltawire, {codec}" + ("" if threads == 1 else f", {threads} threads"), encode, apply)
+
+    def resolved(codec: str) -> Method:
+        def apply(delta: bytes) -> None:
+            with using_codec(codec):
+                deltawire.resolve_delta({"w": target}, delta, threads=1).apply({"w": target})
+
+        return Method(f"deltawire, {codec}, resolve_delta then patch.apply", ours(codec, 1).encode, apply)
+
+    best, *others = instruction_sets()
+    methods = [ours(best, 1), resolved(best), ours(best, 2), *(ours(isa, 1) for isa in others)]
+    whole = DenseXor(frame_bytes=base.nbytes)
+    methods.append(Method("XOR + zstd-1, one frame per tensor (slime, SkyRL)", lambda: whole.encode(old, now), lambda d: whole.apply(out, d)))
+    for peer in PEERS:
+        label = f"{peer.name}, 2 MiB frames (kinder than shipped)" if isinstance(peer, DenseXor) else f"{peer.name} ({peer.used_by})"
+        methods.append(Method(label, lambda peer=peer: peer.encode(old, now), lambda d, peer=peer: peer.apply(out, d)))  # type: ignore[misc]
+
+    copies: list[float] = []
+    for _ in range(rounds):
+        copies.append(seconds(lambda: np.copyto(out, old)))
+        for method in methods:
+            delta: list[bytes] = []
+            method.encode_seconds.append(seconds(lambda m=method, d=delta: d.append(m.encode())))  # type: ignore[misc]
+            np.copyto(out, old)
+            method.apply_seconds.append(seconds(lambda m=method, d=delta: m.apply(d[0])))  # type: ignore[misc]
+            assert np.array_equal(out, now), f"{method.label} is not exact"
+        copies.append(seconds(lambda: np.copyto(out, old)))
+
+    gigabytes = base.nbytes / 1e9
+    copy = statistics.median(copies)
+    table = Table(
+        "codec-speed",
+        f"Speed: {base.nbytes / 2**30:.0f} GiB of bf16 weights, {np.count_nonzero(old != now) / base.size:.2%} changed; one thread; "
+        f"medians of {rounds} rounds, GB of weights per second",
+        ["method", "encode", "× memcpy", "apply", "× memcpy"],
+        [["memcpy", f"{gigabytes / copy:.1f}", "1.00", f"{gigabytes / copy:.1f}", "1.00"]],
+    )
+    encode = {m.label: statistics.median(m.encode_seconds) for m in methods}
+    apply = {m.label: statistics.median(m.apply_seconds) for m in methods}
+    for label in encode:
+        table.rows.append(
+            [label]
+            + [text for took in (encode[label], apply[label]) for text in (f"{gigabytes / took:.2f}", f"{copy / took:.2f}")]
+        )
+    mine, shipped, kinder = methods[0].label, f"{methods[len(others) + 3].label}", f"{methods[len(others) + 4].label}"
+    table.notes.append("`apply` of deltawire checks the digest of the whole base and of the result; the peers here check nothing.")
+    table.check("encode at least 0.5 × memcpy", copy / encode[mine] >= 0.5)
+    table.check("apply at least 0.5 × memcpy", copy / apply[mine] >= 0.5)
+    for name, peer_label in (("one frame per tensor", shipped), ("2 MiB frames", kinder)):
+        times = encode[peer_label] / encode[mine]
+        table.check(f"encode at least 8 × XOR + zstd-1, {name} (is {times:.1f} ×)", times >= 8)
+        times = apply[peer_label] / apply[mine]
+        table.check(f"apply at least 5 × XOR + zstd-1, {name} (is {times:.1f} ×)", times >= 5)
+    assert base.dtype == BF16
+    return table

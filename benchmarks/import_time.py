@@ -1,0 +1,19 @@
+"""What `import deltawire` costs beyond importing NumPy."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+
+from report import Table
+
+_CHILD = "import time, numpy; start = time.perf_counter(); import deltawire; print(time.perf_counter() - start)"
+
+
+def measure(rounds: int = 11) -> Table:
+    times = [float(subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=True).stdout) for _ in range(rounds)]
+    median = 1000 * statistics.median(times)
+    table = Table("import-time", "`import deltawire` after `import numpy`", ["median", "smallest"], [[f"{median:.0f} ms", f"{1000 * min(times):.0f} ms"]])
+    table.check("at most 60 ms", median <= 60)
+    return table

@@ -1,0 +1,58 @@
+"""Tables of results: printed, written as JSON, and put into the documentation."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass
+class Table:
+    """One table of results. `name` is that of its file and of its place in the documentation; `checks` are the goals, met or not."""
+
+    name: str
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    checks: list[tuple[str, bool]] = field(default_factory=list)
+
+    def check(self, goal: str, met: bool) -> None:
+        self.checks.append((goal, bool(met)))
+
+    def markdown(self) -> str:
+        lines = [f"**{self.title}**", "", "| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        lines += ["", *self.notes] if self.notes else []
+        lines += ["", *(f"- {'met' if met else '**not met**'}: {goal}" for goal, met in self.checks)] if self.checks else []
+        return "\n".join(lines)
+
+
+def machine() -> str:
+    """The processor and what it was asked to run, as far as the system tells."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (found := re.search(r"model name\s*:\s*(.+)", info.read_text())):
+        cpu = found[1]
+    from deltawire.codec import default_codec
+
+    return f"{cpu}, {default_codec().name} codec, Python {platform.python_version()}"
+
+
+def publish(table: Table) -> None:
+    """Print a table, write it to benchmarks/results/ and between its markers in docs/benchmarks.md."""
+    print("\n" + table.markdown() + "\n", flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{table.name}.json").write_text(json.dumps({"machine": machine()} | asdict(table), indent=1, ensure_ascii=False) + "\n")
+    page = ROOT / "docs" / "benchmarks.md"
+    begin, end = f"<!-- {table.name} -->", f"<!-- end of {table.name} -->"
+    text = page.read_text()
+    if begin in text and end in text:
+        head, rest = text.split(begin, 1)
+        page.write_text(head + begin + f"\n{table.markdown()}\n\n*{machine()}*\n" + end + rest.split(end, 1)[1])

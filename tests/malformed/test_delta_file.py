@@ -1,0 +1,234 @@
+"""Damaged and lying delta files: each is refused by name, and the state stays as it was, bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+from small_delta import DELTA, HEADER_BYTES, NEW, base_state, flipped, never_wrong, refused
+from support import CODECS, bits_of, join_delta, join_text, split_delta
+
+import deltawire
+from deltawire.codec import using_codec
+from deltawire.errors import CorruptDelta, UnsupportedVersion
+from deltawire.inspect import inspect_delta
+
+
+def test_the_sound_delta_is_accepted_by_every_codec():
+    for codec in CODECS:
+        with using_codec(codec):
+            state = base_state()
+            deltawire.apply_delta(state, DELTA)
+            assert bits_of(state) == bits_of(NEW)
+
+
+def test_every_truncation_is_refused():
+    for length in range(len(DELTA)):
+        refused(DELTA[:length], CorruptDelta)
+
+
+def test_every_flipped_bit_is_refused():
+    for bit in range(8 * len(DELTA)):
+        refused(flipped(DELTA, bit))
+
+
+def test_flipped_data_is_refused_by_its_checksum():
+    for bit in range(8 * HEADER_BYTES, 8 * len(DELTA)):
+        with pytest.raises(CorruptDelta, match="BLAKE3"):
+            inspect_delta(flipped(DELTA, bit))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_no_flipped_bit_of_a_payload_leads_to_a_wrong_state_even_with_a_true_checksum(codec):
+    metadata, changes, payloads = split_delta(DELTA)
+    with using_codec(codec):
+        for name, payload in payloads.items():
+            kept = [bit for bit in range(8 * len(payload)) if not never_wrong(join_delta(metadata, changes, payloads | {name: flipped(payload, bit)}))]
+            assert len(kept) <= 1
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_truncation_of_a_payload_is_refused_even_with_a_true_checksum(codec):
+    metadata, changes, payloads = split_delta(DELTA)
+    with using_codec(codec):
+        for name, payload in payloads.items():
+            for length in range(len(payload)):
+                refused(join_delta(metadata, changes, payloads | {name: payload[:length]}))
+            refused(join_delta(metadata, changes, payloads | {name: payload + b"\0"}))
+
+
+def test_swapped_payloads_are_refused():
+    metadata, changes, payloads = split_delta(DELTA)
+    for one in payloads:
+        for other in payloads:
+            if payloads[one] != payloads[other]:
+                refused(join_delta(metadata, changes, payloads | {one: payloads[other], other: payloads[one]}))
+
+
+# Headers that lie
+
+
+def entry(key, value):
+    """Edit one field of the entry of tensor b."""
+
+    def edit(header):
+        header["b"][key] = value
+
+    return edit
+
+
+NUMBERS = [-1, 1.0, 1.5, True, None, "1", [1], {}, 2**62 + 1, 2**63, 2**64, 2**70, -(2**63), 1e300]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=repr)
+@pytest.mark.parametrize("field", ["shape", "begin", "end"])
+def test_sizes_and_offsets_that_are_no_sizes_are_refused(field, number):
+    parts = split_delta(DELTA)
+    offsets = [len(parts[2]["a"]), len(parts[2]["a"]) + len(parts[2]["b"])]
+    value = {"shape": [number], "begin": [number, offsets[1]], "end": [offsets[0], number]}[field]
+    refused(join_delta(*parts, entry("shape" if field == "shape" else "data_offsets", value)), CorruptDelta)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dtype", "I8"),
+        ("dtype", "BF16"),
+        ("dtype", None),
+        ("dtype", ["U8"]),
+        ("shape", []),
+        ("shape", [1, 1]),
+        ("shape", "10"),
+        ("shape", None),
+        ("data_offsets", []),
+        ("data_offsets", [0]),
+        ("data_offsets", [0, 1, 2]),
+        ("data_offsets", {"0": 1}),
+        ("unknown", 1),
+    ],
+)
+def test_malformed_entries_are_refused(key, value):
+    refused(join_delta(*split_delta(DELTA), entry(key, value)), CorruptDelta)
+
+
+@pytest.mark.parametrize("value", [None, [], "U8", 5, {}, {"dtype": "U8"}])
+def test_entries_of_another_kind_are_refused(value):
+    refused(join_delta(*split_delta(DELTA), lambda header: header.update(b=value)), CorruptDelta)
+
+
+def test_overlaps_holes_and_disorder_are_refused():
+    metadata, changes, payloads = split_delta(DELTA)
+    first, second = len(payloads["a"]), len(payloads["b"])
+
+    def shifted(by, grow=0):
+        return entry("data_offsets", [first + by, first + by + second + grow])
+
+    for edit in (shifted(-1), shifted(1), shifted(0, 1), shifted(0, -1), entry("shape", [second - 1]), entry("data_offsets", [first + second, first])):
+        refused(join_delta(metadata, changes, payloads, edit), CorruptDelta)
+    backwards = dict(reversed(payloads.items()))
+    refused(join_delta(metadata, changes, backwards), CorruptDelta)
+    swapped = {name: payloads[name] for name in ["b", "a", *list(payloads)[2:]]}
+    refused(join_delta(metadata, changes, swapped), CorruptDelta)
+    refused(DELTA + b"\0", CorruptDelta)
+    refused(DELTA + DELTA, CorruptDelta)
+
+
+@pytest.mark.parametrize("key", ["deltawire", "before", "after", "blake3"])
+@pytest.mark.parametrize("value", [None, "", "0", 0, ["delta/1"], {}, "g" * 32, "0" * 31, "0" * 33, "0" * 64, "A" * 32, " " * 32])
+def test_malformed_metadata_is_refused(key, value):
+    parts = split_delta(DELTA)
+    refused(join_delta(*parts, lambda header: header["__metadata__"].update({key: value})))
+    refused(join_delta(*parts, lambda header: header["__metadata__"].pop(key) and None), CorruptDelta)
+
+
+def test_other_metadata_is_refused():
+    parts = split_delta(DELTA)
+    refused(join_delta(*parts, lambda header: header["__metadata__"].update(format="pt")), CorruptDelta)
+    refused(join_delta(*parts, lambda header: header.update(__metadata__=None)), CorruptDelta)
+    refused(join_delta(*parts, lambda header: header.update(__metadata__=["deltawire"])), CorruptDelta)
+    refused(join_delta(*parts, lambda header: header.update(__metadata__="deltawire")), CorruptDelta)
+    refused(join_delta(*parts, lambda header: header.pop("__metadata__") and None), CorruptDelta)
+
+
+@pytest.mark.parametrize("version", ["delta/2", "delta/0", "delta/10", "delta/1 ", "Delta/1", "delta/1.0"])
+def test_other_versions_are_named(version):
+    for extra in ({}, {"new key": "x"}):
+        parts = split_delta(DELTA)
+        error = refused(join_delta(*parts, lambda header, extra=extra: header["__metadata__"].update(extra, deltawire=version)), UnsupportedVersion)
+        assert repr(version) in str(error)
+
+
+def test_duplicate_keys_are_refused_at_every_depth():
+    length = int.from_bytes(DELTA[:8], "little")
+    text, data = DELTA[8 : 8 + length].decode(), DELTA[8 + length :]
+    assert refused(join_text(text, data[:-1]), CorruptDelta)
+    for key in ('"a":{', '"dtype":"U8",', '"deltawire":"delta/1",', '\\"retyped\\":[\\"I32\\",[6]]'):
+        assert key in text, text
+    for old, new in [
+        ('"dtype":"U8",', '"dtype":"U8","dtype":"U8",'),
+        ('"deltawire":"delta/1",', '"deltawire":"delta/1","deltawire":"delta/1",'),
+        ('"__metadata__":', '"__metadata__":{},"__metadata__":'),
+        ('\\"retyped\\":[\\"I32\\",[6]]', '\\"retyped\\":[\\"I32\\",[6]],\\"retyped\\":[\\"I32\\",[6]]'),
+    ]:
+        assert refused(join_text(text.replace(old, new, 1), data), CorruptDelta)
+    whole = json.loads(text)["a"]
+    again = f'"a":{json.dumps(whole, separators=(",", ":"))},'
+    assert again in text
+    refused(join_text(text.replace(again, again * 2, 1), data), CorruptDelta)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"delta/1"',
+        b"{}",
+        b"\xff\xfe{}",
+        b"\xef\xbb\xbf{}",
+        b"{'a': 1}",
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b'{"a":' + b"9" * 10_000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"__metadata__":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_headers_that_are_no_header_are_refused(text):
+    refused(join_text(text, b""), CorruptDelta)
+    refused(join_text(text, b"\0" * 100), CorruptDelta)
+
+
+@pytest.mark.parametrize("length", [0, 1, len(DELTA) - 8, len(DELTA) - 7, 99_999_999, 100_000_000, 100_000_001, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
+def test_other_header_lengths_are_refused(length):
+    refused(length.to_bytes(8, "little") + DELTA[8:], CorruptDelta)
+
+
+def test_headers_over_the_limit_are_refused_unread():
+    long = (100_000_001).to_bytes(8, "little") + bytes(100_000_001)
+    with pytest.raises(CorruptDelta, match="claims"):
+        inspect_delta(long)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_garbage_is_refused(seed):
+    rng = np.random.default_rng(seed)
+    refused(rng.bytes(int(rng.integers(0, 2000))), CorruptDelta)
+    refused(rng.integers(0, 2, 64, np.uint8).tobytes() + rng.bytes(64), CorruptDelta)
+
+
+def test_other_files_are_refused():
+    refused(b"", CorruptDelta)
+    refused(bytes(8), CorruptDelta)
+    refused(bytes(1000), CorruptDelta)
+    refused(save({"a": np.zeros(60, np.uint8)}), CorruptDelta)
+    refused(save({"a": np.zeros(60, np.uint8)}, {"format": "pt"}), CorruptDelta)
+    refused(save({}), CorruptDelta)
+    assert "not a delta" in str(refused(save({"a": np.zeros(60, np.float32)}), CorruptDelta))

@@ -1,0 +1,78 @@
+"""What several test files share: states compared by their bits, delta files taken apart and put together again, fresh interpreters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from deltawire.codec.native import instruction_sets
+from deltawire.dtypes import DType
+
+NATIVE = instruction_sets()
+CODECS = ["reference", *NATIVE]
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+
+
+def bits_of(state: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """All there is to compare of a state: no floats, so that NaNs and signed zeros count."""
+    return {name: (str(array.dtype), tuple(array.shape), array.tobytes()) for name, array in state.items()}
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: array.copy() for name, array in state.items()}
+
+
+def array_of(dtype: DType, bits: Any, shape: tuple[int, ...] | None = None) -> Any:
+    """An array of this type with these bits."""
+    flat = np.asarray(bits).astype(dtype.bits).view(dtype.numpy)
+    return flat if shape is None else flat.reshape(shape)
+
+
+def split_delta(delta: bytes) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
+    """A delta file in parts: its metadata, what it says of structure, and its payloads."""
+    length = int.from_bytes(delta[:8], "little")
+    header = json.loads(delta[8 : 8 + length])
+    metadata = header.pop("__metadata__")
+    data = delta[8 + length :]
+    payloads = {name: data[slice(*entry["data_offsets"])] for name, entry in header.items()}
+    return metadata, json.loads(metadata.pop("changes", "{}")), payloads
+
+
+def join_delta(metadata: Mapping[str, Any], changes: Any, payloads: Mapping[str, bytes], edit: Callable[[dict[str, Any]], Any] | None = None) -> bytes:
+    """The inverse of `split_delta`, with a true BLAKE3. `edit` may then change the header as it pleases, or return another."""
+    data = b"".join(payloads.values())
+    whole = dict(metadata) | {"blake3": blake3(data).hexdigest()}
+    if changes:
+        whole["changes"] = changes if isinstance(changes, str) else json.dumps(changes, separators=(",", ":"), ensure_ascii=False)
+    header: dict[str, Any] = {"__metadata__": whole}
+    end = 0
+    for name, payload in payloads.items():
+        header[name] = {"dtype": "U8", "shape": [len(payload)], "data_offsets": [end, end + len(payload)]}
+        end += len(payload)
+    edited = edit(header) if edit else None
+    text = json.dumps(header if edited is None else edited, separators=(",", ":"), ensure_ascii=True)
+    return join_text(text, data)
+
+
+def join_text(text: str | bytes, data: bytes) -> bytes:
+    raw = text.encode() if isinstance(text, str) else text
+    raw += b" " * (-len(raw) % 8)
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """What a fresh interpreter prints that runs this code, with warnings as errors."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), str(Path(__file__).resolve().parent)])}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
