@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 from report import Table
 
@@ -38,9 +40,6 @@ print(json.dumps([grown, len(delta)]))
 
 
 def measure(elements: int) -> Table:
-    import tempfile
-    from pathlib import Path
-
     table = Table(
         "codec-memory",
         f"Memory beyond the inputs: {2 * elements / 2**30:.2g} GiB of bf16 weights",

@@ -22,18 +22,14 @@ def measure(trace: Path | None) -> Table:
         flat = {name: (base[name].reshape(-1).view(np.uint16), new[name].reshape(-1).view(np.uint16)) for name in base}
         changed += sum(int(np.count_nonzero(old != now)) for old, now in flat.values())
         weights += sum(old.size for old, _ in flat.values())
+        for old, now in flat.values():
+            totals["order-0 bound"] += order0_bound_bits(old, now)
+            for peer in PEERS:
+                totals[peer.name] += 8 * len(peer.encode(old, now))
         delta = deltawire.encode_delta(base, new)
         totals["deltawire"] += 8 * len(delta)
         deltawire.apply_delta(base, delta)
         assert all(np.array_equal(old, now) for old, now in flat.values()), "not exact"
-        for name, array in new.items():  # base is new by now: take the old bits from a fresh reading below
-            assert base[name].shape == array.shape
-    for base, new in trace_steps(trace) if trace else _made():
-        for name in base:
-            old, now = base[name].reshape(-1).view(np.uint16), new[name].reshape(-1).view(np.uint16)
-            totals["order-0 bound"] += order0_bound_bits(old, now)
-            for peer in PEERS:
-                totals[peer.name] += 8 * len(peer.encode(old, now))
     bits = {name: total / changed for name, total in totals.items()}
     table = Table(
         "codec-size",

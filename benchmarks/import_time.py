@@ -12,8 +12,10 @@ _CHILD = "import time, numpy; start = time.perf_counter(); import deltawire; pri
 
 
 def measure(rounds: int = 11) -> Table:
-    times = [float(subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=True).stdout) for _ in range(rounds)]
-    median = 1000 * statistics.median(times)
-    table = Table("import-time", "`import deltawire` after `import numpy`", ["median", "smallest"], [[f"{median:.0f} ms", f"{1000 * min(times):.0f} ms"]])
+    children = [subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=True) for _ in range(rounds)]
+    times = [1000 * float(child.stdout) for child in children]
+    median = statistics.median(times)
+    table = Table("import-time", "`import deltawire` after `import numpy`", ["median", "smallest"])
+    table.rows.append([f"{median:.0f} ms", f"{min(times):.0f} ms"])
     table.check("at most 60 ms", median <= 60)
     return table

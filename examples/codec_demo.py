@@ -45,7 +45,9 @@ def main() -> None:
     published = trainer.policy()
     rollout = {name: array.copy() for name, array in published.items()}  # what a rollout engine serves
     full = sum(array.nbytes for array in published.values())
-    console.print(f"A model of {full / 2e6:.0f} M bf16 weights, {full / 1e6:.0f} MB. AdamW-sized steps at learning rate {LEARNING_RATE:g}.\n")
+    console.print(
+        f"A model of {full / 2e6:.0f} M bf16 weights, {full / 1e6:.0f} MB. AdamW-sized steps at learning rate {LEARNING_RATE:g}.\n"
+    )
 
     table = Table("step", "changed", "delta", "bits each", "smaller", "encode", "apply", "follower", box=None, header_style="bold")
     shipped = 0

@@ -4,6 +4,10 @@
 #include <cstring>
 #include <tuple>
 
+#if defined(DELTAWIRE_X86)
+#include <cpuid.h>
+#endif
+
 #include "arena.hpp"
 #include "parallel.hpp"
 
@@ -514,6 +518,7 @@ void Resolution::settle() {
 
 void Resolution::revert() {
     for (Unit& unit : units_) {
+        if (!unit.written) continue;  // there may be no base either
         put(jobs_[unit.job].base, unit.first, unit.written, unit.positions, unit.values);
         unit.written = 0;
     }
@@ -550,6 +555,14 @@ PayloadFacts inspect(std::span<const uint8_t> payload, const ElementType& type) 
     return facts;
 }
 
+#if defined(DELTAWIRE_X86)
+// __builtin_cpu_supports of clang 14 does not know "lzcnt".
+static bool has_lzcnt() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(0x80000001, &a, &b, &c, &d) && (c >> 5 & 1);
+}
+#endif
+
 std::vector<const Kernels*> available_kernels() {
     std::vector<const Kernels*> out;
 #if defined(DELTAWIRE_X86)
@@ -560,7 +573,7 @@ std::vector<const Kernels*> available_kernels() {
         __builtin_cpu_supports("gfni") && __builtin_cpu_supports("bmi2"))
         out.push_back(&kAvx512Kernels);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") &&
-        __builtin_cpu_supports("lzcnt"))
+        has_lzcnt())
         out.push_back(&kAvx2Kernels);
 #endif
     out.push_back(&kScalarKernels);

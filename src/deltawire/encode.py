@@ -16,6 +16,7 @@ from .codec.base import Buffer, Codec, EncodeJob
 from .format import delta_file
 from .format.delta_file import Structure
 from .format.digest import Digest
+from .format.staged_output import StagedOutput
 from .state import Progress, batches, digest_tensors, thread_count
 from .tensors import State, TensorBits, check_name, tensor_bits
 
@@ -47,19 +48,19 @@ def encode_delta(base: State, new: State, *, threads: int | None = None) -> byte
 
 def write_delta(base: State, new: State, path: Path, *, threads: int | None = None, progress: Progress | None = None) -> DeltaSummary:
     """Like `encode_delta`, into a file that appears whole or not at all, in memory that does not grow with the states."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as spool:
-        header, summary = _encode(base, new, thread_count(threads), default_codec(), spool.write, progress)
-        spool.seek(0)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as out:
-                out.write(header)
-                shutil.copyfileobj(spool, out, 1 << 20)
-                out.flush()
-                os.fsync(out.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    staged = StagedOutput(path, directory=False, replace=True)
+    try:
+        # The header stands first, but is known last: payloads wait in a file that has no name.
+        with tempfile.TemporaryFile(dir=staged.path.parent) as payloads, staged.path.open("xb") as out:
+            header, summary = _encode(base, new, thread_count(threads), default_codec(), payloads.write, progress)
+            out.write(header)
+            payloads.seek(0)
+            shutil.copyfileobj(payloads, out, 1 << 20)
+            out.flush()
+            os.fsync(out.fileno())
+        staged.commit()
+    finally:
+        staged.discard()
     return summary
 
 

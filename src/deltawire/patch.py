@@ -66,8 +66,11 @@ def check_writable(tensor: TensorBits) -> None:
     """Raise `StateNotWritable` unless each element of the tensor can be set on its own."""
     if not tensor.bits.flags.writeable:
         raise StateNotWritable(f"tensor {tensor.name!r} is read-only.")
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.bits.strides, strict=True)):
-        raise StateNotWritable(f"tensor {tensor.name!r} is expanded: several of its elements are one memory.")
+    reach = tensor.bits.itemsize
+    for stride, size in sorted((abs(stride), size) for size, stride in zip(tensor.shape, tensor.bits.strides, strict=True) if size > 1):
+        if stride < reach:
+            raise StateNotWritable(f"tensor {tensor.name!r} is expanded or overlaps itself: several of its elements are one memory.")
+        reach += (size - 1) * stride
 
 
 def change_structure(state: MutableMapping[str, Tensor], added: Mapping[str, NDArray[Any]], removed: Sequence[str]) -> None:

@@ -36,9 +36,9 @@ def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None
     resolution = codec.resolution(thread_count(threads), 2**63)
     _resolve(plan, resolution, thread_count(threads), codec, None)
     changed = {}
-    for tensor, job in zip(plan.tensors, plan.jobs, strict=False):
-        if job.payload is not None:
-            indices, values = resolution.changes(plan.place[tensor.name])
+    for index, tensor in enumerate(plan.tensors):
+        if plan.jobs[index].payload is not None:
+            indices, values = resolution.changes(plan.place[index])
             changed[tensor.name] = TensorPatch(indices, values.view(tensor.dtype.numpy), tensor.shape)
     return ResolvedPatch(plan.file.before, plan.file.after, changed, _added(plan, resolution), plan.file.structure.removed)
 
@@ -78,8 +78,8 @@ class _Plan:
     keys: list[TensorKey] = field(default_factory=list)
     first: set[str] = field(default_factory=set)
     """Tensors to be resolved before any is written: they are the same memory as another that is."""
-    place: dict[str, int] = field(default_factory=dict)
-    """Where the resolution has a tensor (those that appear: `+ name`)."""
+    place: dict[int, int] = field(default_factory=dict)
+    """Where the resolution has the tensor of a job."""
 
 
 def _plan(state: State, file: DeltaFile) -> _Plan:
@@ -125,7 +125,7 @@ def _resolve(plan: _Plan, resolution: Resolution, threads: int, codec: Codec, pr
             outcomes = resolution.add([plan.jobs[index] for index in batch])
             for index, outcome in zip(batch, outcomes, strict=True):
                 appears = index >= len(plan.tensors)
-                plan.place[("+ " if appears else "") + plan.names[index]] = len(plan.place)
+                plan.place[index] = len(plan.place)
                 if not appears:
                     before += plan.keys[index].digest(outcome.before)
                 if appears or plan.names[index] not in removed:
@@ -173,13 +173,14 @@ def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits]) 
     """Writing to a tensor must change no other one, unless they are the same memory and change in the same way."""
     tensors = [tensor for tensor in [*targets, *others] if tensor.bits.size]
     bounds = sorted((*byte_bounds(tensor.bits), index) for index, tensor in enumerate(tensors))
-    reach, last = 0, -1
+    open_: list[tuple[int, int]] = []  # the ends and indices of those that reach beyond the start of the next
     for start, end, index in bounds:
-        if start < reach and min(index, last) < len(targets) and _share_memory(tensors[index], tensors[last]):
-            a, b = tensors[index].name, tensors[last].name
-            raise StateNotWritable(f"tensors {a!r} and {b!r} overlap in memory, but do not change together.")
-        if end > reach:
-            reach, last = end, index
+        open_ = [(reach, earlier) for reach, earlier in open_ if reach > start]
+        for _, earlier in open_:
+            if min(index, earlier) < len(targets) and _share_memory(tensors[index], tensors[earlier]):
+                a, b = sorted([tensors[index].name, tensors[earlier].name])
+                raise StateNotWritable(f"tensors {a!r} and {b!r} overlap in memory, but do not change together.")
+        open_.append((end, index))
 
 
 def _share_memory(a: TensorBits, b: TensorBits) -> bool:
@@ -191,6 +192,6 @@ def _share_memory(a: TensorBits, b: TensorBits) -> bool:
 
 def _added(plan: _Plan, resolution: Resolution) -> dict[str, NDArray[Any]]:
     return {
-        name: resolution.dense(plan.place["+ " + name]).view(dtype.numpy).reshape(shape)
-        for name, (dtype, shape) in plan.file.structure.added.items()
+        name: resolution.dense(plan.place[index]).view(dtype.numpy).reshape(shape)
+        for index, (name, (dtype, shape)) in enumerate(sorted(plan.file.structure.added.items()), len(plan.tensors))
     }

@@ -75,6 +75,8 @@ def tensor_bits(name: object, tensor: object) -> TensorBits:
         tensor.flags.writeable = False  # a copy: writing to it would be lost
     if isinstance(tensor, np.ndarray):
         dtype = dtype_of_numpy(tensor.dtype)
+        if any(stride % dtype.itemsize and size > 1 for size, stride in zip(tensor.shape, tensor.strides, strict=True)):
+            raise UnsupportedTensor(f"tensor {checked!r} has strides that are no multiple of its element size.")
         return TensorBits(checked, dtype, np.asarray(tensor).view(dtype.bits))
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):

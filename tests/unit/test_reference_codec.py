@@ -814,7 +814,7 @@ def test_payload_is_refused(data, size, message):
 )
 def test_other_number_of_elements(data, size):
     for base in (None, np.zeros(min(size, 2**15), np.uint8)):
-        with pytest.raises(ShapeMismatch, match="covers"):
+        with pytest.raises(ShapeMismatch, match="is for"):
             resolve(base, data, U8, size)
 
 

@@ -6,6 +6,7 @@ is in use its files must not be cut short by others: the operating system answer
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import stat
@@ -18,7 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from .safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, Header, TensorEntry, header_length, parse_header, parse_json_object
+from .safetensors_header import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    Header,
+    MalformedHeader,
+    TensorEntry,
+    header_length,
+    parse_header,
+    parse_json_object,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -112,8 +122,8 @@ def open_shard(name: str, path: Path, *, writable: bool = False) -> Shard:
     _require_regular_file(path)
     with path.open("r+b" if writable else "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        text = file.read(header_length(file.read(LENGTH_BYTES), size, str(path)))
-        header = parse_header(text, size, str(path))
+        with _refused_by_name(path):
+            header = parse_header(file.read(header_length(file.read(LENGTH_BYTES), size)), size)
         mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     return Shard(name, path, header, mapped)
 
@@ -150,7 +160,8 @@ def _read_index(directory: Path) -> dict[str, Any] | None:
     _require_regular_file(path)
     if path.stat().st_size > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: an index of more than {MAX_HEADER_BYTES:,} bytes. Download the checkpoint again.")
-    document = parse_json_object(path.read_bytes(), str(path))
+    with _refused_by_name(path):
+        document = parse_json_object(path.read_bytes())
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{path}: weight_map must map tensor names to file names. Download the checkpoint again.")
@@ -168,6 +179,14 @@ def _shard_names(directory: Path, index: Mapping[str, Any] | None) -> list[str]:
                 "Do not trust this checkpoint; download it from its source."
             )
     return names
+
+
+@contextlib.contextmanager
+def _refused_by_name(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except MalformedHeader as reason:
+        raise CheckpointError(f"{path}: {reason} Download or save the checkpoint again.") from None
 
 
 def is_plain_file_name(name: str) -> bool:

@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import DType, dtype_named
-from ..errors import CheckpointError, UnsupportedDtype
+from ..errors import UnsupportedDtype
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 ALIGNMENT = 8
 _MAX_DIMENSIONS = 32
 _MAX_EXTENT = 1 << 62
-_AGAIN = "Download or save the checkpoint again."
+
+
+class MalformedHeader(ValueError):
+    """A header breaks a rule; the text says which. Who reads the file knows what it is, and says what to do about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +50,27 @@ class Header:
     data_start: int
 
 
-def header_length(prefix: bytes, file_size: int, where: str) -> int:
-    """The header's length from the first 8 bytes of a file. Raises `CheckpointError` where such a header cannot be in such a file."""
+def header_length(prefix: bytes, file_size: int) -> int:
+    """The header's length from the first 8 bytes of a file. Raises `MalformedHeader` where such a header cannot be in such a file."""
     if len(prefix) < LENGTH_BYTES:
-        raise CheckpointError(f"{where}: {file_size} bytes are too few for a safetensors file. {_AGAIN}")
+        raise MalformedHeader(f"{file_size} bytes are too few for a safetensors file.")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{where} is not a safetensors file: it claims a header of {length:,} bytes. Pass a checkpoint.")
+        raise MalformedHeader(f"it is not a safetensors file: its header would have {length:,} bytes.")
     if LENGTH_BYTES + length > file_size:
-        raise CheckpointError(f"{where}: the file ends inside its header. {_AGAIN}")
+        raise MalformedHeader("the file ends inside its header.")
     return length
 
 
-def parse_header(text: bytes, file_size: int, where: str) -> Header:
-    """The header in `text`, for a file of `file_size` bytes that is called `where` in errors. Raises `CheckpointError`."""
-    document = parse_json_object(text, where)
-    metadata = _metadata(document.pop("__metadata__", None), where)
-    entries = {name: _entry(name, fields, where) for name, fields in document.items()}
+def parse_header(text: bytes, file_size: int) -> Header:
+    """The header in `text`, for a file of `file_size` bytes. Raises `MalformedHeader`."""
+    document = parse_json_object(text)
+    metadata = _metadata(document.pop("__metadata__", None))
+    entries = {name: _entry(name, fields) for name, fields in document.items()}
     # Tensors without elements share their offset with a neighbour; sorting by the end too puts them before it.
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     data_start = LENGTH_BYTES + len(text)
-    _check_extents(ordered, file_size - data_start, where)
+    _check_extents(ordered, file_size - data_start)
     return Header(ordered, metadata, data_start)
 
 
@@ -89,14 +92,14 @@ def place_in_order(tensors: Sequence[tuple[str, DType, tuple[int, ...]]]) -> lis
     return _place(sorted(tensors, key=lambda tensor: -tensor[1].itemsize))
 
 
-def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object in which no key occurs twice at any depth and no text is invalid Unicode. Raises `CheckpointError`."""
+def parse_json_object(text: bytes) -> dict[str, Any]:
+    """A JSON object in which no key occurs twice at any depth and no text is invalid Unicode. Raises `MalformedHeader`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise CheckpointError(f"{where}: the key {twice!r} occurs twice. {_AGAIN}")
+            raise MalformedHeader(f"the key {twice!r} occurs twice.")
         return found
 
     def refuse(constant: str) -> Any:
@@ -105,10 +108,12 @@ def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
     try:
         document = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
         json.dumps(document, ensure_ascii=False).encode("utf-8")  # "\ud800" is JSON, but half a character
+    except MalformedHeader:
+        raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: its JSON cannot be read ({error}). {_AGAIN}") from None
+        raise MalformedHeader(f"its JSON cannot be read ({error}).") from None
     if not isinstance(document, dict):
-        raise CheckpointError(f"{where}: its JSON is not an object. {_AGAIN}")
+        raise MalformedHeader("its JSON is not an object.")
     return document
 
 
@@ -122,30 +127,30 @@ def _place(tensors: Sequence[tuple[str, DType, tuple[int, ...]]]) -> list[tuple[
     return placed
 
 
-def _metadata(value: Any, where: str) -> dict[str, str] | None:
+def _metadata(value: Any) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise CheckpointError(f"{where}: __metadata__ must map strings to strings. {_AGAIN}")
+        raise MalformedHeader("__metadata__ must map strings to strings.")
     return value
 
 
-def _entry(name: str, fields: Any, where: str) -> TensorEntry:
+def _entry(name: str, fields: Any) -> TensorEntry:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: tensor {name!r} must have exactly dtype, shape and data_offsets. {_AGAIN}")
+        raise MalformedHeader(f"tensor {name!r} must have exactly dtype, shape and data_offsets.")
     shape, offsets, dtype_name = fields["shape"], fields["data_offsets"], fields["dtype"]
     if not _is_list_of_sizes(shape) or len(shape) > _MAX_DIMENSIONS or math.prod(size or 1 for size in shape) >= _MAX_EXTENT // 8:
-        raise CheckpointError(f"{where}: tensor {name!r} has no usable shape. {_AGAIN}")
+        raise MalformedHeader(f"tensor {name!r} has no usable shape.")
     if not _is_list_of_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: tensor {name!r} has no usable data_offsets. {_AGAIN}")
+        raise MalformedHeader(f"tensor {name!r} has no usable data_offsets.")
     try:
         dtype = dtype_named(dtype_name) if isinstance(dtype_name, str) else None
     except UnsupportedDtype as error:
-        raise CheckpointError(f"{where}: tensor {name!r}: {error}") from None
+        raise MalformedHeader(f"tensor {name!r}: {error}") from None
     if dtype is None:
-        raise CheckpointError(f"{where}: tensor {name!r} has no usable dtype. {_AGAIN}")
+        raise MalformedHeader(f"tensor {name!r} has no usable dtype.")
     if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-        raise CheckpointError(f"{where}: tensor {name!r}: {offsets[1] - offsets[0]:,} bytes do not fit {dtype.name} {shape}. {_AGAIN}")
+        raise MalformedHeader(f"tensor {name!r}: {offsets[1] - offsets[0]:,} bytes do not fit {dtype.name} {shape}.")
     return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
 
 
@@ -153,14 +158,14 @@ def _is_list_of_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < _MAX_EXTENT for size in value)
 
 
-def _check_extents(ordered: Mapping[str, TensorEntry], data_bytes: int, where: str) -> None:
+def _check_extents(ordered: Mapping[str, TensorEntry], data_bytes: int) -> None:
     end = 0
     for name, entry in ordered.items():
         if entry.begin != end:
             kind = "overlaps the one before it" if entry.begin < end else "leaves a hole before it"
-            raise CheckpointError(f"{where}: tensor {name!r} {kind} ({entry.begin:,} instead of {end:,}). {_AGAIN}")
+            raise MalformedHeader(f"tensor {name!r} {kind} ({entry.begin:,} instead of {end:,}).")
         end = entry.end
     if end > data_bytes:
-        raise CheckpointError(f"{where}: the file is cut short: {end - data_bytes:,} bytes are missing. {_AGAIN}")
+        raise MalformedHeader(f"the file is cut short: {end - data_bytes:,} bytes are missing.")
     if end < data_bytes:
-        raise CheckpointError(f"{where}: {data_bytes - end:,} bytes after the last tensor belong to nothing. {_AGAIN}")
+        raise MalformedHeader(f"{data_bytes - end:,} bytes after the last tensor belong to nothing.")
