@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*) $(shell find src -name '*.py')
+# What the tests that need torch use; TORCH= does without, and those tests skip themselves. Where pip has no CPU build it is a large download.
+TORCH ?= torch==2.13.0
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
 .PHONY: help test lint demo bench fuzz clean
@@ -22,8 +24,7 @@ $(VENV)/.installed: $(SOURCES) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.torch: | $(BIN)/python
-	@# The CPU build of torch where pip can find one; without it the tests that need torch skip themselves and say so.
-	-$(BIN)/pip install -q --disable-pip-version-check "torch==2.13.0"
+	$(if $(TORCH),$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)")
 	@touch $@
 
 test: $(VENV)/.installed $(VENV)/.torch

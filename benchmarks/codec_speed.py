@@ -72,9 +72,8 @@ def measure(elements: int, rounds: int) -> Table:
     best, *others = instruction_sets()
     methods = [ours(best, 1), resolved(best), ours(best, 2), *(ours(isa, 1) for isa in others)]
     whole = DenseXor(frame_bytes=base.nbytes)
-    methods.append(
-        Method("XOR + zstd-1, one frame per tensor (slime, SkyRL)", lambda: whole.encode(old, now), lambda d: whole.apply(out, d))
-    )
+    shipped_label = "XOR + zstd-1, one frame per tensor (slime, SkyRL)"
+    methods.append(Method(shipped_label, lambda: whole.encode(old, now), lambda d: whole.apply(out, d)))
     for peer in PEERS:
         label = f"{peer.name}, 2 MiB frames (kinder than shipped)" if isinstance(peer, DenseXor) else f"{peer.name} ({peer.used_by})"
         methods.append(Method(label, lambda peer=peer: peer.encode(old, now), lambda d, peer=peer: peer.apply(out, d)))  # type: ignore[misc]

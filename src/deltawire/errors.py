@@ -4,6 +4,7 @@
     ├── DeltaError                  a delta file cannot be used
     │   ├── CorruptDelta            its bytes are damaged, or break a rule of docs/format.md
     │   ├── UnsupportedVersion      it is of a format version this release does not read
+    │   ├── DeltaTooLarge           it would unfold to far more than its own size: a decompression bomb
     │   └── ResultMismatch          it decodes, but not to the state its digest promises
     ├── StateError                  a state cannot take this delta
     │   ├── BaseMismatch            it is not the state that the delta was made from
@@ -48,6 +49,12 @@ class UnsupportedVersion(DeltaError):
     """The file is of a version that this release does not read."""
 
     hint = "Upgrade deltawire."
+
+
+class DeltaTooLarge(DeltaError):
+    """The tensors that it adds are out of all proportion to its size."""
+
+    hint = "Do not trust where it came from."
 
 
 class ResultMismatch(DeltaError):

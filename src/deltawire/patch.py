@@ -57,7 +57,8 @@ class ResolvedPatch:
                 raise ShapeMismatch(f"tensor {name!r} has shape {target.shape}, its patch {patch.shape}.")
             check_writable(target)
             targets.append((target.bits, patch.indices, patch.values.view(target.dtype.bits)))
-        change_structure(state, self.added, [name for name in self.removed if name in state])
+        added = {name: array.copy() for name, array in self.added.items()}  # the state's own: the patch may be applied elsewhere, or again
+        change_structure(state, added, [name for name in self.removed if name in state])
         for bits, indices, values in targets:
             codec.write_elements(bits, indices, values)
 

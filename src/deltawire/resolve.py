@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 from .codec import default_codec
 from .codec.base import Codec, Resolution, ResolveJob
 from .dtypes import DTYPES
-from .errors import BaseMismatch, CorruptDelta, DtypeMismatch, ResultMismatch, StateNotWritable, TensorMissing, TensorUnexpected
+from .errors import (
+    BaseMismatch,
+    CorruptDelta,
+    DeltaTooLarge,
+    DtypeMismatch,
+    ResultMismatch,
+    StateNotWritable,
+    TensorMissing,
+    TensorUnexpected,
+)
 from .format import delta_file
 from .format.delta_file import DeltaBytes, DeltaFile
 from .format.digest import Digest, TensorKey
@@ -24,6 +33,9 @@ from .tensors import State, Tensor, TensorBits, byte_bounds, check_name, tensor_
 
 _KEPT_CHANGES = 32 << 20
 """Decoded changes that `apply_delta` keeps, in bytes, beyond the size of the delta itself."""
+
+_MOST_ADDED, _MOST_ADDED_TIMES = 1 << 30, 1024
+"""Tensors that appear may have so many bytes, and so many times the size of the payloads. Weights do not shrink a thousandfold, but zeros do."""
 
 
 def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None) -> ResolvedPatch:
@@ -99,6 +111,9 @@ def _plan(state: State, file: DeltaFile) -> _Plan:
         plan.jobs.append(ResolveJob(tensor.bits, tensor.bits.size, payload, tensor.dtype, key.seed))
         plan.names.append(tensor.name)
         plan.keys.append(key)
+    added_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in structure.added.values())
+    if added_bytes > _MOST_ADDED + _MOST_ADDED_TIMES * sum(map(len, file.payloads.values())):
+        raise DeltaTooLarge(f"the delta adds tensors of {added_bytes:,} bytes.")
     for name, (dtype, shape) in sorted(structure.added.items()):
         key = TensorKey.of(name, dtype, shape)
         count = math.prod(shape)

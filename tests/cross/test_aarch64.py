@@ -15,7 +15,7 @@ from deltawire.dtypes import DTYPES, DType
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 NATIVE = Path(__file__).parents[2] / "native"
-SOURCES = ["chunk_decoder.cpp", "chunk_encoder.cpp", "codec.cpp", "kernels_scalar.cpp"]
+SOURCES = ["chunk_decoder.cpp", "chunk_encoder.cpp", "dispatch.cpp", "encode.cpp", "kernels_scalar.cpp", "resolve.cpp", "view.cpp"]
 
 
 @pytest.fixture(scope="module")

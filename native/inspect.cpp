@@ -1,0 +1,32 @@
+#include "codec.hpp"
+#include "payload.hpp"
+#include "span.hpp"
+
+namespace deltawire {
+
+PayloadFacts inspect(std::span<const uint8_t> payload, const ElementType& type) {
+    PayloadFacts facts;
+    with_element(type.bytes, [&](auto element) {
+        ChunkDecoder<decltype(element)> decoder;
+        for_each_chunk(payload, type, [&](ChunkMode mode, uint32_t n, std::span<const uint8_t> body) {
+            uint64_t changed = mode == ChunkMode::raw ? n : 0;
+            if (mode == ChunkMode::coded) {
+                decoder.parse(body, type, n);
+                decoder.add_facts(facts.bodies);
+                changed = decoder.total();
+            }
+            facts.chunks.push_back({n, changed, body.size() + kChunkHeader, mode});
+        });
+    });
+    return facts;
+}
+
+#if defined(DELTAWIRE_X86)
+// __builtin_cpu_supports of clang 14 does not know "lzcnt".
+static bool has_lzcnt() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(0x80000001, &a, &b, &c, &d) && (c >> 5 & 1);
+}
+#endif
+
+}  // namespace deltawire

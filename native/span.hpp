@@ -1,0 +1,80 @@
+// What encoding and resolving share: a tensor's elements one span at a time, and working memory by element width.
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <tuple>
+
+#include "kernels.hpp"
+
+namespace deltawire {
+
+// Calls `use(T{})` with the unsigned integer type of an element.
+template <class Use>
+decltype(auto) with_element(uint8_t bytes, Use use) {
+    switch (bytes) {
+        case 1: return use(uint8_t{});
+        case 2: return use(uint16_t{});
+        case 4: return use(uint32_t{});
+        default: return use(uint64_t{});
+    }
+}
+
+inline ContextRule context_rule(const ElementType& type, uint32_t top) {
+    return {type.exponent_shift, type.exponent_bits ? type.exponent_mask() : 0, int32_t(top)};
+}
+
+// Contiguous elements of a tensor, one span at a time: in place where the tensor is contiguous, else copied.
+class SpanReader {
+public:
+    const uint8_t* read(const View& view, uint64_t first, uint32_t count) {
+        if (view.data && view.contiguous) return view.data + first * view.bytes;
+        prepare();
+        if (view.data) {
+            view.gather(first, count, buffer_.get());
+            zero_ = false;
+        } else if (!zero_) {
+            std::memset(buffer_.get(), 0, kBytes);
+            zero_ = true;
+        }
+        return buffer_.get();
+    }
+    void prepare() {
+        if (!buffer_) buffer_.reset(new (std::align_val_t(64)) uint8_t[kBytes]());
+    }
+
+private:
+    static constexpr size_t kBytes = kSpanBytes;
+    struct Free {
+        void operator()(uint8_t* p) const { ::operator delete[](p, std::align_val_t(64)); }
+    };
+    std::unique_ptr<uint8_t[], Free> buffer_;
+    bool zero_ = true;
+};
+
+// The multipliers of one span's words.
+struct SpanMultipliers {
+    std::array<Multipliers, kSpanBytes / 2 / kDigestBlock> of;
+
+    void fill(const Kernels& kernels, uint64_t seed, uint64_t first_element, uint32_t count, uint8_t bytes) {
+        const size_t blocks = (size_t(count) * bytes + 2 * kDigestBlock - 1) / (2 * kDigestBlock);
+        kernels.multipliers(seed, first_element * bytes / (2 * kDigestBlock), blocks, of.data());
+    }
+};
+
+// One object per element width, made when first needed: the working memory of a thread.
+template <template <class> class Of>
+class PerWidth {
+public:
+    template <class T, class... Args>
+    Of<T>& get(Args&&... args) {
+        auto& slot = std::get<std::unique_ptr<Of<T>>>(slots_);
+        if (!slot) slot = std::make_unique<Of<T>>(std::forward<Args>(args)...);
+        return *slot;
+    }
+
+private:
+    std::tuple<std::unique_ptr<Of<uint8_t>>, std::unique_ptr<Of<uint16_t>>, std::unique_ptr<Of<uint32_t>>, std::unique_ptr<Of<uint64_t>>> slots_;
+};
+
+}  // namespace deltawire

@@ -1,0 +1,40 @@
+#include <algorithm>
+#include <cstring>
+
+#include "span.hpp"
+
+namespace deltawire {
+
+uint8_t* View::at(uint64_t index) const {
+    if (contiguous) return data + index * bytes;
+    uint8_t* p = data;
+    for (size_t d = shape.size(); d-- > 0;) {
+        p += int64_t(index % shape[d]) * strides[d];
+        index /= shape[d];
+    }
+    return p;
+}
+
+void View::gather(uint64_t start, uint64_t n, uint8_t* out) const {
+    if (!data) {
+        std::memset(out, 0, n * bytes);
+        return;
+    }
+    if (contiguous) {
+        std::memcpy(out, data + start * bytes, n * bytes);
+        return;
+    }
+    const uint64_t row = shape.back();
+    const int64_t stride = strides.back();
+    while (n) {
+        const uint64_t run = std::min(n, row - start % row);
+        const uint8_t* p = at(start);
+        with_element(bytes, [&](auto element) {
+            for (uint64_t i = 0; i < run; ++i, p += stride, out += sizeof element) std::memcpy(out, p, sizeof element);
+        });
+        start += run;
+        n -= run;
+    }
+}
+
+}  // namespace deltawire

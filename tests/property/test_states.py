@@ -1,0 +1,368 @@
+"""Whole states: tensors that appear, vanish, change type or shape, are tied, lie in memory in any way, and have any name."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_tensors import noise
+from support import CODECS, bits_of, copied, run_python, split_delta
+
+import deltawire
+from deltawire.codec import using_codec
+from deltawire.dtypes import DTYPES
+from deltawire.errors import StateNotWritable
+
+SHAPES = [(), (0,), (1,), (0, 3), (3, 0), (5,), (2, 3), (1, 1, 7), (64,), (3, 5, 7), (257,)]
+
+
+def check(base, new, make=None) -> bytes:
+    """Encode and apply with every codec, to copies of the base unless `make` says to what."""
+    deltas = set()
+    for codec in CODECS:
+        with using_codec(codec):
+            deltas.add(deltawire.encode_delta(base, new))
+            (delta,) = deltas
+            state = make() if make else copied(base)
+            patch = deltawire.resolve_delta(state, delta)
+            assert bits_of(state) == bits_of(base)
+            deltawire.apply_delta(state, delta)
+            assert bits_of(state) == bits_of(new)
+            assert deltawire.state_digest(state) == patch.after == deltawire.state_digest(new)
+            assert deltawire.state_digest(base) + (patch.after - patch.before) == patch.after
+            state = make() if make else copied(base)
+            for _ in range(2):
+                patch.apply(state)
+                assert bits_of(state) == bits_of(new)
+    return delta
+
+
+def random_array(seed, dtype, shape):
+    rng = np.random.default_rng(seed)
+    return noise(rng, dtype, int(np.prod(shape))).view(dtype.numpy).reshape(shape)
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda name: name != "__metadata__")
+arrays = st.builds(random_array, st.integers(0, 2**32 - 1), st.sampled_from(DTYPES), st.sampled_from(SHAPES))
+states = st.dictionaries(names, arrays, max_size=6)
+
+
+def changed_a_bit(array, seed):
+    new = array.copy()
+    flat = new.reshape(-1).view(np.uint8)
+    if flat.size:
+        flat[seed % flat.size] ^= 1 << seed % 8
+    return new
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_state_becomes_any_other(data):
+    base = data.draw(states, label="base")
+    new = {}
+    for name, array in base.items():
+        fate = data.draw(st.sampled_from(["stays", "changes", "vanishes", "is replaced"]))
+        if fate == "stays":
+            new[name] = array.copy()
+        elif fate == "changes":
+            new[name] = changed_a_bit(array, data.draw(st.integers(0, 10_000)))
+        elif fate == "is replaced":
+            new[name] = data.draw(arrays)
+    new |= data.draw(states, label="appearing")
+    delta = check(base, new)
+    _, changes, payloads = split_delta(delta)
+    replaced = {n for n in base.keys() & new.keys() if (base[n].dtype, base[n].shape) != (new[n].dtype, new[n].shape)}
+    assert changes.get("added", {}).keys() == (new.keys() - base.keys()) | replaced
+    assert changes.get("removed", []) == sorted((base.keys() - new.keys()) | replaced)
+    assert list(payloads) == sorted(payloads)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_the_order_of_names_does_not_matter(data):
+    base, new = data.draw(states), data.draw(states)
+    delta = deltawire.encode_delta(base, new)
+    digest = deltawire.state_digest(base)
+    shuffled_base = dict(data.draw(st.permutations(list(base.items()))))
+    shuffled_new = dict(data.draw(st.permutations(list(new.items()))))
+    assert deltawire.encode_delta(shuffled_base, shuffled_new) == delta
+    assert deltawire.state_digest(shuffled_base) == digest
+
+
+def test_equal_states_give_a_delta_without_payloads():
+    base = {"x": np.arange(5.0), "empty": np.zeros((0, 4)), "scalar": np.array(np.nan)}
+    metadata, changes, payloads = split_delta(check(base, copied(base)))
+    assert (changes, payloads) == ({}, {})
+    assert metadata["before"] == metadata["after"]
+    check({}, {})
+    check({}, base)
+    check(base, {})
+
+
+def test_nans_and_zeros_are_compared_by_bits():
+    nans = np.array([0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001], np.uint32).view(np.float32)
+    _, _, payloads = split_delta(check({"x": nans, "y": nans}, {"x": nans.copy(), "y": nans[::-1].copy()}))
+    assert payloads.keys() == {"y"}
+    check({"x": np.zeros(3)}, {"x": -np.zeros(3)})
+
+
+def test_identity_is_more_than_bits():
+    x = np.arange(12, dtype=np.uint16)
+    alike = [{"x": x}, {"y": x}, {"x": x.view(np.float16)}, {"x": x.view(np.int16)}, {"x": x.reshape(3, 4)}, {"x": x.reshape(4, 3)}, {}]
+    assert len({deltawire.state_digest(state) for state in alike}) == len(alike)
+    for base in alike:
+        for new in alike:
+            check(base, new)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd",
+        "/",
+        ".",
+        "+ x",
+        "+ ",
+        " ",
+        "a b",
+        "\n\r\t",
+        "\0",
+        "\x7f\x1b[31m",
+        '"',
+        "\\",
+        '\\"},{',
+        "{}",
+        "null",
+        "__metadata__ ",
+        "deltawire",
+        "changes",
+        "ключ",
+        "重み",
+        "🧊",
+        "e\u0301",
+        "\u202e",
+        "\ufeff",
+        "\uffff",
+        "\U0010ffff",
+        "x" * 100_000,
+    ],
+    ids=lambda name: ascii(name[:20]),
+)
+def test_any_legal_name_works(name):
+    x = np.arange(40, dtype=np.float32)
+    base = {"x": x, name: x * 2, "+ y": x * 5}
+    changed, added, removed = copied(base), copied(base) | {"other" + name: x, "y": x * 7}, {"x": x}
+    changed[name][7] = -1
+    check(base, changed)
+    check(base, added)
+    check(base, removed)
+    check(removed, base)
+    tied = {name: x, "x": x}
+    new = x.copy()
+    new[3] = 9
+    check(tied, {name: new, "x": new})
+
+
+# Memory layouts
+
+
+LAYOUTS = {
+    "transposed": lambda a: a.T.copy().T,
+    "Fortran order": lambda a: np.asfortranarray(a),
+    "every second": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+    "backwards": lambda a: a[..., ::-1].copy()[..., ::-1],
+    "all backwards": lambda a: a[::-1, ::-1].copy()[::-1, ::-1],
+    "inner slice": lambda a: np.pad(a.view(f"u{a.itemsize}"), 3)[3:-3, 3:-3].view(a.dtype),
+    "unaligned": lambda a: unaligned(a),
+    "big steps": lambda a: np.repeat(np.repeat(a, 3, axis=0), 5, axis=1)[::3, ::5],
+    "four dimensions": lambda a: a.reshape(a.shape[0], 1, a.shape[1], 1).transpose(3, 2, 1, 0).copy().transpose(3, 2, 1, 0),
+    "subclass": lambda a: a.copy().view(np.matrix) if a.dtype.isbuiltin == 1 else a.copy(),
+    "memory map": lambda a: np.frombuffer(bytearray(a.tobytes()), a.dtype).reshape(a.shape),
+}
+
+
+def unaligned(array):
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    view = memory[1:].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+@pytest.mark.filterwarnings("default::PendingDeprecationWarning")  # np.matrix
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64"])
+def test_any_memory_layout_works(layout, dtype):
+    rng = np.random.default_rng(2)
+    base = (rng.standard_normal((130, 140)) * 50).astype(np.int8 if dtype == "uint8" else np.float32).astype(getattr(ml_dtypes, dtype, dtype))
+    new = base.copy()
+    new.view(f"u{base.itemsize}").reshape(-1)[rng.integers(0, base.size, 900)] += 1
+    change = LAYOUTS[layout]
+    plain = check({"x": base}, {"x": new})
+    keep = base.ndim == change(base).ndim
+    if keep:
+        assert check({"x": change(base)}, {"x": change(new)}, lambda: {"x": change(base)}) == plain
+        assert check({"x": base}, {"x": change(new)}, lambda: {"x": change(base)}) == plain
+    else:
+        check({"x": change(base)}, {"x": change(new)}, lambda: {"x": change(base)})
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_view_of_a_larger_array_works(data):
+    memory = random_array(data.draw(st.integers(0, 99)), data.draw(st.sampled_from(DTYPES)), (9, 8, 7))
+    index = tuple(
+        slice(data.draw(st.integers(0, 3)), data.draw(st.integers(4, size)), data.draw(st.sampled_from([1, 2, 3])))
+        if data.draw(st.booleans())
+        else slice(None, None, data.draw(st.sampled_from([-1, 1, -2])))
+        for size in memory.shape
+    )
+    axes = data.draw(st.permutations(range(3)))
+
+    def view(whole):
+        return {"x": whole[index].transpose(axes)}
+
+    base = view(memory)
+    new = {"x": changed_a_bit(base["x"], data.draw(st.integers(0, 10_000)))}
+    whole = memory.copy()
+    deltawire.apply_delta(view(whole), check(base, new))
+    expected = memory.copy()
+    view(expected)["x"][...] = new["x"]
+    assert whole.tobytes() == expected.tobytes()  # and nothing around it
+
+
+# Tied tensors
+
+
+def tied(array, *more):
+    return dict.fromkeys(["embed", "head", *more], array)
+
+
+def test_tied_tensors_are_stored_once_and_reach_tied_and_untied_states():
+    rng = np.random.default_rng(4)
+    old = rng.standard_normal((40, 50)).astype(ml_dtypes.bfloat16)
+    new = old.copy()
+    new.view(np.uint16)[::3] += 1
+    single = len(deltawire.encode_delta({"embed": old}, {"embed": new}))
+    delta = deltawire.encode_delta(tied(old, "third"), tied(new, "third"))
+    _, changes, payloads = split_delta(delta)
+    assert changes == {"aliases": {"head": "embed", "third": "embed"}}
+    assert payloads.keys() == {"embed"}
+    assert len(delta) < single + 300
+    expected = bits_of(tied(new, "third"))
+    one, two = old.copy(), old.copy()
+    for codec in CODECS:
+        with using_codec(codec):
+            for make in (lambda: tied(old.copy(), "third"), lambda: copied(tied(old, "third")), lambda: tied(one.copy()) | {"third": two.copy()}):
+                check_both_ways(make, delta, expected)
+
+
+def check_both_ways(make, delta, expected):
+    state = make()
+    arrays = dict(state)
+    deltawire.apply_delta(state, delta)
+    assert bits_of(state) == expected
+    assert all(state[name] is array for name, array in arrays.items())
+    state = make()
+    patch = deltawire.resolve_delta(state, delta)
+    for _ in range(2):
+        patch.apply(state)
+        assert bits_of(state) == expected
+
+
+def test_tied_tensors_that_do_not_change_are_not_named():
+    old, other = np.arange(9.0), np.arange(3.0)
+    _, changes, payloads = split_delta(check(tied(old) | {"x": other}, tied(old) | {"x": other + 1}))
+    assert (changes, payloads.keys()) == ({}, {"x"})
+
+
+def test_tensors_tied_in_one_state_only_are_stored_apart():
+    old, new = np.arange(9.0), np.arange(9.0)
+    new[4] = -1
+    for base, after in [(tied(old), copied(tied(new))), (copied(tied(old)), tied(new))]:
+        delta = check(base, after)
+        _, changes, payloads = split_delta(delta)
+        assert (changes, payloads.keys()) == ({}, {"embed", "head"})
+
+
+def test_tied_tensors_cannot_be_pulled_apart_in_place():
+    old, new = np.arange(9.0), np.arange(9.0)
+    new[4] = -1
+    delta = deltawire.encode_delta(tied(old), {"embed": new, "head": old.copy()})
+    state = tied(old.copy())
+    with pytest.raises(StateNotWritable, match="do not change together"):
+        deltawire.apply_delta(state, delta)
+    assert bits_of(state) == bits_of(tied(old))
+
+
+def test_views_of_one_memory_with_other_shapes_are_not_tied():
+    old = np.arange(12.0)
+    base, new = {"x": old, "y": old.reshape(3, 4)}, {"x": old + 1, "y": (old + 1).reshape(3, 4)}
+    _, changes, payloads = split_delta(check(base, new))
+    assert (changes, payloads.keys()) == ({}, {"x", "y"})
+
+
+def test_a_tied_tensor_may_vanish_or_appear():
+    old, new = np.arange(9.0), np.arange(9.0) + 1
+    check(tied(old, "third"), tied(new))
+    check(tied(old), tied(new, "third"))
+    check({"x": old}, tied(new) | {"x": new})
+
+
+def test_a_patch_applied_to_two_states_leaves_them_apart():
+    x = np.arange(9.0)
+    patch = deltawire.resolve_delta({"x": x}, deltawire.encode_delta({"x": x}, {"x": x, "y": x + 1}))
+    one, two = {"x": x.copy()}, {"x": x.copy()}
+    patch.apply(one)
+    patch.apply(two)
+    one["y"][0] = 7
+    assert bits_of(two) == bits_of({"x": x, "y": x + 1})
+
+
+# Memory
+
+
+MEMORY = """
+import resource, sys
+import numpy as np, ml_dtypes
+import deltawire
+
+density, what = float(sys.argv[1]), sys.argv[2]
+rng = np.random.default_rng(0)
+base, new = {}, {}
+for i in range(8):
+    name = f"layer {i}"
+    base[name] = (rng.standard_normal(1 << 25, np.float32) * np.float32(0.02)).astype(ml_dtypes.bfloat16)
+    new[name] = base[name].copy()
+    bits = new[name].view(np.uint16)
+    for part in np.split(bits, 8):
+        part += (rng.random(part.size, np.float32) < density).astype(np.uint16)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def grown(call):
+    # The peak is of the whole process: fill up to it first, so that what comes on top is seen.
+    import ctypes
+    ctypes.CDLL(None).malloc_trim(0)
+    now = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+    filler = np.ones(max(peak() - now, 0) + (1 << 20), np.uint8)
+    before = peak()
+    result = call()
+    return peak() - before, result
+
+if what == "encode":
+    used, delta = grown(lambda: deltawire.encode_delta(base, new))
+else:
+    delta = deltawire.encode_delta(base, new)
+    used, _ = grown(lambda: deltawire.apply_delta(base, delta))
+    assert all(base[name].tobytes() == new[name].tobytes() for name in base)
+print(used, len(delta))
+"""
+
+
+@pytest.mark.parametrize(("density", "what"), [(0.01, "encode"), (0.01, "apply"), (0.1, "apply")])
+def test_beyond_its_inputs_a_call_needs_64_mib_and_twice_the_delta(density, what):
+    used, delta = map(int, run_python(MEMORY, str(density), what).split())
+    assert used <= (64 << 20) + 2 * delta
