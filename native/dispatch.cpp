@@ -1,7 +1,19 @@
 // Which kernels this machine can run.
 #include "kernels.hpp"
 
+#if defined(DELTAWIRE_X86)
+#include <cpuid.h>
+#endif
+
 namespace deltawire {
+
+#if defined(DELTAWIRE_X86)
+// __builtin_cpu_supports of clang 14 does not know "lzcnt".
+static bool has_lzcnt() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(0x80000001, &a, &b, &c, &d) && (c >> 5 & 1);
+}
+#endif
 
 std::vector<const Kernels*> available_kernels() {
     std::vector<const Kernels*> out;

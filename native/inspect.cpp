@@ -21,12 +21,4 @@ PayloadFacts inspect(std::span<const uint8_t> payload, const ElementType& type) 
     return facts;
 }
 
-#if defined(DELTAWIRE_X86)
-// __builtin_cpu_supports of clang 14 does not know "lzcnt".
-static bool has_lzcnt() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid(0x80000001, &a, &b, &c, &d) && (c >> 5 & 1);
-}
-#endif
-
 }  // namespace deltawire
