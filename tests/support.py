@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+import deltawire
 from deltawire.codec.native import instruction_sets
 from deltawire.dtypes import DType
 
 NATIVE = instruction_sets()
 CODECS = ["reference", *NATIVE]
-SOURCE = Path(__file__).resolve().parent.parent / "src"
+PACKAGE = Path(deltawire.__file__).resolve().parent.parent  # the source or the installed package, whichever is tested
 
 
 def bits_of(state: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -46,7 +47,9 @@ def split_delta(delta: bytes) -> tuple[dict[str, Any], dict[str, Any], dict[str,
     return metadata, json.loads(metadata.pop("changes", "{}")), payloads
 
 
-def join_delta(metadata: Mapping[str, Any], changes: Any, payloads: Mapping[str, bytes], edit: Callable[[dict[str, Any]], Any] | None = None) -> bytes:
+def join_delta(
+    metadata: Mapping[str, Any], changes: Any, payloads: Mapping[str, bytes], edit: Callable[[dict[str, Any]], Any] | None = None
+) -> bytes:
     """The inverse of `split_delta`, with a true BLAKE3. `edit` may then change the header as it pleases, or return another."""
     data = b"".join(payloads.values())
     whole = dict(metadata) | {"blake3": blake3(data).hexdigest()}
@@ -70,7 +73,7 @@ def join_text(text: str | bytes, data: bytes) -> bytes:
 
 def run_python(code: str, *arguments: str) -> str:
     """What a fresh interpreter prints that runs this code, with warnings as errors."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), str(Path(__file__).resolve().parent)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), str(Path(__file__).resolve().parent)])}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -132,8 +132,11 @@ def _torch_bits(name: str, tensor: torch.Tensor, torch: Any) -> TensorBits:
     dtype = _torch_dtypes(torch).get(tensor.dtype)
     if dtype is None:
         raise UnsupportedDtype(str(tensor.dtype))
-    signed = tensor.detach().view(getattr(torch, f"int{dtype.width}"))
-    return TensorBits(name, dtype, signed.numpy().view(dtype.bits))
+    try:
+        signed = tensor.detach().view(getattr(torch, f"int{dtype.width}")).numpy()
+    except RuntimeError:  # nested, or computed when it is read (lazily negated, all zeros): there is no memory that is these bits
+        raise UnsupportedTensor(f"tensor {name!r} is not plain memory.") from None
+    return TensorBits(name, dtype, signed.view(dtype.bits))
 
 
 @functools.lru_cache(maxsize=1)

@@ -45,7 +45,11 @@ def test_no_flipped_bit_of_a_payload_leads_to_a_wrong_state_even_with_a_true_che
     metadata, changes, payloads = split_delta(DELTA)
     with using_codec(codec):
         for name, payload in payloads.items():
-            kept = [bit for bit in range(8 * len(payload)) if not never_wrong(join_delta(metadata, changes, payloads | {name: flipped(payload, bit)}))]
+            kept = [
+                bit
+                for bit in range(8 * len(payload))
+                if not never_wrong(join_delta(metadata, changes, payloads | {name: flipped(payload, bit)}))
+            ]
             assert len(kept) <= 1
 
 
@@ -125,7 +129,14 @@ def test_overlaps_holes_and_disorder_are_refused():
     def shifted(by, grow=0):
         return entry("data_offsets", [first + by, first + by + second + grow])
 
-    for edit in (shifted(-1), shifted(1), shifted(0, 1), shifted(0, -1), entry("shape", [second - 1]), entry("data_offsets", [first + second, first])):
+    for edit in (
+        shifted(-1),
+        shifted(1),
+        shifted(0, 1),
+        shifted(0, -1),
+        entry("shape", [second - 1]),
+        entry("data_offsets", [first + second, first]),
+    ):
         refused(join_delta(metadata, changes, payloads, edit), CorruptDelta)
     backwards = dict(reversed(payloads.items()))
     refused(join_delta(metadata, changes, backwards), CorruptDelta)
@@ -156,7 +167,9 @@ def test_other_metadata_is_refused():
 def test_other_versions_are_named(version):
     for extra in ({}, {"new key": "x"}):
         parts = split_delta(DELTA)
-        error = refused(join_delta(*parts, lambda header, extra=extra: header["__metadata__"].update(extra, deltawire=version)), UnsupportedVersion)
+        error = refused(
+            join_delta(*parts, lambda header, extra=extra: header["__metadata__"].update(extra, deltawire=version)), UnsupportedVersion
+        )
         assert repr(version) in str(error)
 
 
@@ -206,7 +219,9 @@ def test_headers_that_are_no_header_are_refused(text):
     refused(join_text(text, b"\0" * 100), CorruptDelta)
 
 
-@pytest.mark.parametrize("length", [0, 1, len(DELTA) - 8, len(DELTA) - 7, 99_999_999, 100_000_000, 100_000_001, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize(
+    "length", [0, 1, len(DELTA) - 8, len(DELTA) - 7, 99_999_999, 100_000_000, 100_000_001, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
+)
 def test_other_header_lengths_are_refused(length):
     refused(length.to_bytes(8, "little") + DELTA[8:], CorruptDelta)
 

@@ -11,10 +11,9 @@ import pytest
 from small_delta import DELTA, base_state, refused
 from support import CODECS, join_delta, run_python, split_delta
 
-import deltawire
 from deltawire.codec import using_codec
 from deltawire.dtypes import DTYPES
-from deltawire.errors import CorruptDelta, ShapeMismatch, StateError, TensorMissing, TensorUnexpected
+from deltawire.errors import CorruptDelta, ShapeMismatch, TensorMissing, TensorUnexpected
 
 SAME, CODED, RAW = range(3)
 
@@ -27,7 +26,7 @@ def with_changes(edit):
     return join_delta(metadata, changes if edited is None else edited, payloads)
 
 
-def with_payload(name, payload, state_digests=None):
+def with_payload(name, payload):
     metadata, changes, payloads = split_delta(DELTA)
     return join_delta(metadata, changes, dict(sorted((payloads | {name: payload}).items())))
 
@@ -197,15 +196,16 @@ def test_impossible_aliases_are_refused(aliases):
     refused(with_changes(lambda changes: changes.update(aliases=aliases)), CorruptDelta)
 
 
-@pytest.mark.parametrize("aliases", [{"nowhere": "tied"}, {"kept": "tied"}, {"tied_too": "a"}, {"tied_too": "tied", "kept": "b"}, {"\ud800": "tied"}], ids=ascii)
+@pytest.mark.parametrize(
+    "aliases", [{"nowhere": "tied"}, {"kept": "tied"}, {"tied_too": "a"}, {"tied_too": "tied", "kept": "b"}, {"\ud800": "tied"}], ids=ascii
+)
 def test_aliases_that_do_not_fit_the_state_are_refused(aliases):
     metadata, changes, payloads = split_delta(DELTA)
     refused(join_delta(metadata, json.dumps(changes | {"aliases": aliases}), payloads))
 
 
 def test_tied_tensors_must_be_listed():
-    error = refused(with_changes(lambda changes: changes.pop("aliases") and None))
-    assert isinstance(error, StateError | deltawire.DeltawireError)
+    refused(with_changes(lambda changes: changes.pop("aliases") and None))
 
 
 # Payloads of the tensor b: 15 elements of F32
@@ -303,7 +303,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-@pytest.mark.parametrize("kind", ["tiny", "one", "coded"])
+@pytest.mark.parametrize("kind", ["tiny", "one", "coded", "same"])
 def test_an_added_tensor_of_2_to_the_40_elements_is_refused_in_little_memory(kind):
     first, second, grown = run_python(BOMB, kind).split()
     assert first == second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import MutableMapping
 
@@ -57,7 +58,7 @@ def chain(count):
         state["x"].view(np.uint16)[rng.integers(0, 5000, 300)] += 1
         state["y"][rng.integers(0, 70, 9)] *= -1.5
         states.append(state)
-    return states, [deltawire.encode_delta(a, b) for a, b in zip(states, states[1:], strict=False)]
+    return states, [deltawire.encode_delta(a, b) for a, b in itertools.pairwise(states)]
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -133,7 +134,7 @@ def test_what_is_no_tensor_is_named():
                 read(state, DELTA)
         with pytest.raises(UnsupportedTensor, match="kept"):
             deltawire.encode_delta(state, NEW)
-    for dtype in ("complex64", "object", "S3", "U3", "M8[s]", ">f4", "V2", "i4,f4", "float128"):
+    for dtype in ("complex64", "object", "S3", "U3", "M8[s]", ">f4", "V2", "i4,f4"):
         state = base_state() | {"kept": np.zeros(3, dtype)}
         with pytest.raises(UnsupportedDtype):
             deltawire.apply_delta(state, DELTA)
@@ -203,8 +204,8 @@ def test_expanded_views_are_refused():
     base, new = {"x": np.zeros((4, 5), np.int16)}, {"x": np.ones((4, 5), np.int16)}
     delta = deltawire.encode_delta(base, new)
 
-    def expanded(row=np.zeros(5, np.int16)):
-        return {"x": np.lib.stride_tricks.as_strided(row, (4, 5), (0, 2), writeable=True)}
+    def expanded():
+        return {"x": np.lib.stride_tricks.as_strided(np.zeros(5, np.int16), (4, 5), (0, 2), writeable=True)}
 
     state, patch = unwritable(delta, expanded)
     with pytest.raises(StateNotWritable, match="several of its elements"):

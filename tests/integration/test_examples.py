@@ -1,0 +1,35 @@
+"""What the README sends people to first must run as it stands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_demo_ends_with_follower_and_trainer_equal(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "codec_demo.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "(equal)" in done.stdout
+    assert "BaseMismatch" in done.stdout
+    assert "CorruptDelta" in done.stdout
+
+
+def test_the_benchmarks_run(tmp_path: Path) -> None:
+    """Small sizes, and none of the results is written over the published ones."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import codec_density, codec_memory, codec_size, codec_speed, import_time
+for table in (codec_size.measure(None), codec_speed.measure(1 << 20, 1), codec_memory.measure(1 << 20), import_time.measure(1)):
+    print(table.markdown())
+codec_density.DENSITIES = (0.01, 1.0)
+print(codec_density.measure(1 << 18).markdown())
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("deltawire") >= 5
