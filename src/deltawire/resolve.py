@@ -35,7 +35,7 @@ _KEPT_CHANGES = 32 << 20
 """Decoded changes that `apply_delta` keeps, in bytes, beyond the size of the delta itself."""
 
 _MOST_ADDED, _MOST_ADDED_TIMES = 1 << 30, 1024
-"""Tensors that appear may have so many bytes, and so many times the size of the payloads. Weights do not shrink a thousandfold, but zeros do."""
+"""Tensors that appear may have so many bytes, and so many times the size of the payloads. Only zeros shrink a thousandfold."""
 
 
 def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None) -> ResolvedPatch:

@@ -30,6 +30,7 @@ for table in (codec_size.measure(None), codec_speed.measure(1 << 20, 1), codec_m
 codec_density.DENSITIES = (0.01, 1.0)
 print(codec_density.measure(1 << 18).markdown())
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("deltawire") >= 5
