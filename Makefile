@@ -28,8 +28,8 @@ $(VENV)/.torch: | $(BIN)/python
 	@touch $@
 
 test: $(VENV)/.installed $(VENV)/.torch
+	native/fuzz/run 20000 -verbosity=0 -print_final_stats=0
 	$(BIN)/python -m pytest
-	native/fuzz/run 20000
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check

@@ -28,7 +28,7 @@ def main() -> int:
         "size": lambda: codec_size.measure(trace),
         "speed": lambda: codec_speed.measure(1 << (24 if quick else 29), 2 if quick else 5),
         "memory": lambda: codec_memory.measure(1 << (25 if quick else 28)),
-        "density": lambda: codec_density.measure(1 << (20 if quick else 24)),
+        "density": lambda: codec_density.measure(1 << (20 if quick else 26)),
         "import": import_time.measure,
     }
     missed = 0
