@@ -1,32 +1,10 @@
 // AVX2, BMI1/2 and POPCNT: every x86 server since 2013 (Zen and later at AMD).
-#include <immintrin.h>
-
-#include "kernels_impl.hpp"
+#include "kernels_x86.hpp"
 
 namespace deltawire {
 namespace {
 
-struct Avx2 {
-    struct Masks {
-        uint64_t bits[kContexts];
-        void keep(uint64_t valid) {
-            for (auto& b : bits) b &= valid;
-        }
-        void store(uint64_t* out) const { std::memcpy(out, bits, sizeof bits); }
-    };
-
-    struct Counts {
-        int64_t n[kContexts];
-        static Counts zero() { return Counts{}; }
-        void store(int64_t* out) const { std::memcpy(out, n, sizeof n); }
-        void store16(uint16_t* out) const {
-            for (unsigned c = 0; c < kContexts; ++c) out[c] = uint16_t(n[c]);
-        }
-        void add(const Masks& m) {
-            for (unsigned c = 0; c < kContexts; ++c) n[c] += _mm_popcnt_u64(m.bits[c]);
-        }
-    };
-
+struct Avx2 : OneByOne, SingleBits {
     static __m256i load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
     // 16-bit lanes of at most 255 to bytes, in order.
     static __m256i pack(__m256i a, __m256i b) { return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8); }
@@ -114,32 +92,7 @@ struct Avx2 {
         return ~(equal32(a, b) | uint64_t(equal32(a + 32, b + 32)) << 32);
     }
 
-    static uint16_t* positions(uint64_t mask, uint16_t first, uint16_t* out) {
-        // Two at a time without a branch: at usual densities most groups hold at most two changes.
-        uint16_t* const end = out + _mm_popcnt_u64(mask);
-        do {
-            out[0] = uint16_t(first + _tzcnt_u64(mask));
-            mask = _blsr_u64(mask);
-            out[1] = uint16_t(first + _tzcnt_u64(mask));
-            mask = _blsr_u64(mask);
-            out += 2;
-        } while (mask);
-        return end;
-    }
-
-    static unsigned select(uint64_t mask, unsigned n) { return unsigned(_tzcnt_u64(_pdep_u64(uint64_t(1) << n, mask))); }
-
-    // Writes the targets below `limit`, less `seen`, to `out` and returns how many there are.
-    static uint32_t take(const uint32_t* targets, uint32_t seen, uint32_t limit, uint16_t* out) {
-        uint32_t n = 0;
-        for (; targets[n] < limit; ++n) out[n] = uint16_t(targets[n] - seen);
-        return n;
-    }
-
-    struct Sums {
-        uint64_t sum, escapes;
-    };
-    static Sums rice_sums(const uint32_t* values, size_t n, unsigned k) {
+    static RiceSums rice_sums(const uint32_t* values, size_t n, unsigned k) {
         const __m256i limit = _mm256_set1_epi32(16);
         const __m128i shift = _mm_cvtsi32_si128(int(k));
         __m256i sums = _mm256_setzero_si256(), counts = sums;  // at most 2^15 values of at most 16: no lane overflows
@@ -152,7 +105,7 @@ struct Avx2 {
         alignas(32) uint32_t s[8], e[8];
         _mm256_store_si256((__m256i*)s, sums);
         _mm256_store_si256((__m256i*)e, counts);
-        Sums out{0, 0};
+        RiceSums out{0, 0};
         for (unsigned l = 0; l < 8; ++l) out.sum += s[l], out.escapes += e[l];
         for (; i < n; ++i) {
             const uint32_t q = values[i] >> k;

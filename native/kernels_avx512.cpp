@@ -1,7 +1,5 @@
 // AVX-512 with VBMI, VBMI2, VNNI, VPOPCNTDQ and GFNI: Ice Lake, Zen 4 and later.
-#include <immintrin.h>
-
-#include "kernels_impl.hpp"
+#include "kernels_x86.hpp"
 
 namespace deltawire {
 namespace {
@@ -30,7 +28,7 @@ constexpr Bytes kPlane[4] = {plane_of(0), plane_of(1), plane_of(2), plane_of(3)}
 inline __m512i load(const void* p) { return _mm512_loadu_si512(p); }
 inline __m512i load(const Bytes& b) { return _mm512_load_si512(b.at); }
 
-struct Avx512 {
+struct Avx512 : SingleBits {
     struct Masks {
         __m512i low, high;  // contexts 0–7 and 8–15, a 64-bit mask each
         void keep(uint64_t valid) {
@@ -124,21 +122,6 @@ struct Avx512 {
         return m;
     }
 
-    // On scalar units, since the vector units are the busy ones. Two at a time: at usual densities few groups hold more changes.
-    static uint16_t* positions(uint64_t mask, uint16_t first, uint16_t* out) {
-        uint16_t* const end = out + _mm_popcnt_u64(mask);
-        do {
-            out[0] = uint16_t(first + _tzcnt_u64(mask));
-            mask = _blsr_u64(mask);
-            out[1] = uint16_t(first + _tzcnt_u64(mask));
-            mask = _blsr_u64(mask);
-            out += 2;
-        } while (mask);
-        return end;
-    }
-
-    static unsigned select(uint64_t mask, unsigned n) { return unsigned(_tzcnt_u64(_pdep_u64(uint64_t(1) << n, mask))); }
-
     // Writes the targets below `limit`, less `seen`, to `out` and returns how many there are.
     static uint32_t take(const uint32_t* targets, uint32_t seen, uint32_t limit, uint16_t* out) {
         for (uint32_t n = 0;; n += 16) {
@@ -149,10 +132,7 @@ struct Avx512 {
         }
     }
 
-    struct Sums {
-        uint64_t sum, escapes;
-    };
-    static Sums rice_sums(const uint32_t* values, size_t n, unsigned k) {
+    static RiceSums rice_sums(const uint32_t* values, size_t n, unsigned k) {
         const __m512i limit = _mm512_set1_epi32(16);
         const __m128i shift = _mm_cvtsi32_si128(int(k));
         __m512i sums = _mm512_setzero_si512();  // at most 2^15 values of at most 16: no lane overflows

@@ -18,6 +18,40 @@ DELTAWIRE_INLINE void prefetch_group(const T* group) {
     for (unsigned i = 0; i < kGroup * sizeof(T); i += 64) __builtin_prefetch(ahead + i, 0, 2);
 }
 
+struct RiceSums {
+    uint64_t sum, escapes;
+};
+
+// What an instruction set has that counts contexts one by one.
+struct OneByOne {
+    struct Masks {
+        uint64_t bits[kContexts] = {};
+        void keep(uint64_t valid) {
+            for (auto& b : bits) b &= valid;
+        }
+        void store(uint64_t* out) const { std::memcpy(out, bits, sizeof bits); }
+    };
+
+    struct Counts {
+        int64_t n[kContexts];
+        static Counts zero() { return Counts{}; }
+        void store(int64_t* out) const { std::memcpy(out, n, sizeof n); }
+        void store16(uint16_t* out) const {
+            for (unsigned c = 0; c < kContexts; ++c) out[c] = uint16_t(n[c]);
+        }
+        void add(const Masks& m) {
+            for (unsigned c = 0; c < kContexts; ++c) n[c] += std::popcount(m.bits[c]);
+        }
+    };
+
+    // Writes the targets below `limit`, less `seen`, to `out` and returns how many there are.
+    static uint32_t take(const uint32_t* targets, uint32_t seen, uint32_t limit, uint16_t* out) {
+        uint32_t n = 0;
+        for (; targets[n] < limit; ++n) out[n] = uint16_t(targets[n] - seen);
+        return n;
+    }
+};
+
 template <class Isa>
 struct Kernel {
     // The last, partial group of a tensor, padded so that full-width loads stay in bounds.

@@ -4,27 +4,7 @@
 namespace deltawire {
 namespace {
 
-struct Scalar {
-    struct Masks {
-        uint64_t bits[kContexts] = {};
-        void keep(uint64_t valid) {
-            for (auto& b : bits) b &= valid;
-        }
-        void store(uint64_t* out) const { std::memcpy(out, bits, sizeof bits); }
-    };
-
-    struct Counts {
-        int64_t n[kContexts];
-        static Counts zero() { return Counts{}; }
-        void store(int64_t* out) const { std::memcpy(out, n, sizeof n); }
-        void store16(uint16_t* out) const {
-            for (unsigned c = 0; c < kContexts; ++c) out[c] = uint16_t(n[c]);
-        }
-        void add(const Masks& m) {
-            for (unsigned c = 0; c < kContexts; ++c) n[c] += std::popcount(m.bits[c]);
-        }
-    };
-
+struct Scalar : OneByOne {
     struct Sorter {
         ContextRule rule;
         explicit Sorter(const ContextRule& r) : rule(r) {}
@@ -58,17 +38,7 @@ struct Scalar {
         return unsigned(std::countr_zero(mask));
     }
 
-    // Writes the targets below `limit`, less `seen`, to `out` and returns how many there are.
-    static uint32_t take(const uint32_t* targets, uint32_t seen, uint32_t limit, uint16_t* out) {
-        uint32_t n = 0;
-        for (; targets[n] < limit; ++n) out[n] = uint16_t(targets[n] - seen);
-        return n;
-    }
-
-    struct Sums {
-        uint64_t sum, escapes;
-    };
-    static Sums rice_sums(const uint32_t* values, size_t n, unsigned k) {
+    static RiceSums rice_sums(const uint32_t* values, size_t n, unsigned k) {
         uint64_t sum = 0, escapes = 0;
         for (size_t i = 0; i < n; ++i) {
             const uint32_t q = values[i] >> k;
