@@ -118,7 +118,7 @@ def measure(elements: int, rounds: int) -> Table:
     table.check(f"apply at least 5 × XOR + zstd-1 as it is shipped (is {faster[shipped_label][1]:.1f} ×)", faster[shipped_label][1] >= 5)
     kinder_encode, kinder_apply = faster[kinder_label]
     table.notes.append(
-        "In frames of 2 MiB, which nobody ships, XOR + zstd-1 works in cache: "
+        "In frames of 2 MiB, which no system we know ships, XOR + zstd-1 works in cache: "
         f"deltawire encodes {kinder_encode:.1f} × and applies {kinder_apply:.1f} × as fast."
     )
     assert base.dtype == BF16
