@@ -18,9 +18,36 @@
     │   ├── UnsupportedTensor       it is neither a NumPy array nor a dense torch CPU tensor
     │   └── BadTensorName           its name cannot stand in a safetensors file
     ├── CheckpointError             a checkpoint file or directory cannot be read or written
+    ├── StoreError                  an object store did not do what was asked
+    │   ├── BadUrl                  a URL that names no store
+    │   ├── ObjectMissing           there is no object of that name
+    │   ├── ObjectExists            create-if-absent found one of that name (it may be our own: read it back)
+    │   ├── OutcomeUnknown          a write may or may not have happened
+    │   ├── StoreUnavailable        time-outs, throttling or server errors outlasted all retries
+    │   ├── StoreDenied             credentials or permissions are missing
+    │   ├── StoreFull               no space left
+    │   └── StoreUnsuitable         it lacks a guarantee that the protocol is built on
+    ├── ChainError                  a chain of versions cannot be followed
+    │   ├── NoChain                 nothing was published there yet
+    │   ├── RunMismatch             another run lives there
+    │   ├── CorruptRecord           a record breaks a rule of docs/protocol.md
+    │   ├── ChainBroken             commits do not fit together
+    │   ├── RollbackDetected        the store shows less, or another history, than was seen before
+    │   ├── ChainStale              no version for longer than is credible
+    │   ├── SignatureInvalid        a record is not signed by a trusted key
+    │   ├── LimitExceeded           a record claims more than is allowed
+    │   ├── DataDamaged             an object is not what its record says
+    │   ├── DataMissing             an object that must exist does not
+    │   ├── VersionUnknown          the chain has no such version
+    │   └── VersionGone             the version can no longer be rebuilt: its data were collected
+    ├── PublishError                a version could not be published
+    │   ├── Fenced                  another publisher has taken over the run
+    │   ├── CommitOutcomeUnknown    the commit may or may not have landed; the next call finds out
+    │   └── PublisherClosed         it was closed
+    ├── MirrorError                 a mirror directory cannot be used
     └── CodecUnavailable            the codec that was asked for cannot run here
 
-All errors leave the state as it was.
+All errors leave the state as it was. `retryable` says whether the same call may succeed later without anything else being changed.
 """
 
 from __future__ import annotations
@@ -30,6 +57,7 @@ class DeltawireError(Exception):
     """Root of the tree. `hint` says what to do about it; it is part of the message."""
 
     hint: str = ""
+    retryable: bool = False
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{message} {self.hint}".rstrip())
@@ -131,6 +159,161 @@ class BadTensorName(TensorError):
 
 class CheckpointError(DeltawireError):
     """A checkpoint file or directory cannot be read or written."""
+
+
+class StoreError(DeltawireError):
+    """An object store did not do what was asked."""
+
+
+class BadUrl(StoreError):
+    """The URL names no store."""
+
+    hint = "Use a directory, file://, memory://NAME, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or hf://buckets/OWNER/NAME."
+
+
+class ObjectMissing(StoreError):
+    """There is no object of that name."""
+
+
+class ObjectExists(StoreError):
+    """Create-if-absent found an object of that name. After a retry on the way it may be our own: read it back and look."""
+
+
+class OutcomeUnknown(StoreError):
+    """A write may or may not have happened: the connection failed after it was sent. Read back to find out."""
+
+    retryable = True
+
+
+class StoreUnavailable(StoreError):
+    """Time-outs, throttling or server errors outlasted all retries."""
+
+    hint = "Check the network and the store's status, then try again."
+    retryable = True
+
+
+class StoreDenied(StoreError):
+    """Credentials or permissions are missing."""
+
+    hint = "Check the credentials in the environment, and what they are allowed to do at this place."
+
+
+class StoreFull(StoreError):
+    """No space is left, or a quota is used up."""
+
+    hint = "Free space there, or let `deltawire gc` do so."
+    retryable = True
+
+
+class StoreUnsuitable(StoreError):
+    """The store lacks a guarantee that the protocol is built on."""
+
+    hint = "Use a store that honours If-None-Match: * on writes (S3, GCS, Azure, Ceph, SeaweedFS, or a local directory)."
+
+
+class ChainError(DeltawireError):
+    """A chain of versions cannot be followed."""
+
+
+class NoChain(ChainError):
+    """Nothing was published there yet."""
+
+    hint = "Is the URL right, and has the trainer published its first version?"
+    retryable = True
+
+
+class RunMismatch(ChainError):
+    """Another run lives at this place."""
+
+    hint = "Give every run a URL of its own."
+
+
+class CorruptRecord(ChainError):
+    """A record breaks a rule of docs/protocol.md."""
+
+    hint = "Run `deltawire verify` on the chain."
+
+
+class ChainBroken(ChainError):
+    """Commits do not fit together."""
+
+    hint = "Run `deltawire verify` on the chain; somebody wrote to it who should not."
+
+
+class RollbackDetected(ChainError):
+    """The store shows less, or another history, than was seen before."""
+
+    hint = "Somebody restored or replaced the store's content. Find out who; to accept it, start with a new mirror directory."
+
+
+class ChainStale(ChainError):
+    """No new version appeared for longer than is credible."""
+
+    hint = "Is the trainer alive, and is this store the one that it writes to?"
+    retryable = True
+
+
+class SignatureInvalid(ChainError):
+    """A record is not signed by a trusted key, or its signature is wrong."""
+
+    hint = "Trust the key that the publisher signs with, or find out who else writes there."
+
+
+class LimitExceeded(ChainError):
+    """A record claims more than is allowed."""
+
+    hint = "Raise the limit if the model really is that large."
+
+
+class DataDamaged(ChainError):
+    """An object in the store is not what its record says."""
+
+    hint = "Run `deltawire verify --deep` on the chain."
+    retryable = True
+
+
+class DataMissing(ChainError):
+    """An object that must exist does not, even after waiting for replication."""
+
+    hint = "Run `deltawire verify` on the chain. Did something other than `deltawire gc` delete objects?"
+    retryable = True
+
+
+class VersionUnknown(ChainError):
+    """The chain has no such version."""
+
+    hint = "`deltawire log` lists the versions."
+
+
+class VersionGone(ChainError):
+    """The version can no longer be rebuilt: its data were collected as garbage."""
+
+    hint = "Choose a newer version; `deltawire log` says which can be rebuilt."
+
+
+class PublishError(DeltawireError):
+    """A version could not be published. The one before it is still the newest."""
+
+
+class Fenced(PublishError):
+    """Another publisher has taken over the run; this one has halted for good."""
+
+    hint = "Stop this process. If it is the right trainer after all, start a new Publisher: that fences the other."
+
+
+class CommitOutcomeUnknown(PublishError):
+    """The commit may or may not have landed: the store could not be asked. The next call finds out first."""
+
+    hint = "Publish again when the store answers."
+    retryable = True
+
+
+class PublisherClosed(PublishError):
+    """The publisher was closed."""
+
+
+class MirrorError(DeltawireError):
+    """A mirror directory cannot be used."""
 
 
 class CodecUnavailable(DeltawireError):
