@@ -131,18 +131,16 @@ void ChunkEncoder<T>::plan_positions(unsigned c, uint32_t total) {
 // The magnitudes above 1, less 2, and the runs of ones before each.
 template <class T>
 size_t ChunkEncoder<T>::fill_larger(unsigned c, uint32_t* runs, Value* values) const {
-    const T* steps = plan_[c].steps;
+    const T* const steps = plan_[c].steps;
+    const uint32_t n = plan_[c].n;
     size_t larger = 0;
-    uint32_t run = 0;
-    for (uint32_t i = 0; i < plan_[c].n; ++i) {
+    uint32_t start = 0;  // of the run that goes on
+    for (uint32_t i = 0; i < n; ++i) {  // without a branch: which steps are larger is anyone's guess
         const T m = magnitude(steps[i]);
-        if (m == 1) {
-            ++run;
-            continue;
-        }
-        runs[larger] = run;
-        values[larger++] = Value(m - 2);
-        run = 0;
+        runs[larger] = i - start;
+        values[larger] = Value(T(m - 2));
+        larger += m != 1;
+        start = m != 1 ? i + 1 : start;
     }
     return larger;
 }
@@ -154,11 +152,13 @@ void ChunkEncoder<T>::plan_values(unsigned c) {
     p.mode = ValueMode::unit;
     p.value_bits = p.n;
     bool all_one = true;
-    for (uint32_t i = 0; i < p.n; ++i) all_one &= T(steps[i] + 1) <= 2;  // a step is never 0
+    const uint32_t n = p.n;
+    for (uint32_t i = 0; i < n; ++i) all_one &= T(steps[i] + 1) <= 2;  // a step is never 0
     if (all_one) return;
 
     constexpr unsigned largest = sizeof(T) * 8 - 1;
-    for (uint32_t i = 0; i < p.n; ++i) values_[i] = Value(magnitude(steps[i]) - 1);
+    Value* const values = values_.get();
+    for (uint32_t i = 0; i < n; ++i) values[i] = Value(magnitude(steps[i]) - 1);
     const Rice direct = choose(values_.get(), p.n, largest);
     p.mode = ValueMode::direct;
     p.kv = direct.k;
@@ -241,14 +241,17 @@ size_t ChunkEncoder<T>::plan(uint32_t top) {
         Plan& p = plan_[c] = Plan{};
         p.n = uint32_t(context.end - context.begin);
         if (!p.n) continue;
-        p.gaps = gaps_.get() + at;
-        p.steps = steps_.get() + at;
-        p.differing = differing_.get() + at;
-        for (uint32_t i = 0; i < p.n; ++i) {
-            gaps_[at + i] = context.begin[i].gap;
-            steps_[at + i] = context.begin[i].step;
-            differing_[at + i] = context.begin[i].differing;
+        uint32_t* const gaps = gaps_.get() + at;
+        T *const steps = steps_.get() + at, *const differing = differing_.get() + at;
+        const Change<T>* const changes = context.begin;
+        for (uint32_t i = 0, n = p.n; i < n; ++i) {
+            gaps[i] = changes[i].gap;
+            steps[i] = changes[i].step;
+            differing[i] = changes[i].differing;
         }
+        p.gaps = gaps;
+        p.steps = steps;
+        p.differing = differing;
         at += p.n;
         plan_positions(c, context.seen);
         plan_values(c);

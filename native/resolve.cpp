@@ -218,19 +218,24 @@ void ascending(const uint32_t* positions, const T* values, size_t n, Use use) {
 
 void Resolution::extract(size_t tensor, int64_t* indices, uint8_t* values) {
     const uint8_t width = jobs_[tensor].type.bytes;
-    for (size_t u = first_unit_[tensor]; u < first_unit_[tensor + 1]; ++u) {
-        const Unit& unit = units_[u];
-        workers_[0]->with_changes(jobs_[tensor], unit, [&](size_t n, const uint32_t* positions, const uint8_t* from) {
+    const size_t first = first_unit_[tensor], units = first_unit_[tensor + 1] - first;
+    std::vector<uint64_t> start(units);  // the place of each unit's changes in the output
+    for (size_t u = 1; u < units; ++u) start[u] = start[u - 1] + units_[first + u - 1].changed;
+    parallel_for(units, workers_, [&](auto& worker, size_t u) {
+        const Unit& unit = units_[first + u];
+        int64_t* to = indices + start[u];
+        uint8_t* out = values + start[u] * width;
+        worker->with_changes(jobs_[tensor], unit, [&](size_t n, const uint32_t* positions, const uint8_t* from) {
             with_element(width, [&](auto element) {
                 using T = decltype(element);
                 ascending(positions, reinterpret_cast<const T*>(from), n, [&](uint32_t position, T value) {
-                    *indices++ = int64_t(unit.first + position);
-                    std::memcpy(values, &value, sizeof(T));
-                    values += sizeof(T);
+                    *to++ = int64_t(unit.first + position);
+                    std::memcpy(out, &value, sizeof(T));
+                    out += sizeof(T);
                 });
             });
         });
-    }
+    });
 }
 
 void Resolution::extract_dense(size_t tensor, uint8_t* out) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .codec import default_codec
-from .codec.base import Bits
+from .codec.base import Bits, Codec
 from .errors import DtypeMismatch, ShapeMismatch, StateNotWritable, TensorMissing
 from .format.digest import Digest
+from .state import thread_count
 from .tensors import Tensor, TensorBits, is_torch, tensor_bits, to_torch
+
+_WORTH_A_THREAD = 1 << 17
+"""Elements to write from which on starting threads costs less than it gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class ResolvedPatch:
     added: Mapping[str, NDArray[Any]]
     removed: Sequence[str]
 
-    def apply(self, state: MutableMapping[str, Tensor]) -> None:
+    def apply(self, state: MutableMapping[str, Tensor], *, threads: int | None = None) -> None:
         """Write the new values in place. It may be repeated, also after it was cut off half-way.
 
         Checks names, types, shapes and writability before it writes anything, but not the values it overwrites: that was done when the
@@ -59,8 +64,18 @@ class ResolvedPatch:
             targets.append((target.bits, patch.indices, patch.values.view(target.dtype.bits)))
         added = {name: array.copy() for name, array in self.added.items()}  # the state's own: the patch may be applied elsewhere, or again
         change_structure(state, added, [name for name in self.removed if name in state])
-        for bits, indices, values in targets:
-            codec.write_elements(bits, indices, values)
+        write_all(codec, targets, thread_count(threads))
+
+
+def write_all(codec: Codec, targets: Sequence[tuple[Bits, NDArray[np.int64], Bits]], threads: int) -> None:
+    """`codec.write_elements` of all (bits, indices, values), on several threads where there is enough to do."""
+    if threads == 1 or sum(indices.size for _, indices, _ in targets) < _WORTH_A_THREAD:
+        for target in targets:
+            codec.write_elements(*target)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(codec.write_elements, *target) for target in targets]:
+            done.result()
 
 
 def check_writable(tensor: TensorBits) -> None:

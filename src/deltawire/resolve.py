@@ -20,6 +20,7 @@ from .errors import (
     DeltaTooLarge,
     DtypeMismatch,
     ResultMismatch,
+    ShapeMismatch,
     StateNotWritable,
     TensorMissing,
     TensorUnexpected,
@@ -133,13 +134,19 @@ def _resolve(plan: _Plan, resolution: Resolution, threads: int, codec: Codec, pr
     """Decode everything and check both digests."""
     before, after = Digest(), Digest()
     removed = set(plan.file.structure.removed)
-    order = sorted(range(len(plan.jobs)), key=lambda index: plan.names[index] not in plan.first)
-    groups = [order[: len(plan.first)], order[len(plan.first) :]]
+    held = len(plan.tensors)
+    order = sorted(range(held), key=lambda index: plan.names[index] not in plan.first)
+    groups: list[Sequence[int]] = [order[: len(plan.first)], order[len(plan.first) :], range(held, len(plan.jobs))]
     try:
         for batch in (batch for group in groups for batch in batches(group, lambda index: plan.jobs[index].nbytes)):
-            outcomes = resolution.add([plan.jobs[index] for index in batch])
+            try:
+                outcomes = resolution.add([plan.jobs[index] for index in batch])
+            except (DtypeMismatch, ShapeMismatch) as error:
+                if batch[0] < held:
+                    raise
+                raise CorruptDelta(f"a tensor that the delta adds is not of the type and size that it says: {error}") from None
             for index, outcome in zip(batch, outcomes, strict=True):
-                appears = index >= len(plan.tensors)
+                appears = index >= held
                 plan.place[index] = len(plan.place)
                 if not appears:
                     before += plan.keys[index].digest(outcome.before)
