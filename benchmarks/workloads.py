@@ -75,7 +75,7 @@ def synthetic_update(elements: int, density: float, dtype: npt.DTypeLike = BF16,
     if not 0 <= density <= 1:
         raise ValueError(f"density {density} is not a share")
     scale = np.float32(_WEIGHTS[dtype][0])
-    size = np.float32(_update_size(density if density < 1 else _DENSEST_UPDATE, dtype))
+    size = np.float32(update_size(density if density < 1 else _DENSEST_UPDATE, dtype))
     random = np.random.Generator(np.random.SFC64(seed))
     base, new = np.empty(elements, dtype), np.empty(elements, dtype)
     masters, updates = np.empty(_SLAB, np.float32), np.empty(_SLAB, np.float32)
@@ -99,7 +99,7 @@ def synthetic_update(elements: int, density: float, dtype: npt.DTypeLike = BF16,
     return base, new
 
 
-def _update_size(density: float, dtype: np.dtype[Any]) -> float:
+def update_size(density: float, dtype: np.dtype[Any]) -> float:
     """The standard deviation of the update that changes the share `density` of the weights, by bisection."""
     if density == 0:
         return 0.0

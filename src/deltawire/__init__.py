@@ -2,7 +2,13 @@
 
 >>> delta = deltawire.encode_delta(base, new)
 >>> deltawire.apply_delta(base, delta)      # base is now new, bit for bit
+
+>>> deltawire.Publisher("s3://bucket/run").publish(weights, step=1)      # on the trainer
+>>> deltawire.Subscriber("s3://bucket/run").sync()                       # anywhere else
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .encode import encode_delta
 from .errors import DeltawireError
@@ -11,14 +17,49 @@ from .patch import ResolvedPatch, TensorPatch
 from .resolve import apply_delta, resolve_delta
 from .state import state_digest
 
+if TYPE_CHECKING:
+    from .chain.version import Version as Version
+    from .events import Event as Event
+    from .publish import AnchorPolicy as AnchorPolicy
+    from .publish import Publisher as Publisher
+    from .subscribe import Subscriber as Subscriber
+    from .subscribe import pull as pull
+
 __all__ = [
+    "AnchorPolicy",
     "DeltawireError",
     "Digest",
+    "Event",
+    "Publisher",
     "ResolvedPatch",
+    "Subscriber",
     "TensorPatch",
+    "Version",
     "apply_delta",
     "encode_delta",
+    "pull",
     "resolve_delta",
     "state_digest",
 ]
 __version__ = "0.1.0"
+
+# Imported when they are first asked for: who only wants the codec does not wait for the rest.
+_LATER = {
+    "AnchorPolicy": ".publish",
+    "Event": ".events",
+    "Publisher": ".publish",
+    "Subscriber": ".subscribe",
+    "Version": ".chain.version",
+    "pull": ".subscribe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,114 @@
+"""A reader that comes late: what it reads until it has the newest version, against replaying the whole chain."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from chain_updates import training_run
+from report import Table
+
+import deltawire
+from deltawire.errors import ObjectMissing
+from deltawire.store import open_store
+from deltawire.store.base import Buffer, ObjectInfo, Progress, Store
+
+
+class CountingStore(Store):
+    """Hands everything on, and counts what is read."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.url = inner.url
+        self.reset()
+
+    def reset(self) -> None:
+        self.records = self.files = self.bytes = self.lists = self.misses = 0
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        try:
+            data = self._inner.get(key, limit=limit)
+        except ObjectMissing:
+            self.misses += 1
+            raise
+        self.records += 1
+        self.bytes += len(data)
+        return data
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._inner.head(key)
+
+    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
+        self._inner.read_into(key, buffer, offset=offset, progress=progress)
+        self.files += offset == 0
+        self.bytes += buffer.nbytes
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self._inner.put_if_absent(key, data)
+
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, progress: Progress | None = None) -> None:
+        self._inner.put(key, data, size=size, progress=progress)
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        self.lists += 1
+        return self._inner.list(prefix, after=after)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._inner.delete(keys)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def measure(elements: int, versions: int) -> Table:
+    """Publishes `versions` steps of 1% changes, then lets readers catch up from the first version and from nothing."""
+    table = Table(
+        "chain-join",
+        f"Catching up over {versions} versions: {2 * elements / 2**20:.0f} MiB of bf16 weights, 1% changed per version",
+        ["reader", "data files", "records", "lists", "MB read", "seconds"],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        store = CountingStore(open_store(folder))
+        publisher = deltawire.Publisher(store, run="benchmark")
+        run = training_run(elements, 0.01, tensors=8)
+        publisher.publish(next(run), step=0)
+        laggard = deltawire.Subscriber(store, pin=False)
+        replaying = deltawire.Subscriber(store, pin=False)
+        laggard.sync()
+        replaying.sync()
+        data: dict[str, tuple[int, float]] = {}
+
+        def catch_up(name: str, subscriber: deltawire.Subscriber) -> None:
+            store.reset()
+            start = time.perf_counter()
+            subscriber.sync()
+            seconds = time.perf_counter() - start
+            for tensor, array in subscriber.state.items():
+                assert np.array_equal(array.view(np.uint16), state[tensor].view(np.uint16)), tensor
+            report(name, seconds)
+
+        def report(name: str, seconds: float) -> None:
+            data[name] = store.files, seconds
+            row = [name, f"{store.files}", f"{store.records}", f"{store.lists}", f"{store.bytes / 1e6:.1f}", f"{seconds:.2f}"]
+            table.rows.append(row)
+
+        replay_seconds = 0.0
+        replay = [0, 0, 0, 0]
+        for step in range(1, versions + 1):
+            state = next(run)
+            publisher.publish(state, step=step)
+            store.reset()
+            start = time.perf_counter()
+            replaying.sync()
+            replay_seconds += time.perf_counter() - start
+            replay = [a + b for a, b in zip(replay, [store.files, store.records, store.lists, store.bytes], strict=True)]
+        catch_up(f"{versions} versions behind", laggard)
+        catch_up("with nothing", deltawire.Subscriber(store, pin=False))
+        store.files, store.records, store.lists, store.bytes = replay
+        report("replaying every version", replay_seconds)
+        publisher.close()
+    fewer = data["replaying every version"][0] / data[f"{versions} versions behind"][0]
+    table.notes.append(f"{fewer:.0f} × fewer data files than by replaying. Records are commits and shortcuts of a few kB.")
+    return table

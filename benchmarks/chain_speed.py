@@ -1,0 +1,113 @@
+"""From a trainer's weights to a reader's, through a store: against saving and loading the whole checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from chain_updates import training_run
+from report import Table
+from safetensors.numpy import load_file, save_file
+from workloads import State
+
+import deltawire
+from deltawire.events import Event
+
+_PHASES = ["encode", "upload", "commit", "find", "fetch", "verify", "resolve", "apply"]
+
+
+def measure(elements: int, steps: int, open_url: Callable[[], object] | None = None, where: str = "a local directory") -> Table:
+    """`open_url` is a context manager that yields the URL of an empty store; without it a temporary directory is used."""
+    name = "chain-speed" if open_url is None else "chain-speed-s3"
+    table = Table(
+        name,
+        f"Publish → visible: {2 * elements / 2**30:.2g} GiB of bf16 weights, {steps} steps of 1% changes, through {where}",
+        ["method", "bytes per step", "fewer by", "seconds per step", "less by"],
+    )
+    with tempfile.TemporaryDirectory() as folder, (open_url or _directory)() as url:
+        events: list[Event] = []
+        whole = Path(folder, "model.safetensors")
+        publishes: list[dict[str, float]] = []
+        syncs: list[dict[str, float]] = []
+        full: list[float] = []
+        sizes: list[int] = []
+        publisher = deltawire.Publisher(url, run="benchmark", on_event=events.append)
+        subscriber = deltawire.Subscriber(url, on_event=events.append)
+        for step, state in zip(range(steps + 1), training_run(elements, 0.01), strict=False):
+            events.clear()
+            version = publisher.publish(state, step=step)
+            subscriber.sync()
+            _check(state, subscriber.state)
+            if step == 0:  # the first version is a whole checkpoint
+                continue
+            publishes.append(_fields(events, "published"))
+            syncs.append(_fields(events, "synced"))
+            sizes.append(version.bytes)
+            if step % 4 == 1:
+                full.append(_save_and_load(state, whole, url))
+        subscriber.close()
+        publisher.close()
+    seconds = [p["seconds"] + s["seconds"] for p, s in zip(publishes, syncs, strict=True)]
+    ours, theirs = statistics.median(seconds), statistics.median(full)
+    weight_bytes = 2 * elements
+    table.rows.append(["whole checkpoint, safetensors", f"{weight_bytes / 1e6:,.0f} MB", "", f"{theirs:.2f}", ""])
+    row = ["deltawire", f"{statistics.mean(sizes) / 1e6:.2f} MB", f"{weight_bytes / statistics.mean(sizes):.0f}×", f"{ours:.3f}", f"{theirs / ours:.1f}×"]
+    table.rows.append(row)
+    phases = {phase: statistics.median([{**p, **s}.get(phase, 0.0) for p, s in zip(publishes, syncs, strict=True)]) for phase in _PHASES}
+    codec = phases["encode"] + phases["resolve"] + phases["apply"]
+    disk = phases["upload"] + phases["commit"] + phases["fetch"] + phases["find"]
+    table.notes.append("Of it: " + ", ".join(f"{phase} {1e3 * value:.0f} ms" for phase, value in phases.items()) + " (medians).")
+    rest = max(0.0, ours - codec - disk - phases["verify"])
+    table.notes.append(
+        f"Codec {codec / ours:.0%}, store {disk / ours:.0%}, verifying file hashes {phases['verify'] / ours:.0%}, everything else {rest / ours:.0%}."
+    )
+    table.check("at least 150 × fewer bytes", weight_bytes / statistics.mean(sizes) >= 150)
+    table.check("at least 8 × less time", theirs / ours >= 8)
+    return table
+
+
+@contextmanager
+def _directory() -> Iterator[str]:
+    folder = tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _save_and_load(state: State, path: Path, url: str) -> float:
+    """Seconds to write a whole checkpoint and to read it into memory again: to and from the store, where that is not a directory."""
+    start = time.perf_counter()
+    save_file(state, path)
+    if "://" in url:
+        from deltawire.store import open_store
+
+        store = open_store(url)
+        with path.open("rb") as file:
+            store.put("whole/model.safetensors", iter(lambda: file.read(8 << 20), b""), size=path.stat().st_size)
+        buffer = bytearray(path.stat().st_size)
+        store.read_into("whole/model.safetensors", memoryview(buffer))
+        path.write_bytes(buffer)
+    loaded = load_file(path)
+    seconds = time.perf_counter() - start
+    _check(state, loaded)
+    path.unlink()
+    return seconds
+
+
+def _fields(events: list[Event], name: str) -> dict[str, float]:
+    found = [event for event in events if event.name == name]
+    assert len(found) == 1, [event.name for event in events]
+    return {key: value for key, value in found[0].fields.items() if isinstance(value, int | float)}
+
+
+def _check(state: State, other: object) -> None:
+    """Bit for bit the same, or nothing here means anything."""
+    for name, tensor in state.items():
+        assert np.array_equal(tensor.view(np.uint16), other[name].view(np.uint16)), name  # type: ignore[index]
