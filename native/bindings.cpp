@@ -109,7 +109,8 @@ using PyResolveJob = std::tuple<nb::object, uint64_t, nb::object, Type, uint64_t
 // A Resolution together with the Python objects whose memory it refers to.
 class PyResolution {
 public:
-    PyResolution(unsigned threads, size_t budget, const std::string& isa) : resolution_(threads, budget, kernels_named(isa)) {}
+    PyResolution(unsigned threads, size_t budget, bool defer, const std::string& isa)
+        : resolution_(threads, budget, defer, kernels_named(isa)) {}
 
     std::vector<nb::tuple> add(const std::vector<PyResolveJob>& jobs) {
         std::vector<ResolveJob> native;
@@ -154,6 +155,16 @@ public:
         if (out.size() != count * width) throw std::invalid_argument("wrong size");
         nb::gil_scoped_release release;
         resolution_.extract_dense(tensor, out.data());
+    }
+
+    void exchange() {
+        nb::gil_scoped_release release;
+        resolution_.exchange();
+    }
+
+    void compact() {
+        payloads_.clear();
+        resolution_.compact();
     }
 
     void settle() {
@@ -225,10 +236,12 @@ NB_MODULE(_native, m) {
     m.def("write_elements", &py_write_elements, "array"_a, "indices"_a, "values"_a);
     m.def("inspect", &py_inspect, "payload"_a, "type"_a);
     nb::class_<PyResolution>(m, "Resolution")
-        .def(nb::init<unsigned, size_t, const std::string&>(), "threads"_a, "budget"_a, "isa"_a)
+        .def(nb::init<unsigned, size_t, bool, const std::string&>(), "threads"_a, "budget"_a, "defer"_a, "isa"_a)
         .def("add", &PyResolution::add, "jobs"_a)
         .def("extract", &PyResolution::extract, "tensor"_a, "indices"_a, "values"_a)
         .def("extract_dense", &PyResolution::extract_dense, "tensor"_a, "out"_a)
+        .def("exchange", &PyResolution::exchange)
+        .def("compact", &PyResolution::compact)
         .def("settle", &PyResolution::settle)
         .def("revert", &PyResolution::revert);
 }

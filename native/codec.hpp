@@ -37,8 +37,9 @@ struct ResolveJob {
 // Payloads decoded against their bases, ready to be written or read out. Refers to the memory of its jobs, which must outlive it.
 class Resolution {
 public:
-    // Keeps decoded changes up to `budget` bytes: what is beyond is decoded again when it is needed.
-    Resolution(unsigned threads, size_t budget, const Kernels&);
+    // Keeps decoded changes up to `budget` bytes: what is beyond is decoded again when it is needed. With `defer` it keeps all of them and
+    // writes none, until `exchange`.
+    Resolution(unsigned threads, size_t budget, bool defer, const Kernels&);
     ~Resolution();
 
     struct Tensor {
@@ -52,6 +53,11 @@ public:
     void settle();
     // Puts the old values back, as if nothing had been written.
     void revert();
+    // With `defer`: swaps the changes and what they change. Once writes the new values, twice puts the old ones back, and so on. Takes no memory,
+    // so it cannot fail half-way.
+    void exchange();
+    // With `defer`, when nothing more is to be added: gives back all memory but that of the changes.
+    void compact();
     // The changes of one tensor that was not written to (counted over all calls of `add`), ascending. `values` takes elements of the tensor's width.
     void extract(size_t tensor, int64_t* indices, uint8_t* values);
     // All elements of one tensor that appears.
@@ -70,6 +76,7 @@ private:
         uint32_t* positions = nullptr;
         uint8_t* values = nullptr;  // the old ones, once written
         uint64_t written = 0;       // so many of its changes are in the base
+        std::vector<uint8_t> own{};  // their memory where an arena has no room for them
     };
     class Worker;
 
@@ -80,6 +87,7 @@ private:
     std::vector<size_t> first_unit_{0};
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<size_t> kept_{0};
+    bool defer_;
 };
 
 // Writes elements at flat indices that the caller has checked.

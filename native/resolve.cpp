@@ -28,11 +28,27 @@ void put(const View& view, uint64_t first, size_t n, const uint32_t* positions, 
 
 // Like `put`, but leaves the old values in `values`. `span` holds the elements from position `from` on.
 template <class T>
-void exchange(const View& view, uint64_t first, const T* span, uint32_t from, size_t n, const uint32_t* positions, T* values) {
+void replace(const View& view, uint64_t first, const T* span, uint32_t from, size_t n, const uint32_t* positions, T* values) {
     for (size_t i = 0; i < n; ++i) {
         const T old = span[positions[i] - from];
         put_as(view, first, 1, positions + i, values + i);
         values[i] = old;
+    }
+}
+
+template <class T>
+void swap_values(const View& view, uint64_t first, size_t n, const uint32_t* positions, T* values) {
+    if (view.contiguous) {
+        T* const at = reinterpret_cast<T*>(view.data) + first;
+        for (size_t i = 0; i < n; ++i) std::swap(at[positions[i]], values[i]);
+    } else {
+        for (size_t i = 0; i < n; ++i) {
+            T old;
+            uint8_t* const at = view.at(first + positions[i]);
+            std::memcpy(&old, at, sizeof(T));
+            std::memcpy(at, values + i, sizeof(T));
+            values[i] = old;
+        }
     }
 }
 
@@ -41,10 +57,11 @@ void exchange(const View& view, uint64_t first, const T* span, uint32_t from, si
 // The working memory of one thread that resolves, and what it keeps.
 class Resolution::Worker {
 public:
-    Worker(const Kernels& kernels, std::atomic<size_t>& kept, size_t budget)
+    Worker(const Kernels& kernels, std::atomic<size_t>& kept, size_t budget, bool defer)
         : kernels_(kernels),
           kept_(kept),
           budget_(budget),
+          defer_(defer),
           multipliers_(new SpanMultipliers),
           space_(new LocateSpace),
           positions_(kMaxChanges),
@@ -58,7 +75,20 @@ public:
 
     // Decodes and digests a unit and keeps its changes, as far as the budget goes.
     void resolve(const ResolveJob& job, Unit& unit) {
-        with_element(job.type.bytes, [&](auto element) { resolve_as<decltype(element)>(job, unit, true); });
+        with_element(job.type.bytes, [&](auto element) {
+            resolve_as<decltype(element)>(job, unit, true);
+            if (defer_ && unit.changed && !unit.positions) keep_own(unit, sizeof element);
+        });
+    }
+
+    // Gives back what only resolving needs.
+    void compact() {
+        decoders_ = {};
+        multipliers_.reset();
+        space_.reset();
+        span_ = {};
+        positions_ = {};
+        values_ = {};
     }
 
     // Calls `use(count, positions, values)`, decoding the unit again if its changes were not kept.
@@ -100,14 +130,24 @@ private:
             }
             kernels.digest_changes(base, at, located.positions + from, located.values + from, located.count - from, multipliers_->of.data(),
                                    unit.after);
-            if (keep && job.write && unit.positions) {
-                exchange(job.base, unit.first, base, at, located.count - from, located.positions + from, located.values + from);
+            if (keep && job.write && unit.positions && !defer_) {
+                replace(job.base, unit.first, base, at, located.count - from, located.positions + from, located.values + from);
                 unit.written = located.count;
             }
         }
         unit.changed = located.count;
         add_lanes(unit.after, unit.before);
         if (decoder) decoder->check_end(cursor);
+    }
+
+    // Copies the changes that were just decoded: those of a raw chunk may be too many for an arena.
+    void keep_own(Unit& unit, size_t width) {
+        const size_t n = unit.changed, at = (n * sizeof(uint32_t) + 63) / 64 * 64;
+        unit.own.resize(at + n * width);
+        std::memcpy(unit.own.data(), positions_.data(), n * sizeof(uint32_t));
+        std::memcpy(unit.own.data() + at, values_.data(), n * width);
+        unit.positions = reinterpret_cast<uint32_t*>(unit.own.data());
+        unit.values = unit.own.data() + at;
     }
 
     bool take(Unit& unit, size_t n, size_t width) {
@@ -139,6 +179,7 @@ private:
     const Kernels& kernels_;
     std::atomic<size_t>& kept_;
     size_t budget_;
+    bool defer_;
     Arena arena_;
     PerWidth<ChunkDecoder> decoders_;
     std::unique_ptr<SpanMultipliers> multipliers_;
@@ -166,8 +207,9 @@ void Resolution::split(size_t j) {
 
 Resolution::~Resolution() = default;
 
-Resolution::Resolution(unsigned threads, size_t budget, const Kernels& kernels) {
-    for (unsigned t = 0; t < std::max(1u, threads); ++t) workers_.push_back(std::make_unique<Worker>(kernels, kept_, budget));
+Resolution::Resolution(unsigned threads, size_t budget, bool defer, const Kernels& kernels) : defer_(defer) {
+    for (unsigned t = 0; t < std::max(1u, threads); ++t)
+        workers_.push_back(std::make_unique<Worker>(kernels, kept_, defer ? ~size_t(0) : budget, defer));
 }
 
 std::vector<Resolution::Tensor> Resolution::add(std::vector<ResolveJob> jobs) {
@@ -272,6 +314,24 @@ void Resolution::revert() {
     }
 }
 
+void Resolution::exchange() {
+    parallel_for(units_.size(), workers_, [&](auto&, size_t u) {
+        Unit& unit = units_[u];
+        const ResolveJob& job = jobs_[unit.job];
+        if (!job.write || !unit.changed) return;
+        with_element(job.base.bytes, [&](auto element) {
+            using T = decltype(element);
+            swap_values(job.base, unit.first, unit.changed, unit.positions, reinterpret_cast<T*>(unit.values));
+        });
+        unit.written = unit.written ? 0 : unit.changed;
+    });
+}
+
+void Resolution::compact() {
+    for (auto& worker : workers_) worker->compact();
+    for (Unit& unit : units_) unit.body = {};
+}
+
 void write_elements(const View& view, const int64_t* indices, const uint8_t* values, size_t n) {
     with_element(view.bytes, [&](auto element) {
         for (size_t i = 0; i < n; ++i) std::memcpy(view.at(uint64_t(indices[i])), values + i * sizeof element, sizeof element);
@@ -282,7 +342,7 @@ std::vector<Lanes> digest(std::span<const DigestJob> jobs, unsigned threads, con
     std::vector<ResolveJob> resolve;
     for (const DigestJob& job : jobs) resolve.push_back({job.view, {}, false, {0, job.view.bytes, 0, 0}, job.seed, false});
     std::vector<Lanes> out;
-    for (const auto& tensor : Resolution(threads, 0, kernels).add(std::move(resolve))) out.push_back(tensor.before);
+    for (const auto& tensor : Resolution(threads, 0, false, kernels).add(std::move(resolve))) out.push_back(tensor.before);
     return out;
 }
 

@@ -120,7 +120,7 @@ struct Tensor {
 
 // The working memory of one instruction set, kept from execution to execution.
 struct Isa {
-    explicit Isa(const Kernels& k) : kernels(k), resolution(1, 0, k) {}
+    explicit Isa(const Kernels& k) : kernels(k), resolution(1, 0, false, k) {}
 
     Resolution& fresh(size_t budget) {
         resolution.jobs_.clear();

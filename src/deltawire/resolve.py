@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .codec import default_codec
-from .codec.base import Codec, Resolution, ResolveJob
+from .codec.base import Codec, Outcome, Resolution, ResolveJob
 from .dtypes import DTYPES
 from .errors import (
     BaseMismatch,
@@ -44,10 +44,10 @@ def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None
 
     Raises a `DeltaError` for a delta that cannot be used, `BaseMismatch` (or another `StateError`) for a state that it was not made from.
     """
-    plan = _plan(state, delta_file.parse(delta))
+    plan = plan_resolution(state, delta_file.parse(delta))
     codec = default_codec()
     resolution = codec.resolution(thread_count(threads), 2**63)
-    _resolve(plan, resolution, thread_count(threads), codec, None)
+    resolve_plan(plan, resolution, thread_count(threads), codec, None)
     changed = {}
     for index, tensor in enumerate(plan.tensors):
         if plan.jobs[index].payload is not None:
@@ -67,12 +67,12 @@ def apply_delta(
     (and what appears): a larger patch is decoded a second time to be written.
     Raises as `resolve_delta` does, and `StateNotWritable`.
     """
-    plan = _plan(state, delta_file.parse(delta))
-    _mark_writes(plan)
+    plan = plan_resolution(state, delta_file.parse(delta))
+    mark_writes(plan)
     codec = default_codec()
     resolution = codec.resolution(thread_count(threads), _KEPT_CHANGES + memoryview(delta).nbytes)
     try:
-        _resolve(plan, resolution, thread_count(threads), codec, progress)
+        resolve_plan(plan, resolution, thread_count(threads), codec, progress)
         change_structure(state, _added(plan, resolution), plan.file.structure.removed)
     except BaseException:
         resolution.revert()
@@ -81,7 +81,7 @@ def apply_delta(
 
 
 @dataclass(slots=True)
-class _Plan:
+class ResolutionPlan:
     """Which tensor of a state meets which payload. `jobs` are those of `tensors`, then those of the tensors that appear."""
 
     file: DeltaFile
@@ -95,7 +95,7 @@ class _Plan:
     """Where the resolution has the tensor of a job."""
 
 
-def _plan(state: State, file: DeltaFile) -> _Plan:
+def plan_resolution(state: State, file: DeltaFile) -> ResolutionPlan:
     structure = file.structure
     for name in sorted({*file.payloads, *structure.removed, *structure.aliases} - structure.added.keys()):
         if name not in state:
@@ -103,7 +103,7 @@ def _plan(state: State, file: DeltaFile) -> _Plan:
     for name in structure.added.keys() & state.keys():
         if name not in structure.removed:
             raise TensorUnexpected(f"the state already has a tensor {name!r}.")
-    plan = _Plan(file, [tensor_bits(name, state[name]) for name in sorted(map(check_name, state))])
+    plan = ResolutionPlan(file, [tensor_bits(name, state[name]) for name in sorted(map(check_name, state))])
     for tensor in plan.tensors:
         payload = None if tensor.name in structure.removed else file.payload(tensor.name)
         if payload is not None:
@@ -130,9 +130,10 @@ def _check_type(tensor: TensorBits, payload: memoryview) -> None:
         raise DtypeMismatch(f"tensor {tensor.name!r} is {tensor.dtype.name}, its delta is for {theirs}.")
 
 
-def _resolve(plan: _Plan, resolution: Resolution, threads: int, codec: Codec, progress: Progress | None) -> None:
-    """Decode everything and check both digests."""
+def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, codec: Codec, progress: Progress | None) -> dict[int, Outcome]:
+    """Decode everything and check both digests. What was found, by job."""
     before, after = Digest(), Digest()
+    found: dict[int, Outcome] = {}
     removed = set(plan.file.structure.removed)
     held = len(plan.tensors)
     order = sorted(range(held), key=lambda index: plan.names[index] not in plan.first)
@@ -147,6 +148,7 @@ def _resolve(plan: _Plan, resolution: Resolution, threads: int, codec: Codec, pr
                 raise CorruptDelta(f"a tensor that the delta adds is not of the type and size that it says: {error}") from None
             for index, outcome in zip(batch, outcomes, strict=True):
                 appears = index >= held
+                found[index] = outcome
                 plan.place[index] = len(plan.place)
                 if not appears:
                     before += plan.keys[index].digest(outcome.before)
@@ -157,21 +159,22 @@ def _resolve(plan: _Plan, resolution: Resolution, threads: int, codec: Codec, pr
     except CorruptDelta:
         # Decoded against another state than its own, a sound delta can look broken in many ways. Say what is really wrong.
         resolution.revert()
-        found = digest_tensors(plan.tensors, threads, codec)
-        if found != plan.file.before:
-            raise _base_mismatch(found, plan.file) from None
+        actual = digest_tensors(plan.tensors, threads, codec)
+        if actual != plan.file.before:
+            raise _base_mismatch(actual, plan.file) from None
         raise
     if before != plan.file.before:
         raise _base_mismatch(before, plan.file)
     if after != plan.file.after:
         raise ResultMismatch(f"the delta promises a state with digest {plan.file.after}, but leads to {after}.")
+    return found
 
 
 def _base_mismatch(found: Digest, file: DeltaFile) -> BaseMismatch:
     return BaseMismatch(f"the state has digest {found}; the delta was made from {file.before} and leads to {file.after}.")
 
 
-def _mark_writes(plan: _Plan) -> None:
+def mark_writes(plan: ResolutionPlan) -> None:
     """Decide which jobs write: those of tensors that change, each memory once. Raises `StateNotWritable` before anything is done."""
     written: dict[object, memoryview] = {}
     for index, tensor in enumerate(plan.tensors):
@@ -212,7 +215,7 @@ def _share_memory(a: TensorBits, b: TensorBits) -> bool:
         return True
 
 
-def _added(plan: _Plan, resolution: Resolution) -> dict[str, NDArray[Any]]:
+def _added(plan: ResolutionPlan, resolution: Resolution) -> dict[str, NDArray[Any]]:
     return {
         name: resolution.dense(plan.place[index]).view(dtype.numpy).reshape(shape)
         for index, (name, (dtype, shape)) in enumerate(sorted(plan.file.structure.added.items()), len(plan.tensors))

@@ -95,6 +95,17 @@ class Resolution(Protocol):
         """Put the old values back, as if nothing had been written."""
         ...
 
+    def exchange(self) -> None:
+        """If writes are deferred: swap the changes and what they change. Cannot fail half-way.
+
+        Once writes the new values, twice puts the old ones back, and so on.
+        """
+        ...
+
+    def compact(self) -> None:
+        """If writes are deferred, and nothing more is to be added: give back all memory but what `exchange` needs."""
+        ...
+
 
 class Codec(Protocol):
     """An implementation of the codec. Never reads outside a payload, never writes to a base unasked."""
@@ -105,6 +116,10 @@ class Codec(Protocol):
 
     def resolution(self, threads: int, budget: int) -> Resolution:
         """An empty resolution that keeps at most `budget` bytes of decoded changes; the rest it may decode again."""
+        ...
+
+    def deferred_resolution(self, threads: int) -> Resolution:
+        """An empty resolution that keeps all changes and writes none until `exchange`: neither `settle` nor `revert` is of use."""
         ...
 
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:

@@ -36,7 +36,10 @@ class NativeCodec:
         return encoded
 
     def resolution(self, threads: int, budget: int) -> NativeResolution:
-        return NativeResolution(self.name, threads, budget)
+        return NativeResolution(self.name, threads, budget, False)
+
+    def deferred_resolution(self, threads: int) -> NativeResolution:
+        return NativeResolution(self.name, threads, 0, True)
 
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
         return _native.digest(list(arrays), threads, self.name)
@@ -48,8 +51,8 @@ class NativeCodec:
 class NativeResolution:
     """See `codec.base.Resolution`."""
 
-    def __init__(self, isa: str, threads: int, budget: int) -> None:
-        self._native = _native.Resolution(threads, budget, isa)
+    def __init__(self, isa: str, threads: int, budget: int, defer: bool) -> None:
+        self._native = _native.Resolution(threads, budget, defer, isa)
         self._jobs: list[tuple[ResolveJob, int]] = []
 
     def add(self, jobs: Sequence[ResolveJob]) -> list[Outcome]:
@@ -87,6 +90,13 @@ class NativeResolution:
 
     def revert(self) -> None:
         self._native.revert()
+
+    def exchange(self) -> None:
+        self._native.exchange()
+
+    def compact(self) -> None:
+        self._native.compact()
+        self._jobs.clear()
 
 
 def inspect_payload(payload: Buffer, dtype: DType) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:

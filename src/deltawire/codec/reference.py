@@ -551,6 +551,9 @@ class ReferenceCodec:
     def resolution(self, threads: int, budget: int) -> ReferenceResolution:
         return ReferenceResolution()
 
+    def deferred_resolution(self, threads: int) -> ReferenceResolution:
+        return ReferenceResolution()
+
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
         return [word_sums(bits, seed) for bits, seed in arrays]
 
@@ -589,6 +592,16 @@ class ReferenceResolution:
 
     def revert(self) -> None:
         """Nothing has been written yet."""
+
+    def exchange(self) -> None:
+        for index, (target, _, new) in enumerate(self.tensors):
+            if target is not None:
+                old = target.flatten()  # a copy, unlike the base, which may be the target itself
+                target[...] = new.reshape(target.shape)
+                self.tensors[index] = target, new, old
+
+    def compact(self) -> None:
+        """What it keeps is what it needs."""
 
 
 def encode_job(job: EncodeJob) -> Encoded:

@@ -1,0 +1,73 @@
+"""A change of a state that is ready to be made: everything decoded and checked, and then only a swap of values."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from .codec import default_codec
+from .errors import CorruptDelta
+from .format import delta_file
+from .format.delta_file import DeltaBytes
+from .format.digest import Digest
+from .resolve import mark_writes, plan_resolution, resolve_plan
+from .state import thread_count
+from .tensors import Tensor
+
+
+class PreparedUpdate:
+    """Deltas decoded against a state, or each against a part of it, to be applied together in the shortest possible time, and taken back.
+
+    >>> update = PreparedUpdate()
+    >>> update.add(state, delta)      # decodes and checks; changes nothing
+    >>> update.apply()                # all of it; cannot fail half-way
+    >>> update.revert()               # the state is again what it was
+
+    It holds on to the arrays, and to about 4 bytes and the old value per changed element (`nbytes`). Between `add` and `apply`, and between
+    `apply` and `revert`, the state must not be changed by anything else: the elements would get a mix of values. Parts must not overlap.
+    """
+
+    def __init__(self, *, threads: int | None = None) -> None:
+        self._codec = default_codec()
+        self._threads = thread_count(threads)
+        self._resolution = self._codec.deferred_resolution(self._threads)
+        self._is_ready = self.is_applied = False
+        self.changed = 0
+        """Elements that it changes."""
+        self.nbytes = 0
+
+    def add(self, state: MutableMapping[str, Tensor], delta: DeltaBytes) -> tuple[Digest, Digest]:
+        """Decode a delta against the state that it was made from. Returns the digests before and after. Nothing is changed.
+
+        Raises as `apply_delta` does, after which the update must not be used; and `CorruptDelta` for a delta that adds or removes tensors,
+        since that is no change of values.
+        """
+        if self._is_ready:
+            raise ValueError("the update was applied already; nothing can be added to it")
+        file = delta_file.parse(delta)
+        if file.structure.added or file.structure.removed:
+            raise CorruptDelta("the delta adds or removes tensors, which has no place here.")
+        plan = plan_resolution(state, file)
+        mark_writes(plan)
+        outcomes = resolve_plan(plan, self._resolution, self._threads, self._codec, None)
+        for index, outcome in outcomes.items():
+            if plan.jobs[index].write:
+                self.changed += outcome.changed
+                self.nbytes += outcome.changed * (4 + plan.jobs[index].dtype.itemsize)
+        return file.before, file.after
+
+    def apply(self) -> None:
+        """Write the new values. Does nothing if they are written."""
+        if not self.is_applied:
+            self._exchange()
+
+    def revert(self) -> None:
+        """Put the old values back. Does nothing if they are there."""
+        if self.is_applied:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        if not self._is_ready:
+            self._resolution.compact()
+            self._is_ready = True
+        self.is_applied = not self.is_applied
+        self._resolution.exchange()
