@@ -174,13 +174,19 @@ class BadUrl(StoreError):
 class ObjectMissing(StoreError):
     """There is no object of that name."""
 
+    hint = "Look at the URL and at what the store holds there."
+
 
 class ObjectExists(StoreError):
     """Create-if-absent found an object of that name. After a retry on the way it may be our own: read it back and look."""
 
+    hint = "Read it back to see whose it is."
+
 
 class OutcomeUnknown(StoreError):
-    """A write may or may not have happened: the connection failed after it was sent. Read back to find out."""
+    """A write may or may not have happened: the connection failed after it was sent."""
+
+    hint = "Read back to find out."
 
     retryable = True
 
@@ -310,6 +316,8 @@ class CommitOutcomeUnknown(PublishError):
 
 class PublisherClosed(PublishError):
     """The publisher was closed."""
+
+    hint = "Open a new one; that takes the run over."
 
 
 class MirrorError(DeltawireError):

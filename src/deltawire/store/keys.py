@@ -1,0 +1,119 @@
+"""The names of objects in a chain's location: every key is built and taken apart here (docs/protocol.md §1)."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from ..errors import CorruptRecord
+from ..format.records import is_data_key, is_reader_name
+
+RUN = "run.json"
+HEAD = "HEAD"
+EPOCHS, COMMITS, ANCHORS, SKIPS, DATA, MARKS, PINS, PROBES = "epoch/", "commit/", "anchor/", "skip/", "data/", "gc/", "pin/", "probe/"
+"""Prefixes to list by."""
+
+_SHORT, _LONG = r"([0-9]{10})", r"([0-9]{20})"
+_EPOCH = re.compile(rf"epoch/{_SHORT}\.json")
+_COMMIT = re.compile(rf"commit/{_LONG}\.json")
+_ANCHOR = re.compile(rf"anchor/{_LONG}\.json")
+_SKIP = re.compile(rf"skip/{_LONG}-{_LONG}\.json")
+_MARK = re.compile(rf"gc/{_SHORT}\.json")
+_DATA = re.compile(rf"data/{_SHORT}/{_LONG}/([0-9a-f]{{64}})\.(safetensors|file)")
+_PIN = re.compile(r"pin/(.+)\.json")
+
+
+class DataKey(NamedTuple):
+    """What a data key says."""
+
+    epoch: int
+    seq: int
+    blake3: str
+    suffix: str
+
+
+def epoch_key(epoch: int) -> str:
+    return f"{EPOCHS}{_digits(epoch, 10)}.json"
+
+
+def commit_key(seq: int) -> str:
+    return f"{COMMITS}{_digits(seq, 20)}.json"
+
+
+def anchor_key(seq: int) -> str:
+    return f"{ANCHORS}{_digits(seq, 20)}.json"
+
+
+def skip_key(seq: int, base: int) -> str:
+    return f"{SKIPS}{_digits(seq, 20)}-{_digits(base, 20)}.json"
+
+
+def mark_key(mark: int) -> str:
+    return f"{MARKS}{_digits(mark, 10)}.json"
+
+
+def pin_key(reader: str) -> str:
+    """Raises ValueError for a name that is not of the form that pins have."""
+    if not is_reader_name(reader):
+        raise ValueError(f"{reader!r} cannot name a reader: letters, digits, '.', '_', '-', at most 64, no leading dot")
+    return f"{PINS}{reader}.json"
+
+
+def probe_key(nonce: str) -> str:
+    return f"{PROBES}{nonce}"
+
+
+def data_key(epoch: int, seq: int, blake3: str, suffix: str) -> str:
+    """Where a writer of `epoch` that aims at slot `seq` puts an object with this hash; `suffix` is "safetensors" or "file"."""
+    return check_data_key(f"{DATA}{_digits(epoch, 10)}/{_digits(seq, 20)}/{blake3}.{suffix}")
+
+
+def parse_epoch_key(key: str) -> int | None:
+    """The number in an epoch's key; None for any other key. So too the other `parse_` functions."""
+    return _number(_EPOCH, key)
+
+
+def parse_commit_key(key: str) -> int | None:
+    return _number(_COMMIT, key)
+
+
+def parse_anchor_key(key: str) -> int | None:
+    return _number(_ANCHOR, key)
+
+
+def parse_mark_key(key: str) -> int | None:
+    return _number(_MARK, key)
+
+
+def parse_skip_key(key: str) -> tuple[int, int] | None:
+    """(seq, base)."""
+    found = _SKIP.fullmatch(key)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def parse_pin_key(key: str) -> str | None:
+    found = _PIN.fullmatch(key)
+    return found[1] if found and is_reader_name(found[1]) else None
+
+
+def parse_data_key(key: str) -> DataKey | None:
+    found = _DATA.fullmatch(key)
+    return DataKey(int(found[1]), int(found[2]), found[3], found[4]) if found else None
+
+
+def check_data_key(key: str) -> str:
+    """The key, if it is a data object's; else `CorruptRecord`. What a record names is read and deleted only after this."""
+    if not is_data_key(key):
+        raise CorruptRecord(f"{key!r} is not the key of a data object.")
+    return key
+
+
+def _number(pattern: re.Pattern[str], key: str) -> int | None:
+    found = pattern.fullmatch(key)
+    return int(found[1]) if found else None
+
+
+def _digits(number: int, width: int) -> str:
+    if not 0 <= number < 10**width:
+        raise ValueError(f"{number} cannot stand in a key")
+    return f"{number:0{width}}"

@@ -1,0 +1,238 @@
+"""A directory as a store, safe against crashes of the writer and of the machine.
+
+An object is written to a temporary file under a hidden folder, flushed to disk, then linked to its name (create if absent: linking fails
+if the name exists) or renamed over it, and every directory from the object up to the root is flushed. So a name appears with all its
+bytes or not at all, and what was acknowledged survives a power failure. A writer that dies leaves at most an
+empty folder, which harms nobody, and a temporary file, which the next writer removes: whoever writes one holds a lock on it, and the lock
+dies with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+from ..errors import (
+    DataDamaged,
+    LimitExceeded,
+    ObjectExists,
+    ObjectMissing,
+    OutcomeUnknown,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    StoreUnsuitable,
+)
+from .base import Buffer, ObjectInfo, Progress, Store, as_pieces, check_create, check_key, check_prefix, failure, is_key
+from .staging import Staging, sync_file, sync_folder
+
+_CHUNK = 32 * 1024 * 1024  # bytes per system call: large enough for full speed, small enough for `progress` to mean something
+_ATTEMPTS = 16  # to find the folder there still when the object is placed; each failure is a lost race against a deleter
+
+_KINDS: dict[type[StoreError], set[int]] = {
+    StoreFull: {errno.ENOSPC, errno.EDQUOT},
+    StoreDenied: {errno.EACCES, errno.EPERM, errno.EROFS},
+    StoreUnavailable: {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EMFILE, errno.ENFILE, errno.ENOMEM},
+}
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class LocalStore(Store):
+    """The objects under a directory, which is created by the first write. Several processes may share it, on one machine or by a network
+    mount.
+
+    The file system must have hard links and honest fsync; `probe` finds out about the first.
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(os.path.abspath(root))
+        self.url = self.root.as_uri()
+        self._staging = Staging(self.root / ".deltawire-tmp")
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        with self._reading("get", key) as (file, size):
+            if size > limit:
+                raise LimitExceeded(failure("get", key, self.url, f"it has {size} bytes, more than the {limit} allowed."))
+            data = bytearray(size)
+            if _fill(file, memoryview(data), 0, None) < size:
+                raise DataDamaged(failure("get", key, self.url, f"it ended before its {size} bytes were read."))
+            return bytes(data)
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with self._reporting("head", key):
+            return _info(key, _regular(os.stat(path)))
+
+    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
+        target = buffer.cast("B")
+        with self._reading("read", key) as (file, size):
+            # Asked first: a reader of a truncated file should not wait for gigabytes before it hears of it.
+            if size < offset + len(target) or _fill(file, target, offset, progress) < len(target):
+                raise DataDamaged(failure("read", key, self.url, f"it ends at byte {size}, before {offset + len(target)}."))
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        check_create(key, data)
+        path = self._path(key)
+        with self._staged("create", key, [memoryview(data)], None, None) as temporary, self._reporting("create", key):
+            self._place("create", key, path, lambda: os.link(temporary, path))
+        try:
+            self._sync_upwards(path.parent)
+        except OSError as error:
+            raise OutcomeUnknown(failure("create", key, self.url, f"it is there, but may not survive a crash: {error}.")) from error
+
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, progress: Progress | None = None) -> None:
+        path = self._path(key)
+        with self._staged("put", key, as_pieces(data)[1], size, progress) as temporary, self._reporting("put", key):
+            self._place("put", key, path, lambda: os.replace(temporary, path))
+            self._sync_upwards(path.parent)
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        return self._walk(prefix, after)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+            with self._reporting("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.unlink()
+            self._prune(path.parent)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    @contextlib.contextmanager
+    def _reading(self, operation: str, key: str) -> Iterator[tuple[int, int]]:
+        """The opened object and its size. What is renamed over it meanwhile does not disturb: the open file stays the old one."""
+        path = self._path(key)
+        with self._reporting(operation, key):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                yield file, _regular(os.fstat(file)).st_size
+            finally:
+                os.close(file)
+
+    @contextlib.contextmanager
+    def _staged(
+        self, operation: str, key: str, pieces: Iterable[memoryview], size: int | None, progress: Progress | None
+    ) -> Iterator[Path]:
+        """A temporary file with the data, on disk. An error of the data's own iterator passes through, and nothing is left."""
+        with contextlib.ExitStack() as stack:
+            with self._reporting(operation, key):
+                file, path = stack.enter_context(self._staging.file())
+            written = 0
+            for piece in pieces:
+                for start in range(0, len(piece), _CHUNK):
+                    chunk = piece[start : start + _CHUNK]
+                    with self._reporting(operation, key):
+                        _write(file, chunk)
+                    written += len(chunk)
+                    if progress is not None:
+                        progress(len(chunk))
+            if size is not None and written != size:
+                raise StoreError(failure(operation, key, self.url, f"{size} bytes were announced, {written} came."))
+            with self._reporting(operation, key):
+                sync_file(file)
+            yield path
+
+    def _place(self, operation: str, key: str, path: Path, place: Callable[[], None]) -> None:
+        """Give the temporary file its name, making the folder on the way if there is none, or if a deleter has just removed it as empty."""
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    place()
+                    return
+                except FileExistsError as error:
+                    raise ObjectExists(failure(operation, key, self.url, "an object of this name exists.")) from error
+                except OSError as error:
+                    if operation == "create" and error.errno in _NO_LINKS:
+                        raise StoreUnsuitable(failure(operation, key, self.url, f"no hard links there ({error.strerror}).")) from error
+                    raise
+            path.parent.mkdir(parents=True, exist_ok=True)
+        raise OSError(errno.ESTALE, "its folder, or the temporary file, keeps vanishing")
+
+    def _sync_upwards(self, folder: Path) -> None:
+        """Flush the folder and all above it up to the root. Always all of them: that another process made one of them does not mean that it
+        has flushed it yet."""
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # deleted again already, and its folder with it
+                sync_folder(folder)
+            if folder == self.root:
+                return
+            folder = folder.parent
+
+    def _prune(self, folder: Path) -> None:
+        """Remove folders that a deletion left empty."""
+        with contextlib.suppress(OSError):
+            while folder != self.root:
+                folder.rmdir()
+                folder = folder.parent
+
+    def _walk(self, folder: str, after: str | None) -> Iterator[ObjectInfo]:
+        try:
+            with os.scandir(self.root / folder) as entries:
+                # A folder sorts as its name with the slash, or "a-b" would come after "a/b".
+                found = sorted((f"{entry.name}/" if entry.is_dir() else entry.name, entry.path) for entry in entries if is_key(entry.name))
+        except OSError as error:
+            if error.errno in _MISSING:
+                return
+            raise self._translated(error, "list", folder) from error
+        for name, path in found:
+            key = folder + name
+            if name.endswith("/"):
+                if after is None or key > after or after.startswith(key):
+                    yield from self._walk(key, after)
+            elif after is None or key > after:
+                with self._reporting("list", key), contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    yield _info(key, os.stat(path))
+
+    @contextlib.contextmanager
+    def _reporting(self, operation: str, key: str) -> Iterator[None]:
+        """Errors of the operating system, as errors of a store."""
+        try:
+            yield
+        except OSError as error:
+            raise self._translated(error, operation, key) from error
+
+    def _translated(self, error: OSError, operation: str, key: str) -> StoreError:
+        if error.errno in _MISSING and operation in {"get", "head", "read"}:
+            return ObjectMissing(failure(operation, key, self.url, "there is no such object."))
+        kind = next((kind for kind, errnos in _KINDS.items() if error.errno in errnos), StoreError)
+        return kind(failure(operation, key, self.url, f"{error.strerror or error}."))
+
+
+def _fill(file: int, target: memoryview, offset: int, progress: Progress | None) -> int:
+    """Read into the whole target, as far as the file goes; how many bytes came."""
+    done = 0
+    while done < len(target):
+        count = os.preadv(file, [target[done : done + _CHUNK]], offset + done)
+        if count == 0:
+            break
+        done += count
+        if progress is not None:
+            progress(count)
+    return done
+
+
+def _write(file: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _info(key: str, found: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key, found.st_size, datetime.fromtimestamp(found.st_mtime, timezone.utc))
+
+
+def _regular(found: os.stat_result) -> os.stat_result:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    return found

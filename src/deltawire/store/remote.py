@@ -1,0 +1,256 @@
+"""Stores that are reached through obstore: S3, GCS, Azure.
+
+Imports obstore, so is itself imported only when such a store is opened. Every request is sent once by the library and repeated here
+(`retry`), so that what may be repeated is decided in one place; parts of multipart uploads, which cannot be reached from here, are the
+exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import obstore
+
+from ..errors import DataDamaged, DeltawireError, LimitExceeded, StoreError
+from .base import Buffer, ObjectInfo, Progress, Store, StoreOptions, as_pieces, check_create, check_key, check_prefix, failure, is_key
+from .remote_errors import CLIENT_ERRORS, bucket_missing, creation_failed, translated
+from .retry import Retry
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ObjectStore
+
+_PAGE = 1000  # S3's largest page of a listing, and largest batch of a deletion
+_MOST_PARTS = 9_000  # S3 and GCS allow 10,000
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """Four clients of one bucket that differ in patience (see `providers`): a request's time-out is a property of the client."""
+
+    small: ObjectStore
+    """For records, listings, deletions: bounded as a whole. Repeats nothing by itself."""
+    download: ObjectStore
+    """For objects: bounded in silence, not in length. Repeats nothing by itself."""
+    upload: ObjectStore
+    """For objects of one part: bounded by size. Repeats nothing by itself."""
+    multipart: ObjectStore
+    """For objects of many parts: each bounded by size. Repeats parts by itself."""
+
+
+class RemoteStore(Store):
+    """The objects under a prefix of a bucket."""
+
+    def __init__(self, clients: Clients, *, url: str, prefix: str, options: StoreOptions, retry: Retry | None = None) -> None:
+        self.url = url
+        self._clients = clients
+        self._root = f"{prefix}/" if prefix else ""
+        self._options = options
+        self._retry = retry or Retry(options.retries)
+        self._pool = ThreadPoolExecutor(options.streams, thread_name_prefix="deltawire-read")  # starts no thread before the first use
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        path = self._path(key)
+
+        def attempt() -> bytes:
+            with self._translating("get", key):
+                result = obstore.get(self._clients.download, path)
+                size = result.meta["size"]
+                if size > limit:
+                    raise LimitExceeded(failure("get", key, self.url, f"it has {size} bytes, more than the {limit} allowed."))
+                return bytes(result.bytes())
+
+        return self._retry.call(attempt)
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+
+        def attempt() -> ObjectInfo:
+            with self._translating("head", key):
+                found = obstore.head(self._clients.small, path)
+                return ObjectInfo(key, found["size"], found["last_modified"])
+
+        return self._retry.call(attempt)
+
+    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
+        target = buffer.cast("B")
+        if not target:
+            self.head(key)  # no service has empty ranges
+            return
+        step = self._options.part_bytes
+        parts = [(offset + start, target[start : start + step]) for start in range(0, len(target), step)]
+        if len(parts) == 1:
+            self._read_part(key, *parts[0], progress)
+            return
+        futures = [self._pool.submit(self._read_part, key, start, part, progress) for start, part in parts]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)  # those that run still write to the caller's buffer
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        check_create(key, data)
+        path = self._path(key)
+
+        def attempt() -> None:
+            try:
+                obstore.put(self._clients.small, path, data, mode="create", use_multipart=False)
+            except CLIENT_ERRORS as error:
+                raise creation_failed(error, key, self.url) from None
+
+        self._retry.call(attempt)
+
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, progress: Progress | None = None) -> None:
+        check_key(key)
+        whole, pieces = as_pieces(data)
+        if whole is None:
+            head = _take(pieces, self._options.part_bytes + 1)
+            if sum(map(len, head)) > self._options.part_bytes:
+                self._put_parts(key, _counted(itertools.chain(head, pieces), size, key, self.url, progress), size)
+                return
+            whole = memoryview(b"".join(head))
+        if size is not None and len(whole) != size:
+            raise StoreError(failure("put", key, self.url, f"{size} bytes were announced, {len(whole)} came."))
+        self._put_whole(key, whole, progress)
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        return self._pages(prefix, after)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        remaining = iter(keys)
+        while batch := [check_key(key) for key in itertools.islice(remaining, _PAGE)]:
+            self._retry.call(functools.partial(self._delete_batch, batch))
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    @contextlib.contextmanager
+    def _translating(self, operation: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except CLIENT_ERRORS as error:
+            # Without the cause: its text holds addresses, which may hold signatures.
+            raise translated(error, operation, key, self.url) from None
+
+    def _read_part(self, key: str, start: int, part: memoryview, progress: Progress | None) -> None:
+        path = self._path(key)
+
+        def attempt() -> None:
+            with self._translating("read", key):
+                data = memoryview(obstore.get_range(self._clients.download, path, start=start, length=len(part)))
+            if len(data) < len(part):
+                raise DataDamaged(failure("read", key, self.url, f"it ends at byte {start + len(data)}, before {start + len(part)}."))
+            part[:] = data
+
+        self._retry.call(attempt)
+        if progress is not None:
+            progress(len(part))
+
+    def _put_whole(self, key: str, whole: memoryview, progress: Progress | None) -> None:
+        """Data that are at hand as a whole can be sent again as a whole."""
+        path = self._path(key)
+        step = self._options.part_bytes
+
+        def send() -> None:
+            with self._translating("put", key):
+                obstore.put(self._clients.upload, path, whole, use_multipart=False)
+
+        def send_parts() -> None:
+            self._put_parts(key, (whole[start : start + step] for start in range(0, len(whole), step)), len(whole))
+
+        if len(whole) <= step:
+            self._retry.call(send)
+        else:
+            # Once more at most: every part was repeated already, and what is left to heal is an upload that the service has forgotten.
+            replace(self._retry, retries=min(1, self._retry.retries)).call(send_parts)
+        if progress is not None:
+            progress(len(whole))
+
+    def _put_parts(self, key: str, pieces: Iterator[memoryview], size: int | None) -> None:
+        part_bytes = max(self._options.part_bytes, -(-(size or 0) // _MOST_PARTS))
+        with self._translating("put", key):
+            obstore.put(
+                self._clients.multipart,
+                self._path(key),
+                pieces,
+                use_multipart=True,
+                chunk_size=part_bytes,
+                max_concurrency=self._options.streams,
+            )
+
+    def _pages(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+        folder = (self._root + prefix).rstrip("/") or None
+        last = after
+        stream: Iterator[Sequence[ObjectMeta]] | None = None
+
+        def next_page() -> Sequence[ObjectMeta] | None:
+            nonlocal stream
+            try:
+                with self._translating("list", prefix):
+                    if stream is None:
+                        offset = None if last is None else self._root + last
+                        stream = iter(obstore.list(self._clients.small, folder, offset=offset, chunk_size=_PAGE))
+                    return next(stream, None)
+            except DeltawireError:
+                stream = None  # a stream that failed has ended: the repetition goes on behind what was seen
+                raise
+
+        while (page := self._retry.call(next_page)) is not None:
+            for found in page:
+                key = found["path"][len(self._root) :]
+                if not is_key(key) or (after is not None and key <= after):
+                    continue
+                if last is not None and key <= last:
+                    raise StoreError(failure("list", prefix, self.url, f"{key!r} came after {last!r}, out of order."))
+                last = key
+                yield ObjectInfo(key, found["size"], found["last_modified"])
+
+    def _delete_batch(self, batch: Sequence[str]) -> None:
+        try:
+            obstore.delete(self._clients.small, [self._path(key) for key in batch])
+        except FileNotFoundError as error:
+            if bucket_missing(error):
+                raise translated(error, "delete", batch[0], self.url) from None
+            if len(batch) > 1:  # some services stop at an object that is missing; the others must still go
+                for key in batch:
+                    self._delete_batch([key])
+        except CLIENT_ERRORS as error:
+            raise translated(error, "delete", batch[0], self.url) from None
+
+
+def _take(pieces: Iterator[memoryview], size: int) -> list[memoryview]:
+    """The first pieces, until they hold `size` bytes or end."""
+    taken, total = [], 0
+    for piece in pieces:
+        taken.append(piece)
+        total += len(piece)
+        if total >= size:
+            break
+    return taken
+
+
+def _counted(pieces: Iterator[memoryview], size: int | None, key: str, url: str, progress: Progress | None) -> Iterator[memoryview]:
+    """The same pieces, none of them empty. Raises at the end if there were not `size` bytes, before the upload could be completed."""
+    total = 0
+    for piece in pieces:
+        if piece:
+            yield piece
+            total += len(piece)
+            if progress is not None:
+                progress(len(piece))
+    if size is not None and total != size:
+        raise StoreError(failure("put", key, url, f"{size} bytes were announced, {total} came."))

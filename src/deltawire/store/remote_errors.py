@@ -1,0 +1,118 @@
+"""What an error of the client library means.
+
+It says most things in prose only, so this module reads it: the HTTP status, the service's own code, and whether a connection was ever made.
+`tests/unit/store/test_remote_errors.py` holds the library to that prose with a server that fails on purpose.
+"""
+
+from __future__ import annotations
+
+import re
+
+from obstore.exceptions import BaseError
+
+from ..errors import (
+    DataDamaged,
+    DeltawireError,
+    ObjectExists,
+    ObjectMissing,
+    OutcomeUnknown,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    StoreUnsuitable,
+)
+from .base import failure
+
+CLIENT_ERRORS = (BaseError, FileNotFoundError)
+
+_STATUS = re.compile(r"status code: (\d{3})([^\n]*)")
+_SERVICE_CODE = re.compile(r"<Code>([^<]{1,64})</Code>")
+_CONNECTION = re.compile(r"HttpError \{\s*kind: (\w+)")
+_PAST_THE_END = re.compile(r"Wanted range starting at \d+, but object was only \d+ bytes long")
+_ADDRESS = re.compile(r"https?://\S+")  # may hold a signature
+_METADATA_SERVICE = "169.254."  # where machines ask for their role's credentials; that it does not answer means that there are none
+
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+_QUOTA = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityTooLarge"}
+
+
+def bucket_missing(error: Exception) -> bool:
+    """Whether a 404 means the bucket rather than an object in it."""
+    return _read(error)[1] in _NO_BUCKET
+
+
+def translated(error: Exception, operation: str, key: str, url: str) -> DeltawireError:
+    """The error to raise for a read, or for a write that may be repeated."""
+    status, code, why = _read(error)
+    kind: type[DeltawireError]
+    if status == 404 or isinstance(error, FileNotFoundError):
+        if code in _NO_BUCKET:
+            kind, why = StoreError, "the bucket does not exist."
+        elif operation in {"get", "head", "read"}:
+            kind, why = ObjectMissing, "there is no such object."
+        else:
+            # A listing or a deletion of nothing succeeds, so this is the bucket; but an upload that was completed twice is forgotten, too.
+            kind = StoreUnavailable if code == "NoSuchUpload" else StoreError
+    elif status == 416 or _PAST_THE_END.search(str(error)):
+        kind, why = DataDamaged, "it ends before the range that was asked for."
+    else:
+        kind = _kind(error, status, code)
+    return kind(failure(operation, key, url, why))
+
+
+def creation_failed(error: Exception, key: str, url: str) -> StoreError:
+    """The error to raise for create-if-absent. `StoreUnavailable` only where the service surely did nothing, so that it may be repeated."""
+    status, code, why = _read(error)
+    kind: type[StoreError]
+    if status == 412 or code == "BlobAlreadyExists" or (status is None and type(error).__name__ == "AlreadyExistsError"):
+        kind, why = ObjectExists, "an object of this name exists."
+    elif status == 404:
+        kind, why = StoreError, "the bucket does not exist."
+    elif status in {409, 408} or (status is not None and status >= 500 and status not in {501, 507}):
+        kind = OutcomeUnknown  # 409: S3 met another writer of the same name, and does not say who won
+    elif status is None and _connection(error) != "Connect":
+        kind = OutcomeUnknown
+    elif status == 501:
+        kind = StoreUnsuitable
+    else:
+        kind = _kind(error, status, code)
+    return kind(failure("create", key, url, why))
+
+
+def _kind(error: Exception, status: int | None, code: str | None) -> type[StoreError]:
+    if code in _QUOTA or status == 507:
+        return StoreFull
+    if status in {401, 403}:
+        return StoreDenied
+    if status is None and _METADATA_SERVICE in str(error):
+        return StoreDenied
+    if status in {408, 409, 425, 429} or (status is not None and status >= 500 and status != 501):
+        return StoreUnavailable
+    if status is None and _connection(error) is not None:
+        return StoreUnavailable
+    return StoreError
+
+
+def _read(error: Exception) -> tuple[int | None, str | None, str]:
+    """HTTP status, the service's own code, and a sentence without addresses."""
+    text = str(error)
+    found = _STATUS.search(text)
+    status = int(found.group(1)) if found else None
+    service = _SERVICE_CODE.search(text)
+    code = service.group(1) if service else None
+    if status is None and _METADATA_SERVICE in text:
+        return None, None, "no credentials were found."
+    if found:
+        reason = found.group(2).split(":", 1)[0].strip()
+        return status, code, f"the service answered {status} {reason}{f' ({code})' if code else ''}."
+    connection = _connection(error)
+    if connection is not None:
+        return None, None, f"the connection failed ({connection})."
+    return None, None, _ADDRESS.sub("…", text.split("\n", 1)[0])[:300].rstrip(".") + "."
+
+
+def _connection(error: Exception) -> str | None:
+    """How the connection failed (Connect, Timeout, Request, Interrupted…), if that is what happened. After "Connect" nothing was sent."""
+    found = _CONNECTION.search(str(error))
+    return found.group(1) if found else None

@@ -1,0 +1,75 @@
+"""An HTTP server that fails on purpose, in the language of S3: to hold the client library to what it says about failures."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Answer = int | tuple[int, str] | str
+"""A status, a status and the service's code for it, or how to misbehave: "hang", "drop" (the connection), "short" (a body)."""
+
+
+class FailingServer:
+    """Gives `answers` in turn, the last one for ever; `requests` are the methods that came, `paths` what they were for."""
+
+    def __init__(self, port: int, answers: list[Answer]) -> None:
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self.answers = answers
+        self.requests: list[str] = []
+        self.paths: list[str] = []
+        self.released = threading.Event()
+
+
+@contextlib.contextmanager
+def failing_server(*answers: Answer) -> Iterator[FailingServer]:
+    """A running `FailingServer`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            state.requests.append(self.command)
+            state.paths.append(self.path)
+            answer = state.answers.pop(0) if len(state.answers) > 1 else state.answers[0]
+            if answer == "hang":
+                state.released.wait(30)
+            if isinstance(answer, str) and answer != "short":
+                self.close_connection = True
+                with contextlib.suppress(OSError):
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            status, code = answer if isinstance(answer, tuple) else (206 if answer == "short" else answer, "Scripted")
+            body = b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
+            if answer == "short":
+                body = b"abc"
+                self.close_connection = True
+            self.send_response(int(status))
+            self.send_header("ETag", '"x"')
+            self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+            if answer == "short":
+                self.send_header("Content-Range", "bytes 0-99/100")
+            self.send_header("Content-Length", "100" if answer == "short" else str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = answer
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state = FailingServer(server.server_port, list(answers))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield state
+    finally:
+        state.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,52 @@
+"""The stores that need no server keep every promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import obstore.store
+import pytest
+
+from deltawire.store import Store, StoreOptions, open_store
+from deltawire.store.local import LocalStore
+from deltawire.store.memory import MemoryStore
+from deltawire.store.remote import Clients, RemoteStore
+from deltawire.testing import FaultyStore, StoreConformance
+
+
+class TestLocalStore(StoreConformance):
+    @pytest.fixture
+    def open_place(self, tmp_path: Path) -> Callable[[], Store]:
+        return lambda: LocalStore(tmp_path / "not" / "there" / "yet")
+
+
+class TestMemoryStore(StoreConformance):
+    @pytest.fixture
+    def open_place(self) -> Callable[[], Store]:
+        place = MemoryStore("conformance")
+        return lambda: place
+
+
+class TestFaultyStoreWithoutFaults(StoreConformance):
+    @pytest.fixture
+    def open_place(self) -> Callable[[], Store]:
+        place = MemoryStore("conformance")
+        return lambda: FaultyStore(place)
+
+
+class TestRemoteStoreOverMemory(StoreConformance):
+    """The code for remote stores with the library's own memory behind it: what is left to the servers' suites is the services."""
+
+    @pytest.fixture
+    def open_place(self) -> Callable[[], Store]:
+        memory = obstore.store.MemoryStore()
+        clients = Clients(memory, memory, memory, memory)
+        return lambda: RemoteStore(clients, url="test://bucket/some/prefix", prefix="some/prefix", options=StoreOptions(part_bytes=5 << 20))
+
+
+def test_a_memory_store_is_shared_by_name() -> None:
+    first, second, other = (open_store(f"memory://{name}") for name in ("shared-name", "shared-name", "other-name"))
+    first.put("key", b"x")
+    assert second.get("key", limit=1) == b"x"
+    assert list(other.list("")) == []

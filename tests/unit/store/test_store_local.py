@@ -1,0 +1,193 @@
+"""The local store: nothing half written is ever seen, whatever kills the writer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deltawire.errors import ObjectMissing, OutcomeUnknown, StoreDenied, StoreError, StoreFull, StoreUnavailable, StoreUnsuitable
+from deltawire.store.local import LocalStore
+
+WRITER = """
+import sys
+from deltawire.store.local import LocalStore
+store, number = LocalStore(sys.argv[1]), 0
+print("ready", flush=True)
+while True:
+    number += 1
+    byte = bytes([number % 256])
+    store.put("HEAD", [byte * 300_000] * 10)
+    store.put(f"data/{number:06}/object", byte * 3_000_000)
+    store.put_if_absent(f"commit/{number:06}", byte * 60_000)
+    store.delete([f"data/{number - 3:06}/object", f"commit/{number - 3:06}"])
+"""
+SIZES = {"HEAD": 3_000_000, "data": 3_000_000, "commit": 60_000}
+
+
+def _temporaries(root: Path) -> list[Path]:
+    return list((root / ".deltawire-tmp").iterdir())
+
+
+def test_a_killed_writer_leaves_whole_objects_only(tmp_path: Path) -> None:
+    for turn in range(6):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"ready\n"
+            time.sleep(0.03 + 0.017 * turn)
+        finally:
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+            if writer.stdout is not None:
+                writer.stdout.close()
+        store = LocalStore(tmp_path)
+        for info in store.list(""):
+            content = store.get(info.key, limit=SIZES[info.key.split("/")[0]])
+            assert len(content) == info.size == SIZES[info.key.split("/")[0]]
+            assert content == content[:1] * len(content)
+        store.delete([info.key for info in store.list("")])
+        store.put("cleans", b"up")
+        assert _temporaries(tmp_path) == []
+        store.delete(["cleans"])
+        # A writer killed between making a folder and filling it leaves the folder, empty; nothing else.
+        assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+
+
+def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_path: Path) -> None:
+    first = LocalStore(tmp_path)
+    seen: list[int] = []
+
+    def pieces() -> list[bytes]:
+        (tmp_path / ".deltawire-tmp" / "left-by-a-dead-writer").write_bytes(b"half an obj")
+        LocalStore(tmp_path).put("other", b"written meanwhile, after cleaning up")
+        seen.append(len(_temporaries(tmp_path)))
+        return [b"who", b"le"]
+
+    first.put("object", (piece for turn in (pieces,) for piece in turn()))
+    assert seen == [1]
+    assert first.get("object", limit=10) == b"whole"
+    assert _temporaries(tmp_path) == []
+
+
+def test_temporaries_are_neither_listed_nor_reachable(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("object", b"x")
+    (tmp_path / ".deltawire-tmp" / "something").write_bytes(b"x")
+    (tmp_path / "not a key").write_bytes(b"x")
+    assert [info.key for info in store.list("")] == ["object"]
+    with pytest.raises(StoreError):
+        store.get(".deltawire-tmp/something", limit=10)
+
+
+def test_everything_is_flushed_before_a_write_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str]] = []
+
+    def named(file: int) -> str:
+        return os.readlink(f"/proc/self/fd/{file}")
+
+    real_fsync, real_link, real_replace = os.fsync, os.link, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append(("fsync", named(file))), real_fsync(file))[1])
+    monkeypatch.setattr(os, "link", lambda a, b: (events.append(("name", str(a))), real_link(a, b))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("name", str(a))), real_replace(a, b))[1])
+    store = LocalStore(tmp_path)
+    store.put("warm", b"up")
+    for write in (lambda: store.put_if_absent("a/b/created", b"x"), lambda: store.put("a/b/put", b"x")):
+        events.clear()
+        write()
+        temporary = next(path for kind, path in reversed(events) if kind == "name")
+        named_at = max(index for index, event in enumerate(events) if event == ("name", temporary))
+        assert ("fsync", temporary) in events[:named_at]
+        for folder in ("a/b", "a", "."):
+            assert ("fsync", str((tmp_path / folder).resolve())) in events[named_at:]
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, StoreFull),
+        (errno.EDQUOT, StoreFull),
+        (errno.EACCES, StoreDenied),
+        (errno.EROFS, StoreDenied),
+        (errno.EIO, StoreUnavailable),
+        (errno.EINVAL, StoreError),
+    ],
+)
+def test_errors_of_the_file_system_are_translated_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[StoreError]
+) -> None:
+    store = LocalStore(tmp_path)
+    store.put("object", b"old")
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", fail)
+        for write in (lambda: store.put("object", b"new"), lambda: store.put_if_absent("created", b"new")):
+            with pytest.raises(expected) as raised:
+                write()
+            assert type(raised.value) is expected
+    assert store.get("object", limit=10) == b"old"
+    with pytest.raises(ObjectMissing):
+        store.head("created")
+    assert _temporaries(tmp_path) == []
+
+
+def test_a_creation_that_may_not_survive_a_crash_is_of_unknown_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put("warm", b"up")
+
+    def fail(_: Path) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr("deltawire.store.local.sync_folder", fail)
+    with pytest.raises(OutcomeUnknown):
+        store.put_if_absent("created", b"x")
+    with pytest.raises(StoreUnavailable):
+        store.put("put", b"x")
+
+
+def test_a_file_system_without_links_is_unsuitable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(StoreUnsuitable, match="hard links"):
+        LocalStore(tmp_path).put_if_absent("created", b"x")
+
+
+def test_a_name_is_an_object_or_a_folder_and_not_both(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", b"x")
+    with pytest.raises(StoreError):
+        store.put("a/b", b"x")
+    store.put("folder/object", b"x")
+    with pytest.raises(StoreError):
+        store.put("folder", b"x")
+    assert [info.key for info in store.list("")] == ["a", "folder/object"]
+
+
+def test_a_folder_sorts_by_its_slash(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    keys = ["b-c", "b.c", "b/c", "b/d", "b0"]
+    for key in keys:
+        store.put(key, b"")
+    assert [info.key for info in store.list("")] == keys
+    assert [info.key for info in store.list("", after="b.c")] == keys[2:]
+    assert [info.key for info in store.list("", after="b/c")] == keys[3:]
+
+
+def test_reading_creates_nothing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "absent")
+    assert list(store.list("")) == []
+    store.delete(["nothing"])
+    with pytest.raises(ObjectMissing):
+        store.get("nothing", limit=1)
+    assert not (tmp_path / "absent").exists()
