@@ -29,7 +29,8 @@ from .safetensors_header import ALIGNMENT, TensorEntry, build_header, place_in_o
 from .staged_output import StagedOutput, refuse_overlap, sync_file
 
 _BUFFER_BYTES = 8 << 20
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".index.json")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".index.json")
+"""Of files that hold or list weights. Where weights are changed or written anew, the others of a directory would be stale."""
 
 Progress = Callable[[int], None]
 
@@ -269,7 +270,7 @@ def _copy_companions(source: Checkpoint, target: Path) -> list[str]:
             relative = here / name
             if str(relative) in own:
                 continue
-            if name.lower().endswith(_WEIGHT_SUFFIXES) or not (Path(folder) / name).is_file():
+            if name.lower().endswith(WEIGHT_SUFFIXES) or not (Path(folder) / name).is_file():
                 left_out.append(str(relative))
                 continue
             (target / here).mkdir(parents=True, exist_ok=True)

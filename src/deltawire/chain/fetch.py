@@ -1,0 +1,190 @@
+"""Data objects, read and checked against their records. Nothing that was not checked is handed out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from blake3 import blake3
+
+from ..errors import DataDamaged, DataMissing, LimitExceeded, ObjectMissing, VersionGone
+from ..events import OnEvent, Stopwatch, emit
+from ..format.records import FileEntry, Limits
+from ..store.base import Progress, Store
+from ..store.keys import check_data_key
+
+Collected = Callable[[], bool]
+"""Asked when an object is missing: whether that is because it was collected as garbage."""
+
+_THREADED_HASH = 1 << 20
+"""From this size on BLAKE3 is worth several threads."""
+
+_WINDOW = 64 << 20
+_Result = TypeVar("_Result")
+
+
+class Fetcher:
+    """Reads data objects from a store. May be used from several threads.
+
+    An object that is damaged is read once more. One that is missing is waited for, up to `patience` seconds: replication may deliver a
+    commit before its data. At most `streams` objects are in flight in `prefetch`, and about `budget` bytes of them in memory.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        streams: int = 4,
+        limits: Limits | None = None,
+        budget: int = 1 << 30,
+        patience: float = 30.0,
+        watch: Stopwatch | None = None,
+        on_event: OnEvent | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self.watch = watch or Stopwatch()
+        self._streams = streams
+        self._limits = limits or Limits()
+        self._budget = budget
+        self._patience = patience
+        self._on_event = on_event
+        self._sleep = sleep
+        self._clock = clock
+
+    def fetch(self, entry: FileEntry, *, collected: Collected | None = None, progress: Progress | None = None) -> memoryview:
+        """The bytes of an object, in memory of their own.
+
+        `DataDamaged` if they are not what the record says, `DataMissing` if there is none in time, `VersionGone` if it was collected.
+        """
+        self._check(entry)
+        return self._twice(entry, collected, lambda: self._read(entry, progress))
+
+    def prefetch(
+        self, entries: Sequence[FileEntry], *, collected: Collected | None = None, progress: Progress | None = None
+    ) -> Iterator[tuple[FileEntry, memoryview]]:
+        """Each object as `fetch` gives it, in order, with the next ones on their way while the caller works on this one."""
+        for entry in entries:
+            self._check(entry)
+        if len(entries) < 2:
+            for entry in entries:
+                yield entry, self.fetch(entry, collected=collected, progress=progress)
+            return
+        waiting = deque(entries)
+        flying: deque[tuple[FileEntry, Future[memoryview]]] = deque()
+        in_memory = 0
+        with ThreadPoolExecutor(min(self._streams, len(entries)), thread_name_prefix="deltawire-fetch") as pool:
+            try:
+                while waiting or flying:
+                    while waiting and (not flying or (in_memory + waiting[0].size <= self._budget and len(flying) < 2 * self._streams)):
+                        entry = waiting.popleft()
+                        in_memory += entry.size
+                        flying.append((entry, pool.submit(self.fetch, entry, collected=collected, progress=progress)))
+                    entry, future = flying.popleft()
+                    data = future.result()
+                    del future
+                    yield entry, data
+                    del data
+                    in_memory -= entry.size
+            finally:
+                for _, future in flying:
+                    future.cancel()
+
+    def fetch_to_file(self, entry: FileEntry, path: Path, *, collected: Collected | None = None, progress: Progress | None = None) -> None:
+        """Write an object to a new file, through a window of bounded size; when this returns the file is whole and on disk.
+
+        Raises as `fetch` does, `FileExistsError`, or `OSError` where it cannot be written. On any error there is no file.
+        """
+        self._check(entry)
+        try:
+            with path.open("xb") as file:
+                self._twice(entry, collected, lambda: self._copy(entry, file.fileno(), progress))
+                os.fsync(file.fileno())
+        except FileExistsError:
+            raise
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def _check(self, entry: FileEntry) -> None:
+        check_data_key(entry.key)
+        if entry.size > self._limits.file_bytes:
+            raise LimitExceeded(f"{entry.key} claims {entry.size:,} bytes; {self._limits.file_bytes:,} are allowed.")
+
+    def _read(self, entry: FileEntry, progress: Progress | None) -> memoryview:
+        buffer = np.empty(entry.size, np.uint8).data
+        with self.watch.phase("fetch"):
+            self._fill(entry, buffer, 0, progress)
+        with self.watch.phase("verify"):
+            found = blake3(buffer, max_threads=blake3.AUTO if len(buffer) >= _THREADED_HASH else 1).hexdigest()
+        self._compare(entry, found)
+        return buffer
+
+    def _copy(self, entry: FileEntry, descriptor: int, progress: Progress | None) -> None:
+        """Two windows take turns: one is filled from the store while the other is hashed and written."""
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.ftruncate(descriptor, 0)
+        hasher = blake3(max_threads=blake3.AUTO)
+        windows = [np.empty(min(_WINDOW, entry.size), np.uint8).data for _ in range(2)]
+        starts = range(0, entry.size, _WINDOW)
+
+        def fill(number: int) -> memoryview:
+            window = windows[number % 2][: min(_WINDOW, entry.size - starts[number])]
+            with self.watch.phase("fetch"):
+                self._fill(entry, window, starts[number], progress)
+            return window
+
+        with ThreadPoolExecutor(1, thread_name_prefix="deltawire-fetch") as ahead:
+            filling = ahead.submit(fill, 0) if starts else None
+            for number in range(len(starts)):
+                assert filling is not None
+                window = filling.result()
+                if number + 1 < len(starts):
+                    filling = ahead.submit(fill, number + 1)
+                with self.watch.phase("verify"):
+                    hasher.update(window)
+                with self.watch.phase("write"):
+                    _write_all(descriptor, window)
+        self._compare(entry, hasher.hexdigest())
+
+    def _fill(self, entry: FileEntry, buffer: memoryview, offset: int, progress: Progress | None) -> None:
+        if len(buffer):
+            self.store.read_into(entry.key, buffer, offset=offset, progress=progress)
+
+    def _compare(self, entry: FileEntry, found: str) -> None:
+        if found != entry.blake3:
+            raise DataDamaged(f"{entry.key} in {self.store.url} has the BLAKE3 {found}.")
+
+    def _twice(self, entry: FileEntry, collected: Collected | None, read: Callable[[], _Result]) -> _Result:
+        try:
+            return self._patiently(entry, collected, read)
+        except DataDamaged as error:
+            emit(self._on_event, "retrying", key=entry.key, reason=str(error))
+            return self._patiently(entry, collected, read)
+
+    def _patiently(self, entry: FileEntry, collected: Collected | None, read: Callable[[], _Result]) -> _Result:
+        deadline = self._clock() + self._patience
+        pause = 0.1
+        while True:
+            try:
+                return read()
+            except ObjectMissing:
+                if collected is not None and collected():
+                    raise VersionGone(f"{entry.key} was collected from {self.store.url}.") from None
+                if self._clock() + pause > deadline:
+                    raise DataMissing(f"{entry.key} is not in {self.store.url}.") from None
+            emit(self._on_event, "retrying", key=entry.key, reason="missing")
+            self._sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

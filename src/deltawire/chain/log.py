@@ -1,0 +1,354 @@
+"""The chain as it lies in the store: which commits there are, and whether they fit together (docs/protocol.md §5).
+
+Commits are immutable and never deleted, so what was read once is kept. That a slot is empty is never kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+
+from ..errors import (
+    ChainBroken,
+    CorruptRecord,
+    DataMissing,
+    LimitExceeded,
+    NoChain,
+    ObjectMissing,
+    RollbackDetected,
+    RunMismatch,
+    UnsupportedVersion,
+    VersionUnknown,
+)
+from ..format.canonical import MAX_INTEGER
+from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Head, Limits, Mark, Run, Shortcut, check_same_run, record_hash
+from ..format.signing import check_signature
+from ..store import keys
+from ..store.base import Store
+from .version import Version
+
+_KEPT_BYTES = 32 << 20
+_NEAR = 8
+"""So many commits are read one by one before other ways are looked for."""
+
+
+class ChainLog:
+    """The reading side of a chain, for publishers and subscribers alike. May be used from several threads.
+
+    `known` is the newest commit that was ever accepted, perhaps by an earlier process: a chain that does not lead to it is refused
+    (`RollbackDetected`, `ChainBroken`). It moves up as newer ones are accepted. With `trusted_keys`, what none of them signed is refused.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        run: str | None = None,
+        trusted_keys: Collection[str] = (),
+        known: CommitRef | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self.store = store
+        self.known = known
+        self._run_name = run
+        self._trusted = frozenset(trusted_keys)
+        self._own_limits = limits or Limits()
+        self._run: Run | None = None
+        self._kept: OrderedDict[int, tuple[bytes, str, Commit]] = OrderedDict()
+        self._kept_bytes = 0
+        self._sound: set[int] = set()
+        """Slots whose commits are known not to be void: no commit before them has a higher epoch."""
+        self._lock = threading.RLock()
+
+    @property
+    def run(self) -> Run:
+        """Identity and limits of the chain. `NoChain` where there is none yet, `RunMismatch` for another than was asked for."""
+        if self._run is None:
+            data = self._get(keys.RUN)
+            if data is None:
+                raise NoChain(f"{self.store.url} holds no {keys.RUN}.")
+            run = Run.parse(data)
+            if self._run_name is not None and run.run != self._run_name:
+                raise RunMismatch(f"{self.store.url} holds the run {run.run!r}, not {self._run_name!r}.")
+            self._run = run
+        return self._run
+
+    @property
+    def limits(self) -> Limits:
+        """What records may claim: the run's limits, and the reader's own."""
+        return self.run.limits.within(self._own_limits)
+
+    def read(self, seq: int) -> Commit | None:
+        """The commit in a slot, None if the slot is empty. Its form, run, limits and signature are checked; not what it links to."""
+        found = self._slot(seq)
+        return None if found is None else found[2]
+
+    def raw(self, seq: int) -> bytes | None:
+        """The bytes of the commit in a slot."""
+        found = self._slot(seq)
+        return None if found is None else found[0]
+
+    def hash(self, seq: int) -> str:
+        """The hash that links to this slot must carry. `VersionUnknown` if it is empty."""
+        found = self._slot(seq)
+        if found is None:
+            raise VersionUnknown(f"the chain at {self.store.url} has no commit {seq}.")
+        return found[1]
+
+    def ref(self, commit: Commit) -> CommitRef:
+        """A reference to a commit that was read from here."""
+        return commit.ref(self.hash(commit.seq))
+
+    def head(self) -> Commit | None:
+        """What the newest slot holds, None while all are empty. It may be a fence, or void: see `in_force`.
+
+        Accepted only if it leads down to `known`, which then moves up to it.
+        """
+        known = self.known
+        if known is not None:
+            self._require_known(known)
+        if known is not None and self.read(known.seq + 1) is None:
+            return self.read(known.seq)
+        start = self._starting_point(known)
+        if start is None:
+            return None
+        head = self._gallop(start)
+        self.accept(head)
+        return head
+
+    def accept(self, commit: Commit) -> None:
+        """Move `known` up to a newer commit of this chain, after checking that it leads down to what was known."""
+        known = self.known
+        if known is not None and commit.seq > known.seq:
+            found = self.ancestor(commit, known.seq)
+            if self.hash(found.seq) != known.commit:
+                raise RollbackDetected(f"commit {known.seq} in {self.store.url} is not the one that was seen before.")
+        if known is None or commit.seq > known.seq:
+            self.known = self.ref(commit)
+
+    def forget(self) -> None:
+        """Read everything anew from here on: something was wrong, and it may have been what was read. `known` stays."""
+        with self._lock:
+            self._kept.clear()
+            self._kept_bytes = 0
+            self._sound.clear()
+
+    def in_force(self, head: Commit) -> Commit:
+        """The newest commit at or before `head` that is not void."""
+        while self.is_void(head):
+            head = self.ancestor(head, head.seq - 1)
+        return head
+
+    def is_void(self, commit: Commit) -> bool:
+        """Whether a commit before this one has a higher epoch, so that this one is ignored.
+
+        Reads back to the fence that began its epoch at most: a writer looks at the slot before its fence, so the fence itself is not void.
+        """
+        if commit.seq in self._sound:
+            return False
+        # Epochs are claimed before they are used, one after the other: if the next was not claimed, no commit can have a higher one.
+        near = any(seq in self._sound for seq in range(commit.seq - _NEAR, commit.seq))
+        if near or self._get(keys.epoch_key(commit.epoch + 1)) is not None:
+            earlier, at_fence = commit, False
+            while earlier.seq > 0 and earlier.seq not in self._sound and not at_fence:
+                at_fence = earlier.kind == "fence" and earlier.epoch == commit.epoch
+                earlier = self.ancestor(earlier, earlier.seq - 1)
+                if earlier.epoch > commit.epoch:
+                    return True
+        self._sound.add(commit.seq)
+        return False
+
+    def previous(self, commit: Commit) -> Commit | None:
+        """The newest commit before this one that is not void, given one that is not void itself; None before the first."""
+        if commit.kind == "fence":
+            found = None if commit.base is None else self.ancestor(commit, commit.base.seq)
+        else:
+            # Its writer's fence lies before it, so whatever is of a lower epoch came after that fence, and is void.
+            found = self.ancestor(commit, commit.seq - 1)
+            while found.epoch < commit.epoch:
+                found = self.ancestor(found, found.seq - 1)
+        if found is not None and found.epoch > commit.epoch:
+            raise ChainBroken(f"commit {commit.seq} in {self.store.url} is of epoch {commit.epoch}, but {found.epoch} comes before it.")
+        if found is not None:
+            self._sound.add(found.seq)
+        return found
+
+    def tail(self, after: int) -> Iterator[Commit]:
+        """The commits after a slot, in order, each checked against its parent; void ones are left out. −1 starts at the beginning."""
+        previous = self.read(after) if after >= 0 else None
+        if previous is None and after >= 0:
+            raise VersionUnknown(f"the chain at {self.store.url} has no commit {after}.")
+        epoch = self.in_force(previous).epoch if previous is not None else 0
+        seq = after + 1
+        while (commit := self.read(seq)) is not None:
+            if previous is not None and commit.parent != self.hash(previous.seq):
+                raise ChainBroken(f"commit {seq} in {self.store.url} does not follow commit {seq - 1}: its parent is another.")
+            if self.known is not None and previous is not None and self.known == self.ref(previous):
+                self.known = self.ref(commit)
+            if commit.epoch >= epoch:
+                epoch = commit.epoch
+                self._sound.add(seq)
+                yield commit
+            previous, seq = commit, seq + 1
+
+    def ancestor(self, of: Commit, seq: int) -> Commit:
+        """The commit in an earlier slot, reached by the hashes in `parent` and `links` alone.
+
+        `ChainBroken` where they lead astray, `DataMissing` where they lead to an empty slot.
+        """
+        if not 0 <= seq <= of.seq:
+            raise VersionUnknown(f"commit {seq} is not one of those up to {of.seq}.")
+        current = of
+        while current.seq > seq:
+            target, expected = min(link for link in _ways_down(current) if link[0] >= seq)
+            found = self.read(target)
+            if found is None:  # a cache or a replica may be behind, and show it later
+                raise DataMissing(f"commit {target}, which commit {current.seq} links to, is not in {self.store.url}.")
+            if self.hash(target) != expected:
+                raise ChainBroken(f"commit {target} in {self.store.url} is another than the one that commit {current.seq} links to.")
+            if current.seq in self._sound and found.epoch > current.epoch:
+                raise ChainBroken(f"commit {target} in {self.store.url} is of epoch {found.epoch}, but {current.epoch} comes after it.")
+            current = found
+        return current
+
+    def version(self, seq: int) -> Version:
+        """The version in force at a slot. `VersionUnknown` where the chain has none."""
+        commit = self.read(seq)
+        if commit is None or commit.state_seq is None or self.is_void(commit):
+            raise VersionUnknown(f"the chain at {self.store.url} has no version {seq}.")
+        return Version.of(self.state_commit(commit))
+
+    def state_commit(self, commit: Commit) -> Commit:
+        """The commit that made the state which this one leaves in force: itself, or for a fence the version before it."""
+        if commit.state_seq is None:
+            raise VersionUnknown(f"nothing is published yet in {self.store.url}.")
+        made = self.ancestor(commit, commit.state_seq)
+        if made.kind == "fence" or made.digest != commit.digest:
+            raise ChainBroken(f"commit {commit.seq} in {self.store.url} says that version {made.seq} is in force, which does not fit it.")
+        return made
+
+    def shortcuts(self, after: int | None, upto: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """Shortcuts to versions above `after`, up to `upto`, by their names alone: versions with an anchor, and (seq, base) of skips."""
+        return self.anchors(after, upto), self.skips(after, upto)
+
+    def anchors(self, after: int | None, upto: int) -> list[int]:
+        """The versions of which anchors are listed."""
+        found = []
+        for info in self.store.list(keys.ANCHORS, after=None if after is None else keys.anchor_key(after)):
+            seq = keys.parse_anchor_key(info.key)
+            if seq is not None and seq > upto:
+                break
+            if seq is not None:
+                found.append(seq)
+        return found
+
+    def skips(self, after: int | None, upto: int) -> list[tuple[int, int]]:
+        """(seq, base) of the skips that are listed."""
+        found = []
+        for info in self.store.list(keys.SKIPS, after=None if after is None else keys.skip_key(after, 10**20 - 1)):
+            pair = keys.parse_skip_key(info.key)
+            if pair is not None and pair[0] > upto:
+                break
+            if pair is not None:
+                found.append(pair)
+        return found
+
+    def shortcut(self, seq: int, base: int | None = None) -> Shortcut | None:
+        """The record of an anchor, or of a skip from `base`; None if there is none. Not yet compared with the chain's commits."""
+        key = keys.anchor_key(seq) if base is None else keys.skip_key(seq, base)
+        data = self._get(key)
+        if data is None:
+            return None
+        shortcut = Shortcut.parse(data)
+        check_same_run(shortcut.id, self.run, key)
+        if (shortcut.target.seq, shortcut.base and shortcut.base.seq) != (seq, base):
+            raise CorruptRecord(f"{key} holds {shortcut.describe()}.")
+        self.limits.check(shortcut)
+        check_signature(shortcut, self._trusted)
+        return shortcut
+
+    def mark(self) -> Mark | None:
+        """The newest announcement of what will be deleted; None before the first."""
+        numbers = [number for info in self.store.list(keys.MARKS) if (number := keys.parse_mark_key(info.key)) is not None]
+        if not numbers:
+            return None
+        data = self.store.get(keys.mark_key(numbers[-1]), limit=MAX_RECORD_BYTES)
+        mark = Mark.parse(data)
+        check_same_run(mark.id, self.run, keys.mark_key(numbers[-1]))
+        return mark
+
+    def floor(self) -> int:
+        """Data that only versions up to this one need may be gone; −1 while nothing was ever collected."""
+        mark = self.mark()
+        return -1 if mark is None else mark.floor
+
+    def _require_known(self, known: CommitRef) -> None:
+        if self.read(known.seq) is None:
+            raise RollbackDetected(f"commit {known.seq} was seen before, but is not in {self.store.url}.")
+        if self.hash(known.seq) != known.commit:
+            raise RollbackDetected(f"commit {known.seq} in {self.store.url} is not the one that was seen before.")
+
+    def _starting_point(self, known: CommitRef | None) -> int | None:
+        """A slot that is filled, the highest that is at hand; None if there is none."""
+        hint = self._hint()
+        start = -1 if known is None else known.seq
+        if hint is not None and hint > start and self.read(hint) is not None:
+            return hint
+        return known.seq if known is not None else 0 if self.read(0) is not None else None
+
+    def _hint(self) -> int | None:
+        try:
+            data = self._get(keys.HEAD)
+            return None if data is None else Head.parse(data).seq
+        except (CorruptRecord, UnsupportedVersion):  # anybody may have overwritten it; it is only a hint
+            return None
+
+    def _gallop(self, start: int) -> Commit:
+        """The highest filled slot, given one: slots are filled without gaps."""
+        filled, stride = start, 1
+        while filled + stride <= MAX_INTEGER and self.read(filled + stride) is not None:
+            filled, stride = filled + stride, 2 * stride
+        empty = filled + stride
+        while empty - filled > 1:
+            middle = (filled + empty) // 2
+            filled, empty = (middle, empty) if self.read(middle) is not None else (filled, middle)
+        head = self.read(filled)
+        assert head is not None
+        return head
+
+    def _slot(self, seq: int) -> tuple[bytes, str, Commit] | None:
+        with self._lock:
+            if seq in self._kept:
+                self._kept.move_to_end(seq)
+                return self._kept[seq]
+        data = self._get(keys.commit_key(seq))
+        if data is None:
+            return None
+        commit = Commit.parse(data)
+        if commit.seq != seq:
+            raise CorruptRecord(f"slot {seq} in {self.store.url} holds commit {commit.seq}.")
+        check_same_run(commit.id, self.run, f"commit {seq} in {self.store.url}")
+        self.limits.check(commit)
+        check_signature(commit, self._trusted)
+        found = data, record_hash(data), commit
+        with self._lock:
+            if seq not in self._kept:
+                self._kept[seq] = found
+                self._kept_bytes += len(data)
+            while self._kept_bytes > _KEPT_BYTES:
+                self._kept_bytes -= len(self._kept.popitem(last=False)[1][0])
+        return found
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return self.store.get(key, limit=MAX_RECORD_BYTES)
+        except ObjectMissing:
+            return None
+        except LimitExceeded:
+            raise CorruptRecord(f"{key} in {self.store.url} is larger than a record may be.") from None
+
+
+def _ways_down(commit: Commit) -> list[tuple[int, str]]:
+    assert commit.parent is not None  # only slot 0 has none, and nothing lies below it
+    return [(commit.seq - 1, commit.parent), *commit.links]

@@ -1,0 +1,241 @@
+"""Which files lead from a state to a version: what the chain offers, found with few requests, and the cheapest way through it.
+
+Sizes stand in records, and a long chain has many. So a way is planned on presumptions first (every commit is a delta on the one before
+it, a skip costs what its span suggests), then the records along that way are read, from the target down, and the plan is made anew where
+they say otherwise. Every record that a hop rests on is compared with the chain by hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..errors import ChainBroken, CorruptRecord, LimitExceeded, RollbackDetected, SignatureInvalid, UnsupportedVersion, VersionGone
+from ..format.digest import Digest
+from ..format.records import Commit, CommitRef, FileEntry, Shortcut
+from .log import ChainLog
+from .plan import Edge, plan
+
+FAR = 8
+"""Who is more versions behind than this looks for shortcuts before reading commits."""
+
+_TOO_FAR = 4096
+"""Who is more versions behind than this, with an anchor in between, is treated as having nothing."""
+
+Way = tuple[int | None, int, str]
+"""A hop by name: base, target, source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One step of a route: `files` lead from version `base`, or from nothing, to `target`. "fence", "rewind" and "undo" have none.
+
+    `base_digest` is that of the state it starts from.
+    """
+
+    target: Commit
+    base: int | None
+    files: tuple[FileEntry, ...]
+    source: str
+    base_digest: Digest | None = None
+
+    @property
+    def way(self) -> Way:
+        """Its name, to plan without it."""
+        return self.base, self.target.seq, self.source
+
+
+def find_route(
+    log: ChainLog, have: CommitRef | None, target: Commit, *, extra: Sequence[Edge] = (), without: Collection[Way] = ()
+) -> list[Hop]:
+    """The hops that lead from what the reader has to `target`, a commit that is not void. Empty if it is there already.
+
+    `extra` are ways of the reader's own ("undo"), `without` those that proved unusable. `VersionGone` if nothing that is left leads there,
+    `ChainBroken` where the chain contradicts itself.
+    """
+    if have is not None and have.seq == target.seq:
+        if have.commit != log.hash(target.seq):
+            raise RollbackDetected(f"commit {have.seq} is not the one that was seen before.")
+        return []
+    if have is not None and 0 < target.seq - have.seq <= FAR:
+        try:
+            return _Ways(log, have, target, extra, without).route()
+        except VersionGone:
+            pass  # not by commits alone
+    # What is at hand may be a dead end, so ways from nothing come next; and what may be gone may also still be there.
+    starts = dict.fromkeys((have, None))
+    for trusting in (False, True):
+        for start in starts:
+            ways = _Ways(log, start, target, extra, without)
+            ways.list_shortcuts(trusting)
+            try:
+                return ways.route()
+            except VersionGone as error:
+                gone = error
+    raise gone
+
+
+class _Ways:
+    """All ways to a target that are known, presumed, or were refuted."""
+
+    def __init__(self, log: ChainLog, have: CommitRef | None, target: Commit, extra: Sequence[Edge], without: Collection[Way]) -> None:
+        self._log = log
+        self._have = have
+        self._target = target
+        self._extra = list(extra)
+        self._without = set(without)
+        self._commits: dict[int, Commit] = {target.seq: target}
+        """Commits that the target's hashes lead to."""
+        self._confirmed: dict[int, list[Edge]] = {}
+        """The edges of commits that were read; those of others are presumed."""
+        self._read: set[Way] = set()
+        """Ways whose commits or shortcuts were read and fit the chain."""
+        self._shortcuts: dict[Way, Shortcut] = {}
+        self._presumed_shortcuts: dict[tuple[int | None, int], Edge] = {}
+        self._anchors: list[int] | None = None
+        self._floor = -1
+        self._low = target.seq if have is None else min(have.seq, target.seq)
+        self._delta = target.stored_bytes if target.kind == "delta" else max(1, target.state_bytes // 100)
+        if have is not None:
+            self._confirm_have(have)
+
+    def list_shortcuts(self, trusting: bool) -> None:
+        """Find out what shortcuts there are, and, unless `trusting`, what may be gone."""
+        self._floor = -1 if trusting else self._log.floor()
+        self._anchors = [seq for seq in self._log.anchors(None, self._target.seq) if (None, seq, "anchor") not in self._without]
+        if self._have is not None and self._anchors and self._anchors[-1] - self._have.seq > _TOO_FAR:
+            self._have = None
+        for seq in self._anchors:
+            self._presumed_shortcuts[None, seq] = Edge(None, seq, self._target.state_bytes, 4, "anchor")
+        newest = self._anchors[-1] if self._anchors else 1
+        beyond = self._have is not None and newest <= self._have.seq < self._target.seq
+        self._reach_down_to(self._low if beyond else newest if self._have is None else min(newest, self._low))
+
+    def route(self) -> list[Hop]:
+        """The cheapest way of which every hop was confirmed."""
+        have = None if self._have is None else self._have.seq
+        while True:
+            hops = plan(have, self._target.seq, self._edges()).hops
+            if all(self._confirm(edge) for edge in reversed(hops)):
+                return [self._hop(edge) for edge in hops]
+
+    def _edges(self) -> Iterator[Edge]:
+        yield from self._extra
+        for seq in range(self._low + 1, self._target.seq + 1):
+            if seq not in self._confirmed:
+                yield Edge(seq - 1, seq, self._delta, 1, "commit")
+        if self._anchors is not None and self._low not in self._confirmed and (None, self._low) not in self._presumed_shortcuts:
+            yield Edge(None, self._low, self._target.state_bytes, 4, "commit")
+        for edges in self._confirmed.values():
+            yield from (edge for edge in edges if not self._is_gone(edge))
+        yield from (edge for edge in self._presumed_shortcuts.values() if not self._is_gone(edge))
+
+    def _is_gone(self, edge: Edge) -> bool:
+        return _way(edge) in self._without or (edge.source in ("commit", "skip") and edge.target <= self._floor)
+
+    def _confirm(self, edge: Edge) -> bool:
+        """Read what an edge rests on. False if it is not what it was taken for, so that another way may be better."""
+        if _way(edge) in self._read or edge in self._extra:
+            return True
+        if edge.source in ("skip", "anchor"):  # that of a commit which was read is among those above
+            return self._confirm_shortcut(edge)
+        return self._confirm_commit(edge)
+
+    def _confirm_commit(self, presumed: Edge) -> bool:
+        commit = self._commit(presumed.target)
+        edges = _edges_of(commit)
+        if commit.base is not None:
+            self._check_base(commit, commit.base)
+            if commit.base.seq < self._low and self._anchors is not None:
+                below = [seq for seq in self._anchors if seq <= commit.base.seq]
+                self._reach_down_to(max(below, default=min(1, commit.base.seq)))
+        self._confirmed[commit.seq] = edges
+        self._read.update(map(_way, edges))
+        return any(_bears_out(edge, presumed) and not self._is_gone(edge) for edge in edges)
+
+    def _confirm_have(self, have: CommitRef) -> None:
+        """The reader's own commit matters where it is another's state under a new number: then its reader has that version too."""
+        commit = self._log.read(have.seq)
+        if commit is None or self._log.hash(have.seq) != have.commit:
+            raise RollbackDetected(f"commit {have.seq} is not in {self._log.store.url}, or not the one that was seen before.")
+        if commit.kind in ("fence", "rewind"):
+            self._extra += [edge for edge in _edges_of(commit) if edge.base == have.seq]
+
+    def _confirm_shortcut(self, presumed: Edge) -> bool:
+        shortcut = self._read_shortcut(presumed)
+        del self._presumed_shortcuts[presumed.base, presumed.target]
+        if shortcut is None:
+            return False
+        edge = Edge(presumed.base, presumed.target, shortcut.stored_bytes, len(shortcut.files), presumed.source)
+        self._presumed_shortcuts[edge.base, edge.target] = edge
+        self._shortcuts[_way(edge)] = shortcut
+        self._read.add(_way(edge))
+        return _bears_out(edge, presumed)
+
+    def _read_shortcut(self, edge: Edge) -> Shortcut | None:
+        """The record, if the chain bears it out; a shortcut that it does not is nothing worse than a detour."""
+        try:
+            shortcut = self._log.shortcut(edge.target, edge.base)
+        except (CorruptRecord, SignatureInvalid, LimitExceeded, UnsupportedVersion):
+            return None
+        if shortcut is None:
+            return None
+        target = self._commit(edge.target)
+        fits = shortcut.target == self._log.ref(target) and (shortcut.state_bytes, shortcut.tensors) == (target.state_bytes, target.tensors)
+        if shortcut.base is not None:
+            fits = fits and shortcut.base == self._log.ref(self._commit(shortcut.base.seq))
+        return shortcut if fits else None
+
+    def _hop(self, edge: Edge) -> Hop:
+        target = self._commit_at(edge.target)
+        base = None if edge.base is None else self._commit_at(edge.base)
+        shortcut = self._shortcuts.get(_way(edge))
+        files = shortcut.files if shortcut is not None else target.files if edge.source in ("commit", "anchor") else ()
+        return Hop(target, edge.base, files, edge.source, None if base is None else base.digest)
+
+    def _commit_at(self, seq: int) -> Commit:
+        """Also of what the reader has, which need not lie below the target."""
+        if seq <= self._target.seq:
+            return self._commit(seq)
+        commit = self._log.read(seq)
+        if commit is None:
+            raise ChainBroken(f"commit {seq} is not in {self._log.store.url}.")
+        return commit
+
+    def _commit(self, seq: int) -> Commit:
+        if seq not in self._commits:
+            nearest = min(known for known in self._commits if known > seq)
+            self._commits[seq] = self._log.ancestor(self._commits[nearest], seq)
+        return self._commits[seq]
+
+    def _check_base(self, commit: Commit, base: CommitRef) -> None:
+        if self._log.ref(self._commit(base.seq)) != base:
+            raise ChainBroken(f"commit {commit.seq} has a base {base.seq} that is not the one in the chain.")
+
+    def _reach_down_to(self, low: int) -> None:
+        self._low = low
+        for seq, base in self._log.skips(low, self._target.seq):
+            if base >= low and (base, seq) not in self._presumed_shortcuts and (base, seq, "skip") not in self._without:
+                # Changes of successive versions overlap, so a skip costs less than the deltas that it stands for.
+                estimate = int(self._delta * (seq - base) ** 0.85)
+                self._presumed_shortcuts[base, seq] = Edge(base, seq, estimate, 1, "skip")
+
+
+def _way(edge: Edge) -> Way:
+    return edge.base, edge.target, edge.source
+
+
+def _bears_out(edge: Edge, presumed: Edge) -> bool:
+    """Whether what was read is about as good as what was presumed; where it is not, planning again is worth the while."""
+    return _way(edge) == _way(presumed) and edge.cost <= 2 * presumed.cost
+
+
+def _edges_of(commit: Commit) -> list[Edge]:
+    """The ways that a commit itself opens: its files, or that two numbers mean the same state."""
+    if commit.kind == "anchor":
+        return [Edge(None, commit.seq, commit.stored_bytes, len(commit.files), "anchor")]
+    if commit.base is None:
+        return []
+    if commit.kind == "delta":
+        return [Edge(commit.base.seq, commit.seq, commit.stored_bytes, len(commit.files), "commit")]
+    return [Edge(commit.base.seq, commit.seq, 0, 0, commit.kind), Edge(commit.seq, commit.base.seq, 0, 0, commit.kind)]

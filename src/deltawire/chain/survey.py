@@ -1,0 +1,166 @@
+"""What a chain's location holds and which of it must stay (docs/protocol.md §6). Looks, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from ..errors import CorruptRecord, LimitExceeded, NoChain, ObjectMissing, SignatureInvalid, UnsupportedVersion
+from ..format.records import Commit, FileEntry, Shortcut
+from ..store import keys
+from ..store.base import ObjectInfo
+from .log import ChainLog
+from .pins import lowest_pin
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A whole checkpoint in the store, all of whose files exist with the right size."""
+
+    seq: int
+    files: tuple[FileEntry, ...]
+    is_shortcut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A chain at one moment: its head in force, the highest epoch claimed, verified anchors from the newest down, the lowest pin."""
+
+    head: Commit
+    epoch: int
+    anchors: tuple[Anchor, ...]
+    pin: int | None
+
+    def floor(self, keep_anchors: int) -> int | None:
+        """The highest floor that is allowed: as many verified anchors stay, and what is pinned; None if nothing may be deleted."""
+        if len(self.anchors) < keep_anchors:
+            return None
+        floor = self.anchors[keep_anchors - 1].seq
+        return floor if self.pin is None else min(floor, self.pin)
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """What may go: records of shortcuts, and data."""
+
+    shortcuts: tuple[ObjectInfo, ...]
+    data: tuple[ObjectInfo, ...]
+    kept: int
+    """Data objects that stay."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(info.size for info in (*self.shortcuts, *self.data))
+
+    def __len__(self) -> int:
+        return len(self.shortcuts) + len(self.data)
+
+
+def survey(log: ChainLog, keep_anchors: int, now: datetime) -> Survey:
+    """Look at a chain; `now` is the store's time, by which pins expire."""
+    head = log.head()
+    if head is None:
+        raise NoChain(f"{log.store.url} has no commit.")
+    head = log.in_force(head)
+    anchors = []
+    for anchor in _live_anchors(log, head):
+        if all(_exists(log, entry) for entry in anchor.files):
+            anchors.append(anchor)
+        if len(anchors) == keep_anchors:
+            break
+    return Survey(head, highest_epoch(log), tuple(anchors), lowest_pin(log.store, log.run, now))
+
+
+def highest_epoch(log: ChainLog) -> int:
+    """The highest epoch that a writer has claimed."""
+    numbers = [number for info in log.store.list(keys.EPOCHS) if (number := keys.parse_epoch_key(info.key)) is not None]
+    return max(numbers, default=0)
+
+
+def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
+    """What nothing above `floor` needs. Data that a writer may be about to commit is none of it."""
+    kept_anchor = _newest_anchor_upto(log, found, floor)
+    kept = {entry.key for entry in kept_anchor.files} if kept_anchor else set()
+    for seq in range(found.head.seq, floor, -1):
+        kept |= {entry.key for entry in log.ancestor(found.head, seq).files}
+    shortcuts, collected = [], set()
+    for info, shortcut in _shortcut_records(log):
+        seq = _target_seq(info.key)
+        if seq > floor or (kept_anchor and kept_anchor.is_shortcut and info.key == keys.anchor_key(kept_anchor.seq)):
+            kept |= {entry.key for entry in shortcut.files} if shortcut else set()
+        else:
+            shortcuts.append(info)
+            collected |= {entry.key for entry in shortcut.files} if shortcut else set()
+    garbage, staying = [], 0
+    for info in log.store.list(keys.DATA):
+        place = keys.parse_data_key(info.key)
+        if place is None or info.key in kept:
+            staying += 1
+        elif place.epoch < found.head.epoch or info.key in collected or _was_committed(log, place.seq, floor, info.key):
+            garbage.append(info)
+        else:
+            staying += 1
+    return Garbage(tuple(shortcuts), tuple(garbage), staying)
+
+
+def _live_anchors(log: ChainLog, head: Commit) -> Iterator[Anchor]:
+    """Anchors of the history that led to `head`, newest first. Those that a rewind abandoned lead nowhere, and do not count."""
+    listed = set(log.anchors(None, head.seq))
+    commit: Commit | None = head
+    while commit is not None:
+        if commit.kind == "anchor":
+            yield Anchor(commit.seq, commit.files, False)
+        elif commit.seq in listed:
+            shortcut = _shortcut(log, commit.seq, None)
+            if shortcut is not None and shortcut.target == log.ref(commit):
+                yield Anchor(commit.seq, shortcut.files, True)
+        abandoned_to = commit.base.seq if commit.kind == "rewind" and commit.base is not None else None
+        commit = log.previous(commit) if abandoned_to is None else log.ancestor(commit, abandoned_to)
+
+
+def _newest_anchor_upto(log: ChainLog, found: Survey, floor: int) -> Anchor | None:
+    for anchor in found.anchors:
+        if anchor.seq <= floor:
+            return anchor
+    for anchor in _live_anchors(log, found.head):
+        if anchor.seq <= floor and all(_exists(log, entry) for entry in anchor.files):
+            return anchor
+    return None
+
+
+def _shortcut_records(log: ChainLog) -> Iterator[tuple[ObjectInfo, Shortcut | None]]:
+    """All shortcuts, with their record where it can be read."""
+    for prefix in (keys.ANCHORS, keys.SKIPS):
+        for info in log.store.list(prefix):
+            skip = keys.parse_skip_key(info.key)
+            seq, base = skip if skip is not None else (keys.parse_anchor_key(info.key), None)
+            if seq is not None:
+                yield info, _shortcut(log, seq, base)
+
+
+def _target_seq(key: str) -> int:
+    skip = keys.parse_skip_key(key)
+    seq = skip[0] if skip is not None else keys.parse_anchor_key(key)
+    assert seq is not None
+    return seq
+
+
+def _shortcut(log: ChainLog, seq: int, base: int | None) -> Shortcut | None:
+    try:
+        return log.shortcut(seq, base)
+    except (CorruptRecord, SignatureInvalid, LimitExceeded, UnsupportedVersion):
+        return None
+
+
+def _was_committed(log: ChainLog, seq: int, floor: int, key: str) -> bool:
+    """Whether the commit that an object was uploaded for took it, and is no longer needed. Else its writer may yet commit it."""
+    commit = log.read(seq) if seq <= floor else None
+    return commit is not None and any(entry.key == key for entry in commit.files)
+
+
+def _exists(log: ChainLog, entry: FileEntry) -> bool:
+    try:
+        return log.store.head(entry.key).size == entry.size
+    except ObjectMissing:
+        return False

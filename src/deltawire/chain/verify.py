@@ -1,0 +1,252 @@
+"""Check a whole chain: every record, every link, every file; and, when asked to go deep, every byte and every version."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from ..errors import ChainError, DeltawireError, NoChain, StoreError, UnsupportedVersion, VersionGone
+from ..format.records import Commit, FileEntry, Limits, Shortcut
+from ..store import keys
+from ..store.base import Store
+from .fetch import Fetcher
+from .log import ChainLog
+from .memory_state import MemoryState
+from .rebuild import rebuild
+from .restore import Hop
+
+ReportProgress = Callable[[int, int], None]
+"""Called with the number of commits done, and of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that should not be: `where` is a key, or a version."""
+
+    where: str
+    what: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found. `floor` is −1 where nothing was ever collected; files at or below it may be gone, and are not asked for."""
+
+    commits: int = 0
+    versions: int = 0
+    void: int = 0
+    shortcuts: int = 0
+    files: int = 0
+    bytes: int = 0
+    rebuilt: int = 0
+    floor: int = -1
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(
+    store: Store,
+    deep: bool = False,
+    progress: ReportProgress | None = None,
+    *,
+    trusted_keys: Collection[str] = (),
+    limits: Limits | None = None,
+    threads: int | None = None,
+) -> Report:
+    """Check every commit, link, epoch and signature, and that all files above the floor exist with their size.
+
+    `deep` reads every one of them, rebuilds each version above the floor that can be, and resolves each shortcut; it needs memory for one
+    state. What is wrong with the chain is reported, not raised; what is wrong with the store is raised. `NoChain` where there is none.
+    """
+    return _Check(ChainLog(store, trusted_keys=trusted_keys, limits=limits), progress, threads).run(deep)
+
+
+class _Check:
+    def __init__(self, log: ChainLog, progress: ReportProgress | None, threads: int | None) -> None:
+        self._log = log
+        self._progress = progress
+        self._threads = threads
+        self._report = Report()
+        self._sizes: dict[str, int] = {}
+        self._sound: list[Commit] = []
+
+    def run(self, deep: bool) -> Report:
+        self._report.floor = self._log.floor()
+        self._check_commits()
+        self._check_stray_slots()
+        self._sizes = {info.key: info.size for info in self._log.store.list(keys.DATA)}
+        for commit in self._sound:
+            if commit.seq > self._report.floor:
+                self._check_files(keys.commit_key(commit.seq), commit.files)
+        shortcuts = self._check_shortcuts()
+        if deep:
+            self._rebuild_all(shortcuts)
+        return self._report
+
+    def _problem(self, where: str, what: object) -> None:
+        self._report.problems.append(Problem(where, str(what)))
+
+    def _check_commits(self) -> None:
+        before: Commit | None = None
+        for seq in itertools.count():
+            key = keys.commit_key(seq)
+            try:
+                commit = self._log.read(seq)
+            except (ChainError, UnsupportedVersion) as error:
+                self._problem(key, error)
+                self._report.commits += 1
+                continue
+            if commit is None:
+                break
+            self._report.commits += 1
+            self._check_links(commit)
+            if before is not None and commit.epoch < before.epoch:
+                self._report.void += 1
+                continue
+            self._check_sequence(commit, before)
+            self._sound.append(commit)
+            self._report.versions += commit.kind != "fence"
+            before = commit
+        if not self._report.commits:
+            raise NoChain(f"{self._log.store.url} has no commit.")
+
+    def _check_links(self, commit: Commit) -> None:
+        links = [] if commit.parent is None else [(commit.seq - 1, commit.parent), *commit.links]
+        for seq, expected in links:
+            try:
+                found = self._log.hash(seq)
+            except (ChainError, UnsupportedVersion):
+                continue  # reported when its own turn came
+            if found != expected:
+                self._problem(keys.commit_key(commit.seq), f"it links to a commit {seq} that is not the one in the chain")
+
+    def _check_sequence(self, commit: Commit, before: Commit | None) -> None:
+        """What a commit must have to do with the newest one before it that is not void."""
+        key = keys.commit_key(commit.seq)
+        if commit.epoch != (before.epoch if before else None):
+            if commit.kind != "fence":
+                self._problem(key, f"epoch {commit.epoch} does not begin with a fence")
+            if not self._exists(keys.epoch_key(commit.epoch)):
+                self._problem(key, f"epoch {commit.epoch} was never claimed")
+        if before is None:
+            return
+        if commit.updates != before.updates + (commit.kind != "fence"):
+            self._problem(key, f"it counts {commit.updates} updates after {before.updates}")
+        if commit.base is not None and commit.kind in ("fence", "delta") and commit.base != self._log.ref(before):
+            self._problem(key, f"its base is not commit {before.seq}")
+        if commit.kind == "fence" and commit.state_seq != before.state_seq:
+            self._problem(key, f"it leaves version {commit.state_seq} in force, not {before.state_seq}")
+        if commit.kind == "rewind" and commit.base is not None:
+            base = next((known for known in self._sound if known.seq == commit.base.seq), None)
+            if base is None or self._log.ref(base) != commit.base:
+                self._problem(key, f"its base is not the commit {commit.base.seq} of the chain")
+        if commit.kind in ("fence", "delta") and (commit.tensors, commit.state_bytes) != (before.tensors, before.state_bytes):
+            self._problem(key, "it has other tensors than its base")
+
+    def _check_stray_slots(self) -> None:
+        for info in self._log.store.list(keys.COMMITS, after=keys.commit_key(self._report.commits - 1)):
+            self._problem(info.key, "it lies beyond an empty slot")
+
+    def _check_shortcuts(self) -> list[Shortcut]:
+        by_seq = {commit.seq: commit for commit in self._sound}
+        anchors, skips = self._log.shortcuts(None, 2**63 - 1)
+        found = []
+        names: list[tuple[int, int | None]] = [(seq, None) for seq in anchors]
+        for seq, base in [*names, *skips]:
+            key = keys.anchor_key(seq) if base is None else keys.skip_key(seq, base)
+            self._report.shortcuts += 1
+            try:
+                shortcut = self._log.shortcut(seq, base)
+            except (ChainError, UnsupportedVersion) as error:
+                self._problem(key, error)
+                continue
+            if shortcut is None:  # deleted since it was listed
+                continue
+            ends = [shortcut.target] + ([shortcut.base] if shortcut.base else [])
+            if any(end.seq not in by_seq or self._log.ref(by_seq[end.seq]) != end for end in ends):
+                self._problem(key, "it does not fit the commits of the chain")
+                continue
+            if seq > self._report.floor:
+                self._check_files(key, shortcut.files)
+            found.append(shortcut)
+        return found
+
+    def _check_files(self, where: str, files: tuple[FileEntry, ...]) -> None:
+        for entry in files:
+            self._report.files += 1
+            self._report.bytes += entry.size
+            if entry.key not in self._sizes:
+                self._problem(where, f"{entry.key} is missing")
+            elif self._sizes[entry.key] != entry.size:
+                self._problem(where, f"{entry.key} has {self._sizes[entry.key]:,} bytes, not {entry.size:,}")
+
+    def _rebuild_all(self, shortcuts: list[Shortcut]) -> None:
+        """Go through all versions in order. Each is made by its own files where that is possible: a detour would leave them unread."""
+        fetcher = Fetcher(self._log.store, limits=self._log.limits, patience=0)
+        state = MemoryState(threads=self._threads)
+        for done, commit in enumerate(self._sound, 1):
+            if commit.seq > self._report.floor and commit.digest is not None:
+                self._rebuild(state, commit, fetcher)
+            if state.commit is commit:
+                for shortcut in shortcuts:
+                    if shortcut.base is not None and shortcut.base.seq == commit.seq:
+                        self._try_shortcut(state, shortcut, fetcher)
+            if self._progress:
+                self._progress(done, len(self._sound))
+        for shortcut in shortcuts:
+            if shortcut.base is None and shortcut.target.seq > self._report.floor:
+                self._try_shortcut(MemoryState(threads=self._threads), shortcut, fetcher)
+
+    def _rebuild(self, state: MemoryState, commit: Commit, fetcher: Fetcher) -> None:
+        where = f"version {commit.seq}"
+        at_base = commit.base is not None and state.commit is not None and state.commit.seq == commit.base.seq
+        if commit.kind == "fence":
+            if at_base:
+                state.relabel(commit)
+            return
+        if commit.kind == "anchor":
+            rebuilt = self._load(state, where, Hop(commit, None, commit.files, "anchor"), fetcher)
+        elif commit.kind == "delta" and commit.base is not None and at_base:
+            hop = Hop(commit, commit.base.seq, commit.files, "commit", commit.base.digest)
+            rebuilt = self._attempt(where, lambda: state.apply(state.resolve(hop, fetcher), commit))
+        else:
+            rebuilt = self._attempt(where, lambda: rebuild(state, self._log, fetcher, commit))
+        self._report.rebuilt += rebuilt
+
+    def _try_shortcut(self, state: MemoryState, shortcut: Shortcut, fetcher: Fetcher) -> None:
+        target = next(commit for commit in self._sound if commit.seq == shortcut.target.seq)
+        base = shortcut.base
+        if base is None:
+            self._load(state, shortcut.describe(), Hop(target, None, shortcut.files, "anchor"), fetcher)
+        elif target.seq > self._report.floor:
+            hop = Hop(target, base.seq, shortcut.files, "skip", base.digest)
+            self._attempt(shortcut.describe(), lambda: state.resolve(hop, fetcher))
+
+    def _load(self, state: MemoryState, where: str, hop: Hop, fetcher: Fetcher) -> bool:
+        """Load a checkpoint, and read its other files too, which a state does not need."""
+        others = [entry for entry in hop.files if entry.name is not None and not entry.name.endswith(".safetensors")]
+        intact = [self._attempt(where, functools.partial(fetcher.fetch, entry)) for entry in others]
+        return self._attempt(where, lambda: state.load_anchor(hop, fetcher)) and all(intact)
+
+    def _attempt(self, where: str, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except VersionGone:
+            return False  # collected: it lies above the floor, but what it is made from does not
+        except StoreError:
+            raise
+        except DeltawireError as error:
+            self._problem(where, error)
+            return False
+        return True
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self._log.store.head(key)
+        except StoreError:
+            return False
+        return True

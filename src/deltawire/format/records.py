@@ -1,0 +1,357 @@
+"""The records of a chain, in canonical form (docs/protocol.md §2). Reading is strict: what a reader accepts has one spelling.
+
+Every `parse` raises `CorruptRecord`, or `UnsupportedVersion` for a record of another version. Every `to_bytes` refuses what `parse`
+would refuse (`LimitExceeded` where it is only too long), so that a mistake of the writer shows where it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..errors import CorruptRecord, LimitExceeded
+from .canonical import MAX_RECORD_BYTES, Fields, dump
+from .digest import Digest
+from .record_parts import (
+    HASH,
+    NONCE,
+    READER,
+    CommitRef,
+    FileEntry,
+    Limits,
+    Signature,
+    hex_or_none,
+    is_data_key,
+    is_reader_name,
+    link_targets,
+    read_digest,
+    read_epoch,
+    read_links,
+    read_signature,
+    record_hash,
+)
+from .record_rules import check_commit, check_shortcut
+
+__all__ = [
+    "MAX_RECORD_BYTES",
+    "Commit",
+    "CommitRef",
+    "Epoch",
+    "FileEntry",
+    "Head",
+    "Limits",
+    "Mark",
+    "Pin",
+    "Run",
+    "Shortcut",
+    "Signature",
+    "check_same_run",
+    "is_data_key",
+    "is_reader_name",
+    "link_targets",
+    "record_hash",
+]
+
+_MAX_RUN_NAME = 200
+_Record = TypeVar("_Record", bound="_Canonical")
+
+
+class _Canonical:
+    """What all records share: their bytes."""
+
+    __slots__ = ()
+
+    def to_bytes(self) -> bytes:
+        """The record's canonical form."""
+        data = dump(self.plain())
+        if len(data) > MAX_RECORD_BYTES:
+            raise LimitExceeded(f"the record has {len(data):,} bytes; {MAX_RECORD_BYTES:,} are allowed.")
+        self.parse(data)
+        return data
+
+    def plain(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @classmethod
+    def parse(cls: type[_Record], data: bytes) -> _Record:
+        """The record with these bytes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Run(_Canonical):
+    """Identity and limits of a chain."""
+
+    run: str
+    id: str
+    time: int
+    limits: Limits
+
+    def plain(self) -> dict[str, Any]:
+        limits = {"state_bytes": self.limits.state_bytes, "tensors": self.limits.tensors, "file_bytes": self.limits.file_bytes}
+        return {"deltawire": "run", "version": 1, "run": self.run, "id": self.id, "time": self.time, "limits": limits}
+
+    @classmethod
+    def parse(cls, data: bytes) -> Run:
+        fields = Fields.parse(data, "run")
+        inner = fields.object("limits")
+        limits = Limits(inner.integer("state_bytes"), inner.integer("tensors"), inner.integer("file_bytes"))
+        inner.done()
+        run = cls(fields.text("run"), fields.matching("id", NONCE), fields.integer("time"), limits)
+        fields.done()
+        if not 1 <= len(run.run) <= _MAX_RUN_NAME:
+            fields.refuse(f"a run's name has 1 to {_MAX_RUN_NAME} characters")
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch(_Canonical):
+    """A writer's claim to be the only one."""
+
+    id: str
+    epoch: int
+    nonce: str
+    time: int
+    resumed_from: int | None
+
+    def plain(self) -> dict[str, Any]:
+        own = {"id": self.id, "epoch": self.epoch, "nonce": self.nonce, "time": self.time, "resumed_from": self.resumed_from}
+        return {"deltawire": "epoch", "version": 1, **own}
+
+    @classmethod
+    def parse(cls, data: bytes) -> Epoch:
+        fields = Fields.parse(data, "epoch")
+        epoch = cls(
+            id=fields.matching("id", NONCE),
+            epoch=read_epoch(fields),
+            nonce=fields.matching("nonce", NONCE),
+            time=fields.integer("time"),
+            resumed_from=fields.nullable("resumed_from", fields.integer),
+        )
+        fields.done()
+        return epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(_Canonical):
+    """One slot of the chain. The meaning of every field stands in docs/protocol.md §2."""
+
+    id: str
+    seq: int
+    epoch: int
+    nonce: str
+    kind: str
+    parent: str | None
+    links: tuple[tuple[int, str], ...]
+    base: CommitRef | None
+    state_seq: int | None
+    updates: int
+    digest: Digest | None
+    state_bytes: int
+    tensors: int
+    changed: int
+    step: int | None
+    time: int
+    files: tuple[FileEntry, ...]
+    meta: Mapping[str, str] = field(default_factory=dict)
+    signature: Signature | None = None
+
+    def describe(self) -> str:
+        """How messages name it."""
+        return f"commit {self.seq}"
+
+    @property
+    def stored_bytes(self) -> int:
+        """What fetching its files transfers."""
+        return sum(entry.size for entry in self.files)
+
+    def ref(self, data_hash: str) -> CommitRef:
+        """A reference to this commit, given the hash of its bytes."""
+        return CommitRef(self.seq, data_hash, self.digest)
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "deltawire": "commit",
+            "version": 1,
+            "id": self.id,
+            "seq": self.seq,
+            "epoch": self.epoch,
+            "nonce": self.nonce,
+            "kind": self.kind,
+            "parent": self.parent,
+            "links": [list(link) for link in self.links],
+            "base": self.base and self.base.plain(),
+            "state_seq": self.state_seq,
+            "updates": self.updates,
+            "digest": hex_or_none(self.digest),
+            "state_bytes": self.state_bytes,
+            "tensors": self.tensors,
+            "changed": self.changed,
+            "step": self.step,
+            "time": self.time,
+            "files": [entry.plain() for entry in self.files],
+            "meta": dict(self.meta),
+            "signature": self.signature and self.signature.plain(),
+        }
+
+    @classmethod
+    def parse(cls, data: bytes) -> Commit:
+        fields = Fields.parse(data, "commit")
+        commit = cls(
+            id=fields.matching("id", NONCE),
+            seq=fields.integer("seq"),
+            epoch=read_epoch(fields),
+            nonce=fields.matching("nonce", NONCE),
+            kind=fields.text("kind"),
+            parent=fields.nullable("parent", lambda name: fields.matching(name, HASH)),
+            links=read_links(fields),
+            base=fields.nullable("base", lambda name: CommitRef.of(fields.object(name))),
+            state_seq=fields.nullable("state_seq", fields.integer),
+            updates=fields.integer("updates"),
+            digest=read_digest(fields),
+            state_bytes=fields.integer("state_bytes"),
+            tensors=fields.integer("tensors"),
+            changed=fields.integer("changed"),
+            step=fields.nullable("step", fields.integer),
+            time=fields.integer("time"),
+            files=tuple(FileEntry.of(inner) for inner in fields.objects("files")),
+            meta=fields.strings("meta"),
+            signature=read_signature(fields),
+        )
+        fields.done()
+        check_commit(commit, fields)
+        return commit
+
+
+@dataclass(frozen=True, slots=True)
+class Shortcut(_Canonical):
+    """Another way to a version that the chain has: a whole checkpoint (`base` None), or one delta from an earlier version."""
+
+    id: str
+    epoch: int
+    nonce: str
+    time: int
+    target: CommitRef
+    base: CommitRef | None
+    state_bytes: int
+    tensors: int
+    files: tuple[FileEntry, ...]
+    signature: Signature | None = None
+
+    def describe(self) -> str:
+        """How messages name it."""
+        return f"the anchor of version {self.target.seq}" if self.base is None else f"the skip {self.base.seq} → {self.target.seq}"
+
+    @property
+    def stored_bytes(self) -> int:
+        """What fetching its files transfers."""
+        return sum(entry.size for entry in self.files)
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "deltawire": "anchor" if self.base is None else "skip",
+            "version": 1,
+            "id": self.id,
+            "epoch": self.epoch,
+            "nonce": self.nonce,
+            "time": self.time,
+            "target": self.target.plain(),
+            "base": self.base and self.base.plain(),
+            "state_bytes": self.state_bytes,
+            "tensors": self.tensors,
+            "files": [entry.plain() for entry in self.files],
+            "signature": self.signature and self.signature.plain(),
+        }
+
+    @classmethod
+    def parse(cls, data: bytes) -> Shortcut:
+        fields = Fields.parse(data, "anchor", "skip")
+        shortcut = cls(
+            id=fields.matching("id", NONCE),
+            epoch=read_epoch(fields),
+            nonce=fields.matching("nonce", NONCE),
+            time=fields.integer("time"),
+            target=CommitRef.of(fields.object("target")),
+            base=fields.nullable("base", lambda name: CommitRef.of(fields.object(name))),
+            state_bytes=fields.integer("state_bytes"),
+            tensors=fields.integer("tensors"),
+            files=tuple(FileEntry.of(inner) for inner in fields.objects("files")),
+            signature=read_signature(fields),
+        )
+        fields.done()
+        check_shortcut(shortcut, fields)
+        return shortcut
+
+
+@dataclass(frozen=True, slots=True)
+class Mark(_Canonical):
+    """Announces that what only versions up to `floor` need will be deleted."""
+
+    id: str
+    mark: int
+    epoch: int
+    floor: int
+    nonce: str
+    time: int
+
+    def plain(self) -> dict[str, Any]:
+        own = {"id": self.id, "mark": self.mark, "epoch": self.epoch, "floor": self.floor, "nonce": self.nonce, "time": self.time}
+        return {"deltawire": "gc", "version": 1, **own}
+
+    @classmethod
+    def parse(cls, data: bytes) -> Mark:
+        fields = Fields.parse(data, "gc")
+        mark = cls(
+            id=fields.matching("id", NONCE),
+            mark=fields.integer("mark"),
+            epoch=read_epoch(fields),
+            floor=fields.integer("floor"),
+            nonce=fields.matching("nonce", NONCE),
+            time=fields.integer("time"),
+        )
+        fields.done()
+        return mark
+
+
+@dataclass(frozen=True, slots=True)
+class Pin(_Canonical):
+    """A reader's wish: do not take away what leads from version `seq` on. It holds for `ttl` seconds after it was written."""
+
+    id: str
+    reader: str
+    seq: int
+    ttl: int
+
+    def plain(self) -> dict[str, Any]:
+        return {"deltawire": "pin", "version": 1, "id": self.id, "reader": self.reader, "seq": self.seq, "ttl": self.ttl}
+
+    @classmethod
+    def parse(cls, data: bytes) -> Pin:
+        fields = Fields.parse(data, "pin")
+        pin = cls(fields.matching("id", NONCE), fields.matching("reader", READER), fields.integer("seq"), fields.integer("ttl"))
+        fields.done()
+        return pin
+
+
+@dataclass(frozen=True, slots=True)
+class Head(_Canonical):
+    """A hint: the newest sequence number. Never trusted."""
+
+    seq: int
+
+    def plain(self) -> dict[str, Any]:
+        return {"deltawire": "head", "version": 1, "seq": self.seq}
+
+    @classmethod
+    def parse(cls, data: bytes) -> Head:
+        fields = Fields.parse(data, "head")
+        head = cls(fields.integer("seq"))
+        fields.done()
+        return head
+
+
+def check_same_run(record_id: str, run: Run, what: str) -> None:
+    """Raise `CorruptRecord` unless the record is of this run."""
+    if record_id != run.id:
+        raise CorruptRecord(f"{what} is of another run ({record_id}) than the chain it lies in ({run.id}).")

@@ -1,0 +1,390 @@
+"""Hostile and damaged records: whatever is not exactly a record is refused by name, never half understood."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltawire import Digest
+from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
+from deltawire.format.records import (
+    MAX_RECORD_BYTES,
+    Commit,
+    CommitRef,
+    Epoch,
+    FileEntry,
+    Head,
+    Limits,
+    Mark,
+    Pin,
+    Run,
+    Shortcut,
+    Signature,
+    link_targets,
+)
+
+ID, HASH, OTHER = "0123456789abcdef" * 2, "ab" * 32, "cd" * 32
+DIGEST = Digest((1, 2, 3, 4))
+
+
+def data_file(name=None, first=None, count=None, raw=100, hash_=HASH, suffix="safetensors"):
+    return FileEntry(f"data/0000000003/00000000000000000008/{hash_}.{suffix}", 50, raw, hash_, name, first, count)
+
+
+def segment(first, count, raw=50):
+    return data_file(None, first, count, raw)
+
+
+CHECKPOINT = (data_file("model.safetensors"), data_file("config.json", raw=0, hash_=OTHER, suffix="file"))
+SIGNATURE = Signature(HASH, "ef" * 64)
+DELTA = Commit(
+    id=ID,
+    seq=8,
+    epoch=3,
+    nonce=ID,
+    kind="delta",
+    parent=HASH,
+    links=tuple((m, HASH) for m in link_targets(8)),
+    base=CommitRef(7, OTHER, Digest()),
+    state_seq=8,
+    updates=5,
+    digest=DIGEST,
+    state_bytes=100,
+    tensors=4,
+    changed=3,
+    step=None,
+    time=1,
+    files=(segment(0, 1), segment(2, 2)),
+    meta={"note": "größer"},
+    signature=SIGNATURE,
+)
+ANCHOR = dataclasses.replace(DELTA, kind="anchor", base=None, files=CHECKPOINT, changed=0, step=12, signature=None)
+FENCE = dataclasses.replace(DELTA, kind="fence", base=CommitRef(7, OTHER, DIGEST), state_seq=6, files=(), changed=0)
+REWIND = dataclasses.replace(FENCE, kind="rewind", state_seq=8, base=CommitRef(2, OTHER, DIGEST))
+FIRST = Commit(ID, 0, 1, ID, "fence", None, (), None, None, 0, None, 0, 0, 0, None, 1, ())
+SKIP = Shortcut(ID, 3, ID, 1, CommitRef(8, HASH, DIGEST), CommitRef(4, OTHER, Digest()), 100, 4, DELTA.files, SIGNATURE)
+ANCHOR_SHORTCUT = dataclasses.replace(SKIP, base=None, files=CHECKPOINT, signature=None)
+
+RECORDS = {
+    "run": Run("my run", ID, 1, Limits(1, 2, 3)),
+    "epoch": Epoch(ID, 3, ID, 1, None),
+    "resumed epoch": Epoch(ID, 3, ID, 1, 77),
+    "delta": DELTA,
+    "anchor": ANCHOR,
+    "fence": FENCE,
+    "first fence": FIRST,
+    "rewind": REWIND,
+    "skip": SKIP,
+    "anchor shortcut": ANCHOR_SHORTCUT,
+    "mark": Mark(ID, 2, 3, 40, ID, 1),
+    "pin": Pin(ID, "host-1.reader_2", 9, 60),
+    "head": Head(2**63 - 1),
+}
+ALL = pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.keys())
+
+
+def spelled(document):
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def refused(record, document):
+    with pytest.raises(CorruptRecord):
+        type(record).parse(document if isinstance(document, bytes) else spelled(document))
+
+
+def places(value, path=()):
+    """The paths of all values in a document, the document itself first."""
+    yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from places(child, (*path, key))
+
+
+def edited(document, path, change):
+    """A copy in which `change` was applied to the container of the value at `path`."""
+    copy = json.loads(json.dumps(document))
+    inner = copy
+    for key in path[:-1]:
+        inner = inner[key]
+    change(inner, path[-1])
+    return copy
+
+
+@ALL
+def test_a_record_reads_back_as_it_was_written(record):
+    data = record.to_bytes()
+    assert type(record).parse(data) == record
+    assert type(record).parse(data).to_bytes() == data
+    assert spelled(json.loads(data)) == data
+
+
+@ALL
+def test_every_field_is_needed(record):
+    document = json.loads(record.to_bytes())
+    for path in places(document):
+        if path and isinstance(path[-1], str) and path[0] != "meta":
+            refused(record, edited(document, path, lambda inner, key: inner.pop(key)))
+
+
+@ALL
+def test_no_field_is_unknown(record):
+    document = json.loads(record.to_bytes())
+    refused(record, document | {"extra": None})
+    for path in places(document):
+        inner = document
+        for key in path:
+            inner = inner[key]
+        if isinstance(inner, dict) and path != ("meta",):
+            refused(record, edited(document, (*path, "extra"), lambda inner, key: inner.update({key: 1})))
+
+
+@ALL
+def test_every_field_has_one_type(record):
+    document = json.loads(record.to_bytes())
+    wrong = [True, -1, 2**63, 1.5, "x\ud800", [], [None], {"": None}, "\n", 10**400]
+    for path in places(document):
+        if not path:
+            continue
+        old = document
+        for key in path:
+            old = old[key]
+        for value in wrong:
+            if value == old or (value == [] and isinstance(old, list)):
+                continue
+            if path == ("run",) and value == "\n":
+                continue  # a poor name, but a name
+            if path[0] == "meta" and len(path) == 2 and value == "\n":
+                continue
+            refused(record, edited(document, path, lambda inner, key, value=value: inner.__setitem__(key, value)))
+
+
+@ALL
+def test_other_spellings_are_refused(record):
+    data = record.to_bytes()
+    document = json.loads(data)
+    backwards = dict(reversed(document.items()))
+    spellings = [
+        json.dumps(document, sort_keys=True).encode(),
+        json.dumps(backwards, separators=(",", ":")).encode(),
+        data + b"\n",
+        b" " + data,
+        b"\xef\xbb\xbf" + data,
+        data.replace(b'"version":1', b'"version":1.0'),
+        data.replace(b'"version":1', b'"version":1e0'),
+        data.replace(b'"version":1', b'"version":-1'),
+        data.replace(b'"version":1', b'"version":01'),
+        data.replace(b'"deltawire"', b'"\\u0064eltawire"'),
+        data[:-1] + b',"version":1}',
+        data[:-1],
+        data + data,
+        data.decode().encode("utf-16"),
+        b"",
+        b"null",
+        b"[]",
+        b"[" * 60_000,
+        b"1" * 60_000,
+        b'{"a":NaN}',
+        b"\x00",
+        b"\xff" * 100,
+    ]
+    for spelling in spellings:
+        refused(record, spelling)
+
+
+@ALL
+def test_another_version_is_named_as_such(record):
+    document = json.loads(record.to_bytes())
+    with pytest.raises(UnsupportedVersion):
+        type(record).parse(spelled(document | {"version": 2}))
+
+
+@ALL
+def test_another_kind_of_record_is_refused(record):
+    for other in RECORDS.values():
+        if type(other) is not type(record):
+            refused(record, other.to_bytes())
+
+
+def test_text_beyond_ascii_is_escaped():
+    assert b'"gr\\u00f6\\u00dfer"' in DELTA.to_bytes()
+    refused(DELTA, DELTA.to_bytes().replace(b"\\u00f6", "ö".encode()))
+    refused(DELTA, DELTA.to_bytes().replace(b"\\u00f6", b"\\u00F6"))
+
+
+def test_records_have_a_size_limit():
+    fits = MAX_RECORD_BYTES - len(DELTA.to_bytes())
+    longest = dataclasses.replace(DELTA, meta=dict(DELTA.meta) | {"x": "y" * (fits - 7)})
+    data = longest.to_bytes()
+    assert len(data) == MAX_RECORD_BYTES
+    assert Commit.parse(data) == longest
+    overlong = dataclasses.replace(DELTA, meta=dict(DELTA.meta) | {"x": "y" * (fits - 6)})
+    with pytest.raises(LimitExceeded):
+        overlong.to_bytes()
+    refused(DELTA, spelled(overlong.plain()))
+
+
+HOSTILE_NAMES = ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\\b", "C:x", ".hidden", "a\0b", "a\nb", "x" * 256, "é" * 128, "a\u202eb"]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+@pytest.mark.parametrize("record", [ANCHOR, ANCHOR_SHORTCUT], ids=["commit", "shortcut"])
+def test_hostile_file_names_are_refused(record, name):
+    entry = dataclasses.replace(CHECKPOINT[1], name=name)
+    refused(record, dataclasses.replace(record, files=(CHECKPOINT[0], entry)).plain())
+
+
+HOSTILE_KEYS = [
+    "",
+    "run.json",
+    "HEAD",
+    "commit/00000000000000000001.json",
+    f"data/0000000003/00000000000000000008/../{HASH}.safetensors",
+    f"/data/0000000003/00000000000000000008/{HASH}.safetensors",
+    f"data/0000000003/00000000000000000008/{HASH}.safetensors/",
+    f"data/0000000003/00000000000000000008/{HASH}.safetensors\n",
+    f"data/0000000003/00000000000000000008/{HASH.upper()}.safetensors",
+    f"data/0000000003/00000000000000000008/{OTHER}.safetensors",
+    f"data/0000000003/00000000000000000008/{HASH}.pkl",
+    f"data/0000000003/00000000000000000008/{HASH}.file",
+    f"data/3/8/{HASH}.safetensors",
+    f"data/٠٠٠٠٠٠٠٠٠٣/00000000000000000008/{HASH}.safetensors",
+]
+
+
+@pytest.mark.parametrize("key", HOSTILE_KEYS)
+@pytest.mark.parametrize("record", [DELTA, SKIP, ANCHOR], ids=["delta", "skip", "anchor"])
+def test_hostile_keys_are_refused(record, key):
+    refused(record, dataclasses.replace(record, files=(dataclasses.replace(record.files[0], key=key), *record.files[1:])).plain())
+
+
+@pytest.mark.parametrize("reader", ["", ".", ".x", "a/b", "a b", "x" * 65, "ä", "a\n"])
+def test_hostile_reader_names_are_refused(reader):
+    refused(RECORDS["pin"], Pin(ID, reader, 1, 1).plain())
+
+
+@pytest.mark.parametrize("files", [(segment(0, 0),), (segment(0, 5),), (segment(2, 1), segment(0, 1)), (segment(0, 2), segment(1, 1)),
+                                   (segment(0, 1, 60), segment(1, 1, 60)), (data_file("model.safetensors"),), (data_file(),),
+                                   (segment(2**63 - 1, 2**63 - 1),)])  # fmt: skip
+def test_delta_files_must_cover_tensors_in_order(files):
+    refused(DELTA, dataclasses.replace(DELTA, files=files).plain())
+    refused(SKIP, dataclasses.replace(SKIP, files=files).plain())
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        (),
+        CHECKPOINT[:1] * 2,
+        CHECKPOINT[1:],
+        (dataclasses.replace(CHECKPOINT[0], raw=99), CHECKPOINT[1]),
+        (dataclasses.replace(CHECKPOINT[0], first=0, count=4),),
+        (CHECKPOINT[0], dataclasses.replace(CHECKPOINT[1], raw=1)),
+        (CHECKPOINT[0], CHECKPOINT[1], dataclasses.replace(CHECKPOINT[1], name="CONFIG.json")),
+        (segment(0, 4, 100),),
+    ],
+)
+def test_checkpoint_files_must_be_a_checkpoint(files):
+    refused(ANCHOR, dataclasses.replace(ANCHOR, files=files).plain())
+    refused(ANCHOR_SHORTCUT, dataclasses.replace(ANCHOR_SHORTCUT, files=files).plain())
+
+
+@pytest.mark.parametrize(
+    ("record", "changes"),
+    [
+        (DELTA, {"kind": "merge"}),
+        (DELTA, {"parent": None}),
+        (DELTA, {"links": DELTA.links[:1]}),
+        (DELTA, {"links": DELTA.links[::-1]}),
+        (DELTA, {"links": ()}),
+        (DELTA, {"base": None}),
+        (DELTA, {"base": CommitRef(8, HASH, DIGEST)}),
+        (DELTA, {"base": CommitRef(7, HASH, None)}),
+        (DELTA, {"state_seq": 7}),
+        (DELTA, {"state_seq": None}),
+        (DELTA, {"updates": 0}),
+        (DELTA, {"updates": 9}),
+        (DELTA, {"digest": None}),
+        (DELTA, {"epoch": 10**10}),
+        (ANCHOR, {"base": DELTA.base}),
+        (ANCHOR, {"changed": 1}),
+        (FENCE, {"files": DELTA.files}),
+        (FENCE, {"changed": 1}),
+        (FENCE, {"state_seq": 8}),
+        (FENCE, {"state_seq": None}),
+        (FENCE, {"base": None}),
+        (FENCE, {"digest": Digest()}),
+        (REWIND, {"files": DELTA.files}),
+        (REWIND, {"base": None}),
+        (REWIND, {"digest": Digest()}),
+        (REWIND, {"state_seq": 2}),
+        (FIRST, {"kind": "anchor"}),
+        (FIRST, {"state_bytes": 1}),
+        (FIRST, {"tensors": 1}),
+        (FIRST, {"updates": 1}),
+        (FIRST, {"parent": HASH}),
+        (FIRST, {"state_seq": 0}),
+        (FIRST, {"digest": DIGEST}),
+        (SKIP, {"base": CommitRef(8, HASH, DIGEST)}),
+        (SKIP, {"base": CommitRef(4, HASH, None)}),
+        (SKIP, {"target": CommitRef(8, HASH, None)}),
+    ],
+)
+def test_fields_must_agree_with_each_other(record, changes):
+    wrong = dataclasses.replace(record, **changes)
+    refused(record, wrong.plain())
+    with pytest.raises(CorruptRecord):
+        wrong.to_bytes()
+
+
+def test_anchor_and_skip_are_told_apart_by_their_base():
+    refused(SKIP, SKIP.plain() | {"deltawire": "anchor"})
+    refused(ANCHOR_SHORTCUT, ANCHOR_SHORTCUT.plain() | {"deltawire": "skip"})
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201])
+def test_a_run_has_a_name_of_some_length(name):
+    refused(RECORDS["run"], Run(name, ID, 1, Limits()).plain())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(sorted(RECORDS)), st.data())
+def test_a_mutated_record_is_refused_or_is_a_canonical_record(name, data):
+    record = RECORDS[name]
+    document = json.loads(record.to_bytes())
+    path = data.draw(st.sampled_from([path for path in places(document) if path]))
+    value = data.draw(JSON)
+    changed = spelled(edited(document, path, lambda inner, key: inner.__setitem__(key, value)))
+    never_misread(record, changed)
+
+
+@given(st.sampled_from(sorted(RECORDS)), st.data())
+def test_damaged_bytes_are_refused_or_are_a_canonical_record(name, data):
+    record = RECORDS[name]
+    raw = bytearray(record.to_bytes())
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    never_misread(record, bytes(raw))
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise):
+    for record in RECORDS.values():
+        refused(record, noise)
+
+
+def never_misread(record, changed):
+    try:
+        found = type(record).parse(changed)
+    except (CorruptRecord, UnsupportedVersion):
+        return
+    assert found.to_bytes() == changed

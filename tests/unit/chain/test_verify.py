@@ -1,0 +1,137 @@
+"""Verification finds what is wrong, says where, and is silent about a sound chain."""
+
+import dataclasses
+
+import pytest
+from hand_made_chain import HandMadeChain, make_state, replaced, trained_chain
+
+from deltawire.chain.collect import collect
+from deltawire.chain.log import ChainLog
+from deltawire.chain.verify import verify
+from deltawire.errors import NoChain
+from deltawire.format.signing import SigningKey
+from deltawire.store import keys
+
+
+@pytest.fixture
+def chain():
+    """Every kind of commit, a void one, and shortcuts."""
+    chain = trained_chain(4)
+    chain.anchor_shortcut(4)
+    chain.skip(1, 5)
+    chain.fence()
+    old = chain.commits[5]
+    chain.append(
+        "delta", epoch=1, base=chain.ref(5), state_seq=7, updates=6, digest=old.digest, state_bytes=old.state_bytes, tensors=old.tensors
+    )
+    chain.rewind(3)
+    chain.train(2)
+    chain.anchor(make_state(4))
+    chain.train(1)
+    return chain
+
+
+def problems(chain, deep=False, **options):
+    return [(problem.where, problem.what) for problem in verify(chain.store, deep, threads=1, **options).problems]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_sound_chain_has_no_problems(chain, deep):
+    seen = []
+    report = verify(chain.store, deep, lambda done, all_: seen.append((done, all_)), threads=1)
+    assert report.problems == []
+    assert report.ok
+    assert (report.commits, report.versions, report.void, report.shortcuts) == (13, 10, 1, 2)
+    assert report.rebuilt == (10 if deep else 0)
+    assert seen == ([(i, 12) for i in range(1, 13)] if deep else [])
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_collected_chain_has_no_problems(deep):
+    chain = trained_chain(9)
+    chain.anchor_shortcut(5)
+    chain.anchor_shortcut(8)
+    collect(chain.store, grace=0)
+    report = verify(chain.store, deep, threads=1)
+    assert (report.problems, report.floor) == ([], 5)
+    assert report.rebuilt == (5 if deep else 0)
+
+
+def test_a_missing_and_a_short_file_are_found(chain):
+    missing, short = chain.commits[2].files[0], chain.commits[11].files[1]
+    chain.store.delete([missing.key])
+    chain.store.put(short.key, b"short")
+    found = problems(chain)
+    assert [(where, what.split()[0]) for where, what in found] == [
+        (keys.commit_key(2), missing.key),
+        (keys.commit_key(11), short.key),
+    ]
+
+
+def test_a_flipped_bit_is_found_only_by_going_deep(chain):
+    for entry in (chain.commits[5].files[0], ChainLog(chain.store).shortcut(5, 1).files[0], ChainLog(chain.store).shortcut(4).files[2]):
+        data = bytearray(chain.store.get(entry.key, limit=1 << 20))
+        data[-1] ^= 1
+        chain.store.put(entry.key, bytes(data))
+    assert problems(chain) == []
+    assert [where for where, _ in problems(chain, deep=True)] == ["the skip 1 → 5", "version 5", "the anchor of version 4"]
+
+
+def test_broken_links_are_found(chain):
+    replaced(chain, 6, nonce="f" * 32)
+    where = {where for where, what in problems(chain) if "links" in what}
+    assert where == {keys.commit_key(7), keys.commit_key(8)}
+
+
+def test_a_corrupt_commit_does_not_end_the_check(chain):
+    chain.store.put(keys.commit_key(4), b"garbage")
+    assert verify(chain.store).commits == 13
+    assert keys.commit_key(4) in [where for where, _ in problems(chain)]
+
+
+def test_wrong_counts_and_bases_are_found(chain):
+    last = len(chain.commits) - 1
+    replaced(chain, last, updates=7)
+    assert any("updates" in what for _, what in problems(chain))
+    replaced(chain, last, base=chain.ref(10))
+    assert any("base" in what for _, what in problems(chain))
+    replaced(chain, last, tensors=9)
+    assert any("tensors" in what for _, what in problems(chain))
+
+
+def test_an_epoch_that_nobody_claimed_is_found(chain):
+    chain.store.delete([keys.epoch_key(2)])
+    assert problems(chain) == [(keys.commit_key(6), "epoch 2 was never claimed")]
+
+
+def test_an_epoch_without_a_fence_is_found(chain):
+    chain.claim()
+    chain.train(1)
+    assert problems(chain) == [(keys.commit_key(13), "epoch 3 does not begin with a fence")]
+
+
+def test_a_commit_beyond_a_gap_is_found(chain):
+    chain.store.put(keys.commit_key(40), chain.raw[5])
+    assert problems(chain) == [(keys.commit_key(40), "it lies beyond an empty slot")]
+
+
+def test_a_shortcut_that_does_not_fit_is_found(chain):
+    record = ChainLog(chain.store).shortcut(4)
+    wrong = dataclasses.replace(record, target=dataclasses.replace(record.target, commit="0" * 64))
+    chain.store.put(keys.anchor_key(4), wrong.to_bytes())
+    chain.store.put(keys.skip_key(5, 1), b"garbage")
+    assert [where for where, _ in problems(chain)] == [keys.anchor_key(4), keys.skip_key(5, 1)]
+
+
+def test_unsigned_commits_are_found_by_who_asks():
+    key = SigningKey.generate()
+    chain = trained_chain(2, sign=key.sign)
+    assert problems(chain, trusted_keys=[key.public]) == []
+    replaced(chain, 3, signature=None)
+    assert problems(chain) == []
+    assert [where for where, _ in problems(chain, trusted_keys=[key.public])] == [keys.commit_key(3)]
+
+
+def test_verification_without_a_chain():
+    with pytest.raises(NoChain):
+        verify(HandMadeChain().store)
