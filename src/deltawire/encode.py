@@ -23,7 +23,7 @@ from .tensors import State, TensorBits, check_name, tensor_bits
 
 @dataclass(frozen=True, slots=True)
 class DeltaSummary:
-    """What a written delta came to."""
+    """What a delta came to. `before` and `after` are the digests of the two states that were given, unchanged tensors included."""
 
     bytes: int
     weight_bytes: int
@@ -41,9 +41,14 @@ def encode_delta(base: State, new: State, *, threads: int | None = None) -> byte
     needs about twice the size of the result. The same states give the same bytes, whatever the number of threads.
     Raises a `TensorError` for what cannot be encoded.
     """
+    return encode_with_summary(base, new, threads=threads)[0]
+
+
+def encode_with_summary(base: State, new: State, *, threads: int | None = None) -> tuple[bytes, DeltaSummary]:
+    """Like `encode_delta`, with what the one pass over both states found on its way: their digests, and how much changed."""
     pieces: list[Buffer] = []
-    header, _ = _encode(base, new, thread_count(threads), default_codec(), pieces.append, None)
-    return b"".join([header, *pieces])
+    header, summary = _encode(base, new, thread_count(threads), default_codec(), pieces.append, None)
+    return b"".join([header, *pieces]), summary
 
 
 def write_delta(base: State, new: State, path: Path, *, threads: int | None = None, progress: Progress | None = None) -> DeltaSummary:

@@ -1,0 +1,9 @@
+"""The writing side: a trainer's states become versions in an object store (docs/protocol.md §4)."""
+
+from __future__ import annotations
+
+from .background import PendingVersion
+from .cadence import AnchorPolicy
+from .publisher import Publisher
+
+__all__ = ["AnchorPolicy", "PendingVersion", "Publisher"]

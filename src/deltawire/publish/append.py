@@ -1,0 +1,311 @@
+"""One publication after the other: encode, upload, commit, and only then move the baseline (docs/protocol.md §4).
+
+Everything here is done by one thread at a time, and every step may be cut off: by an error, by Ctrl-C, by a store that does not answer.
+What the chain holds is then found out at the next call, before anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from ..chain.log import ChainLog
+from ..chain.version import Version
+from ..errors import ChainBroken, CommitOutcomeUnknown, DeltaError, Fenced, LimitExceeded, PublishError, StateError
+from ..events import OnEvent, emit
+from ..format.digest import Digest
+from ..format.records import Commit, CommitRef
+from ..store.base import Store
+from ..tensors import State
+from .anchor_files import SHARD_BYTES, lay_out
+from .attachments import Attachments, read_attachments
+from .baseline import Arrays, Baseline, copy_tensors, new_arrays
+from .cadence import ChainCost, Speed
+from .commits import Attempt, ChainWriter
+from .resume import read_state, version_commit
+from .segments import SEGMENT_BYTES, TensorTable, cut_segments
+from .upload import DataPlace, upload_checkpoint, upload_update
+
+Recycle = Callable[[Arrays], None]
+
+
+@dataclass(slots=True)
+class Unsettled:
+    """A commit of which it is not known yet whether it landed, with all that is needed to move the baseline if it did."""
+
+    attempt: Attempt
+    digest: Digest
+    deltas: Mapping[int, bytes] | None
+    """By segment; None for a whole checkpoint."""
+    state: State | None
+    """The caller's, and so only good while the call lasts."""
+    arrays: Arrays | None
+    """The publisher's own memory with the same state, where there is one."""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Appender:
+    """Appends states to a chain. Construction takes the chain over: see `ChainWriter`.
+
+    `remember` keeps the way back from version to version, which skips are made from. `recycle` is given memory that states of the present
+    table were in, once nothing needs it any more.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        log: ChainLog,
+        writer: ChainWriter,
+        pool: Executor,
+        *,
+        threads: int | None = None,
+        attachments: Attachments | None = None,
+        remember: bool = True,
+        on_event: OnEvent | None = None,
+        recycle: Recycle = lambda arrays: None,
+        segment_bytes: int = SEGMENT_BYTES,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self._store = store
+        self._log = log
+        self._writer = writer
+        self._pool = pool
+        self._threads = threads
+        self._attachments = attachments
+        self._remember = remember
+        self._on_event = on_event
+        self._recycle = recycle
+        self._segment_bytes = segment_bytes
+        self._shard_bytes = shard_bytes
+        self._unsettled: Unsettled | None = None
+        self.baseline: Baseline | None = None
+        self.version: Version | None = None
+        self.cost = ChainCost()
+        self.speed = Speed()
+        if writer.fence.state_seq is not None:
+            self.version = Version.of(log.state_commit(writer.fence))
+
+    def resume(self, seq: int | None = None) -> None:
+        """Rebuild the baseline from the store: that of the head, or that of an older version `seq`, to which the chain is then rewound."""
+        if seq is not None and (self.version is None or seq != self.version.seq):
+            self._rewind(seq)
+        elif self.version is not None:
+            self._rebuild(self.version.seq)
+
+    def append(self, state: State, table: TensorTable, *, step: int | None, meta: Mapping[str, str], owned: bool) -> Version:
+        """Publish a state; on return it is in the chain. With `owned`, `state` is memory that the appender takes over when it lands.
+
+        On an error it is not in the chain, but for `CommitOutcomeUnknown`: then the next call finds out, and `keeps` the memory until then.
+        """
+        began = time.perf_counter()
+        self.check_limits(table)
+        self.settle()
+        arrays = dict(state) if owned else None
+        try:
+            unsettled = self._delta(state, table, arrays, step, meta) or self._checkpoint(state, table, arrays, step, meta)
+            self._unsettled = unsettled
+            unsettled.seconds["before_commit"] = time.perf_counter() - began
+            self.settle()
+        finally:
+            if self._unsettled is not None:
+                self._unsettled.state = None
+        assert self.version is not None
+        return self.version
+
+    def check_limits(self, table: TensorTable) -> None:
+        """`LimitExceeded` if this run does not allow such a state."""
+        limits = self._writer.run.limits
+        for what, found, allowed in [
+            ("bytes of weights", table.state_bytes, limits.state_bytes),
+            ("tensors", len(table.names), limits.tensors),
+            ("bytes in one tensor", max(table.sizes), limits.file_bytes),
+        ]:
+            if found > allowed:
+                raise LimitExceeded(f"the state has {found:,} {what}; this run allows {allowed:,}.")
+
+    def settle(self) -> None:
+        """Find out what became of the last commit, if that is open, and act on it. Raises as `ChainWriter.land` does."""
+        unsettled = self._unsettled
+        if unsettled is None:
+            return
+        start = time.perf_counter()
+        try:
+            self._writer.land(unsettled.attempt)
+        except CommitOutcomeUnknown:
+            raise
+        except Exception as error:
+            self._unsettled = None
+            if isinstance(error, Fenced):
+                emit(self._on_event, "fenced", epoch=self._writer.epoch, reason=str(error))
+            raise
+        unsettled.seconds["commit"] = time.perf_counter() - start
+        if self.version is None or self.version.seq != unsettled.attempt.commit.seq:
+            self._move(unsettled)
+        self._unsettled = None
+        self._writer.announce()
+
+    def keeps(self, arrays: Arrays) -> bool:
+        """Whether memory that was handed over may still be needed, or is the baseline's now."""
+        ours = [self._unsettled.arrays if self._unsettled else None, self.baseline.arrays if self.baseline else None]
+        return any(kept is not None and kept.keys() == arrays.keys() and all(kept[n] is arrays[n] for n in kept) for kept in ours)
+
+    def _delta(
+        self, state: State, table: TensorTable, arrays: Arrays | None, step: int | None, meta: Mapping[str, str]
+    ) -> Unsettled | None:
+        """A delta over the baseline, uploaded and proposed; None where there must be a checkpoint instead."""
+        for _ in range(2):
+            baseline = self._sound_baseline()
+            if baseline is None or baseline.table != table:
+                return None
+            update = upload_update(self._place(), baseline, state, self._threads)
+            if update is None:
+                return None
+            if update.before == baseline.digest:
+                break
+            baseline.intact = False  # a bit of it has flipped since; readers have the right one, so take it from there
+        else:
+            raise PublishError("the publisher's own copy of the last version changed in memory, twice. Is this machine's memory sound?")
+        self.speed = self.speed.observe(
+            sent=update.size, send_seconds=update.upload_seconds, scanned=table.state_bytes, scan_seconds=update.encode_seconds
+        )
+        attempt = self._writer.propose(
+            "delta",
+            base=self._writer.tip,
+            digest=update.after,
+            state_bytes=table.state_bytes,
+            tensors=len(table.names),
+            changed=update.changed,
+            files=update.files,
+            step=step,
+            meta=meta,
+        )
+        seconds = {"encode": update.encode_seconds, "upload": update.upload_seconds}
+        return Unsettled(attempt, update.after, update.deltas, state, arrays, seconds)
+
+    def _checkpoint(self, state: State, table: TensorTable, arrays: Arrays | None, step: int | None, meta: Mapping[str, str]) -> Unsettled:
+        """A whole checkpoint, uploaded and proposed."""
+        attachments = read_attachments(self._attachments)
+        if arrays is None:
+            arrays = new_arrays(table)
+            copy_tensors(state, arrays)
+        own = arrays
+        segments = cut_segments(table.sizes, segment_bytes=self._segment_bytes)
+        layout = lay_out(table, segments, shard_bytes=self._shard_bytes)
+
+        def segment(index: int) -> Arrays:
+            return {name: own[name] for name in table.names_of(segments[index])}
+
+        done = upload_checkpoint(self._place(), layout, segment, attachments, self._threads)
+        self.speed = self.speed.observe(sent=done.size, send_seconds=done.seconds)
+        attempt = self._writer.propose(
+            "anchor",
+            base=None,
+            digest=done.digest,
+            state_bytes=table.state_bytes,
+            tensors=len(table.names),
+            files=done.files,
+            step=step,
+            meta=meta,
+        )
+        return Unsettled(attempt, done.digest, None, None, arrays, {"encode": 0.0, "upload": done.seconds})
+
+    def _move(self, landed: Unsettled) -> None:
+        """The commit is in the chain: so is the baseline, from here on."""
+        commit, at = landed.attempt.commit, landed.attempt.ref
+        baseline = self.baseline
+        if landed.deltas is None:
+            assert landed.arrays is not None
+            old = None if baseline is None else baseline.arrays
+            self._take(landed.arrays, at, landed.digest)
+            self.cost = ChainCost()
+            if old is not None:
+                self._recycle(old)
+        else:
+            if baseline is not None and baseline.intact and baseline.at != at:
+                self._move_by(landed, baseline, at)
+            self.cost.add_update(commit.stored_bytes)
+        self.version = Version.of(commit)
+        self._report(commit, landed.seconds)
+
+    def _move_by(self, landed: Unsettled, baseline: Baseline, at: CommitRef) -> None:
+        assert landed.deltas is not None
+        size = landed.attempt.commit.stored_bytes
+        if landed.arrays is not None:
+            self._recycle(baseline.move_by_swap(landed.arrays, landed.deltas, at, landed.digest, size, remember=self._remember))
+        elif landed.state is not None:
+            baseline.move_by_copy(landed.state, landed.deltas, at, landed.digest, size, remember=self._remember)
+        else:
+            with contextlib.suppress(DeltaError, StateError):  # then it is not intact any more, and is rebuilt before it is used
+                baseline.move_by_deltas(landed.deltas, at, landed.digest)
+
+    def _report(self, commit: Commit, seconds: Mapping[str, float]) -> None:
+        emit(
+            self._on_event,
+            "published",
+            seq=commit.seq,
+            kind=commit.kind,
+            step=commit.step,
+            epoch=commit.epoch,
+            updates=commit.updates,
+            bytes=commit.stored_bytes,
+            state_bytes=commit.state_bytes,
+            changed=commit.changed,
+            ratio=commit.state_bytes / commit.stored_bytes if commit.stored_bytes else None,
+            encode_seconds=seconds.get("encode", 0.0),
+            upload_seconds=seconds.get("upload", 0.0),
+            commit_seconds=seconds.get("commit", 0.0),
+            total_seconds=seconds.get("before_commit", 0.0) + seconds.get("commit", 0.0),
+        )
+
+    def _sound_baseline(self) -> Baseline | None:
+        """The baseline; rebuilt from the store if a move of it was cut off. None on an empty chain."""
+        if self.version is not None and (self.baseline is None or not self.baseline.intact):
+            self._rebuild(self.version.seq)
+        return self.baseline
+
+    def _rebuild(self, seq: int) -> None:
+        commit = self._log.read(seq)
+        if commit is None or commit.digest is None:
+            raise ChainBroken(f"version {seq} was in the chain at {self._store.url}, and is not any more.")
+        resumed = read_state(self._log, commit, threads=self._threads, on_event=self._on_event)
+        self._take(resumed.arrays, self._log.ref(commit), commit.digest)
+        self.cost = resumed.cost
+
+    def _rewind(self, seq: int) -> None:
+        commit = version_commit(self._log, self._writer.fence, seq)
+        assert commit.digest is not None  # only the fence of an empty chain has none
+        resumed = read_state(self._log, commit, threads=self._threads, on_event=self._on_event)
+        if resumed.lowest <= self._log.floor():
+            # What it was rebuilt from is announced to go, and a collector that hung may be about to delete it: the head cannot rest on it.
+            self._unsettled = self._checkpoint(resumed.arrays, TensorTable.of(resumed.arrays), resumed.arrays, commit.step, commit.meta)
+            self.settle()
+            return
+        attempt = self._writer.propose(
+            "rewind",
+            base=self._log.ref(commit),
+            digest=commit.digest,
+            state_bytes=commit.state_bytes,
+            tensors=commit.tensors,
+            step=commit.step,
+            meta=commit.meta,
+        )
+        self._writer.land(attempt)
+        self._take(resumed.arrays, attempt.ref, commit.digest)
+        self.cost = resumed.cost
+        self.cost.add_update(0)
+        self.version = Version.of(attempt.commit)
+        self._report(attempt.commit, {})
+        self._writer.announce()
+
+    def _take(self, arrays: Arrays, at: CommitRef, digest: Digest) -> None:
+        """Start the baseline, or start it again."""
+        if self.baseline is None:
+            self.baseline = Baseline(arrays, at, digest, threads=self._threads, segment_bytes=self._segment_bytes)
+        else:
+            self.baseline.replace(arrays, at, digest)
+
+    def _place(self) -> DataPlace:
+        return DataPlace(self._store, self._pool, self._writer.epoch, self._writer.next_seq)

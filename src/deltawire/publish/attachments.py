@@ -1,0 +1,65 @@
+"""The files that go with the weights into every anchor, such as config.json and the tokenizer's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..format.checkpoint import is_plain_file_name
+from ..format.checkpoint_copy import WEIGHT_SUFFIXES
+from .anchor_files import reserved
+
+Attachments = Mapping[str, bytes | Path] | Path | str
+"""File names with contents or paths to read them from; or a directory, whose own weights and hidden files are left out."""
+
+MOST_FILES, MOST_NAME_BYTES = 40, 2048
+"""More would not fit into a record beside the shards."""
+
+
+def read_attachments(source: Attachments | None) -> dict[str, bytes]:
+    """Names and contents as they are now. Raises `CheckpointError` for what cannot be part of a checkpoint or cannot be read."""
+    if source is None:
+        return {}
+    named = source if isinstance(source, Mapping) else _in_directory(Path(source))
+    if len(named) > MOST_FILES:
+        raise CheckpointError(f"{len(named)} files are to go with the weights; at most {MOST_FILES} can. Attach only what loading needs.")
+    folded: dict[str, str] = {}
+    for name in named:
+        _check_name(name)
+    if sum(len(json.dumps(name)) for name in named) > MOST_NAME_BYTES:
+        raise CheckpointError("the attachments' names are too long together. Attach only what loading needs.")
+    for name in named:
+        twin = folded.setdefault(name.casefold(), name)
+        if twin != name:
+            raise CheckpointError(f"the attachments {twin!r} and {name!r} differ by case only. Rename one.")
+    return {name: _content(name, content) for name, content in sorted(named.items())}
+
+
+def _in_directory(directory: Path) -> dict[str, bytes | Path]:
+    try:
+        found = [path for path in directory.iterdir() if path.is_file()]
+    except OSError as error:
+        raise CheckpointError(f"the directory of attachments cannot be read: {error}. Pass the directory of a checkpoint.") from error
+    return {path.name: path for path in found if not path.name.startswith(".") and not path.name.lower().endswith(WEIGHT_SUFFIXES)}
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not is_plain_file_name(name) or name.startswith(".") or not name.isprintable():
+        raise CheckpointError(f"the attachment {name!r} has no plain file name. Use one without separators that is not hidden.")
+    if len(name.encode(errors="replace")) > 255:
+        raise CheckpointError(f"the name of the attachment {name!r} is too long. Use at most 255 bytes.")
+    if reserved(name):
+        raise CheckpointError(f"the attachment {name!r} has the name of weights. Weights are written from the state; leave it out.")
+
+
+def _content(name: str, content: object) -> bytes:
+    if isinstance(content, (bytes, bytearray, memoryview)):
+        return bytes(content)
+    if not isinstance(content, (Path, str)):
+        raise CheckpointError(f"the attachment {name!r} is a {type(content).__qualname__}. Pass bytes or a path.")
+    try:
+        return Path(content).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"the attachment {name!r} cannot be read: {error}. Is the path right?") from error

@@ -1,0 +1,170 @@
+"""Publishing beside training: `publish` copies the state and returns; a thread does the rest. Training never waits for the store.
+
+At most three copies of the state are held: the baseline, the version that is being published, and the newest one that waits; a fourth
+while it is not known what became of a commit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..chain.version import Version
+from ..errors import PublisherClosed
+from ..events import OnEvent, emit
+from ..tensors import State
+from .baseline import Arrays, copy_tensors, new_arrays
+from .segments import TensorTable
+
+Append = Callable[[Arrays, TensorTable, "int | None", Mapping[str, str]], Version]
+
+
+class PendingVersion:
+    """A state on its way into the chain."""
+
+    def __init__(self, on_raised: Callable[[BaseException], None] = lambda error: None) -> None:
+        self._event = threading.Event()
+        self._version: Version | None = None
+        self._error: BaseException | None = None
+        self._on_raised = on_raised
+
+    def done(self) -> bool:
+        """Whether it has landed, failed, or was superseded."""
+        return self._event.is_set()
+
+    def result(self, timeout: float | None = None) -> Version | None:
+        """Wait for its version; None if a newer state was published in its place. TimeoutError, or the error that it failed with."""
+        if not self._event.wait(timeout):
+            raise TimeoutError(f"the publication is not done after {timeout} seconds")
+        if self._error is not None:
+            self._on_raised(self._error)
+            raise self._error
+        return self._version
+
+    def _resolve(self, version: Version | None = None, error: BaseException | None = None) -> None:
+        self._version, self._error = version, error
+        self._event.set()
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    arrays: Arrays
+    table: TensorTable
+    step: int | None
+    meta: Mapping[str, str]
+    handle: PendingVersion = field(default_factory=PendingVersion)
+
+
+class BackgroundPublisher:
+    """One thread that publishes snapshots, newest first: one that still waits when a newer one comes is superseded.
+
+    An error is raised once by whichever comes first: the handle's `result`, or the next `submit`, `flush` or `close`.
+    `append` publishes memory that it may keep, which `keeps` tells; `afterwards` is called when the handle is done.
+    """
+
+    def __init__(
+        self, append: Append, keeps: Callable[[Arrays], bool], afterwards: Callable[[], None], *, on_event: OnEvent | None = None
+    ) -> None:
+        self._append = append
+        self._keeps = keeps
+        self._afterwards = afterwards
+        self._on_event = on_event
+        self._changed = threading.Condition()
+        self._waiting: _Snapshot | None = None
+        self._publishing = False
+        self._closing = False
+        self._free: list[Arrays] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="deltawire-publish", daemon=True)
+        self._thread.start()
+
+    def submit(self, state: State, table: TensorTable, step: int | None, meta: Mapping[str, str]) -> PendingVersion:
+        """Copy the state and publish it soon. If an earlier one has failed, raises that error instead, and takes nothing."""
+        self._raise_error()
+        with self._changed:
+            if self._closing:
+                raise PublisherClosed("the publisher was closed.")
+            superseded, self._waiting = self._waiting, None  # its memory is needed for the newer one
+            arrays = superseded.arrays if superseded is not None else self._free.pop() if self._free else {}
+        try:
+            if not arrays or TensorTable.of(arrays) != table:
+                arrays = new_arrays(table)
+            copy_tensors(state, arrays)
+            snapshot = _Snapshot(arrays, table, step, meta, PendingVersion(self._forget_error))
+            with self._changed:
+                self._waiting = snapshot
+                self._changed.notify_all()
+        finally:  # also when the copy was cut off: the older one is overwritten
+            if superseded is not None:
+                superseded.handle._resolve()
+                emit(self._on_event, "superseded", step=superseded.step)
+        return snapshot.handle
+
+    def recycle(self, arrays: Arrays) -> None:
+        """Memory that a later snapshot may use."""
+        with self._changed:
+            if len(self._free) < 1:
+                self._free.append(arrays)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all that was submitted has landed, failed or been superseded. TimeoutError; else as `submit` for errors."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._waiting is None and not self._publishing, timeout):
+                raise TimeoutError(f"publications are still on their way after {timeout} seconds")
+        self._raise_error()
+
+    def close(self, *, drop: bool = False) -> None:
+        """Finish what was submitted, or with `drop` only what has begun, and end the thread. Raises as `flush` does, after that."""
+        with self._changed:
+            self._closing = True
+            dropped = self._waiting if drop else None
+            if drop:
+                self._waiting = None
+            self._changed.notify_all()
+        if dropped is not None:
+            dropped.handle._resolve(error=PublisherClosed("the publisher was closed before this state was published."))
+        self._thread.join()
+        self._raise_error()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._closing)
+                snapshot, self._waiting = self._waiting, None
+                if snapshot is None:
+                    return
+                self._publishing = True
+            self._publish(snapshot)
+            with self._changed:
+                self._publishing = False
+                self._changed.notify_all()
+            try:
+                self._afterwards()
+            except BaseException as error:  # unforeseen, since upkeep reports what it expects; but the thread must live on
+                with self._changed:
+                    self._error = error
+
+    def _publish(self, snapshot: _Snapshot) -> None:
+        try:
+            version = self._append(snapshot.arrays, snapshot.table, snapshot.step, snapshot.meta)
+        except BaseException as error:  # not swallowed: the next call, or whoever asks for the result, raises it
+            with self._changed:
+                self._error = error
+            snapshot.handle._resolve(error=error)
+        else:
+            snapshot.handle._resolve(version)
+        finally:
+            if not self._keeps(snapshot.arrays):
+                self.recycle(snapshot.arrays)
+
+    def _forget_error(self, error: BaseException) -> None:
+        with self._changed:
+            if self._error is error:
+                self._error = None
+
+    def _raise_error(self) -> None:
+        with self._changed:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -1,0 +1,201 @@
+"""The publisher's own copy of the state that the chain has at its head, and the way back from it to recent versions.
+
+It moves only when a commit is known to have landed. One thread moves it; others may ask for segments of held versions meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..encode import encode_delta, encode_with_summary
+from ..format.digest import Digest
+from ..format.records import CommitRef
+from ..resolve import apply_delta
+from ..tensors import State, tensor_bits
+from .history import History, Reverse
+from .segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
+
+Arrays = dict[str, NDArray[Any]]
+"""Tensors by name, C-contiguous and owned by the publisher."""
+
+_HISTORY_SHARE, _LEAST_HISTORY = 4, 1 << 20
+"""Reverse deltas may take the fourth part of the state's own size. In training at small steps it is a few per cent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """Four versions, or sixteen, … in one step. `forward` are the deltas of a skip; None where it is not smaller than what it replaces."""
+
+    base: CommitRef
+    target: CommitRef
+    span: int
+    forward: Mapping[int, bytes] | None
+
+
+class Baseline:
+    """The state at version `at`, cut into segments.
+
+    `intact` is False from the moment that a move begins until it is complete: a baseline whose move was cut off (by Ctrl-C) is a mix of two
+    versions and MUST NOT be encoded against; rebuild it from the store.
+    """
+
+    arrays: Arrays
+    digest: Digest
+    table: TensorTable
+    segments: tuple[Segment, ...]
+
+    def __init__(
+        self, arrays: Arrays, at: CommitRef, digest: Digest, *, threads: int | None = None, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        self._threads = threads
+        self._segment_bytes = segment_bytes
+        self._lock = threading.Lock()
+        self.replace(arrays, at, digest)
+
+    @property
+    def at(self) -> CommitRef:
+        """The version that it is at."""
+        return self._history.here
+
+    @property
+    def history_bytes(self) -> int:
+        with self._lock:
+            return self._history.size
+
+    @property
+    def position(self) -> int:
+        """Versions since the last replacement: what spans of skips are counted by."""
+        return self._history.position
+
+    def part(self, index: int) -> Arrays:
+        """The tensors of one segment, not copied."""
+        return {name: self.arrays[name] for name in self.table.names_of(self.segments[index])}
+
+    def part_of(self, state: State, index: int) -> State:
+        """The same tensors of another state with the same table."""
+        return {name: state[name] for name in self.table.names_of(self.segments[index])}
+
+    def move_by_copy(self, state: State, changed: Collection[int], at: CommitRef, digest: Digest, size: int, *, remember: bool) -> None:
+        """Move on to `state`, which differs in the segments `changed` and took readers `size` bytes; it is copied."""
+        back = self._reverse(state, changed, remember)
+        with self._moving(at, digest, back, size):
+            for index in changed:
+                copy_tensors(self.part_of(state, index), self.arrays)
+
+    def move_by_swap(self, arrays: Arrays, changed: Collection[int], at: CommitRef, digest: Digest, size: int, *, remember: bool) -> Arrays:
+        """Move on to `arrays`, which are the baseline's from now on; the memory that it had is returned, for another use."""
+        back = self._reverse(arrays, changed, remember)
+        with self._moving(at, digest, back, size):
+            old = self.arrays
+            self.arrays = arrays
+        return old
+
+    def move_by_deltas(self, deltas: Mapping[int, bytes], at: CommitRef, digest: Digest) -> None:
+        """Move on by what readers got, where the new state itself is not at hand any more. The way back is lost."""
+        with self._moving(at, digest, None, 0):
+            for index, delta in deltas.items():
+                apply_delta(self.part(index), delta, threads=self._threads)
+
+    def replace(self, arrays: Arrays, at: CommitRef, digest: Digest) -> None:
+        """Start again from another state, of another table perhaps. The way back is lost."""
+        with self._lock:
+            self.intact = False
+            self.arrays = arrays
+            self.digest = digest
+            self.table = TensorTable.of(arrays)
+            self.segments = cut_segments(self.table.sizes, segment_bytes=self._segment_bytes)
+            self._history = History(at, max(self.table.state_bytes // _HISTORY_SHARE, _LEAST_HISTORY))
+            self.intact = True
+
+    def hold(self) -> None:
+        """Keep the present version within the reach of `segment_at`, until `release`."""
+        with self._lock:
+            self._history.hold()
+
+    def release(self, seq: int) -> None:
+        """The version `seq` was held, and is not needed any more."""
+        with self._lock:
+            self._history.release(seq)
+
+    def segment_at(self, seq: int, index: int) -> Arrays:
+        """A copy of a segment as it was at version `seq`, which is held. Raises `Forgotten` if the baseline has started again since."""
+        with self._lock:
+            way = self._history.way_back(seq)
+            part = {name: array.copy() for name, array in self.part(index).items()}
+        for reverse in way:
+            if index in reverse.deltas:
+                apply_delta(part, reverse.deltas[index], threads=self._threads)
+        return part
+
+    def compose(self) -> Iterator[Composed]:
+        """The skips that are due at this version, shortest first. To be exhausted after every move: it is what keeps the history short."""
+        level = 1
+        try:
+            while parts := self._history.composable(level):
+                reverse, composed = self._compose(level, parts)
+                with self._lock:
+                    self._history.add_composed(reverse)
+                yield composed
+                level += 1
+        finally:
+            with self._lock:
+                self._history.prune()
+
+    def _compose(self, level: int, parts: list[Reverse]) -> tuple[Reverse, Composed]:
+        """Segment by segment, so that it takes the memory of one segment beyond the deltas themselves."""
+        replaced = sum(part.forward_bytes for part in parts)
+        forward: dict[int, bytes] = {}
+        backward: dict[int, bytes] = {}
+        size = 0
+        for index in sorted({index for part in parts for index in part.deltas}):
+            now = self.part(index)
+            then = {name: array.copy() for name, array in now.items()}
+            for part in parts:
+                if index in part.deltas:
+                    apply_delta(then, part.deltas[index], threads=self._threads)
+            delta, summary = encode_with_summary(now, then, threads=self._threads)
+            if not summary.tensors_changed:
+                continue
+            backward[index] = delta
+            if size < replaced:
+                forward[index] = encode_delta(then, now, threads=self._threads)
+                size += len(forward[index])
+        worth_it = size < replaced
+        oldest, newest = parts[-1], parts[0]
+        reverse = Reverse(level, newest.end, oldest.base, newest.target, backward, size if worth_it else replaced)
+        return reverse, Composed(oldest.base, newest.target, newest.end - oldest.start, forward if worth_it else None)
+
+    def _reverse(self, state: State, changed: Collection[int], remember: bool) -> dict[int, bytes] | None:
+        if not remember and not self._history.held:
+            return None
+        return {index: encode_delta(self.part_of(state, index), self.part(index), threads=self._threads) for index in changed}
+
+    @contextmanager
+    def _moving(self, at: CommitRef, digest: Digest, back: Mapping[int, bytes] | None, size: int) -> Iterator[None]:
+        with self._lock:
+            self.intact = False
+            yield
+            self.digest = digest
+            if back is None:
+                self._history.restart(at)
+            else:
+                self._history.advance(at, back, size)
+            self.intact = True
+
+
+def new_arrays(table: TensorTable) -> Arrays:
+    """Memory for a state with this table; what is in it is undefined."""
+    return {name: np.empty(shape, dtype.numpy) for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True)}
+
+
+def copy_tensors(source: State, target: Mapping[str, NDArray[Any]]) -> None:
+    """Copy every tensor of `source` to the array of its name, bit for bit."""
+    for name, tensor in source.items():
+        np.copyto(tensor_bits(name, target[name]).bits, tensor_bits(name, tensor).bits)

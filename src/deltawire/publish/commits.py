@@ -1,0 +1,270 @@
+"""The one writer of a chain: claims an epoch, fences off earlier writers, and appends commits (docs/protocol.md §4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ..chain.log import ChainLog
+from ..errors import CommitOutcomeUnknown, CorruptRecord, Fenced, LimitExceeded, OutcomeUnknown, PublishError, RunMismatch, StoreError
+from ..format.digest import Digest
+from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Epoch, FileEntry, Head, Limits, Run, link_targets, record_hash
+from ..format.signing import SigningKey
+from ..store import keys
+from ..store.base import Store
+from .create import Sleep, create_and_look
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A commit on its way into the chain: what is being created, byte for byte.
+
+    `doubt` once creating these bytes was begun and its outcome is not known; `landed` once they are known to be there.
+    """
+
+    commit: Commit
+    data: bytes
+    doubt: bool = False
+    landed: bool = False
+
+    @property
+    def ref(self) -> CommitRef:
+        return self.commit.ref(record_hash(self.data))
+
+
+def open_run(store: Store, name: str | None, limits: Limits | None, *, clock: Clock = time.time, sleep: Sleep = time.sleep) -> Run:
+    """Read the run that lives at the store, or begin one. `RunMismatch` if it is another than `name`.
+
+    `limits` are those of a new run; an existing one keeps its own.
+    """
+    new = Run(name or "main", secrets.token_hex(16), int(clock() * 1000), limits or Limits())
+    try:
+        data = new.to_bytes()
+    except CorruptRecord as error:
+        raise PublishError(f"{new.run!r} cannot name a run: {error}") from None
+    run = Run.parse(create_and_look(store, keys.RUN, data, sleep=sleep))
+    if name is not None and run.run != name:
+        raise RunMismatch(f"{store.url} holds the run {run.run!r}, not {name!r}.")
+    return run
+
+
+class ChainWriter:
+    """Appends to the chain as the writer of one epoch. Not safe for use from several threads.
+
+    On construction it claims the epoch and lands its fence; from then on whatever an earlier writer still manages to append is void.
+    `tip` is the newest commit that is in force. Once `Fenced` was raised, it is raised for ever.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        log: ChainLog,
+        *,
+        signing_key: SigningKey | None = None,
+        resumed_from: int | None = None,
+        clock: Clock = time.time,
+        sleep: Sleep = time.sleep,
+    ) -> None:
+        self._store = store
+        self._log = log
+        self._key = signing_key
+        self._clock = clock
+        self._sleep = sleep
+        self._fenced: str | None = None
+        self._hashes: dict[int, tuple[int, str]] = {}
+        """For every power of two, by its exponent, the newest slot that it divides and the hash there: all that links will ask for."""
+        self.run = log.run
+        claimed = self._highest_epoch()
+        self.epoch = self._claim(claimed, resumed_from)
+        head = log.head()
+        self._head = None if head is None else (head.seq, log.hash(head.seq))
+        # Epochs never fall, so a head of the highest one that was ever claimed cannot be void; for others the log has to look further back.
+        self._tip = None if head is None else head if head.epoch == claimed else log.in_force(head)
+        self._tip_hash = None if self._tip is None else log.hash(self._tip.seq)
+        if self._tip is not None and self._tip.epoch > self.epoch:
+            self._halt(f"epoch {self._tip.epoch} took over while epoch {self.epoch} was being claimed.")
+        self.fence = self._land_fence()
+
+    @property
+    def tip(self) -> CommitRef:
+        """The newest commit in force: what the next delta applies to."""
+        assert self._tip is not None
+        assert self._tip_hash is not None  # there is at least our own fence
+        return self._tip.ref(self._tip_hash)
+
+    @property
+    def next_seq(self) -> int:
+        """The slot that the next commit aims at."""
+        return 0 if self._head is None else self._head[0] + 1
+
+    def propose(
+        self,
+        kind: str,
+        *,
+        base: CommitRef | None,
+        digest: Digest | None,
+        state_bytes: int,
+        tensors: int,
+        changed: int = 0,
+        files: Sequence[FileEntry] = (),
+        step: int | None = None,
+        meta: Mapping[str, str] | None = None,
+    ) -> Attempt:
+        """A commit for the next slot; nothing is written yet. `LimitExceeded` if it cannot be a record of this run."""
+        self.check_fenced()
+        seq = self.next_seq
+        updates = 0 if self._tip is None else self._tip.updates
+        state_seq = seq if kind != "fence" else None if self._tip is None else self._tip.state_seq
+        commit = Commit(
+            id=self.run.id,
+            seq=seq,
+            epoch=self.epoch,
+            nonce=secrets.token_hex(16),
+            kind=kind,
+            parent=None if self._head is None else self._head[1],
+            links=self._links(seq),
+            base=base,
+            state_seq=state_seq,
+            updates=updates if kind == "fence" else updates + 1,
+            digest=digest,
+            state_bytes=state_bytes,
+            tensors=tensors,
+            changed=changed,
+            step=step,
+            time=int(self._clock() * 1000),
+            files=tuple(files),
+            meta=dict(meta or {}),
+        )
+        self.run.limits.check(commit)
+        return self._attempt(commit)
+
+    def land(self, attempt: Attempt) -> None:
+        """Create the commit; on return it is in the chain. May be called again for the same attempt, also after it was cut off anywhere.
+
+        `Fenced`: another writer has taken over; `CommitOutcomeUnknown`: ask again with the same attempt before anything else is proposed.
+        Any other error: it is not in the chain and will not be.
+        """
+        self.check_fenced()
+        while not attempt.landed:
+            seq = attempt.commit.seq
+            if self._head is not None and seq <= self._head[0]:  # cut off after the slot was seen to be filled
+                if self._head == (seq, record_hash(attempt.data)):
+                    attempt.landed = True
+                else:
+                    self._move_on(attempt)
+                continue
+            doubt, attempt.doubt = attempt.doubt, True  # the call may be cut off at any moment
+            try:
+                found = create_and_look(self._store, keys.commit_key(seq), attempt.data, doubt=doubt, sleep=self._sleep)
+            except OutcomeUnknown as error:
+                raise CommitOutcomeUnknown(f"commit {seq} may or may not have landed: {error}") from error
+            if found == attempt.data:
+                self._advance(attempt.commit, record_hash(found), in_force=True)
+                attempt.landed = True
+            else:
+                self._yield_slot(found, attempt)
+
+    def check_fenced(self) -> None:
+        """Raise `Fenced` if it was raised before."""
+        if self._fenced is not None:
+            raise Fenced(self._fenced)
+
+    def announce(self) -> None:
+        """Tell readers where the head is. Only a hint: that it fails does not matter."""
+        assert self._head is not None
+        try:
+            self._store.put(keys.HEAD, Head(self._head[0]).to_bytes())
+        except StoreError:
+            return
+
+    def _yield_slot(self, found: bytes, attempt: Attempt) -> None:
+        """Somebody else's commit is in the slot: halt, or aim at the next one."""
+        other = Commit.parse(found)
+        if other.seq != attempt.commit.seq or other.id != self.run.id:
+            raise CorruptRecord(f"slot {attempt.commit.seq} in {self._store.url} holds commit {other.seq} of run {other.id}.")
+        if other.epoch > self.epoch:
+            self._halt(f"epoch {other.epoch} has taken over from epoch {self.epoch} at commit {other.seq}.")
+        if other.epoch == self.epoch:
+            self._halt(f"commit {other.seq} is of this publisher's own epoch {self.epoch}, but not by it.")
+        # Of a lower epoch: void once our fence stands, valid before, unless a fence before ours has made it void.
+        fencing = attempt.commit.kind == "fence"
+        self._advance(other, record_hash(found), in_force=fencing and (self._tip is None or other.epoch >= self._tip.epoch))
+        self._move_on(attempt)
+
+    def _move_on(self, attempt: Attempt) -> None:
+        """Aim at the next slot: with another parent and nonce, and for a fence perhaps another base."""
+        assert self._head is not None
+        if attempt.commit.kind == "fence":
+            moved = self._fence_attempt()
+        else:
+            seq, nonce = self.next_seq, secrets.token_hex(16)
+            moved = self._attempt(
+                dataclasses.replace(
+                    attempt.commit, seq=seq, state_seq=seq, nonce=nonce, parent=self._head[1], links=self._links(seq), signature=None
+                )
+            )
+        attempt.commit, attempt.data, attempt.doubt = moved.commit, moved.data, False
+
+    def _attempt(self, commit: Commit) -> Attempt:
+        signed = commit if self._key is None else self._key.sign(commit)
+        return Attempt(signed, signed.to_bytes())
+
+    def _land_fence(self) -> Commit:
+        attempt = self._fence_attempt()
+        self.land(attempt)
+        return attempt.commit
+
+    def _fence_attempt(self) -> Attempt:
+        tip = self._tip
+        if tip is None or tip.digest is None:
+            return self.propose("fence", base=None, digest=None, state_bytes=0, tensors=0)
+        return self.propose("fence", base=self.tip, digest=tip.digest, state_bytes=tip.state_bytes, tensors=tip.tensors)
+
+    def _highest_epoch(self) -> int:
+        """The highest epoch that was ever claimed, 0 if none was."""
+        found = [number for info in self._store.list(keys.EPOCHS) if (number := keys.parse_epoch_key(info.key)) is not None]
+        return max(found, default=0)
+
+    def _claim(self, highest: int, resumed_from: int | None) -> int:
+        """Claim the next epoch; the listing may lag behind, so names are tried upward until one is new."""
+        epoch = highest + 1
+        while True:
+            claim = Epoch(self.run.id, epoch, secrets.token_hex(16), int(self._clock() * 1000), resumed_from).to_bytes()
+            if create_and_look(self._store, keys.epoch_key(epoch), claim, sleep=self._sleep) == claim:
+                return epoch
+            epoch += 1
+
+    def _links(self, seq: int) -> tuple[tuple[int, str], ...]:
+        links = []
+        for exponent, target in enumerate(link_targets(seq), 1):
+            known = self._hashes.get(exponent)
+            links.append((target, known[1] if known is not None and known[0] == target else self._log.hash(target)))
+        return tuple(links)
+
+    def _advance(self, commit: Commit, commit_hash: str, *, in_force: bool) -> None:
+        if in_force:
+            self._tip, self._tip_hash = commit, commit_hash
+        for exponent in range(1, (commit.seq & -commit.seq).bit_length() if commit.seq else 64):  # every power divides 0
+            self._hashes[exponent] = commit.seq, commit_hash
+        self._head = commit.seq, commit_hash
+
+    def _halt(self, why: str) -> NoReturn:
+        self._fenced = why
+        raise Fenced(why)
+
+
+def check_meta(meta: Mapping[str, str] | None) -> dict[str, str]:
+    """The user's strings, if they are such and leave room for the files in a record. TypeError, `LimitExceeded`."""
+    found = dict(meta or {})
+    if not all(isinstance(key, str) and isinstance(value, str) for key, value in found.items()):
+        raise TypeError("meta maps strings to strings")
+    size = sum(len(ascii(key)) + len(ascii(value)) + 4 for key, value in found.items())
+    if size > MAX_RECORD_BYTES // 8:
+        raise LimitExceeded(f"meta has about {size:,} bytes; {MAX_RECORD_BYTES // 8:,} are allowed.")
+    return found

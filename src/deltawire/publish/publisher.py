@@ -1,0 +1,239 @@
+"""The trainer's side of a chain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from ..chain.collect import Collected, collect
+from ..chain.log import ChainLog
+from ..chain.version import Version
+from ..errors import Fenced, PublisherClosed, VersionUnknown
+from ..events import OnEvent, emit
+from ..format.canonical import MAX_INTEGER
+from ..format.records import Limits
+from ..format.signing import SigningKey
+from ..store import Store, StoreOptions, open_store, probe
+from ..tensors import State
+from .anchor_files import SHARD_BYTES
+from .append import Appender
+from .attachments import Attachments, read_attachments
+from .background import BackgroundPublisher, PendingVersion
+from .baseline import Arrays
+from .cadence import AnchorPolicy
+from .commits import ChainWriter, check_meta, open_run
+from .resume import version_commit
+from .segments import SEGMENT_BYTES, TensorTable
+from .shortcuts import ShortcutWriter
+from .upkeep import Helper, Upkeep
+
+_STREAMS = 4
+"""Objects uploaded side by side; the store cuts large ones into parallel parts by itself."""
+
+
+class Publisher:
+    """Publishes the states of one model, version by version, as exact deltas to an object store.
+
+    >>> with Publisher("s3://bucket/run-7") as publisher:
+    ...     for step in range(steps):
+    ...         train(model)
+    ...         publisher.publish(model.state_dict(), step=step)
+
+    Opening one takes the run over: whatever publisher was there before is fenced off and raises `Fenced`. Where the chain has versions
+    already, the newest is read back first, so that the next is a delta over it; with `resume_from` an older one, and those after it are
+    abandoned.
+
+    It holds a copy of the state of its own. With `background`, `publish` takes another copy (a third if the store is slower than training)
+    and returns at once. Skips cost some per cent of the state in memory, anchors (see `AnchorPolicy`) nothing.
+
+    `attachments` (config.json, tokenizer: a directory, or names with bytes or paths) go into every anchor, so that each is a complete
+    Hugging Face checkpoint. `auto_collect` deletes what nobody needs any more after every anchor, with so many seconds of grace.
+    `limits` are those of a new run. A publisher may be used from several threads, one at a time.
+    """
+
+    def __init__(
+        self,
+        url: str | Path | Store,
+        run: str | None = None,
+        *,
+        background: bool = False,
+        threads: int | None = None,
+        signing_key: SigningKey | None = None,
+        attachments: Attachments | None = None,
+        anchor_policy: AnchorPolicy | None = None,
+        skips: bool = True,
+        resume_from: int | None = None,
+        auto_collect: float | None = None,
+        limits: Limits | None = None,
+        on_event: OnEvent | None = None,
+        store_options: StoreOptions | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        read_attachments(attachments)  # what is wrong with them should show now, not hours later
+        self._on_event = on_event
+        self._auto_collect = auto_collect
+        self._turn = threading.Lock()
+        self._closed = False
+        self._background: BackgroundPublisher | None = None
+        self._last_error: BaseException | None = None
+        with ExitStack() as opened:  # undone in reverse if anything below fails, and by close()
+            self._store = open_store(url, options=store_options)
+            if self._store is not url:
+                opened.callback(self._store.close)
+            probe(self._store)
+            open_run(self._store, run, limits)
+            log = ChainLog(self._store, run=run)
+            if resume_from is not None:
+                _require_version(log, resume_from)
+            self._writer = ChainWriter(self._store, log, signing_key=signing_key, resumed_from=resume_from)
+            pool = opened.enter_context(ThreadPoolExecutor(_STREAMS, thread_name_prefix="deltawire-upload"))
+            self._appender = Appender(
+                self._store,
+                log,
+                self._writer,
+                pool,
+                threads=threads,
+                attachments=attachments,
+                remember=skips,
+                on_event=on_event,
+                recycle=self._recycle,
+                segment_bytes=segment_bytes,
+                shard_bytes=shard_bytes,
+            )
+            self._appender.resume(resume_from)
+            helper: Helper | None = None
+            if background:  # with uploads of its own, so that an anchor never stands in the way of a version
+                pool = opened.enter_context(ThreadPoolExecutor(2, thread_name_prefix="deltawire-anchor"))
+                helper = Helper("deltawire-upkeep")
+                opened.callback(helper.close)
+            shortcuts = ShortcutWriter(self._store, pool, self._writer.run, self.epoch, signing_key, threads, shard_bytes)
+            self._upkeep = Upkeep(
+                self._appender,
+                shortcuts,
+                policy=anchor_policy or AnchorPolicy(),
+                skips=skips,
+                attachments=attachments,
+                on_event=on_event,
+                helper=helper,
+                collect=None if auto_collect is None else self._collect_garbage,
+            )
+            if background:
+                self._background = BackgroundPublisher(self._append, self._appender.keeps, self._upkeep.after_append, on_event=on_event)
+            self._opened = opened.pop_all()
+
+    @property
+    def version(self) -> Version | None:
+        """The newest version that is known to be in the chain; None before the first."""
+        return self._appender.version
+
+    @property
+    def epoch(self) -> int:
+        """The number under which this publisher writes. Each one that opens the run gets a higher one."""
+        return self._writer.epoch
+
+    @property
+    def last_error(self) -> BaseException | None:
+        """The last thing that went wrong, also where it was only reported: shortcuts and garbage collection fail without consequence."""
+        return self._last_error or self._upkeep.last_error
+
+    def publish(self, state: State, *, step: int | None = None, meta: Mapping[str, str] | None = None) -> Version | PendingVersion:
+        """Publish a state (names to NumPy arrays or torch CPU tensors, which are never changed); `step` and `meta` go with it.
+
+        In the foreground it returns the `Version`, which readers can see by then. In the background it returns a `PendingVersion` as soon
+        as the state is copied; where an earlier publication has failed it raises that error instead, once, and takes nothing.
+
+        Raises a `TensorError` for what cannot be published; a `StoreError` if the store fails, after which the same or a later state may be
+        published again; `CommitOutcomeUnknown` if it may have landed all the same (the next call finds out); `Fenced`, and from then on
+        always, if another publisher has taken over.
+        """
+        self._check_open()
+        table = TensorTable.of(state)
+        strings = check_meta(meta)
+        _check_step(step)
+        self._appender.check_limits(table)
+        self._writer.check_fenced()
+        if self._background is not None:
+            return self._background.submit(state, table, step, strings)
+        with self._turn:
+            self._check_open()
+            version = self._append(state, table, step, strings)
+            self._upkeep.after_append()
+            return version
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything that was given to `publish` is in the chain, or superseded. TimeoutError; errors as in `publish`."""
+        self._check_open()
+        if self._background is not None:
+            self._background.flush(timeout)
+
+    def collect(self, *, grace: float, dry_run: bool = False) -> Collected:
+        """Delete data that no reader needs any more, announced at least `grace` seconds before; see `deltawire.chain.collect`."""
+        self._check_open()
+        return collect(self._store, grace=grace, dry_run=dry_run, on_event=self._on_event)
+
+    def close(self) -> None:
+        """Finish what was given to `publish` and the anchor in progress, and let go of everything. May be called twice.
+
+        Raises what went wrong in the background and was not raised yet, after everything is closed.
+        """
+        self._close(drop=False)
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            self._close(drop=error is not None)
+        except Exception:
+            if error is None:  # else what broke off the body is what matters; this one is in last_error
+                raise
+
+    def _close(self, *, drop: bool) -> None:
+        with self._turn:
+            if self._closed:
+                return
+            self._closed = True
+        with self._opened:
+            if self._background is not None:
+                self._background.close(drop=drop)
+            if not drop:
+                self._appender.settle()
+
+    def _append(self, state: State, table: TensorTable, step: int | None, meta: Mapping[str, str]) -> Version:
+        try:
+            return self._appender.append(state, table, step=step, meta=meta, owned=self._background is not None)
+        except BaseException as error:
+            self._last_error = error
+            if not isinstance(error, Fenced):
+                emit(self._on_event, "publish-failed", step=step, error=type(error).__name__, reason=str(error))
+            raise
+
+    def _recycle(self, arrays: Arrays) -> None:
+        if self._background is not None:
+            self._background.recycle(arrays)
+
+    def _collect_garbage(self) -> None:
+        assert self._auto_collect is not None
+        collect(self._store, grace=self._auto_collect, on_event=self._on_event)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PublisherClosed("the publisher was closed.")
+
+
+def _check_step(step: object) -> None:
+    if step is not None and (type(step) is not int or not 0 <= step <= MAX_INTEGER):
+        raise TypeError(f"step must be an integer from 0 to 2^63-1, or None, not {step!r}")
+
+
+def _require_version(log: ChainLog, seq: int) -> None:
+    """Before anybody is fenced off: is there such a version?"""
+    head = log.head()
+    if head is None:
+        raise VersionUnknown(f"nothing is published yet at {log.store.url}.")
+    version_commit(log, head, seq)

@@ -1,0 +1,50 @@
+"""Taking up a chain where it stands: the state that its head leaves in force, rebuilt from the store and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..chain.fetch import Fetcher
+from ..chain.log import ChainLog
+from ..chain.memory_state import MemoryState
+from ..chain.rebuild import rebuild
+from ..chain.restore import Hop, find_route
+from ..errors import VersionUnknown
+from ..events import OnEvent
+from ..format.records import Commit
+from .baseline import Arrays
+from .cadence import ChainCost, Way
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A version's state, what it costs a joiner to get there, and the lowest version whose data the way needs."""
+
+    arrays: Arrays
+    cost: ChainCost
+    lowest: int
+
+
+def version_commit(log: ChainLog, tip: Commit, seq: int) -> Commit:
+    """The commit that made version `seq`, an ancestor of `tip`. `VersionUnknown` if there is no such version."""
+    if not 0 <= seq <= tip.seq:
+        raise VersionUnknown(f"the chain has no version {seq}; its head is {tip.seq}.")
+    commit = log.ancestor(tip, seq)
+    if commit.kind == "fence" or log.is_void(commit):
+        raise VersionUnknown(f"commit {seq} is no version: it is {'a fence' if commit.kind == 'fence' else 'void'}.")
+    return commit
+
+
+def read_state(log: ChainLog, target: Commit, *, threads: int | None, on_event: OnEvent | None) -> Resumed:
+    """The state of a version, bit for bit as it was published. Raises what `rebuild` does."""
+    state = MemoryState(threads=threads)
+    rebuild(state, log, Fetcher(log.store, limits=log.limits, on_event=on_event), target, on_event=on_event)
+    hops = find_route(log, None, target)
+    return Resumed(dict(state.writable), _cost(hops, target), min(hop.target.seq for hop in hops if hop.files))
+
+
+def _cost(hops: Sequence[Hop], target: Commit) -> ChainCost:
+    start, rest = hops[0], [hop for hop in hops[1:] if hop.files]
+    way = Way(sum(entry.size for hop in rest for entry in hop.files), len(rest))
+    return ChainCost.resumed(max(target.updates - start.target.updates, 0), way)

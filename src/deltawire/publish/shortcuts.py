@@ -1,0 +1,88 @@
+"""Shortcuts through the chain, made after the commit and off the path that readers wait for: skips and anchors (docs/protocol.md §4)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from ..errors import ResultMismatch
+from ..format.records import CommitRef, FileEntry, Run, Shortcut
+from ..format.signing import SigningKey
+from ..store import keys
+from ..store.base import Store
+from .anchor_files import SHARD_BYTES, SegmentSource, lay_out
+from .create import create_and_look
+from .segments import Segment, TensorTable
+from .upload import CheckpointUpload, DataPlace, Uploads, upload_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A shortcut that readers can take from now on: its size, and how long its upload took."""
+
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShortcutWriter:
+    """Uploads the files of shortcuts and then creates their records. A failure leaves at most data that nothing refers to."""
+
+    store: Store
+    pool: Executor
+    run: Run
+    epoch: int
+    signing_key: SigningKey | None = None
+    threads: int | None = None
+    shard_bytes: int = SHARD_BYTES
+    clock: Callable[[], float] = time.time
+
+    def skip(
+        self, base: CommitRef, target: CommitRef, deltas: Mapping[int, bytes], table: TensorTable, segments: Sequence[Segment]
+    ) -> Made:
+        """One delta from version `base` to version `target`, in files by segment."""
+        place = DataPlace(self.store, self.pool, self.epoch, target.seq)
+        uploads = Uploads(self.pool)
+        try:
+            for index, delta in sorted(deltas.items()):
+                uploads.start_delta(place, delta, segments[index])
+            files, seconds = uploads.finish()
+        except BaseException:
+            uploads.abandon()
+            raise
+        self._create(keys.skip_key(target.seq, base.seq), self._record(base, target, table, files))
+        return Made(sum(entry.size for entry in files), seconds)
+
+    def anchor(
+        self, target: CommitRef, table: TensorTable, segments: Sequence[Segment], source: SegmentSource, attachments: Mapping[str, bytes]
+    ) -> Made:
+        """A whole checkpoint of version `target`. `ResultMismatch` if what the source gives is not that version."""
+        place = DataPlace(self.store, self.pool, self.epoch, target.seq)
+        done: CheckpointUpload = upload_checkpoint(
+            place, lay_out(table, segments, shard_bytes=self.shard_bytes), source, attachments, self.threads
+        )
+        if done.digest != target.digest:
+            raise ResultMismatch(f"the checkpoint of version {target.seq} has the digest {done.digest}, not {target.digest}.")
+        self._create(keys.anchor_key(target.seq), self._record(None, target, table, done.files))
+        return Made(done.size, done.seconds)
+
+    def _record(self, base: CommitRef | None, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> Shortcut:
+        record = Shortcut(
+            id=self.run.id,
+            epoch=self.epoch,
+            nonce=secrets.token_hex(16),
+            time=int(self.clock() * 1000),
+            target=target,
+            base=base,
+            state_bytes=table.state_bytes,
+            tensors=len(table.names),
+            files=files,
+        )
+        return record if self.signing_key is None else self.signing_key.sign(record)
+
+    def _create(self, key: str, record: Shortcut) -> None:
+        """That somebody else's is there is as good: a shortcut to a version is a shortcut to that version."""
+        create_and_look(self.store, key, record.to_bytes())

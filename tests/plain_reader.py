@@ -1,0 +1,101 @@
+"""A second, plain implementation of the reading side, from docs/protocol.md alone: slot by slot, no shortcuts, everything checked."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from support import copied
+
+import deltawire
+from deltawire.dtypes import dtype_named
+from deltawire.errors import ObjectMissing
+from deltawire.store import Store
+
+
+def read_json(store: Store, key: str) -> dict[str, Any] | None:
+    try:
+        data = store.get(key, limit=65536)
+    except ObjectMissing:
+        return None
+    record = json.loads(data)
+    assert data == json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    return record | {"_hash": blake3(data).hexdigest()}
+
+
+def read_commits(store: Store) -> list[dict[str, Any]]:
+    """All commits, each checked against those before it; void ones are marked."""
+    commits: list[dict[str, Any]] = []
+    epoch = 0
+    while (commit := read_json(store, f"commit/{len(commits):020}.json")) is not None:
+        seq = len(commits)
+        assert commit["seq"] == seq
+        assert commit["parent"] == (commits[-1]["_hash"] if commits else None)
+        spans = [1 << k for k in range(1, 63) if seq and seq % (1 << k) == 0]
+        assert commit["links"] == [[seq - span, commits[seq - span]["_hash"]] for span in spans]
+        commit["_void"] = commit["epoch"] < epoch
+        epoch = max(epoch, commit["epoch"])
+        commits.append(commit)
+    return commits
+
+
+def read_states(store: Store) -> dict[int, dict[str, Any]]:
+    """The state of every version, by its sequence number."""
+    states: dict[int, dict[str, Any]] = {}
+    commits = read_commits(store)
+    in_force = [commit for commit in commits if not commit["_void"]]
+    for before, commit in zip([None, *in_force], in_force, strict=False):
+        base = commit["base"]
+        if base is not None:
+            assert base["commit"] == commits[base["seq"]]["_hash"]
+            assert base["digest"] == commits[base["seq"]]["digest"]
+        if commit["kind"] == "anchor":
+            states[commit["seq"]] = read_checkpoint(store, commit["files"])
+        elif commit["kind"] == "delta":
+            assert before is not None
+            assert base["seq"] == before["seq"]
+            states[commit["seq"]] = apply_files(store, states[before["state_seq"]], commit["files"])
+        elif commit["kind"] == "rewind":
+            states[commit["seq"]] = states[commits[base["seq"]]["state_seq"]]
+        if commit["kind"] != "fence":
+            state = states[commit["seq"]]
+            assert commit["state_seq"] == commit["seq"]
+            assert commit["digest"] == deltawire.state_digest(state).hex()
+            assert (commit["tensors"], commit["state_bytes"]) == (len(state), sum(array.nbytes for array in state.values()))
+    return states
+
+
+def apply_files(store: Store, state: dict[str, Any], files: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state that delta segments lead to."""
+    result = copied(state)
+    names = sorted(result)
+    for file in files:
+        part = {name: result[name] for name in names[file["first"] : file["first"] + file["count"]]}
+        assert file["raw"] == sum(array.nbytes for array in part.values())
+        deltawire.apply_delta(part, read_file(store, file))
+    return result
+
+
+def read_checkpoint(store: Store, files: list[dict[str, Any]]) -> dict[str, Any]:
+    """The tensors in the shards of a checkpoint."""
+    state: dict[str, Any] = {}
+    for file in files:
+        data = read_file(store, file)
+        if not file["name"].endswith(".safetensors"):
+            continue
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__")
+        for name, entry in header.items():
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            state[name] = np.frombuffer(data[begin:end], dtype_named(entry["dtype"]).numpy).reshape(entry["shape"]).copy()
+    return state
+
+
+def read_file(store: Store, file: dict[str, Any]) -> bytes:
+    data = store.get(file["key"], limit=file["size"])
+    assert len(data) == file["size"]
+    assert blake3(data).hexdigest() == file["blake3"] == file["key"].split("/")[-1].split(".")[0]
+    return data
