@@ -7,8 +7,8 @@
 >>> deltawire.Subscriber("s3://bucket/run").sync()                       # anywhere else
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import importlib
+import typing
 
 from .encode import encode_delta
 from .errors import DeltawireError
@@ -17,13 +17,13 @@ from .patch import ResolvedPatch, TensorPatch
 from .resolve import apply_delta, resolve_delta
 from .state import state_digest
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from .chain.version import Version as Version
     from .events import Event as Event
     from .publish import AnchorPolicy as AnchorPolicy
     from .publish import Publisher as Publisher
     from .subscribe import Subscriber as Subscriber
-    from .subscribe import pull as pull
+    from .subscribe.pull import pull as pull
 
 __all__ = [
     "AnchorPolicy",
@@ -54,10 +54,10 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LATER[name], __name__), name)
+    value = globals()[name] = getattr(importlib.import_module(_LATER[name], __name__), name)
     return value
 
 

@@ -1,0 +1,66 @@
+"""What a reader takes for the truth about a chain: its head, as far as it may be trusted, and the versions below it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..chain.log import ChainLog
+from ..errors import ChainStale, NoChain, VersionUnknown
+from ..format.records import Commit
+from .seen import SeenFile
+
+
+class ChainView:
+    """A chain as one reader sees it. With `seen`, what was seen is remembered across processes, before anything is done with it."""
+
+    def __init__(
+        self, log: ChainLog, *, seen: SeenFile | None = None, max_silence: float | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.log = log
+        self._seen = seen
+        self._max_silence = max_silence
+        self._clock = clock
+        self._head: Commit | None = None
+
+    def head(self) -> Commit:
+        """The newest commit that is not void. `NoChain` while nothing is published; `RollbackDetected`, `ChainBroken`."""
+        if self._seen is not None:
+            remembered = self._seen.read()
+            if remembered is not None and (self.log.known is None or self.log.known.seq < remembered.seq):
+                self.log.known = remembered
+        newest = self.log.head()
+        if newest is None:
+            raise NoChain(f"{self.log.store.url} holds no commit.")
+        head = self.log.in_force(newest)
+        if self._seen is not None and self.log.known is not None:
+            self._seen.remember(self.log.known)
+        if head.state_seq is None:
+            raise NoChain(f"{self.log.store.url} holds no version yet.")
+        self._head = head
+        return head
+
+    def version_at(self, head: Commit, seq: int | None) -> Commit:
+        """The commit that made version `seq` of the chain that ends in `head`, or the version in force at its end. `VersionUnknown`."""
+        if seq is None:
+            return self.log.state_commit(head)
+        commit = self.log.ancestor(head, seq)
+        if commit.state_seq is None or self.log.is_void(commit):
+            raise VersionUnknown(f"the chain at {self.log.store.url} has no version {seq}.")
+        return self.log.state_commit(commit)
+
+    def updates_known(self) -> int:
+        """How many versions there were when the head was last looked for."""
+        return 0 if self._head is None else self._head.updates
+
+    def has_news(self) -> bool:
+        """Whether something was added since the head was last looked for: one request, by name."""
+        return self.log.known is None or self.log.read(self.log.known.seq + 1) is not None
+
+    def check_silence(self) -> None:
+        """`ChainStale` if the head that was last looked for is older than is credible."""
+        if self._max_silence is None or self._head is None:
+            return
+        silence = self._clock() - self._head.time / 1000
+        if silence > self._max_silence:
+            raise ChainStale(f"the newest commit in {self.log.store.url}, {self._head.seq}, is {silence:,.0f} seconds old.")

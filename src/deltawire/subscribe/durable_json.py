@@ -1,0 +1,41 @@
+"""Small JSON files that are replaced whole: a reader sees the old one or the new one, also after a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+_MOST_BYTES = 1 << 20
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Replace the file, durably. `path.tmp-…` is what a crash can leave behind."""
+    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(json.dumps(document, indent=1, sort_keys=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what crashes left of `path`. Only for who can be sure that nobody writes it."""
+    for leftover in path.parent.glob(f"{path.name}.tmp-*"):
+        leftover.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The document, or None where there is none that can be read."""
+    try:
+        with path.open("rb") as file:
+            document = json.loads(file.read(_MOST_BYTES))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None

@@ -1,0 +1,104 @@
+"""Hops of a route, done on the files of a checkpoint that nobody reads: what slots of a mirror and `pull` have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from blake3 import blake3
+
+from ..chain.restore import Hop
+from ..errors import CheckpointError, DataDamaged, DataMissing, DeltaError, ResultMismatch, StateError, TensorError, VersionGone
+from ..format.checkpoint import Checkpoint
+from ..format.digest import Digest
+from ..format.records import FileEntry
+from ..format.staged_output import sync_file
+from .checkpoint_in_place import CheckpointInPlace, checkpoint_digest
+from .delta_cache import DeltaCache
+from .routes import HopFailed
+from .sync_report import SyncReport
+
+_PIECE = 8 << 20
+
+
+class Source(Protocol):
+    """Where the files of hops come from, checked; raises `DataDamaged`, `DataMissing`, `VersionGone`."""
+
+    def to_file(self, hop: Hop, entry: FileEntry, path: Path) -> None: ...
+
+    def to_memory(self, hop: Hop, entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, memoryview]]: ...
+
+
+class HopsOnDisk:
+    """Does hops. Every failure that tells something about a hop, or about the state it started from, is a `HopFailed`."""
+
+    def __init__(
+        self, source: Source, deltas: DeltaCache, report: SyncReport, *, threads: int | None, step: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._source = source
+        self._deltas = deltas
+        self._report = report
+        self._threads = threads
+        self._step = step
+
+    def fetch_checkpoint(self, hop: Hop, folder: Path, *, leave_out: str | None = None) -> None:
+        """Fetch a whole checkpoint into a directory, durably, and check its digest. Files that are there already, and right, are kept."""
+        try:
+            for entry in hop.files:
+                assert entry.name is not None
+                if entry.name != leave_out and not _is_complete(folder / entry.name, entry):
+                    arriving = folder / f"{entry.name}.part"
+                    arriving.unlink(missing_ok=True)
+                    self._source.to_file(hop, entry, arriving)
+                    os.replace(arriving, folder / entry.name)
+                    self._report.fetched([entry])
+                    self._step("anchor-file-fetched")
+            sync_file(folder)
+        except (DataDamaged, DataMissing, VersionGone) as error:
+            raise HopFailed(hop, error, is_data_lost=True) from error
+        try:
+            with self._report.watch.phase("verify"):
+                found = checkpoint_digest(Checkpoint(folder), threads=self._threads)
+        except CheckpointError as error:
+            raise HopFailed(hop, error) from error
+        if found != hop.target.digest:
+            raise HopFailed(hop, DataDamaged(f"the checkpoint of version {hop.target.seq} has digest {found}, not {hop.target.digest}."))
+
+    def fetch_deltas(self, hop: Hop) -> None:
+        """Have the delta files of a hop at hand."""
+        try:
+            fetched = self._deltas.ensure(hop.files, lambda entries: self._source.to_memory(hop, entries))
+        except (DataDamaged, DataMissing, VersionGone) as error:
+            raise HopFailed(hop, error, is_data_lost=True) from error
+        self._report.fetched(fetched)
+
+    def apply_deltas(self, hop: Hop, folder: Path, before: Digest) -> None:
+        """Change the checkpoint in a directory, whose digest is `before`, by delta files that are at hand; check what comes out.
+
+        After a failure the directory holds a mix of versions.
+        """
+        digest = before
+        try:
+            with self._report.watch.phase("apply"):
+                files = CheckpointInPlace(folder, threads=self._threads) if hop.files else None
+                for entry in hop.files:
+                    assert files is not None
+                    digest += files.apply(self._deltas.open(entry), entry.first or 0, entry.count or 0)
+                    self._step("file-applied")
+        except (DeltaError, StateError, TensorError, CheckpointError) as error:
+            raise HopFailed(hop, error) from error
+        if digest != hop.target.digest:
+            raise HopFailed(hop, ResultMismatch(f"version {hop.target.seq} has digest {hop.target.digest}, but this leads to {digest}."))
+        self._step("digest-checked")
+
+
+def _is_complete(path: Path, entry: FileEntry) -> bool:
+    if not path.is_file() or path.stat().st_size != entry.size:
+        return False
+    hasher = blake3()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            hasher.update(piece)
+    return hasher.hexdigest() == entry.blake3

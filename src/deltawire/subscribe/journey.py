@@ -1,0 +1,92 @@
+"""What a replica is given to get to another version: the chain, ways through it, and the means to fetch what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from ..chain.fetch import Collected, Fetcher
+from ..chain.log import ChainLog
+from ..chain.restore import Hop
+from ..errors import RollbackDetected
+from ..events import OnEvent
+from ..format.records import CommitRef, FileEntry
+from ..store.base import Progress
+from .routes import Routes, was_collected
+from .sync_report import SyncReport
+
+PATIENCE = 30.0
+"""Seconds to wait for data whose commit has arrived before them, as happens where a store is replicated."""
+
+
+@dataclass
+class Journey:
+    """One sync. `newest` says that the target is whatever is newest, so that a version beyond it is welcome too."""
+
+    log: ChainLog
+    routes: Routes
+    report: SyncReport = field(default_factory=SyncReport)
+    newest: bool = True
+    patience: float = PATIENCE
+    progress: Progress | None = None
+    on_event: OnEvent | None = None
+    is_halted: Callable[[], bool] = lambda: False
+    """Whether nobody waits for the outcome any more."""
+
+    def route_fetcher(self, hops: Sequence[Hop]) -> RouteFetcher:
+        """A fetcher for the delta files of a route."""
+        return RouteFetcher(self.log, hops, **self._fetching)
+
+    def to_file(self, hop: Hop, entry: FileEntry, path: Path) -> None:
+        """Fetch a file of a hop into a new file, checked and on disk."""
+        fetcher = Fetcher(self.log.store, **self._fetching)
+        fetcher.fetch_to_file(entry, path, collected=was_collected(self.log, hop), progress=self.progress)
+
+    def to_memory(self, hop: Hop, entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, memoryview]]:
+        """Fetch files of a hop, checked, in order."""
+        fetcher = Fetcher(self.log.store, **self._fetching)
+        return fetcher.prefetch(entries, collected=was_collected(self.log, hop), progress=self.progress)
+
+    def vouch(self, ref: CommitRef) -> None:
+        """`RollbackDetected` unless this commit, put into the mirror by another process, is one of the chain that we see and trust."""
+        commit = self.log.read(ref.seq)
+        if commit is None or self.log.ref(commit) != ref:
+            raise RollbackDetected(f"commit {ref.seq}, which the mirror holds, is not the one in {self.log.store.url}.")
+        self.log.accept(commit)
+
+    @property
+    def _fetching(self) -> dict[str, Any]:
+        return {"limits": self.log.limits, "patience": self.patience, "watch": self.report.watch, "on_event": self.on_event}
+
+
+class RouteFetcher(Fetcher):
+    """Fetches the delta files of a route in the order of its hops, those of the next hop on their way while one is worked on.
+
+    To be asked for exactly these files, in exactly this order, hop by hop; and to be closed.
+    """
+
+    def __init__(self, log: ChainLog, hops: Sequence[Hop], **fetching: Any) -> None:
+        super().__init__(log.store, **fetching)
+        deltas = [(entry, hop) for hop in hops if hop.base is not None for entry in hop.files]
+        self._collected = {entry.key: was_collected(log, hop) for entry, hop in deltas}
+        self._coming = cast(Generator[tuple[FileEntry, memoryview], None, None], super().prefetch([entry for entry, _ in deltas]))
+
+    def fetch(self, entry: FileEntry, *, collected: Collected | None = None, progress: Progress | None = None) -> memoryview:
+        return super().fetch(entry, collected=self._collected.get(entry.key, collected), progress=progress)
+
+    def prefetch(
+        self, entries: Sequence[FileEntry], *, collected: Collected | None = None, progress: Progress | None = None
+    ) -> Iterator[tuple[FileEntry, memoryview]]:
+        if any(entry.key not in self._collected for entry in entries):  # the shards of an anchor
+            yield from super().prefetch(entries, collected=collected, progress=progress)
+            return
+        for entry in entries:
+            coming, data = next(self._coming)
+            assert coming == entry
+            yield coming, data
+
+    def close(self) -> None:
+        """Stop fetching ahead."""
+        self._coming.close()

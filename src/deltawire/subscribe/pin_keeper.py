@@ -1,0 +1,74 @@
+"""Keeps a reader's pin in the store, so that what leads on from its version is not collected under its feet."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable
+
+from ..chain.pins import DEFAULT_TTL, put_pin, remove_pin
+from ..errors import StoreDenied, StoreError
+from ..events import OnEvent, emit
+from ..format.records import Run
+from ..store.base import Store
+from ..store.keys import pin_key
+
+
+def reader_name() -> str:
+    """A name for this reader that says where it runs, and is nobody else's."""
+    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:40] or "reader"
+    return f"{host}-{secrets.token_hex(4)}"
+
+
+class PinKeeper:
+    """Writes the pin, renews it at a third of its life, removes it in the end.
+
+    A pin that cannot be written is reported ("pin-failed") and else ignored: without one a reader that lags may have to fetch a checkpoint,
+    nothing worse. Where the store denies it, it is not tried again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        reader: str | None,
+        *,
+        enabled: bool = True,
+        ttl: int = DEFAULT_TTL,
+        on_event: OnEvent | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.reader = reader or reader_name()
+        pin_key(self.reader)  # ValueError now rather than a failure later
+        self._store = store
+        self._enabled = enabled
+        self._ttl = ttl
+        self._on_event = on_event
+        self._clock = clock
+        self._pinned: int | None = None
+        self._next = 0.0
+
+    def hold(self, run: Run, seq: int) -> None:
+        """See to it that what leads from version `seq` on is kept."""
+        is_covered = self._pinned is not None and self._pinned <= seq and self._clock() < self._next
+        if not self._enabled or is_covered or (self._pinned is None and self._clock() < self._next):
+            return
+        try:
+            put_pin(self._store, run, self.reader, seq, self._ttl)
+        except StoreError as error:
+            emit(self._on_event, "pin-failed", reader=self.reader, seq=seq, reason=str(error))
+            self._enabled = not isinstance(error, StoreDenied)
+            self._pinned, self._next = None, self._clock() + self._ttl / 30
+            return
+        self._pinned, self._next = seq, self._clock() + self._ttl / 3
+
+    def release(self) -> None:
+        """Take the pin back."""
+        if self._pinned is None:
+            return
+        self._pinned = None
+        try:
+            remove_pin(self._store, self.reader)
+        except StoreError as error:
+            emit(self._on_event, "pin-failed", reader=self.reader, reason=str(error))

@@ -1,0 +1,108 @@
+"""One version of a chain as a plain checkpoint directory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from ..chain.log import ChainLog
+from ..chain.restore import Hop
+from ..chain.version import Version
+from ..errors import CheckpointError
+from ..events import OnEvent, emit
+from ..format.records import Limits
+from ..format.staged_output import StagedOutput
+from ..store import Progress, Store, StoreOptions, open_store
+from .chain_view import ChainView
+from .checkpoint_in_place import CheckpointInPlace
+from .delta_cache import DeltaCache
+from .hops_on_disk import HopsOnDisk
+from .journey import PATIENCE, Journey
+from .pin_keeper import PinKeeper
+from .routes import HopFailed, Routes
+
+_DELTAS = "deltas.tmp"
+
+
+def pull(
+    url: str | Path | Store,
+    out_dir: Path | str,
+    *,
+    at: int | None = None,
+    run: str | None = None,
+    trusted_keys: Collection[str] = (),
+    replace: bool = False,
+    pin: bool = True,
+    threads: int | None = None,
+    limits: Limits | None = None,
+    patience: float = PATIENCE,
+    progress: Progress | None = None,
+    on_event: OnEvent | None = None,
+    store_options: StoreOptions | None = None,
+) -> Version:
+    """Write version `at` of a chain, the newest if None, to a new directory that any library loads as a checkpoint.
+
+    The directory appears only when it is complete, on disk, and its digest is that of the version. Files are changed in place, so memory
+    does not grow with the model. Refuses an `out_dir` that exists, unless `replace` is given and it is a checkpoint (`CheckpointError`).
+    `progress` gets the bytes fetched since its last call, from any thread; an event "planned" says beforehand how many there will be.
+    Raises as `Subscriber.sync` does.
+    """
+    out = Path(out_dir)
+    with _opened(url, store_options) as store:
+        chain = ChainView(ChainLog(store, run=run, trusted_keys=trusted_keys, limits=limits))
+        pins = PinKeeper(store, None, enabled=pin, on_event=on_event)
+        staged = StagedOutput(out, directory=True, replace=replace)
+        try:
+            target = chain.version_at(chain.head(), at)
+            journey = Journey(chain.log, Routes(chain.log, on_event=on_event), patience=patience, progress=progress, on_event=on_event)
+            while True:
+                hops = journey.routes.find(None, target)
+                pins.hold(chain.log.run, hops[0].target.seq)
+                emit(on_event, "planned", seq=target.seq, hops=len(hops), bytes=sum(entry.size for hop in hops for entry in hop.files))
+                try:
+                    _build(staged.path, hops, journey, threads)
+                    break
+                except HopFailed as failure:
+                    journey.routes.avoid(failure)
+                    shutil.rmtree(staged.path)
+                    staged.path.mkdir()
+            staged.commit()
+        except OSError as error:
+            raise CheckpointError(f"{out}: {error}.") from error
+        finally:
+            staged.discard()
+            pins.release()
+        return Version.of(target)
+
+
+def _build(folder: Path, hops: Sequence[Hop], journey: Journey, threads: int | None) -> None:
+    (folder / _DELTAS).mkdir()
+    deltas = DeltaCache(folder / _DELTAS)
+    on_disk = HopsOnDisk(journey, deltas, journey.report, threads=threads)
+    on_disk.fetch_checkpoint(hops[0], folder)
+    digest = hops[0].target.digest
+    for hop in hops[1:]:
+        assert digest is not None
+        on_disk.fetch_deltas(hop)
+        on_disk.apply_deltas(hop, folder, digest)
+        deltas.keep_only((), 0)
+        digest = hop.target.digest
+    if len(hops) > 1:
+        CheckpointInPlace(folder, threads=threads).flush()
+    shutil.rmtree(folder / _DELTAS)
+
+
+class _opened:
+    """A store for the time of a context; one that the caller has opened stays open."""
+
+    def __init__(self, url: str | Path | Store, options: StoreOptions | None) -> None:
+        self._store = open_store(url, options=options)
+        self._owned = not isinstance(url, Store)
+
+    def __enter__(self) -> Store:
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        if self._owned:
+            self._store.close()

@@ -1,0 +1,44 @@
+"""The newest commit that was ever seen, kept beside a mirror: what a store that went back in time is measured against."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ..errors import MirrorError
+from ..format.records import CommitRef
+from .durable_json import read_json, remove_leftovers, write_json
+from .locks import FileLock
+from .mirror_errors import as_mirror_errors
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+class SeenFile:
+    """`seen.json` of a mirror, shared by all processes that use the mirror. What it says only ever rises."""
+
+    def __init__(self, mirror: Path) -> None:
+        self._path = mirror / "seen.json"
+        self._lock_path = mirror / "locks" / "seen"
+
+    def read(self) -> CommitRef | None:
+        """The newest commit seen; None if none was. `MirrorError` for a file that cannot be read: forgetting is what an attacker wants."""
+        document = read_json(self._path)
+        if document is None:
+            if self._path.exists():
+                raise MirrorError(f"{self._path} is damaged. Remove it to accept whatever the store shows.")
+            return None
+        seq, commit = document.get("seq"), document.get("commit")
+        if type(seq) is not int or seq < 0 or not isinstance(commit, str) or not _HASH.fullmatch(commit):
+            raise MirrorError(f"{self._path} is damaged. Remove it to accept whatever the store shows.")
+        return CommitRef(seq, commit, None)
+
+    def remember(self, ref: CommitRef) -> None:
+        """Note a commit, unless a newer one is noted. Where there is no mirror yet, nothing is kept."""
+        if not self._lock_path.parent.is_dir():
+            return
+        with as_mirror_errors(self._path), FileLock.wait_exclusive(self._lock_path):
+            known = self.read()
+            if known is None or known.seq < ref.seq:
+                remove_leftovers(self._path)
+                write_json(self._path, {"seq": ref.seq, "commit": ref.commit})

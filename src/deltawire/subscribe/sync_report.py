@@ -1,0 +1,36 @@
+"""What one sync cost, counted while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from threading import Lock
+
+from ..events import Stopwatch, Value
+from ..format.records import FileEntry
+
+_PHASES = ("find", "fetch", "verify", "resolve", "apply", "total")
+
+
+class SyncReport:
+    """Seconds per phase, and what came from the store. Phases that run side by side overlap, so they may add up to more than the total."""
+
+    def __init__(self) -> None:
+        self.watch = Stopwatch()
+        self.bytes = 0
+        self.objects = 0
+        self.hops = 0
+        self.resynced = False
+        """Whether the state was rebuilt from a whole checkpoint though an earlier version was at hand."""
+        self._lock = Lock()
+
+    def fetched(self, entries: Iterable[FileEntry]) -> None:
+        """Count objects that were transferred. From any thread."""
+        with self._lock:
+            for entry in entries:
+                self.bytes += entry.size
+                self.objects += 1
+
+    def fields(self) -> dict[str, Value]:
+        """The numbers for an event; every phase is there, if only with 0."""
+        seconds: dict[str, Value] = {f"{phase}_seconds": self.watch.seconds.get(phase, 0.0) for phase in _PHASES}
+        return {"bytes": self.bytes, "objects": self.objects, "hops": self.hops, **seconds}

@@ -1,0 +1,581 @@
+"""A subscriber on a chain, in memory and with a mirror: it gets to every version bit for bit, and stays at a whole one when it cannot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import bits_of
+from toy_chain import ToyChain, first_state, next_state
+
+from deltawire.errors import (
+    ChainBroken,
+    ChainStale,
+    DataDamaged,
+    DataMissing,
+    DeltawireError,
+    LimitExceeded,
+    NoChain,
+    RollbackDetected,
+    RunMismatch,
+    SignatureInvalid,
+    StoreDenied,
+    StoreUnavailable,
+    VersionUnknown,
+)
+from deltawire.events import Event
+from deltawire.format.records import Limits, Pin
+from deltawire.format.signing import SigningKey
+from deltawire.store import Store, keys
+from deltawire.store.memory import MemoryStore
+from deltawire.subscribe import Subscriber
+
+Subscribe = Callable[..., Subscriber]
+
+
+@pytest.fixture
+def chain() -> ToyChain:
+    chain = ToyChain(MemoryStore())
+    chain.anchor(first_state())
+    return chain
+
+
+@pytest.fixture(params=["memory", "mirror"])
+def subscribe(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subscribe]:
+    """Makes subscribers of one kind; all that have a mirror share it."""
+    made: list[Subscriber] = []
+
+    def make(chain: ToyChain | Store, **options: Any) -> Subscriber:
+        store = chain.store if isinstance(chain, ToyChain) else chain
+        options = {"patience": 0.0} | options
+        if request.param == "mirror":
+            options = {"mirror": tmp_path / "mirror"} | options
+        made.append(Subscriber(store, **options))
+        return made[-1]
+
+    yield make
+    for subscriber in made:
+        subscriber.close()
+
+
+def events_of(options: dict[str, Any]) -> list[Event]:
+    events: list[Event] = []
+    options["on_event"] = events.append
+    return events
+
+
+def names_of(events: list[Event]) -> list[str]:
+    return [event.name for event in events]
+
+
+def data_reads(store: CountingStore) -> list[str]:
+    return [key for key in store.read if key.startswith("data/")]
+
+
+class CountingStore(MemoryStore):
+    """Remembers what was read, and fails when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+        self.failure: Exception | None = None
+        self.put_failure: Exception | None = None
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        self._note(key)
+        return super().get(key, limit=limit)
+
+    def read_into(self, key: str, buffer: memoryview, **more: Any) -> None:
+        self._note(key)
+        super().read_into(key, buffer, **more)
+
+    def put(self, key: str, data: Any, **more: Any) -> None:
+        if self.put_failure is not None:
+            raise self.put_failure
+        super().put(key, data, **more)
+
+    def _note(self, key: str) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.read.append(key)
+
+
+def test_it_gets_to_the_newest_version(chain: ToyChain, subscribe: Subscribe) -> None:
+    chain.grow(3)
+    subscriber = subscribe(chain)
+    version = subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+    assert (version.seq, version.step, version.updates, version.meta) == (4, 40, 4, {"name": "v4"})
+    assert version == subscriber.version
+    assert subscriber.lag() == 0
+
+
+def test_it_follows_version_by_version(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    for _ in range(12):
+        assert subscriber.sync().digest == chain.commits[-1].digest
+        assert bits_of(subscriber.state) == bits_of(chain.state)
+        chain.delta()
+        assert subscriber.lag() == 1
+
+
+def test_it_gets_along_far_behind_by_shortcuts(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    subscriber.sync()
+    chain.grow(40)
+    chain.add_skip(17, 1)
+    chain.add_skip(33, 17)
+    subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+
+
+def test_a_sync_that_finds_nothing_new_reads_no_data_and_says_nothing(subscribe: Subscribe) -> None:
+    chain = ToyChain(CountingStore())
+    chain.anchor(first_state())
+    options: dict[str, Any] = {}
+    events = events_of(options)
+    subscriber = subscribe(chain, **options)
+    subscriber.sync()
+    events.clear()
+    chain.store.read.clear()  # type: ignore[attr-defined]
+    subscriber.sync()
+    assert events == []
+    assert data_reads(chain.store) == []  # type: ignore[arg-type]
+
+
+def test_the_state_is_read_only(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    assert len(subscriber.state) == 0
+    assert subscriber.version is None
+    subscriber.sync()
+    with pytest.raises(ValueError, match="read-only"):
+        subscriber.state["a.weight"][0] = 0
+    with pytest.raises(TypeError):
+        subscriber.state["a.weight"] = np.zeros(3)  # type: ignore[index]
+
+
+def test_it_goes_to_an_older_version_and_back(chain: ToyChain, subscribe: Subscribe) -> None:
+    chain.grow(4)
+    options: dict[str, Any] = {}
+    events = events_of(options)
+    subscriber = subscribe(chain, **options)
+    for seq in (5, 3, 1, 4, 5):
+        assert subscriber.sync(target=seq).seq == seq
+        assert bits_of(subscriber.state) == bits_of(chain.states[seq] or {})
+    assert [event.fields["seq"] for event in events if event.name == "rolled-back"] == [3, 1]
+
+
+def test_going_back_in_memory_reads_no_data() -> None:
+    chain = ToyChain(CountingStore())
+    chain.anchor(first_state())
+    with Subscriber(chain.store, undo_bytes=1 << 20) as subscriber:
+        subscriber.sync()
+        for _ in range(3):
+            chain.delta()
+            subscriber.sync()
+        chain.store.read.clear()  # type: ignore[attr-defined]
+        for seq in (3, 1):
+            subscriber.sync(target=seq)
+            assert bits_of(subscriber.state) == bits_of(chain.states[seq] or {})
+        assert data_reads(chain.store) == []  # type: ignore[arg-type]
+
+
+def test_a_version_that_does_not_exist_is_refused(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    for seq in (0, 2, 99):
+        with pytest.raises(VersionUnknown):
+            subscriber.sync(target=seq)
+
+
+def test_nothing_published_yet_is_an_error_that_heals(subscribe: Subscribe) -> None:
+    store = MemoryStore()
+    subscriber = subscribe(store)
+    with pytest.raises(NoChain) as caught:
+        subscriber.sync()
+    assert caught.value.retryable
+    chain = ToyChain(store)
+    with pytest.raises(NoChain):
+        subscriber.sync()
+    chain.anchor(first_state())
+    subscriber.sync()
+    assert subscriber.last_error is None
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+
+
+def test_a_new_writers_fence_changes_nothing(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    version = subscriber.sync()
+    chain.claim(2)
+    assert subscriber.sync() == version
+    chain.delta()
+    chain.claim(3)
+    assert subscriber.sync().seq == 3
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+    chain.delta()
+    subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+
+
+def test_a_rewind_brings_back_the_older_state(chain: ToyChain, subscribe: Subscribe) -> None:
+    options: dict[str, Any] = {}
+    events = events_of(options)
+    subscriber = subscribe(chain, **options)
+    for _ in range(4):
+        subscriber.sync()
+        chain.delta()
+    chain.claim(2)
+    chain.rewind(3)
+    version = subscriber.sync()
+    assert (version.seq, version.kind) == (7, "rewind")
+    assert bits_of(subscriber.state) == bits_of(chain.states[3] or {})
+    assert "rolled-back" in names_of(events)
+    chain.grow(2)
+    subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+
+
+def test_a_new_set_of_tensors_arrives_by_an_anchor(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    subscriber.sync()
+    chain.anchor({**first_state(9), "new.weight": np.arange(5, dtype=np.float32)})
+    chain.delta()
+    subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+
+
+def test_events_tell_what_a_sync_cost(chain: ToyChain, subscribe: Subscribe) -> None:
+    options: dict[str, Any] = {}
+    events = events_of(options)
+    subscriber = subscribe(chain, **options)
+    subscriber.sync()
+    chain.delta()
+    events.clear()
+    subscriber.sync()
+    assert names_of(events) == ["synced"]
+    fields = events[0].fields
+    assert (fields["seq"], fields["lag"], fields["objects"]) == (2, 0, 2)
+    assert fields["bytes"] == chain.commits[-1].stored_bytes
+    assert {f"{phase}_seconds" for phase in ("find", "fetch", "verify", "resolve", "apply", "total")} <= fields.keys()
+
+
+def test_a_failed_sync_leaves_the_last_good_version(subscribe: Subscribe) -> None:
+    chain = ToyChain(CountingStore())
+    chain.anchor(first_state())
+    options: dict[str, Any] = {}
+    events = events_of(options)
+    subscriber = subscribe(chain, **options)
+    version = subscriber.sync()
+    good = bits_of(subscriber.state)
+    chain.delta()
+    chain.store.failure = StoreUnavailable("no answer.")  # type: ignore[attr-defined]
+    with pytest.raises(StoreUnavailable):
+        subscriber.sync()
+    assert subscriber.version == version
+    assert bits_of(subscriber.state) == good
+    assert isinstance(subscriber.last_error, StoreUnavailable)
+    assert names_of(events)[-1] == "sync-failed"
+    chain.store.failure = None  # type: ignore[attr-defined]
+    subscriber.sync()
+    assert subscriber.last_error is None
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+
+
+@pytest.mark.parametrize("harm", ["damage", "lose"])
+def test_a_bad_skip_is_left_aside(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
+    subscriber = subscribe(chain)
+    subscriber.sync()
+    chain.grow(16)
+    getattr(chain, harm)(chain.add_skip(17, 1).files[0])
+    subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+
+
+@pytest.mark.parametrize("harm", ["damage", "lose"])
+def test_a_bad_delta_is_got_round_by_an_anchor(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
+    options: dict[str, Any] = {}
+    events = events_of(options)
+    subscriber = subscribe(chain, **options)
+    subscriber.sync()
+    chain.grow(4)
+    getattr(chain, harm)(chain.commits[3].files[1])
+    chain.add_anchor(4)
+    subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+    assert "resynced" in names_of(events)
+
+
+@pytest.mark.parametrize("harm", ["damage", "lose"])
+def test_a_bad_delta_is_got_round_by_a_skip(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
+    subscriber = subscribe(chain)
+    subscriber.sync()
+    chain.grow(5)
+    getattr(chain, harm)(chain.commits[4].files[0])
+    chain.add_skip(5, 1)
+    subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+
+
+@pytest.mark.parametrize("harm", ["damage", "lose"])
+def test_a_bad_anchor_is_got_round_by_an_older_one(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
+    chain.grow(6)
+    getattr(chain, harm)(chain.add_anchor(6).files[0])
+    subscriber = subscribe(chain)
+    subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+
+
+@pytest.mark.parametrize(("harm", "error"), [("damage", DataDamaged), ("lose", DataMissing)])
+def test_when_no_way_is_left_the_error_says_why(chain: ToyChain, subscribe: Subscribe, harm: str, error: type[DeltawireError]) -> None:
+    subscriber = subscribe(chain)
+    subscriber.sync()
+    chain.grow(3)
+    getattr(chain, harm)(chain.commits[3].files[0])
+    with pytest.raises(error):
+        subscriber.sync()
+    version = subscriber.version
+    assert version is not None
+    assert bits_of(subscriber.state) == bits_of(chain.states[version.seq] or {})
+
+
+def test_a_lying_skip_is_left_aside(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    subscriber.sync()
+    chain.grow(12)
+    wrong = chain.states[13]
+    chain.states[13] = chain.states[11]
+    chain.add_skip(13, 1)
+    chain.states[13] = wrong
+    subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+
+
+def test_rot_in_memory_leads_to_a_resync(chain: ToyChain) -> None:
+    events: list[Event] = []
+    with Subscriber(chain.store, on_event=events.append) as subscriber:
+        subscriber.sync()
+        subscriber._replica._state.writable["b.weight"][3] = 7  # type: ignore[attr-defined]
+        chain.delta()
+        subscriber.sync()
+        assert bits_of(subscriber.state) == bits_of(chain.state)
+        assert "resynced" in names_of(events)
+
+
+def test_a_store_that_went_back_is_noticed(chain: ToyChain, subscribe: Subscribe) -> None:
+    chain.grow(3)
+    subscriber = subscribe(chain)
+    subscriber.sync()
+    good = bits_of(subscriber.state)
+    chain.store.delete([keys.commit_key(4)])
+    subscriber._chain.log._kept.clear()  # as if another process looked
+    with pytest.raises(RollbackDetected):
+        subscriber.sync()
+    assert bits_of(subscriber.state) == good
+
+
+def test_a_rewritten_history_is_noticed(subscribe: Subscribe) -> None:
+    store = MemoryStore()
+    chain = ToyChain(store)
+    chain.anchor(first_state())
+    subscriber = subscribe(chain)
+    subscriber.sync()
+    chain.commits[1] = replace(chain.commits[1], nonce="0" * 32)
+    store.delete([keys.commit_key(1)])
+    store.put(keys.commit_key(1), chain.commits[1].to_bytes())
+    chain.delta()
+    subscriber._chain.log._kept.clear()
+    with pytest.raises((RollbackDetected, ChainBroken)):
+        subscriber.sync()
+
+
+def test_only_what_a_trusted_key_signed_is_accepted(subscribe: Subscribe) -> None:
+    key, other = SigningKey.generate(), SigningKey.generate()
+    chain = ToyChain(MemoryStore(), sign=key.sign)
+    chain.anchor(first_state())
+    subscriber = subscribe(chain, trusted_keys=[key.public])
+    subscriber.sync()
+    chain._sign = other.sign
+    chain.delta()
+    with pytest.raises(SignatureInvalid):
+        subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.states[1] or {})
+
+
+def test_another_run_is_refused(chain: ToyChain, subscribe: Subscribe) -> None:
+    with pytest.raises(RunMismatch):
+        subscribe(chain, run="something else").sync()
+
+
+def test_a_chain_beyond_the_readers_limits_is_refused(chain: ToyChain, subscribe: Subscribe) -> None:
+    with pytest.raises(LimitExceeded):
+        subscribe(chain, limits=Limits(state_bytes=100)).sync()
+
+
+def test_too_long_a_silence_is_an_error_after_the_version_was_reached(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain, max_silence=60.0)
+    with pytest.raises(ChainStale):
+        subscriber.sync()
+    assert bits_of(subscriber.state) == bits_of(chain.state)
+    assert subscribe(chain, max_silence=1e12).sync().seq == 1
+
+
+def test_a_pin_is_written_renewed_and_removed(chain: ToyChain, subscribe: Subscribe) -> None:
+    chain.grow(3)
+    subscriber = subscribe(chain, reader="member-1")
+    subscriber.sync()
+
+    def pinned() -> int:
+        return Pin.parse(chain.store.get(keys.pin_key("member-1"), limit=1 << 16)).seq
+
+    assert pinned() == 1  # the anchor that it began with
+    now = [10_000.0]
+    subscriber._pins._clock = lambda: subscriber._pins._next + now[0]
+    subscriber.sync()
+    assert pinned() == 4
+    subscriber.close()
+    assert list(chain.store.list(keys.PINS)) == []
+
+
+def test_without_the_right_to_write_there_is_no_pin_and_no_error(subscribe: Subscribe) -> None:
+    chain = ToyChain(CountingStore())
+    chain.anchor(first_state())
+    chain.store.put_failure = StoreDenied("read-only.")  # type: ignore[attr-defined]
+    options: dict[str, Any] = {}
+    events = events_of(options)
+    subscriber = subscribe(chain, **options)
+    subscriber.sync()
+    subscriber.sync()
+    assert names_of(events).count("pin-failed") == 1
+    assert subscribe(chain, pin=False).sync().seq == 1
+
+
+def test_follow_yields_every_version_that_it_reaches(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    seen = []
+    for version in subscriber.follow(poll=0.01):
+        seen.append(version.seq)
+        assert bits_of(subscriber.state) == bits_of(chain.state)
+        if version.seq == 5:
+            break
+        chain.delta()
+    assert seen == [1, 2, 3, 4, 5]
+
+
+def test_follow_survives_what_heals_and_raises_what_does_not(subscribe: Subscribe) -> None:
+    chain = ToyChain(CountingStore())
+    store: Any = chain.store
+    healed = threading.Event()
+
+    def on_event(event: Event) -> None:
+        if event.name == "sync-failed" and event.fields["error"] == "NoChain":
+            chain.anchor(first_state())
+            store.failure = StoreUnavailable("no answer.")
+        elif event.name == "sync-failed" and event.fields["error"] == "StoreUnavailable":
+            store.failure = None
+            healed.set()
+
+    subscriber = subscribe(chain, on_event=on_event)
+    versions = subscriber.follow(poll=0.01)
+    assert next(versions).seq == 1
+    assert healed.is_set()
+    chain.delta()
+    store.put(keys.commit_key(2), b"{}")
+    with pytest.raises(DeltawireError) as caught:
+        next(versions)
+    assert not caught.value.retryable
+
+
+def test_follow_with_a_callback_ends_when_it_is_told_to(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    stop = threading.Event()
+    seen = []
+
+    def callback(version: Any) -> None:
+        seen.append(version.seq)
+        if len(seen) == 3:
+            stop.set()
+        chain.delta()
+
+    assert list(subscriber.follow(callback, poll=0.01, stop=stop)) == []
+    assert seen == [1, 2, 3]
+
+
+def test_follow_ends_when_the_subscriber_is_closed(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    ended = []
+    thread = threading.Thread(target=lambda: ended.extend(subscriber.follow(poll=60.0)))
+    thread.start()
+    while subscriber.version is None:
+        pass
+    subscriber.close()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_follow_reports_a_silence_once_and_goes_on(chain: ToyChain, subscribe: Subscribe) -> None:
+    options: dict[str, Any] = {}
+    events = events_of(options)
+    subscriber = subscribe(chain, max_silence=60.0, **options)
+    versions = subscriber.follow(poll=0.01)
+    assert next(versions).seq == 1
+    assert [event.fields["error"] for event in events if event.name == "sync-failed"] == ["ChainStale"]
+    events.clear()
+    for _ in range(3):
+        with pytest.raises(ChainStale):
+            subscriber._look()
+    assert events == []
+    chain.delta()
+    assert next(versions).seq == 2
+
+
+def test_a_closed_subscriber_does_not_sync(chain: ToyChain, subscribe: Subscribe) -> None:
+    subscriber = subscribe(chain)
+    subscriber.close()
+    subscriber.close()
+    with pytest.raises(ValueError, match="closed"):
+        subscriber.sync()
+
+
+def test_it_follows_a_real_publisher_through_restarts_and_collection(tmp_path: Path) -> None:
+    from deltawire.publish.publisher import Publisher
+
+    state = first_state()
+    with Subscriber(tmp_path / "store") as in_memory, Subscriber(tmp_path / "store", tmp_path / "mirror") as mirrored:
+        for life in range(3):
+            with Publisher(tmp_path / "store", "run") as publisher:
+                for step in range(6):
+                    state = next_state(state, 10 * life + step)
+                    version = publisher.publish(state, step=step)
+                    if step % (life + 1) == 0:
+                        for subscriber in (in_memory, mirrored):
+                            assert subscriber.sync() == version
+                            assert bits_of(subscriber.state) == bits_of(state)
+                publisher.flush()
+                publisher.collect(grace=0.0)
+                publisher.collect(grace=0.0)
+    with Subscriber(tmp_path / "store") as late:
+        late.sync()
+        assert bits_of(late.state) == bits_of(state)
+
+
+def test_it_takes_back_what_a_resumed_publisher_abandoned(tmp_path: Path) -> None:
+    from deltawire.publish.publisher import Publisher
+
+    states = [first_state()]
+    seqs = []
+    with Publisher(tmp_path / "store", "run") as publisher:
+        for step in range(4):
+            seqs.append(publisher.publish(states[-1], step=step).seq)
+            states.append(next_state(states[-1], step))
+    with Subscriber(tmp_path / "store") as in_memory, Subscriber(tmp_path / "store", tmp_path / "mirror") as mirrored:
+        for subscriber in (in_memory, mirrored):
+            assert bits_of((subscriber.sync(), subscriber.state)[1]) == bits_of(states[3])
+        with Publisher(tmp_path / "store", "run", resume_from=seqs[1]) as publisher:
+            new = next_state(states[1], 99)
+            publisher.publish(new, step=2)
+        for subscriber in (in_memory, mirrored):
+            assert bits_of((subscriber.sync(), subscriber.state)[1]) == bits_of(new)

@@ -1,0 +1,79 @@
+"""Routes along the commits of a toy chain, one by one: what slots are tested on, whatever the real planner thinks of tiny states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+from toy_chain import ToyChain
+
+from deltawire.errors import DataDamaged, DataMissing, MirrorError, ObjectMissing
+from deltawire.format.records import Commit, CommitRef, FileEntry
+from deltawire.subscribe.mirror import HeldSlot, Mirror
+from deltawire.subscribe.mirror_update import MirrorUpdate
+from deltawire.subscribe.routes import HopFailed
+from deltawire.subscribe.sync_report import SyncReport
+
+
+@dataclass(frozen=True)
+class StraightHop:
+    target: Commit
+    base: int | None
+    files: tuple[FileEntry, ...]
+    source: str = "commit"
+
+
+class StraightRoutes:
+    """From the state at hand, or the newest anchor, by every commit in between. What was avoided ends the way."""
+
+    def __init__(self, chain: ToyChain) -> None:
+        self.chain = chain
+        self.avoided: list[HopFailed] = []
+        self.fetched: list[str] = []
+
+    def find(self, have: CommitRef | None, target: Commit) -> list[StraightHop]:
+        hops: list[StraightHop] = []
+        if any(not failure.is_data_lost or failure.hop.base is None for failure in self.avoided):
+            raise self.avoided[-1].error
+        lost = {failure.hop.target.seq for failure in self.avoided}
+        seq = target.seq
+        while have is None or seq != have.seq:
+            commit = self.chain.commits[seq]
+            if seq in lost and commit.kind != "anchor":
+                raise self.avoided[-1].error
+            hops.append(StraightHop(commit, None if commit.kind == "anchor" else seq - 1, commit.files))
+            if commit.kind == "anchor":
+                break
+            seq -= 1
+        return hops[::-1]
+
+    def avoid(self, failure: HopFailed) -> None:
+        self.avoided.append(failure)
+
+    def to_memory(self, hop: StraightHop, entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, memoryview]]:
+        for entry in entries:
+            try:
+                data = self.chain.store.get(entry.key, limit=entry.size)
+            except ObjectMissing:
+                raise DataMissing(f"{entry.key} is missing.") from None
+            if blake3(data).hexdigest() != entry.blake3:
+                raise DataDamaged(f"{entry.key} is damaged.")
+            self.fetched.append(entry.key)
+            yield entry, memoryview(data)
+
+    def to_file(self, hop: StraightHop, entry: FileEntry, path: Path) -> None:
+        for _, data in self.to_memory(hop, [entry]):
+            path.write_bytes(data)
+
+
+def update(mirror: Mirror, chain: ToyChain, seq: int | None = None, routes: StraightRoutes | None = None) -> HeldSlot:
+    """One update to a version of the chain, the newest if none is named."""
+    target = chain.commits[-1 if seq is None else seq]
+    routes = routes or StraightRoutes(chain)
+    writer = mirror.try_writer()
+    if writer is None:
+        raise MirrorError("the writer's lock is taken")
+    with writer:
+        return MirrorUpdate(mirror, routes, routes, SyncReport()).run(target)
