@@ -1,7 +1,7 @@
-"""The `deltawire` command: `diff` makes a delta of two checkpoints, `apply` turns one into the other, `inspect` shows what a delta holds.
+"""The `deltawire` command, a module per subcommand. Some work on delta files, the others on a chain of versions in an object store.
 
-Exit codes: 0 done; 1 it could not be done, and nothing was left behind; 2 wrong usage; 130 and 143 interrupted (Ctrl-C, SIGTERM).
-A command imports what it works with when it runs, so that `--help` and `--version` answer at once.
+Exit codes: 0 done; 1 it could not be done, and nothing was left behind; 2 wrong usage; 3 `verify` found damage; 130 and 143 interrupted
+(Ctrl-C, SIGTERM). A command imports what it works with when it runs, so that `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
@@ -11,19 +11,32 @@ from typing import Annotated, TypeAlias
 import typer
 
 from .. import __version__
-from . import apply, diff, inspect
+from . import apply, diff, follow, gc, inspect, keygen, log, publish, pull, show, verify
 from .terminal import interrupt_on_termination
+
+_CHAINS, _FILES = "Versions in an object store", "Delta files"
 
 app = typer.Typer(
     name="deltawire",
-    help="Bit-exact weight updates: make, apply and inspect deltas of safetensors checkpoints.",
+    help="Bit-exact weight updates of safetensors checkpoints: as a chain of versions in an object store, or delta by delta.",
+    epilog="Exit codes: 0 done; 1 it could not be done, and stderr says why; 2 wrong usage; 3 verify found damage; "
+    "130 interrupted by Ctrl-C, 143 by SIGTERM.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("diff")(diff.diff)
-app.command("apply")(apply.apply)
-app.command("inspect")(inspect.inspect)
+app.command("publish", rich_help_panel=_CHAINS)(publish.publish)
+app.command("pull", rich_help_panel=_CHAINS)(pull.pull)
+app.command("follow", rich_help_panel=_CHAINS)(follow.follow)
+app.command("log", rich_help_panel=_CHAINS)(log.log)
+app.command("show", rich_help_panel=_CHAINS)(show.show)
+app.command("verify", rich_help_panel=_CHAINS)(verify.verify)
+app.command("gc", rich_help_panel=_CHAINS)(gc.gc)
+app.command("keygen", rich_help_panel=_CHAINS)(keygen.keygen)
+app.command("diff", rich_help_panel=_FILES)(diff.diff)
+app.command("apply", rich_help_panel=_FILES)(apply.apply)
+app.command("inspect", rich_help_panel=_FILES)(inspect.inspect)
 
 
 def _print_version(wanted: bool) -> None:

@@ -41,6 +41,15 @@ def ratio(numerator: float, denominator: float, unit: str = "") -> str:
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}{unit}"
 
 
+def duration(seconds: float) -> str:
+    """A time span in its largest unit, two digits or so: 0.4 s, 12 s, 3 min, 4.2 h, 6 d."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            value = seconds / length
+            return f"{value:.{1 if value < 10 and unit != 'min' else 0}f} {unit}"
+    return f"{max(seconds, 0.0):.{1 if seconds < 9.95 else 0}f} s"
+
+
 def bits_per_change(byte_count: int, changed: int) -> float | None:
     """None where nothing changed."""
     return round(8 * byte_count / changed, 4) if changed else None

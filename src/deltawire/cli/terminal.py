@@ -12,13 +12,23 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Annotated, Any, NoReturn, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.text import Text
 
 from ..errors import DeltawireError
@@ -37,6 +47,7 @@ _FAILURES = {
     errno.EROFS: "the file system is read-only. Choose another place",
     errno.ENOTDIR: "a part of the path is not a directory. Check the path",
     errno.EISDIR: "it is a directory. Name a file",
+    errno.EEXIST: "it exists already. Name another one",
     errno.ENOSPC: "the disk is full. Free some space and try again; nothing was left behind",
     errno.EDQUOT: "the disk quota is used up. Free some space and try again; nothing was left behind",
     errno.EFBIG: "the file would exceed the size limit of this process or file system. Raise it (ulimit -f) or choose another place",
@@ -66,18 +77,26 @@ def interrupt_on_termination() -> None:
 
 
 @contextmanager
-def exit_codes(as_json: bool) -> Iterator[None]:
-    """Turn foreseen failures into one line on stderr and an exit code. Anything else is a bug, and keeps its traceback."""
+def exit_codes(as_json: bool, *, one_line: bool = False) -> Iterator[None]:
+    """Turn foreseen failures into one line on stderr and an exit code. Anything else is a bug, and keeps its traceback.
+
+    With `one_line` the JSON object that says so stands on one line, like others before it.
+    """
+    fail = partial(_fail, print_document=None if not as_json else print_json_line if one_line else print_json)
     try:
         yield
     except DeltawireError as error:
-        _fail(type(error).__name__, str(error), as_json)
+        fail(type(error).__name__, str(error))
     except BrokenPipeError:
         raise  # the reader of our output has gone; typer ends quietly
     except OSError as error:
-        _fail(type(error).__name__, _os_failure(error), as_json)
+        fail(type(error).__name__, _os_failure(error))
+    except ImportError as error:
+        if error.name is not None:
+            raise  # a broken installation; only an extra that is not installed is reported without naming a module
+        fail(type(error).__name__, f"{error}.")
     except MemoryError:
-        _fail("MemoryError", "not enough memory. Free some, or use fewer --threads.", as_json)
+        fail("MemoryError", "not enough memory. Free some, or use fewer --threads.")
     except KeyboardInterrupt as error:
         _standard_error().print(Text("interrupted", style="red"))
         raise typer.Exit(error.exit_code if isinstance(error, Terminated) else 130) from None
@@ -89,13 +108,24 @@ def print_json(document: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def print_json_line(document: dict[str, Any]) -> None:
+    """One JSON object on a line of its own, for commands that report as they go."""
+    sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
 def print_rows(heading: str, rows: Iterable[tuple[str, str]]) -> None:
     """A result as a heading and titled lines; those without text are left out."""
     console = result_console()
     console.print(Text(printable(heading), style="bold"), soft_wrap=True)
     for title, text in rows:
         if text:
-            console.print(Text.assemble((f"  {title:<20}", "dim"), printable(text)), soft_wrap=True)
+            console.print(Text.assemble((f"  {printable(title):<20}", "dim"), printable(text)), soft_wrap=True)
+
+
+def print_line(text: str) -> None:
+    """A line of a result that is printed as it comes about."""
+    result_console().print(Text(printable(text)), soft_wrap=True)
 
 
 def result_console() -> Console:
@@ -106,14 +136,43 @@ def result_console() -> Console:
     return console
 
 
+class ByteBar:
+    """A bar that is fed with bytes done since the last call, from any thread."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def __call__(self, done: int) -> None:
+        self._progress.advance(self._task, done)
+
+    def expect(self, more: int) -> None:
+        """So many bytes are still to come."""
+        self._progress.update(self._task, total=self._progress.tasks[0].completed + more)
+
+
 @contextmanager
-def progress_bar(title: str, total_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, fed with bytes done since the last call. Shows nothing with `quiet` or where stderr is not a terminal."""
+def progress_bar(title: str, total_bytes: int | None, *, quiet: bool) -> Iterator[ByteBar]:
+    """A bar on stderr; without an end while `total_bytes` is None. Shows nothing with `quiet` or where stderr is not a terminal."""
     console = _standard_error()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        task = progress.add_task(escape(title), total=total_bytes)
-        yield lambda done: progress.advance(task, done)
+        yield ByteBar(progress, progress.add_task(escape(title), total=total_bytes))
+
+
+@contextmanager
+def count_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, fed with how many things are done, and of how many. Shown as `progress_bar` is."""
+    console = _standard_error()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task(escape(title), total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def print_notice(message: str) -> None:
+    """A line on stderr about something that is being dealt with."""
+    _standard_error().print(Text(printable(message), style="yellow"), soft_wrap=True)
 
 
 def _standard_error() -> Console:
@@ -125,8 +184,8 @@ def _os_failure(error: OSError) -> str:
     return f"{error.filename}: {reason}." if error.filename else f"{reason}."
 
 
-def _fail(kind: str, message: str, as_json: bool) -> NoReturn:
+def _fail(kind: str, message: str, *, print_document: Callable[[dict[str, Any]], None] | None) -> NoReturn:
     _standard_error().print(Text(f"error: {printable(message)}", style="red"), soft_wrap=True)
-    if as_json:
-        print_json({"error": {"type": kind, "message": message}})
+    if print_document is not None:
+        print_document({"error": {"type": kind, "message": message}})
     raise typer.Exit(1) from None

@@ -1,0 +1,112 @@
+"""The newest part of a chain as `deltawire log` shows it, read with few round trips however long the chain is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..chain.log import ChainLog
+    from ..format.records import Commit
+
+_AT_ONCE = 32
+_WINDOW = 256
+"""So many records of full size fit into what the log keeps in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A commit and what others say of it.
+
+    `anchored` if a checkpoint of it lies beside the chain; `skips` are the versions from which one delta leads here. Of `collected` ones
+    the own files may be gone; `abandoned` ones were undone by a later rewind, `void` ones never counted.
+    """
+
+    commit: Commit
+    void: bool
+    abandoned: bool
+    collected: bool
+    anchored: bool
+    skips: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The last commits of a chain, oldest first. `floor` is −1 while nothing was ever collected."""
+
+    entries: Sequence[Entry]
+    floor: int
+
+    @property
+    def skips(self) -> list[tuple[int, int]]:
+        """(seq, base) of all skips to these commits."""
+        return [(entry.commit.seq, base) for entry in self.entries for base in entry.skips]
+
+
+def read_history(log: ChainLog, count: int | None) -> History:
+    """The last `count` commits, or all; each is checked against the hash in the one after it. Empty for a chain without commits."""
+    head = log.head()
+    if head is None:
+        return History([], -1)
+    # One more than asked for, since whether a commit is void shows in those before it.
+    lowest = 0 if count is None else max(head.seq - count, 0)
+    commits = _read_down(log, head, lowest)
+    void, abandoned = void_among(commits), abandoned_among(commits)
+    floor = log.floor()
+    anchors, skips = log.shortcuts(lowest - 1 if lowest else None, head.seq)
+    anchored, bases = set(anchors), defaultdict(list)
+    for seq, base in skips:
+        bases[seq].append(base)
+    entries = [
+        Entry(
+            commit,
+            commit.seq in void,
+            commit.seq in abandoned,
+            commit.seq <= floor and commit.kind in ("delta", "anchor"),
+            commit.seq in anchored,
+            tuple(sorted(bases[commit.seq], reverse=True)),
+        )
+        for commit in commits
+    ]
+    return History(entries if count is None else entries[-count:], floor)
+
+
+def void_among(commits: Sequence[Commit]) -> set[int]:
+    """Those that do not count, as far as these commits, a run of the chain up to its head, can tell.
+
+    Void is what has a lower epoch than a commit before it; and what a later delta or fence passes over, since those build on the newest
+    commit that is not void.
+    """
+    void = set()
+    epoch = 0
+    for commit in commits:
+        if commit.epoch < epoch:
+            void.add(commit.seq)
+            continue
+        epoch = commit.epoch
+        if commit.kind in ("delta", "fence") and commit.base is not None:
+            void.update(range(max(commit.base.seq + 1, commits[0].seq), commit.seq))
+    return void
+
+
+def abandoned_among(commits: Sequence[Commit]) -> set[int]:
+    """The versions that rewinds have taken out of force."""
+    abandoned: set[int] = set()
+    for commit in commits:
+        if commit.kind == "rewind" and commit.base is not None:
+            abandoned.update(range(max(commit.base.seq + 1, commits[0].seq), commit.seq))
+    return {commit.seq for commit in commits if commit.seq in abandoned and commit.kind != "fence"}
+
+
+def _read_down(log: ChainLog, head: Commit, lowest: int) -> list[Commit]:
+    commits = [head]
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="deltawire-log") as pool:
+        while commits[-1].seq > lowest:
+            top = commits[-1].seq
+            list(pool.map(log.read, range(max(lowest, top - _WINDOW), top)))  # the log keeps them
+            while commits[-1].seq > max(lowest, top - _WINDOW):
+                commits.append(log.ancestor(commits[-1], commits[-1].seq - 1))
+    return commits[::-1]

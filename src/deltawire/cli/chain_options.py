@@ -1,0 +1,91 @@
+"""What the commands that work on a chain share: its URL, the keys to trust, and the store that is opened for as long as they run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from .terminal import progress_bar
+
+if TYPE_CHECKING:
+    from ..format.signing import SigningKey
+    from ..store import Store
+
+_PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(?!//)")
+
+
+def _check_url(url: str) -> str:
+    """Catch what would be taken for the name of a directory, and made, though it was meant otherwise."""
+    if not url:
+        raise typer.BadParameter("it is empty. Name a directory, or a URL such as s3://BUCKET/PREFIX.")
+    if _SCHEME.match(url):
+        raise typer.BadParameter(f"{url!r} looks like a URL, but lacks the two slashes. For a directory of that name write ./{url}.")
+    if url.lower().startswith("memory:"):
+        raise typer.BadParameter("a memory:// store lives within one process, so there is never anything in it here. Use a directory.")
+    return url
+
+
+def _check_keys(keys: list[str] | None) -> list[str]:
+    for key in keys or []:
+        if not _PUBLIC_KEY.fullmatch(key):
+            raise typer.BadParameter(f"{key!r} is no public key: those have 64 hexadecimal digits, as `deltawire keygen` prints them.")
+    return keys or []
+
+
+UrlArgument: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL",
+        help="Where the chain is: a directory, s3://BUCKET/PREFIX, gs://…, az://…, or hf://buckets/OWNER/NAME.",
+        show_default=False,
+        callback=_check_url,
+    ),
+]
+TrustOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust",
+        metavar="PUBKEY",
+        help="Accept only what this key has signed; may be given several times.",
+        show_default=False,
+        callback=_check_keys,
+    ),
+]
+PinOption: TypeAlias = Annotated[
+    bool,
+    typer.Option("--pin/--no-pin", help="Ask collection to wait for this reader. Without, credentials that may only read are enough."),
+]
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Store]:
+    """The store at a URL, closed at the end."""
+    from ..store import open_store
+
+    with open_store(url) as store:
+        yield store
+
+
+@contextmanager
+def opened_with_bar(url: str, title: str, *, quiet: bool) -> Iterator[Store]:
+    """The same, under a bar that shows what is transferred."""
+    from .metered_store import MeteredStore
+
+    with opened(url) as store, progress_bar(title, None, quiet=quiet) as progress:
+        yield MeteredStore(store, progress)
+
+
+def load_signing_key(path: Path) -> SigningKey:
+    """The key in a file; one that is none, or that others may read, is wrong usage."""
+    from ..format.signing import SigningKey
+
+    try:
+        return SigningKey.load(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--sign") from None

@@ -1,0 +1,63 @@
+"""A chain drawn as text: a glyph per commit, oldest first, and beneath them the spans that skips bridge. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+LEGEND = "■ checkpoint  · delta  ◆ delta with an anchor beside it  ╪ new writer  ↩ rewind  × void  ╰─╯ skip"
+
+_GLYPHS = {"anchor": "■", "delta": "·", "fence": "╪", "rewind": "↩"}
+
+
+def glyph(kind: str, *, void: bool = False, anchored: bool = False) -> str:
+    """What stands for a commit."""
+    if void:
+        return "×"
+    return "◆" if anchored and kind in ("delta", "rewind") else _GLYPHS[kind]
+
+
+def draw(first: int, glyphs: str, skips: Iterable[tuple[int, int]], width: int) -> list[str]:
+    """Lines of at most `width` glyphs, each labelled with the slot that it begins with, and the skips (seq, base) under them.
+
+    A skip that begins before `first` comes in from the left edge.
+    """
+    lanes = _lanes([(base, seq) for seq, base in skips])
+    margin = len(str(first + len(glyphs) - 1))
+    lines = []
+    for start in range(first, first + len(glyphs), width):
+        row = glyphs[start - first : start - first + width]
+        lines.append(f"{start:>{margin}} {row}")
+        for lane in lanes:
+            cells = _lane_cells(lane, start, len(row))
+            if cells:
+                lines.append(" " * (margin + 1) + cells)
+    return lines
+
+
+def _lane_cells(lane: Sequence[tuple[int, int]], start: int, length: int) -> str:
+    cells = [" "] * length
+    for base, seq in lane:
+        for slot in range(max(base, start), min(seq, start + length - 1) + 1):
+            mark = "╰" if slot == base else "╯" if slot == seq else "─"
+            cells[slot - start] = mark if cells[slot - start] == " " else "┴"
+    return "".join(cells).rstrip()
+
+
+def _lanes(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Spans of about one length on a line, short ones first; they may touch there, but not overlap."""
+    by_length = defaultdict(list)
+    for base, seq in sorted(spans):
+        by_length[round(math.log(max(seq - base, 1), 4))].append((base, seq))
+    lanes: list[list[tuple[int, int]]] = []
+    for _, alike in sorted(by_length.items()):
+        own: list[list[tuple[int, int]]] = []
+        for span in alike:
+            free = next((lane for lane in own if lane[-1][1] <= span[0]), None)
+            if free is None:
+                own.append([span])
+            else:
+                free.append(span)
+        lanes += own
+    return lanes

@@ -1,0 +1,127 @@
+"""`deltawire follow URL DIR`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import figures
+from .chain_options import PinOption, TrustOption, UrlArgument, opened
+from .terminal import JsonOption, ThreadsOption, exit_codes, print_json_line, print_line, print_notice, progress_bar
+
+if TYPE_CHECKING:
+    from ..chain.version import Version
+    from ..events import Event
+
+
+def follow(
+    url: UrlArgument,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The mirror: a new directory, or that of an earlier call.", show_default=False)
+    ],
+    poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="SECONDS", help="How often to look for the next version.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Get to the newest version, and end.")] = False,
+    max_silence: Annotated[
+        float | None,
+        typer.Option("--max-silence", min=0.0, metavar="SECONDS", help="Report a chain whose newest commit is older.", show_default=False),
+    ] = None,
+    trust: TrustOption = None,
+    pin: PinOption = True,
+    threads: ThreadsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Keep a directory at the newest version of a chain. DIR/current is a checkpoint at any time, and never half of one.
+
+    Prints a line per version; those that are published faster than they can be fetched are passed over. What may heal by itself, such as
+    a store that does not answer, is reported on stderr and tried again; the last version stays. Ends with Ctrl-C or SIGTERM, and then
+    with code 0. With --json prints one JSON object per line.
+    """
+    with exit_codes(json, one_line=True), ExitStack() as stack:
+        from ..subscribe.subscriber import Subscriber
+        from .metered_store import MeteredStore
+
+        bar = stack.enter_context(ExitStack())
+        progress = bar.enter_context(progress_bar(f"sync {directory.name}", None, quiet=json))
+        listener = _Listener(json, is_patient=not once)
+        subscriber = stack.enter_context(
+            Subscriber(
+                MeteredStore(stack.enter_context(opened(url)), progress),
+                directory,
+                trusted_keys=trust or (),
+                max_silence=max_silence,
+                pin=pin,
+                threads=threads,
+                on_event=listener,
+            )
+        )
+        if once:
+            version = subscriber.sync()
+            bar.close()
+            listener.tell(version)
+            return
+        if subscriber.version is not None and not json:
+            print_notice(f"the mirror is at version {subscriber.version.seq}")
+        try:
+            for version in subscriber.follow(poll=poll):
+                bar.close()  # it is for the first version, which may be long in coming
+                listener.tell(version)
+        except KeyboardInterrupt:
+            if subscriber.version is None:
+                raise
+
+
+class _Listener:
+    """Tells what happens, as lines on stdout and notices on stderr, or as JSON lines."""
+
+    def __init__(self, as_json: bool, *, is_patient: bool) -> None:
+        self._json = as_json
+        self._is_patient = is_patient
+        self._synced: dict[str, Any] = {}
+
+    def __call__(self, event: Event) -> None:
+        if event.name == "synced":
+            self._synced = dict(event.fields)
+            return
+        if event.name == "sync-failed" and not (self._is_patient and event.fields.get("retryable")):
+            return  # it is raised as well
+        if self._json:
+            print_json_line(event.to_json())
+        elif event.name == "sync-failed":
+            print_notice(f"will try again: {event.fields['reason']}")
+        elif event.name == "resynced":
+            print_notice(f"version {event.fields['seq']} was rebuilt from a full checkpoint: nothing else led there")
+
+    def tell(self, version: Version) -> None:
+        """A version was reached."""
+        synced = self._synced if self._synced.get("seq") == version.seq else {}
+        self._synced = {}
+        size, seconds, lag = synced.get("bytes", 0), synced.get("total_seconds", 0.0), synced.get("lag", 0)
+        if self._json:
+            print_json_line(
+                {
+                    "event": "version",
+                    "version": version.seq,
+                    "step": version.step,
+                    "updates": version.updates,
+                    "lag": lag,
+                    "bytes": size,
+                    "seconds": seconds,
+                    "published": version.time,
+                    "digest": version.digest.hex(),
+                    "meta": dict(version.meta),
+                }
+            )
+        else:
+            parts = [
+                f"version {version.seq}",
+                "" if version.step is None else f"step {version.step}",
+                f"{lag} behind" if lag else "newest",
+                figures.size(size),
+                f"in {figures.duration(seconds)}",
+                f"{figures.duration(time.time() - version.time)} after it was published",
+            ]
+            print_line("  ".join(filter(None, parts)))

@@ -1,0 +1,29 @@
+"""`deltawire keygen FILE`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .terminal import JsonOption, exit_codes, print_json, print_rows
+
+
+def keygen(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to keep the key; it must not exist yet.", show_default=False)],
+    json: JsonOption = False,
+) -> None:
+    """Make a key to sign versions with, and print its public half.
+
+    FILE is for the publisher alone (`deltawire publish --sign FILE`). Readers are given the public key (`--trust PUBKEY`).
+    """
+    with exit_codes(json):
+        from ..format.signing import SigningKey
+
+        key = SigningKey.generate()
+        key.save(file)
+        if json:
+            print_json({"file": str(file), "public": key.public})
+        else:
+            print_rows(str(file), [("public key", key.public), ("keep it", "secret: whoever has the file can sign in your name")])

@@ -1,0 +1,83 @@
+"""`deltawire log URL`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .chain_options import TrustOption, UrlArgument, opened
+from .terminal import JsonOption, exit_codes, print_json
+
+if TYPE_CHECKING:
+    from ..format.records import Run
+    from .chain_history import Entry, History
+
+
+def log(
+    url: UrlArgument,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, metavar="N", help="How many commits to show.")] = 20,
+    everything: Annotated[bool, typer.Option("--all", help="Show all commits.")] = False,
+    trust: TrustOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the versions of a chain, newest first, under a picture of it.
+
+    The picture runs from old to new. In the list, "smaller" compares with the full weights, and "≈ %" is the share of weights that
+    changed if each has 16 bits; "ways" are those to a version beside its own files: ◆ a full checkpoint, ↷ a delta from that version on.
+    Commits are checked against each other; their data are not: see `deltawire verify`.
+    """
+    with exit_codes(json):
+        from ..chain.log import ChainLog
+        from .chain_history import read_history
+        from .chain_table import print_history
+
+        with opened(url) as store:
+            chain = ChainLog(store, trusted_keys=trust or ())
+            run = chain.run
+            history = read_history(chain, None if everything else count)
+            if json:
+                print_json(_as_json(store.url, run, history))
+            else:
+                print_history(store.url, run, history, now=time.time())
+
+
+def _as_json(url: str, run: Run, history: History) -> dict[str, Any]:
+    newest = history.entries[-1].commit if history.entries else None
+    return {
+        "url": url,
+        "run": run.run,
+        "id": run.id,
+        "head": newest and newest.seq,
+        "version": newest and newest.state_seq,
+        "updates": newest.updates if newest else 0,
+        "floor": history.floor if history.floor >= 0 else None,
+        "commits": [_entry_as_json(entry) for entry in reversed(history.entries)],
+    }
+
+
+def _entry_as_json(entry: Entry) -> dict[str, Any]:
+    commit = entry.commit
+    return {
+        "seq": commit.seq,
+        "kind": commit.kind,
+        "step": commit.step,
+        "epoch": commit.epoch,
+        "time": commit.time / 1000,
+        "version": commit.state_seq,
+        "updates": commit.updates,
+        "base": commit.base and commit.base.seq,
+        "bytes": commit.stored_bytes,
+        "state_bytes": commit.state_bytes,
+        "times_smaller": commit.state_bytes / commit.stored_bytes if commit.stored_bytes else None,
+        "changed": commit.changed,
+        "digest": commit.digest and commit.digest.hex(),
+        "meta": dict(commit.meta),
+        "signed_by": commit.signature and commit.signature.key,
+        "anchored": entry.anchored,
+        "skips_from": list(entry.skips),
+        "void": entry.void,
+        "abandoned": entry.abandoned,
+        "collected": entry.collected,
+    }

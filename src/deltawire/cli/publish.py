@@ -1,0 +1,174 @@
+"""`deltawire publish CKPT URL`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import figures
+from .chain_options import UrlArgument, load_signing_key, opened_with_bar
+from .terminal import JsonOption, ThreadsOption, exit_codes, print_json, print_rows
+
+if TYPE_CHECKING:
+    from ..chain.version import Version
+    from ..events import Event
+    from ..format.checkpoint import Checkpoint
+
+_MIRROR_RECORD = "deltawire.json"
+
+
+def publish(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A .safetensors file or a checkpoint directory.", show_default=False)],
+    url: UrlArgument,
+    step: Annotated[int | None, typer.Option("--step", min=0, metavar="N", help="The trainer's step.", show_default=False)] = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="NAME", help="The run that must live there, or its name if it is new.", show_default=False),
+    ] = None,
+    meta: Annotated[
+        list[str] | None, typer.Option("--meta", metavar="NAME=VALUE", help="Goes with the version; may be repeated.", show_default=False)
+    ] = None,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEYFILE", help="Sign with a key that `keygen` made.", show_default=False)
+    ] = None,
+    resume_from: Annotated[
+        int | None,
+        typer.Option(
+            "--resume-from", min=0, metavar="SEQ", help="Go back to this version first; those after it are abandoned.", show_default=False
+        ),
+    ] = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Publish a checkpoint as the next version of a chain: the first as a whole, later ones as deltas.
+
+    Takes the run over: a trainer that publishes there is fenced off. The newest version is read back first, to compare with. The other
+    files of a directory (config.json, tokenizer …) go into every full checkpoint, except other weights, hidden files and subdirectories.
+    """
+    strings = parse_meta(meta or [])
+    with exit_codes(json):
+        from ..chain.version import Version
+        from ..format.checkpoint import Checkpoint
+        from ..publish.publisher import Publisher
+
+        started = time.perf_counter()
+        state = Checkpoint(checkpoint)
+        attached, left_out = companions(state)
+        key = None if sign is None else load_signing_key(sign)
+        events: list[Event] = []
+        with (
+            opened_with_bar(url, f"publish {checkpoint.name}", quiet=json) as store,
+            Publisher(
+                store, run, threads=threads, signing_key=key, attachments=attached, resume_from=resume_from, on_event=events.append
+            ) as publisher,
+        ):
+            version = publisher.publish(state, step=step, meta=strings)
+        assert isinstance(version, Version)  # it publishes in the foreground
+        elements = sum(math.prod(state.entry(name).shape) for name in state)
+        done = Published(store.url, version, elements, left_out, events, time.perf_counter() - started)
+        if json:
+            print_json(_as_json(done))
+        else:
+            print_rows(f"version {version.seq}", _rows(done))
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What was done, for the report. `left_out` are the files of the directory that did not go with the weights."""
+
+    url: str
+    version: Version
+    elements: int
+    left_out: list[str]
+    events: Sequence[Event]
+    seconds: float
+
+    def shortcuts(self, name: str) -> list[dict[str, Any]]:
+        """Fields of the shortcuts that were made along with the version."""
+        return [dict(event.fields) for event in self.events if event.name == name]
+
+
+def parse_meta(pairs: Sequence[str]) -> dict[str, str]:
+    """Names and values from NAME=VALUE; anything else is wrong usage."""
+    strings: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"{pair!r} is not of the form NAME=VALUE.", param_hint="--meta")
+        if name in strings:
+            raise typer.BadParameter(f"{name!r} is given twice.", param_hint="--meta")
+        strings[name] = value
+    return strings
+
+
+def companions(state: Checkpoint) -> tuple[dict[str, bytes | Path], list[str]]:
+    """The files beside the weights of a directory that go with them, and the names of those that do not."""
+    from ..format.checkpoint import INDEX_FILE, contained
+    from ..format.checkpoint_copy import WEIGHT_SUFFIXES
+
+    if not state.is_directory:
+        return {}, []
+    own = {shard.name for shard in state.shards} | {INDEX_FILE, _MIRROR_RECORD}
+    attached: dict[str, bytes | Path] = {}
+    left_out = []
+    for path in sorted(state.path.iterdir()):
+        if path.name in own or path.name.startswith("."):
+            continue
+        if path.is_file() and not path.name.lower().endswith(WEIGHT_SUFFIXES):
+            attached[path.name] = contained(state.path, path.name)
+        else:
+            left_out.append(path.name)
+    return attached, left_out
+
+
+def _as_json(done: Published) -> dict[str, Any]:
+    version = done.version
+    return {
+        "url": done.url,
+        "version": version.seq,
+        "kind": version.kind,
+        "step": version.step,
+        "epoch": version.epoch,
+        "updates": version.updates,
+        "bytes": version.bytes,
+        "weight_bytes": version.state_bytes,
+        "times_smaller": version.state_bytes / version.bytes if version.bytes else None,
+        "elements": done.elements,
+        "changed": version.changed,
+        "density": version.changed / done.elements if done.elements else 0.0,
+        "digest": version.digest.hex(),
+        "meta": dict(version.meta),
+        "skips_from": [made["base"] for made in done.shortcuts("skip-made")],
+        "anchored": bool(done.shortcuts("anchored")),
+        "left_out": done.left_out,
+        "seconds": done.seconds,
+    }
+
+
+def _rows(done: Published) -> list[tuple[str, str]]:
+    version = done.version
+    compared = (
+        f"{figures.ratio(version.state_bytes, version.bytes, '×')} smaller than the full weights ({figures.size(version.state_bytes)})"
+    )
+    whole = f"a full checkpoint of {version.state_bytes / 1e9:.2f} GB" if version.state_bytes >= 1e9 else "a full checkpoint"
+    changed = f"{version.changed:,} of {done.elements:,} ({figures.percent(version.changed, done.elements)} %)"
+    return [
+        ("at", done.url),
+        ("kind", whole if version.kind == "anchor" else version.kind),
+        ("step", "" if version.step is None else f"{version.step:,}"),
+        ("changed weights", changed if version.kind == "delta" else ""),
+        ("size", figures.size(version.bytes)),
+        ("compared", compared if version.kind == "delta" and version.bytes else ""),
+        ("skips", ", ".join(f"from version {made['base']}" for made in done.shortcuts("skip-made"))),
+        ("anchor", "made, beside the delta" if done.shortcuts("anchored") else ""),
+        ("not published", ", ".join(done.left_out)),
+        ("writer", f"epoch {version.epoch}"),
+        ("digest", version.digest.hex()),
+        ("time", f"{done.seconds:.2f} s"),
+    ]

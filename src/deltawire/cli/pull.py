@@ -1,0 +1,91 @@
+"""`deltawire pull URL DIR`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import figures
+from .chain_options import PinOption, TrustOption, UrlArgument
+from .terminal import ForceOption, JsonOption, ThreadsOption, exit_codes, print_json, print_rows, progress_bar
+
+if TYPE_CHECKING:
+    from ..chain.version import Version
+    from ..events import Event
+
+
+def pull(
+    url: UrlArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The checkpoint directory to write.", show_default=False)],
+    at: Annotated[
+        int | None, typer.Option("--at", min=0, metavar="SEQ", help="Which version; the newest if not given.", show_default=False)
+    ] = None,
+    force: ForceOption = False,
+    trust: TrustOption = None,
+    pin: PinOption = True,
+    threads: ThreadsOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Write one version of a chain to a plain checkpoint directory, exactly as it was published.
+
+    DIR appears only when it is complete and checked, and loads with any library that reads safetensors. See `follow` for keeping up with
+    a chain.
+    """
+    with exit_codes(json):
+        from ..subscribe.pull import pull as pull_version
+
+        started = time.perf_counter()
+        planned: dict[str, Any] = {}
+        with progress_bar(f"pull {directory.name}", None, quiet=json) as progress:
+
+            def on_event(event: Event) -> None:
+                if event.name == "planned":
+                    planned.update(event.fields)
+                    progress.expect(planned["bytes"])
+
+            version = pull_version(
+                url,
+                directory,
+                at=at,
+                trusted_keys=trust or (),
+                replace=force,
+                pin=pin,
+                threads=threads,
+                progress=progress,
+                on_event=on_event,
+            )
+        seconds = time.perf_counter() - started
+        if json:
+            print_json(_as_json(url, directory, version, planned, seconds))
+        else:
+            print_rows(str(directory), _rows(version, planned, seconds))
+
+
+def _as_json(url: str, directory: Path, version: Version, planned: dict[str, Any], seconds: float) -> dict[str, Any]:
+    return {
+        "url": url,
+        "out": str(directory),
+        "version": version.seq,
+        "step": version.step,
+        "updates": version.updates,
+        "digest": version.digest.hex(),
+        "meta": dict(version.meta),
+        "weight_bytes": version.state_bytes,
+        "bytes": planned["bytes"],
+        "hops": planned["hops"],
+        "seconds": seconds,
+    }
+
+
+def _rows(version: Version, planned: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
+    hops = planned["hops"]
+    return [
+        ("version", f"{version.seq}" + ("" if version.step is None else f", step {version.step:,}")),
+        ("weights", figures.size(version.state_bytes)),
+        ("fetched", f"{figures.size(planned['bytes'])} in {hops:,} hop{'s' if hops > 1 else ''}"),
+        ("time", f"{seconds:.2f} s"),
+        ("digest", f"{version.digest.hex()}, checked"),
+    ]

@@ -1,0 +1,207 @@
+"""`deltawire show URL [SEQ]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import figures
+from .chain_options import TrustOption, UrlArgument, opened
+from .terminal import JsonOption, exit_codes, print_json, print_rows
+
+if TYPE_CHECKING:
+    from ..chain.log import ChainLog
+    from ..chain.restore import Hop
+    from ..format.records import Commit, FileEntry, Shortcut
+
+
+def show(
+    url: UrlArgument,
+    seq: Annotated[
+        int | None, typer.Argument(metavar="[SEQ]", min=0, help="Which one; the newest if not given.", show_default=False)
+    ] = None,
+    trust: TrustOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show one version in full: its fields, its files, the ways to it, and who signed it."""
+    with exit_codes(json):
+        from ..chain.log import ChainLog
+
+        with opened(url) as store:
+            shown = find_commit(ChainLog(store, trusted_keys=trust or ()), seq)
+        if json:
+            print_json(_as_json(shown))
+        else:
+            _print(shown)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A commit and what leads to its version. `route` is the cheapest way from nothing, None where none is left."""
+
+    commit: Commit
+    hash: str
+    void: bool
+    signature: str
+    shortcuts: list[Shortcut]
+    route: list[Hop] | None
+
+    @property
+    def route_bytes(self) -> int:
+        return sum(entry.size for hop in self.route or () for entry in hop.files)
+
+
+def find_commit(log: ChainLog, seq: int | None) -> Shown:
+    """The commit in a slot, or the newest one that made a version; reached from the head by hashes. `VersionUnknown` if there is none."""
+    from ..errors import VersionUnknown
+
+    run, head = log.run, log.head()
+    if head is None or (seq is not None and seq > head.seq):
+        raise VersionUnknown(
+            f"the chain {run.run!r} at {log.store.url} has {'no commits' if head is None else f'only commits 0 to {head.seq}'}."
+        )
+    commit = log.ancestor(head, seq) if seq is not None else log.state_commit(log.in_force(head))
+    void = log.is_void(commit)
+    anchors, skips = log.shortcuts(commit.seq - 1 if commit.seq else None, commit.seq)
+    found = [log.shortcut(at, None) for at in anchors] + [log.shortcut(at, base) for at, base in skips]
+    route = None if void or commit.digest is None else _find_route(log, commit)
+    return Shown(commit, log.hash(commit.seq), void, _signature(commit), [shortcut for shortcut in found if shortcut], route)
+
+
+def _find_route(log: ChainLog, commit: Commit) -> list[Hop] | None:
+    """The cheapest way from nothing of which all data are there; None if none is left."""
+    from ..chain.restore import find_route
+    from ..errors import ObjectMissing, VersionGone
+
+    floor = log.floor()
+    try:
+        route = find_route(log, None, commit)
+        for entry in (entry for hop in route if hop.target.seq <= floor for entry in hop.files):  # above it nothing is ever deleted
+            log.store.head(entry.key)
+    except (VersionGone, ObjectMissing):
+        return None
+    return route
+
+
+def _signature(commit: Commit) -> str:
+    """Whether the signature is right says nothing about whose key it is: that is what --trust is for."""
+    from ..errors import SignatureInvalid
+    from ..format.signing import check_signature
+
+    if commit.signature is None:
+        return "none"
+    try:
+        check_signature(commit, {commit.signature.key})
+    except SignatureInvalid:
+        return "wrong"
+    return "right"
+
+
+def _as_json(shown: Shown) -> dict[str, Any]:
+    commit = shown.commit
+    return {
+        "seq": commit.seq,
+        "kind": commit.kind,
+        "void": shown.void,
+        "version": commit.state_seq,
+        "updates": commit.updates,
+        "step": commit.step,
+        "time": commit.time / 1000,
+        "epoch": commit.epoch,
+        "nonce": commit.nonce,
+        "run_id": commit.id,
+        "hash": shown.hash,
+        "parent": commit.parent,
+        "base": commit.base and {"seq": commit.base.seq, "hash": commit.base.commit},
+        "digest": commit.digest and commit.digest.hex(),
+        "state_bytes": commit.state_bytes,
+        "tensors": commit.tensors,
+        "changed": commit.changed,
+        "bytes": commit.stored_bytes,
+        "meta": dict(commit.meta),
+        "signature": {"is": shown.signature, "key": commit.signature and commit.signature.key},
+        "files": [_file_as_json(entry) for entry in commit.files],
+        "shortcuts": [
+            {
+                "kind": "anchor" if shortcut.base is None else "skip",
+                "base": shortcut.base and shortcut.base.seq,
+                "bytes": shortcut.stored_bytes,
+                "files": [_file_as_json(entry) for entry in shortcut.files],
+            }
+            for shortcut in shown.shortcuts
+        ],
+        "route": shown.route
+        and [
+            {"from": hop.base, "to": hop.target.seq, "by": hop.source, "bytes": sum(entry.size for entry in hop.files)}
+            for hop in shown.route
+        ],
+    }
+
+
+def _file_as_json(entry: FileEntry) -> dict[str, Any]:
+    names = ("key", "size", "raw", "blake3", "name", "first", "count")
+    return {name: getattr(entry, name) for name in names}
+
+
+def _print(shown: Shown) -> None:
+    commit = shown.commit
+    moment = datetime.fromtimestamp(commit.time / 1000, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC, by the publisher's clock")
+    base = f"version {commit.base.seq}" if commit.base else ""
+    print_rows(
+        f"commit {commit.seq}, {commit.kind}{' (void: it does not count)' if shown.void else ''}",
+        [
+            (
+                "in force after it",
+                "no version yet" if commit.state_seq is None else f"version {commit.state_seq}, update {commit.updates:,}",
+            ),
+            ("step", "" if commit.step is None else f"{commit.step:,}"),
+            ("published", moment),
+            ("writer", f"epoch {commit.epoch}"),
+            ("base", base),
+            ("weights", f"{figures.size(commit.state_bytes)} in {commit.tensors:,} tensors" if commit.tensors else ""),
+            ("changed weights", f"{commit.changed:,}" if commit.kind == "delta" else ""),
+            ("size", _size(commit) if commit.files else ""),
+            ("digest", "" if commit.digest is None else commit.digest.hex()),
+            ("hash", shown.hash),
+            ("signature", _signature_text(shown)),
+            *((f"meta {name}", value) for name, value in sorted(commit.meta.items())),
+        ],
+    )
+    if commit.files:
+        print_rows("files", [(figures.size(entry.size), _file_text(entry)) for entry in commit.files])
+    if commit.digest is not None and not shown.void:
+        print_rows("ways to it", _ways(shown))
+
+
+def _size(commit: Commit) -> str:
+    compared = figures.ratio(commit.state_bytes, commit.stored_bytes, "×")
+    return (
+        f"{figures.size(commit.stored_bytes)}, {compared} smaller than the full weights"
+        if commit.kind == "delta"
+        else figures.size(commit.stored_bytes)
+    )
+
+
+def _signature_text(shown: Shown) -> str:
+    if shown.commit.signature is None:
+        return "none"
+    return f"{shown.signature}, by the key {shown.commit.signature.key}"
+
+
+def _file_text(entry: FileEntry) -> str:
+    what = entry.name or f"tensors {entry.first or 0:,} to {(entry.first or 0) + (entry.count or 0) - 1:,}"
+    return f"{what}  {entry.key}"
+
+
+def _ways(shown: Shown) -> list[tuple[str, str]]:
+    rows = []
+    for shortcut in shown.shortcuts:
+        what = "a full checkpoint" if shortcut.base is None else f"one delta from version {shortcut.base.seq}"
+        rows.append(("anchor" if shortcut.base is None else "skip", f"{what}, {figures.size(shortcut.stored_bytes)}"))
+    if shown.route is None:
+        return [*rows, ("from nothing", "none is left: its data were collected")]
+    steps = " → ".join(f"{hop.target.seq} ({hop.source}, {figures.size(sum(entry.size for entry in hop.files))})" for hop in shown.route)
+    return [*rows, ("from nothing", f"{steps}; {figures.size(shown.route_bytes)} in all")]

@@ -1,0 +1,470 @@
+"""The chain on the command line: real processes, a directory as the store, and tiny Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import run_python as run_fresh
+from test_cli import FIRST, Tensors, assert_same, environment, fail, halves, load, model, run, save_sharded, succeed, updated
+
+VERSIONS = 3
+
+
+def state(number: int) -> Tensors:
+    tensors = model()
+    for seed in range(number):
+        tensors = updated(tensors, seed + 1)
+    return tensors
+
+
+def save_checkpoint(directory: Path, tensors: Tensors) -> Path:
+    """A sharded checkpoint with what Hugging Face puts beside it, and some that should not travel."""
+    save_sharded(directory, halves(tensors))
+    (directory / "config.json").write_text('{"model_type": "toy"}')
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "optimizer.pt").write_text("not of this model alone")
+    (directory / ".cache").mkdir()
+    return directory
+
+
+def load_checkpoint(directory: Path) -> Tensors:
+    """All tensors of the directory, as the safetensors library reads them."""
+    found: Tensors = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load(path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return [save_checkpoint(folder / f"step-{number}", state(number)) for number in range(VERSIONS)]
+
+
+@pytest.fixture(scope="module")
+def published(checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    url = tmp_path_factory.mktemp("published") / "chain"
+    for number, checkpoint in enumerate(checkpoints):
+        succeed("publish", checkpoint, url, "--step", 10 * number)
+    return url
+
+
+@pytest.fixture
+def chain(published: Path, tmp_path: Path) -> Path:
+    """Three versions, 1, 3 and 5, for every publication begins with a fence; a copy that a test may change."""
+    return shutil.copytree(published, tmp_path / "chain")
+
+
+def start_following(chain: Path, mirror: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "deltawire.cli", "follow", str(chain), str(mirror), "--poll", "0.05", "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+
+
+def data_of(chain: Path, seq: int) -> list[Path]:
+    """The data objects of a version, largest first."""
+    return sorted(chain.glob(f"data/*/{seq:020}/*"), key=lambda path: -path.stat().st_size)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+# publish
+
+
+def test_the_first_version_is_a_checkpoint_and_the_next_a_small_delta(checkpoints: list[Path], tmp_path: Path) -> None:
+    first = succeed("publish", checkpoints[0], tmp_path / "chain", "--step", 7, "--run", "toy", "--meta", "lr=1e-6", "--meta", "note=a=b")
+    second = succeed("publish", checkpoints[1], tmp_path / "chain", "--run", "toy")
+    assert (first["version"], first["kind"], first["step"], first["updates"]) == (1, "anchor", 7, 1)
+    assert first["meta"] == {"lr": "1e-6", "note": "a=b"}
+    assert first["left_out"] == ["optimizer.pt"]
+    assert (second["version"], second["kind"], second["step"], second["updates"]) == (3, "delta", None, 2)
+    assert second["bytes"] * 10 < second["weight_bytes"] == sum(array.nbytes for array in model().values())
+    assert second["elements"] == sum(array.size for array in model().values())
+    assert second["density"] == second["changed"] / second["elements"] > 0
+
+
+def test_publishing_the_same_again_is_next_to_nothing(chain: Path, checkpoints: list[Path]) -> None:
+    again = succeed("publish", checkpoints[-1], chain)
+    assert (again["kind"], again["changed"]) == ("delta", 0)
+    assert again["bytes"] < 1000
+    done = run("publish", checkpoints[-1], chain)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "0 of " in done.stdout
+
+
+def test_a_single_file_can_be_published(checkpoints: list[Path], tmp_path: Path) -> None:
+    published = succeed("publish", checkpoints[0] / FIRST, tmp_path / "chain")
+    assert published["left_out"] == []
+    succeed("pull", tmp_path / "chain", tmp_path / "out")
+    assert_same(load_checkpoint(tmp_path / "out"), load(checkpoints[0] / FIRST))
+
+
+def test_resuming_from_an_older_version_abandons_the_newer(chain: Path, checkpoints: list[Path]) -> None:
+    published = succeed("publish", checkpoints[2], chain, "--resume-from", 3)
+    assert published["kind"] == "delta"
+    commits = {commit["seq"]: commit for commit in succeed("log", chain)["commits"]}
+    assert [commits[seq]["kind"] for seq in (6, 7, 8)] == ["fence", "rewind", "delta"]
+    assert commits[7]["base"] == 3
+    assert [seq for seq, commit in commits.items() if commit["abandoned"]] == [5]
+    text = run("log", chain).stdout
+    assert "back to version 3" in text
+    assert re.search(r"^· +5 .*abandoned$", text, re.M)
+    assert "9" in fail("publish", checkpoints[2], chain, "--resume-from", 99, kind="VersionUnknown")
+
+
+def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
+    before = succeed("log", chain)["head"]
+    assert "'main', not 'other'" in fail("publish", checkpoints[0], chain, "--run", "other", kind="RunMismatch")
+    fail("publish", tmp_path / "nowhere", chain, kind="FileNotFoundError")
+    fail("publish", tmp_path, chain, kind="CheckpointError")
+    assert succeed("log", chain)["head"] == before  # nobody was fenced off for it
+
+
+# log and show
+
+
+def test_the_log_lists_versions_newest_first(chain: Path) -> None:
+    found = succeed("log", chain)
+    assert (found["run"], found["head"], found["version"], found["updates"], found["floor"]) == ("main", 5, 5, 3, None)
+    assert [(commit["seq"], commit["kind"], commit["step"]) for commit in found["commits"]] == [
+        (5, "delta", 20),
+        (4, "fence", None),
+        (3, "delta", 10),
+        (2, "fence", None),
+        (1, "anchor", 0),
+        (0, "fence", None),
+    ]
+    delta = found["commits"][0]
+    assert delta["times_smaller"] == delta["state_bytes"] / delta["bytes"] > 10
+    assert [commit["seq"] for commit in succeed("log", chain, "-n", 2)["commits"]] == [5, 4]
+    assert succeed("log", chain, "-n", 2, "--all") == found
+
+
+def test_the_log_is_drawn_for_people(chain: Path) -> None:
+    done = run("log", chain, columns=80)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert "version 5 is in force, 3 published" in lines[0]
+    assert lines[1] == "  0 ╪■╪·╪·"
+    assert re.match(r"· +5 +delta +20 +3 +[\d.]+ s +[\d.]+ k?B +[\d.]+× +[\d.]+k +[\d.]+$", lines[4]), lines[4]
+    assert lines[5].endswith("writer 3 takes over")
+
+
+def test_strings_of_a_version_cannot_command_the_terminal(checkpoints: list[Path], tmp_path: Path) -> None:
+    succeed("publish", checkpoints[0], tmp_path / "chain", "--meta", "a\x1b[31m=[bold]b\x1b]0;\x07")
+    for command in ("log", "show"):
+        text = run(command, tmp_path / "chain").stdout
+        assert "\x1b" not in text
+        assert "\x07" not in text
+        assert "[bold]b" in text
+
+
+def test_one_version_is_shown_in_full(chain: Path) -> None:
+    newest, first = succeed("show", chain), succeed("show", chain, 1)
+    assert (newest["seq"], newest["kind"], newest["step"], newest["base"]["seq"]) == (5, "delta", 20, 4)
+    assert newest["signature"] == {"is": "none", "key": None}
+    assert sorted(file["name"] for file in first["files"]) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert [(hop["by"], hop["to"]) for hop in first["route"]] == [("anchor", 1)]
+    assert [hop["to"] for hop in newest["route"]] == [1, 2, 3, 4, 5]
+    for seq, expected in ((0, "no version yet"), (1, "config.json"), (2, "version 1"), (5, r"from nothing +1 \(anchor")):
+        done = run("show", chain, seq)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert re.search(expected, done.stdout)
+    assert "only commits 0 to 5" in fail("show", chain, 6, kind="VersionUnknown")
+
+
+# pull
+
+
+def test_a_pulled_checkpoint_is_the_published_one(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
+    pulled = succeed("pull", chain, tmp_path / "out")
+    assert (pulled["version"], pulled["step"]) == (5, 20)
+    assert_same(load_checkpoint(tmp_path / "out"), state(2))
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (tmp_path / "out" / "config.json").read_text() == '{"model_type": "toy"}'
+
+
+def test_an_older_version_can_be_pulled(chain: Path, tmp_path: Path) -> None:
+    for seq, number in ((1, 0), (3, 1)):
+        assert succeed("pull", chain, tmp_path / f"out-{seq}", "--at", seq)["version"] == seq
+        assert_same(load_checkpoint(tmp_path / f"out-{seq}"), state(number))
+    fail("pull", chain, tmp_path / "out-9", "--at", 9, kind="VersionUnknown")
+    assert not (tmp_path / "out-9").exists()
+
+
+def test_a_pull_replaces_only_by_force(chain: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("mine")
+    assert "--force" in fail("pull", chain, out, kind="CheckpointError")
+    assert (out / "precious").read_text() == "mine"
+    assert "not a checkpoint" in fail("pull", chain, out, "--force", kind="CheckpointError")
+    (out / "precious").unlink()
+    for seq, number in ((1, 0), (5, 2)):
+        succeed("pull", chain, out, "--at", seq, "--force")
+        assert_same(load_checkpoint(out), state(number))
+
+
+def test_damaged_data_are_never_pulled(chain: Path, tmp_path: Path) -> None:
+    flip_a_bit(data_of(chain, 1)[0])
+    fail("pull", chain, tmp_path / "out", kind="DataDamaged")
+    assert not (tmp_path / "out").exists()
+
+
+# follow
+
+
+def test_a_mirror_is_brought_up_to_date_and_told_so(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
+    mirror = tmp_path / "mirror"
+    first = succeed("follow", chain, mirror, "--once")
+    assert (first["event"], first["version"], first["step"], first["lag"]) == ("version", 5, 20, 0)
+    assert_same(load_checkpoint(mirror / "current"), state(2))
+    assert (mirror / "current" / "config.json").exists()
+    succeed("publish", checkpoints[1], chain, "--step", 30)
+    second = succeed("follow", chain, mirror, "--once")
+    assert second["version"] == 7
+    assert 0 < second["bytes"] < first["bytes"]
+    assert_same(load_checkpoint(mirror / "current"), state(1))
+    done = run("follow", chain, mirror, "--once")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.match(r"version 7 +step 30 ", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_following_goes_on_until_it_is_told_to_end(chain: Path, checkpoints: list[Path], tmp_path: Path, number: signal.Signals) -> None:
+    with start_following(chain, tmp_path / "mirror") as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["version"] == 5
+        succeed("publish", checkpoints[0], chain)
+        assert json.loads(process.stdout.readline())["version"] == 7
+        process.send_signal(number)
+        rest, errors = process.communicate(timeout=60)
+    assert (process.returncode, rest, errors) == (0, "", "")
+    assert list(chain.glob("pin/*")) == []
+    assert_same(load_checkpoint(tmp_path / "mirror" / "current"), state(0))
+
+
+def test_a_follower_waits_for_a_chain_to_begin(checkpoints: list[Path], tmp_path: Path) -> None:
+    with start_following(tmp_path / "chain", tmp_path / "mirror") as process:
+        assert process.stdout is not None
+        waiting = json.loads(process.stdout.readline())
+        assert (waiting["event"], waiting["error"]) == ("sync-failed", "NoChain")
+        succeed("publish", checkpoints[0], tmp_path / "chain")
+        events = iter(lambda: json.loads(process.stdout.readline()), None)
+        assert next(event for event in events if event["event"] == "version")["version"] == 1
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_a_chain_that_is_silent_for_too_long_is_reported(chain: Path, tmp_path: Path) -> None:
+    fail("follow", chain, tmp_path / "mirror", "--once", "--max-silence", 1e-9, kind="ChainStale")
+
+
+def test_a_store_that_goes_back_is_noticed(chain: Path, tmp_path: Path) -> None:
+    succeed("follow", chain, tmp_path / "mirror", "--once")
+    for seq in (4, 5):
+        (chain / f"commit/{seq:020}.json").unlink()
+    fail("follow", chain, tmp_path / "mirror", "--once", kind="RollbackDetected")
+    assert_same(load_checkpoint(tmp_path / "mirror" / "current"), state(2))
+
+
+# verify and gc
+
+
+@pytest.mark.parametrize("deep", [[], ["--deep"]])
+def test_a_sound_chain_passes(chain: Path, deep: list[str]) -> None:
+    report = succeed("verify", chain, *deep)
+    assert (report["ok"], report["commits"], report["versions"], report["problems"]) == (True, 6, 3, [])
+    assert report["rebuilt"] == (3 if deep else None)
+    assert "no damage found" in run("verify", chain, *deep).stdout
+
+
+def test_a_flipped_bit_is_found_and_named(chain: Path) -> None:
+    damaged = data_of(chain, 3)[0]
+    flip_a_bit(damaged)
+    assert run("verify", chain).returncode == 0  # sizes are right
+    for arguments in (["--deep"], ["--deep", "--json"]):
+        done = run("verify", chain, *arguments)
+        assert (done.returncode, done.stderr) == (3, "")
+        assert damaged.name in done.stdout
+    problems = json.loads(done.stdout)["problems"]
+    assert problems[0]["where"] == "version 3"
+
+
+def test_lost_data_are_found_and_named(chain: Path) -> None:
+    lost = data_of(chain, 5)[0]
+    lost.unlink()
+    done = run("verify", chain)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert f"{lost.name} is missing" in done.stdout
+
+
+def test_collection_says_what_it_would_do_and_does_it(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
+    assert succeed("gc", chain)["outcome"] == "nothing"
+    for number in range(2):  # other tensors each time, so that whole checkpoints are published
+        tensors = {name: array for name, array in state(0).items() if number or name != "scale"}
+        succeed("publish", save_checkpoint(tmp_path / f"other-{number}", tensors), chain)
+    before = {path for path in chain.rglob("*") if path.is_file()}
+    dry = succeed("gc", chain, "--dry-run")
+    assert (dry["outcome"], dry["floor"], dry["dry_run"]) == ("collected", 7, True)
+    assert dry["deleted"] > 0 < dry["bytes"]
+    assert {path for path in chain.rglob("*") if path.is_file()} == before
+    assert "would be deleted" in run("gc", chain, "--dry-run").stdout
+    waiting = succeed("gc", chain)
+    assert waiting["outcome"] == "waiting"
+    assert 0 < waiting["wait"] <= 3600
+    assert re.search(r"next sweep +in \d+ min", run("gc", chain).stdout)
+    swept = succeed("gc", chain, "--grace", 0)
+    assert (swept["outcome"], swept["deleted"], swept["bytes"]) == ("collected", dry["deleted"], dry["bytes"])
+    assert not data_of(chain, 1)
+    assert succeed("log", chain)["floor"] == 7
+    assert succeed("verify", chain, "--deep")["ok"]
+    fail("pull", chain, tmp_path / "out", "--at", 3, kind="VersionGone")
+    assert "none is left" in run("show", chain, 3).stdout
+
+
+def test_a_pin_holds_collection_back(chain: Path, tmp_path: Path) -> None:
+    run_id = succeed("log", chain)["id"]
+    pin = {"deltawire": "pin", "version": 1, "id": run_id, "reader": "slow", "seq": 3, "ttl": 3600}
+    (chain / "pin").mkdir(exist_ok=True)
+    (chain / "pin" / "slow.json").write_text(json.dumps(pin, sort_keys=True, separators=(",", ":")))
+    for number in range(2):
+        tensors = {name: array for name, array in state(0).items() if number or name != "scale"}
+        succeed("publish", save_checkpoint(tmp_path / f"other-{number}", tensors), chain)
+    dry = succeed("gc", chain, "--dry-run")
+    assert dry["floor"] == 3
+    assert dry["pins"] == [{"reader": "slow", "seq": 3, "ttl": 3600}]
+    assert "pin of slow" in run("gc", chain, "--dry-run").stdout
+
+
+# keys
+
+
+def test_only_what_a_trusted_key_signed_is_taken(checkpoints: list[Path], tmp_path: Path) -> None:
+    keys = [succeed("keygen", tmp_path / name)["public"] for name in ("ours", "theirs")]
+    assert stat.S_IMODE((tmp_path / "ours").stat().st_mode) == 0o600
+    chain = tmp_path / "chain"
+    succeed("publish", checkpoints[0], chain, "--sign", tmp_path / "ours")
+    succeed("pull", chain, tmp_path / "trusted", "--trust", keys[1], "--trust", keys[0])
+    assert_same(load_checkpoint(tmp_path / "trusted"), state(0))
+    fail("pull", chain, tmp_path / "untrusted", "--trust", keys[1], kind="SignatureInvalid")
+    fail("follow", chain, tmp_path / "mirror", "--once", "--trust", keys[1], kind="SignatureInvalid")
+    assert succeed("show", chain)["signature"] == {"is": "right", "key": keys[0]}
+    assert succeed("verify", chain, "--trust", keys[0])["ok"]
+    assert run("verify", chain, "--trust", keys[1]).returncode == 3
+    succeed("publish", checkpoints[1], chain)  # unsigned
+    fail("pull", chain, tmp_path / "unsigned", "--trust", keys[0], kind="SignatureInvalid")
+    assert not (tmp_path / "untrusted").exists()
+
+
+def test_a_key_is_never_overwritten_nor_used_if_others_can_read_it(checkpoints: list[Path], tmp_path: Path) -> None:
+    done = run("keygen", tmp_path / "key")
+    assert re.search(r"public key +[0-9a-f]{64}\n", done.stdout)
+    content = (tmp_path / "key").read_bytes()
+    assert "exists already" in fail("keygen", tmp_path / "key", kind="FileExistsError")
+    assert (tmp_path / "key").read_bytes() == content
+    (tmp_path / "key").chmod(0o644)
+    done = run("publish", checkpoints[0], tmp_path / "chain", "--sign", tmp_path / "key")
+    assert done.returncode == 2
+    assert "chmod 600" in done.stderr
+    assert not (tmp_path / "chain").exists()
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("command", [["log"], ["show"], ["verify"], ["gc"], ["gc", "--dry-run"]])
+def test_a_place_without_a_chain_is_named_and_left_alone(command: list[str], tmp_path: Path) -> None:
+    assert "nowhere" in fail(command[0], tmp_path / "nowhere", *command[1:], kind="NoChain")
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("command", ["pull", "follow"])
+def test_readers_of_a_place_without_a_chain_leave_nothing(command: str, tmp_path: Path) -> None:
+    more = ["--once"] if command == "follow" else []
+    fail(command, tmp_path / "nowhere", tmp_path / "out", *more, kind="NoChain")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["publish", "a"],
+        ["publish", "a", "b", "--meta", "novalue"],
+        ["publish", "a", "b", "--meta", "x=1", "--meta", "x=2"],
+        ["publish", "a", "b", "--step", "-1"],
+        ["publish", "a", "memory://x"],
+        ["pull", "a"],
+        ["pull", "a", "b", "--trust", "abc"],
+        ["follow", "a", "b", "--poll", "-1"],
+        ["log", ""],
+        ["log", "s3:/bucket/prefix"],
+        ["log", "a", "-n", "0"],
+        ["show", "a", "first"],
+        ["gc", "a", "--grace", "-5"],
+        ["gc", "a", "--keep-anchors", "0"],
+        ["keygen"],
+    ],
+)
+def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "s3://user:secret@bucket/x", "hf://models/x", "file://host/x"])
+def test_urls_that_name_no_store_are_one_line(url: str) -> None:
+    assert "secret" not in fail("log", url, kind="BadUrl")
+
+
+def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    done = run("log", "s3://bucket/chain")
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .+ in s3://bucket/chain failed: .+\n", done.stderr), done.stderr
+    assert "hidden" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_directory_that_may_not_be_read_is_one_line(chain: Path) -> None:
+    chain.chmod(0)
+    try:
+        fail("log", chain, kind="StoreDenied")
+    finally:
+        chain.chmod(0o755)
+
+
+# Help
+
+
+def test_help_names_every_command_and_exit_code() -> None:
+    text = run("--help", columns=200).stdout
+    for word in ("publish", "pull", "follow", "log", "show", "verify", "gc", "keygen", "diff", "apply", "inspect"):
+        assert re.search(rf"\b{word}\b", text)
+        assert run(word, "--help").returncode == 0
+    for code in ("0 done", "1 it could not", "2 wrong usage", "3 verify found damage", "130 interrupted"):
+        assert code in text
+
+
+def test_the_command_line_starts_without_what_commands_work_with() -> None:
+    loaded = run_fresh("import deltawire.cli, sys; print(*sys.modules)").split()
+    assert not {"obstore", "cryptography", "torch", "deltawire.chain", "deltawire.publish.publisher", "deltawire.store"} & set(loaded)
