@@ -53,20 +53,20 @@ def measure(elements: int, steps: int, open_url: Callable[[], object] | None = N
                 full.append(_save_and_load(state, whole, url))
         subscriber.close()
         publisher.close()
-    seconds = [p["seconds"] + s["seconds"] for p, s in zip(publishes, syncs, strict=True)]
+    seconds = [p["total_seconds"] + s["total_seconds"] for p, s in zip(publishes, syncs, strict=True)]
     ours, theirs = statistics.median(seconds), statistics.median(full)
     weight_bytes = 2 * elements
     table.rows.append(["whole checkpoint, safetensors", f"{weight_bytes / 1e6:,.0f} MB", "", f"{theirs:.2f}", ""])
-    row = ["deltawire", f"{statistics.mean(sizes) / 1e6:.2f} MB", f"{weight_bytes / statistics.mean(sizes):.0f}×", f"{ours:.3f}", f"{theirs / ours:.1f}×"]
-    table.rows.append(row)
-    phases = {phase: statistics.median([{**p, **s}.get(phase, 0.0) for p, s in zip(publishes, syncs, strict=True)]) for phase in _PHASES}
+    mean = statistics.mean(sizes)
+    table.rows.append(["deltawire", f"{mean / 1e6:.2f} MB", f"{weight_bytes / mean:.0f}×", f"{ours:.3f}", f"{theirs / ours:.1f}×"])
+    steps_of = [{**published, **synced} for published, synced in zip(publishes, syncs, strict=True)]
+    phases = {phase: statistics.median([step.get(f"{phase}_seconds", 0.0) for step in steps_of]) for phase in _PHASES}
     codec = phases["encode"] + phases["resolve"] + phases["apply"]
     disk = phases["upload"] + phases["commit"] + phases["fetch"] + phases["find"]
     table.notes.append("Of it: " + ", ".join(f"{phase} {1e3 * value:.0f} ms" for phase, value in phases.items()) + " (medians).")
     rest = max(0.0, ours - codec - disk - phases["verify"])
-    table.notes.append(
-        f"Codec {codec / ours:.0%}, store {disk / ours:.0%}, verifying file hashes {phases['verify'] / ours:.0%}, everything else {rest / ours:.0%}."
-    )
+    shares = {"codec": codec, "store": disk, "hashes of files": phases["verify"], "everything else": rest}
+    table.notes.append("Shares: " + ", ".join(f"{name} {seconds / ours:.0%}" for name, seconds in shares.items()) + ".")
     table.check("at least 150 × fewer bytes", weight_bytes / statistics.mean(sizes) >= 150)
     table.check("at least 8 × less time", theirs / ours >= 8)
     return table

@@ -9,14 +9,14 @@ import numpy.typing as npt
 from workloads import BF16, State, update_size
 
 _DISTINCT = 1 << 25
-"""Elements that are drawn; larger models repeat them. Nothing here looks for repetitions, and drawing takes longer than all that is measured."""
+"""Elements that are drawn; larger models repeat them. Nothing looks for repetitions, and drawing takes longer than what is measured."""
 
 
 def training_run(elements: int, density: float, tensors: int = 32, seed: int = 0) -> Iterator[State]:
-    """The bf16 weights of a model before and after each of ever more optimizer steps, each of which changes the share `density` of them.
+    """The bf16 weights of a model after each of ever more optimizer steps, each of which changes the share `density` of them.
 
-    The masters are fp32, as in training, so weights that just flipped are likely to flip again. The state that is yielded is changed in place
-    by the next step.
+    The masters are fp32, as in training, so weights that just flipped are likely to flip again. What is yielded is changed in place by the
+    next step.
     """
     random = np.random.Generator(np.random.SFC64(seed))
     distinct = min(elements, _DISTINCT)
