@@ -1,0 +1,38 @@
+"""Tests of faults never wait: neither between attempts nor for a disk, since no machine loses power here."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from deltawire.chain.fetch import Fetcher
+from deltawire.publish import create
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(create, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+class Waiting:
+    """The clock that fetchers wait by. It moves only when they sleep; `meanwhile` is what happens then."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.meanwhile = lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.meanwhile()
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    """Fetchers wait by a clock of their own from here on."""
+    clock = Waiting()
+    defaults = Fetcher.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "sleep", clock.sleep)
+    monkeypatch.setitem(defaults, "clock", lambda: clock.now)
+    return clock

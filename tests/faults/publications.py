@@ -1,0 +1,202 @@
+"""A training run in miniature, published through whatever store, and what must hold of the chain afterwards, whatever happened."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from support import bits_of
+from toy_chain import State, first_state, next_state
+
+import deltawire
+from deltawire.chain.log import ChainLog
+from deltawire.chain.verify import verify
+from deltawire.chain.version import Version
+from deltawire.errors import DeltawireError, NoChain
+from deltawire.events import Event
+from deltawire.publish.cadence import AnchorPolicy
+from deltawire.publish.publisher import Publisher
+from deltawire.store import Store
+from deltawire.store.memory import MemoryStore
+from deltawire.subscribe import Subscriber
+from deltawire.testing import Call, FaultyStore
+
+EVERY_FOURTH = AnchorPolicy(min_versions=4, max_versions=4)
+SESSION = 6
+"""Versions in a session: a first checkpoint and deltas, of which the fifth gets a skip from the first, and an anchor of its own."""
+
+_TRIES = 3
+
+
+@cache
+def state_at(step: int) -> State:
+    """The weights after so many steps of training."""
+    return first_state() if step == 0 else next_state(state_at(step - 1), step)
+
+
+@cache
+def digest_at(step: int) -> Any:
+    return deltawire.state_digest(state_at(step))
+
+
+@cache
+def bits_at(step: int) -> Any:
+    return bits_of(state_at(step))
+
+
+def open_publisher(store: Store, **options: Any) -> Publisher:
+    return Publisher(store, **({"segment_bytes": 800, "anchor_policy": EVERY_FOURTH, "threads": 1} | options))
+
+
+def open_subscriber(store: Store, mirror: Any = None, **options: Any) -> Subscriber:
+    return Subscriber(store, mirror, **({"patience": 0.0, "pin": False, "threads": 1} | options))
+
+
+@dataclass
+class Ledger:
+    """What a trainer knows: the versions that were acknowledged, by sequence number, and the steps that it tried to publish."""
+
+    first: int = 0
+    acknowledged: dict[int, int] = field(default_factory=dict)
+    tried: list[int] = field(default_factory=list)
+
+    @property
+    def next_step(self) -> int:
+        return self.tried[-1] + 1 if self.tried else self.first
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the last version that was acknowledged."""
+        return self.acknowledged[max(self.acknowledged)] if self.acknowledged else None
+
+    def publish(self, publisher: Publisher, count: int = 1, *, tries: int = 1) -> None:
+        """Train and publish; a publication that fails is repeated, as `publish` says that it may be."""
+        for _ in range(count):
+            step = self.next_step
+            self.tried.append(step)
+            version = repeated(lambda step=step: _publish(publisher, step), tries)
+            self.acknowledged[version.seq] = step
+
+
+def _publish(publisher: Publisher, step: int) -> Version:
+    published = publisher.publish(state_at(step), step=step)
+    version = published if isinstance(published, Version) else published.result(30)
+    assert version is not None
+    return version
+
+
+def repeated(action: Callable[[], Any], tries: int = _TRIES) -> Any:
+    """What an action gives, after failing at most so often less one by an error that says it may be repeated."""
+    for left in reversed(range(tries)):
+        try:
+            return action()
+        except DeltawireError as error:
+            if not left or not error.retryable:
+                raise
+    raise AssertionError
+
+
+def run_session(store: Store, ledger: Ledger, *, tries: int = 1) -> None:
+    """From opening to closing."""
+    publisher = repeated(lambda: open_publisher(store), tries)
+    try:
+        ledger.publish(publisher, SESSION, tries=tries)
+    finally:
+        publisher.close()
+
+
+def calls_of_a_session() -> list[Call]:
+    """What a session asks of a store on which nothing fails."""
+    store = FaultyStore(MemoryStore())
+    run_session(store, Ledger())
+    made = {call.key.split("/")[0] for call in store.calls}
+    assert made >= {"probe", "run.json", "epoch", "commit", "data", "HEAD", "skip", "anchor"}  # all that there is
+    return store.calls
+
+
+def published(count: int, **options: Any) -> tuple[MemoryStore, Ledger]:
+    """A chain of so many versions, whose publisher is gone."""
+    store, ledger = MemoryStore(), Ledger()
+    with open_publisher(store, **options) as publisher:
+        ledger.publish(publisher, count)
+    return store, ledger
+
+
+def visible_step(store: Store) -> int | None:
+    """The step of the newest version that a new reader gets, bit for bit as it was published; None if there is none."""
+    with open_subscriber(store) as subscriber:
+        try:
+            step = subscriber.sync().step
+        except NoChain:
+            return None
+        assert step is not None
+        assert bits_of(subscriber.state) == bits_at(step)
+        return step
+
+
+def assert_one_history(store: Store, *ledgers: Ledger) -> None:
+    """Nothing that was acknowledged is lost, and the chain is one line of versions, each as it was given to a publisher."""
+    report = verify(store, deep=True, threads=1)
+    assert report.ok, report.problems
+    log = ChainLog(store)
+    versions = {commit.seq: commit for commit in log.tail(-1) if commit.kind != "fence"}
+    for commit in versions.values():
+        assert commit.step is not None
+        assert commit.digest == digest_at(commit.step)
+    for ledger in ledgers:
+        assert versions.keys() >= ledger.acknowledged.keys()
+        for seq, step in ledger.acknowledged.items():
+            assert versions[seq].step == step
+        steps = [commit.step for commit in versions.values() if commit.step in ledger.tried and commit.kind != "rewind"]
+        assert steps == sorted(steps)
+
+
+def assert_goes_on(store: Store, ledger: Ledger) -> None:
+    """After a crash: readers see the last version that was acknowledged or the next, and a new publisher takes the run up from there."""
+    expected = {ledger.newest, ledger.tried[-1] if ledger.tried else None}
+    with open_subscriber(store) as reader:
+        seen = None
+        with contextlib.suppress(NoChain):
+            seen = reader.sync().step
+        assert seen in expected
+        assert seen is None or bits_of(reader.state) == bits_at(seen)
+        with open_publisher(store) as publisher:
+            assert (publisher.version and publisher.version.step) == seen
+            ledger.publish(publisher, 2)
+        assert reader.sync().step == ledger.newest
+        assert bits_of(reader.state) == bits_at(ledger.newest)
+    assert visible_step(store) == ledger.newest
+    assert_one_history(store, ledger)
+
+
+class Listener:
+    """Collects events."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    def names(self) -> list[str]:
+        return [event.name for event in self.events]
+
+
+class At:
+    """A condition for `FaultyStore` that never holds, but does something just before a certain call: the caller stands still meanwhile."""
+
+    def __init__(self, index: int, action: Callable[[], object]) -> None:
+        self._index = index
+        self._action = action
+
+    def __call__(self, call: Call) -> bool:
+        if call.index == self._index:
+            self._action()
+        return False
+
+
+def objects(store: Store, prefix: str = "") -> Iterator[str]:
+    return (info.key for info in store.list(prefix))

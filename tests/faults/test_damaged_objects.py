@@ -1,0 +1,151 @@
+"""Data that are not what their records say: flipped, cut short, gone, or an older object's. Another way is found, or the error says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from publications import Listener, open_subscriber
+from support import bits_of
+from toy_chain import ToyChain, first_state
+
+from deltawire.chain.verify import verify
+from deltawire.errors import DataDamaged, DataMissing, DeltawireError
+from deltawire.format.records import FileEntry
+from deltawire.publish.publisher import Publisher
+from deltawire.store.memory import MemoryStore
+from deltawire.subscribe import Subscriber
+
+HARMS = {"flipped": DataDamaged, "cut short": DataDamaged, "gone": DataMissing, "an older one's": DataDamaged}
+Open = Callable[..., Subscriber]
+
+
+@pytest.fixture(params=HARMS)
+def harm(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def chain() -> ToyChain:
+    """Version 1 is a checkpoint, 2 to 4 are deltas."""
+    chain = ToyChain(MemoryStore())
+    chain.anchor(first_state())
+    chain.grow(3)
+    return chain
+
+
+@pytest.fixture(params=["memory", "mirror"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    numbers = iter(range(10**6))
+    return lambda chain, **options: open_subscriber(
+        chain.store, None if request.param == "memory" else tmp_path / str(next(numbers)), **options
+    )
+
+
+def do_harm(chain: ToyChain, entry: FileEntry, harm: str, older: FileEntry) -> bytes:
+    """Damage an object; what it was."""
+    whole = chain.store.get(entry.key, limit=1 << 20)
+    if harm == "flipped":
+        chain.damage(entry)
+    elif harm == "cut short":
+        chain.store.put(entry.key, whole[: len(whole) // 2])
+    elif harm == "gone":
+        chain.lose(entry)
+    else:
+        chain.store.put(entry.key, chain.store.get(older.key, limit=1 << 20))
+    return whole
+
+
+def test_a_bad_delta_without_another_way_leaves_the_reader_where_it_is(chain: ToyChain, opened: Open, harm: str) -> None:
+    chain.grow(1)
+    bad = chain.commits[4].files[1]
+    events = Listener()
+    with opened(chain, on_event=events) as reader:
+        reader.sync(2)
+        whole = do_harm(chain, bad, harm, chain.commits[2].files[1])
+        with pytest.raises(HARMS[harm]) as caught:
+            reader.sync()
+        assert isinstance(caught.value, DeltawireError)
+        assert caught.value.retryable
+        assert reader.version is not None
+        assert reader.version.seq in (2, 3)  # in memory the hop before the bad one is done
+        assert bits_of(reader.state) == bits_of(chain.states[reader.version.seq] or {})
+        assert "sync-failed" in events.names()
+        assert not verify(chain.store, deep=True).ok
+        chain.store.put(bad.key, whole)
+        assert reader.sync().seq == 5
+        assert bits_of(reader.state) == bits_of(chain.state)
+
+
+def test_a_bad_delta_is_got_round_by_an_anchor(chain: ToyChain, opened: Open, harm: str) -> None:
+    events = Listener()
+    with opened(chain, on_event=events) as reader:
+        reader.sync(2)
+        do_harm(chain, chain.commits[3].files[0], harm, chain.commits[2].files[0])
+        chain.add_anchor(3)
+        assert reader.sync().seq == 4
+        assert bits_of(reader.state) == bits_of(chain.state)
+    assert {"avoiding", "resynced"} <= set(events.names())
+
+
+def test_a_bad_delta_in_front_of_an_anchor_that_was_confirmed_before_is_got_round(chain: ToyChain, opened: Open, harm: str) -> None:
+    """The anchor is of the very version whose own delta is bad."""
+    with opened(chain) as reader:
+        reader.sync(1)
+        chain.add_anchor(2)
+        do_harm(chain, chain.commits[2].files[1], harm, chain.commits[3].files[1])
+        assert reader.sync().seq == 4
+        assert bits_of(reader.state) == bits_of(chain.state)
+
+
+def test_a_bad_anchor_is_got_round_by_an_older_one(chain: ToyChain, opened: Open, harm: str) -> None:
+    shortcut = chain.add_anchor(4)
+    do_harm(chain, shortcut.files[0], harm, chain.commits[1].files[0])
+    events = Listener()
+    with opened(chain, on_event=events) as reader:
+        assert reader.sync().seq == 4
+        assert bits_of(reader.state) == bits_of(chain.state)
+    assert "avoiding" in events.names()
+
+
+def test_a_bad_anchor_without_another_way_keeps_joiners_out_and_disturbs_nobody_else(chain: ToyChain, opened: Open, harm: str) -> None:
+    with opened(chain) as reader:
+        reader.sync()
+        do_harm(chain, chain.commits[1].files[0], harm, chain.commits[1].files[1])
+        with opened(chain) as joiner:
+            with pytest.raises(HARMS[harm]):
+                joiner.sync()
+            assert joiner.version is None
+            assert not joiner.state
+        chain.delta()
+        assert reader.sync().seq == 5
+        assert bits_of(reader.state) == bits_of(chain.state)
+
+
+def test_a_bad_skip_is_got_round_by_the_deltas_that_it_stands_for(chain: ToyChain, opened: Open, harm: str) -> None:
+    chain.grow(12)
+    skip = chain.add_skip(13, 1)
+    do_harm(chain, skip.files[0], harm, chain.commits[2].files[0])
+    events = Listener()
+    with opened(chain, on_event=events) as reader:
+        reader.sync(1)
+        assert reader.sync().seq == 16
+        assert bits_of(reader.state) == bits_of(chain.state)
+    assert "avoiding" in events.names()
+
+
+def test_a_publisher_that_resumes_over_bad_data_takes_another_way_or_says_why(chain: ToyChain, harm: str, waiting: object) -> None:
+    whole = do_harm(chain, chain.commits[3].files[0], harm, chain.commits[2].files[0])
+    with pytest.raises(HARMS[harm]):
+        Publisher(chain.store)
+    chain.store.put(chain.commits[3].files[0].key, whole)
+    shortcut = chain.add_anchor(4)
+    do_harm(chain, shortcut.files[0], harm, chain.commits[1].files[0])
+    with Publisher(chain.store) as publisher:
+        assert publisher.version is not None
+        assert publisher.version.seq == 4
+        publisher.publish(chain.state)
+    with open_subscriber(chain.store) as reader:
+        assert reader.sync().kind == "delta"
+        assert bits_of(reader.state) == bits_of(chain.state)

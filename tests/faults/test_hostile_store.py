@@ -1,0 +1,256 @@
+"""Whoever can write to the store can stop readers, but cannot make them take something for a version that is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from publications import Ledger, assert_one_history, bits_at, open_publisher, open_subscriber, published, visible_step
+from support import bits_of
+from toy_chain import ToyChain, first_state
+
+from deltawire.errors import (
+    ChainBroken,
+    ChainError,
+    CorruptRecord,
+    LimitExceeded,
+    RollbackDetected,
+    RunMismatch,
+    SignatureInvalid,
+    UnsupportedVersion,
+)
+from deltawire.format.records import Commit, Head, Limits
+from deltawire.format.signing import SigningKey
+from deltawire.store import Store, keys
+from deltawire.store.memory import MemoryStore
+
+HEADS = {
+    "missing": None,
+    "empty": b"",
+    "garbage": b"\x00\xff" * 50,
+    "too large": b" " * 70_000,
+    "too old": Head(0).to_bytes(),
+    "beyond the end": Head(1000).to_bytes(),
+    "as far as can be": Head(2**63 - 1).to_bytes(),
+    "negative": b'{"deltawire":"head","seq":-1,"version":1}',
+    "no number": b'{"deltawire":"head","seq":"3","version":1}',
+    "of another version": b'{"deltawire":"head","seq":3,"version":2}',
+}
+
+
+def edited(data: bytes, **fields: Any) -> bytes:
+    """A record with other fields, in canonical form."""
+    return json.dumps(json.loads(data) | fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+COMMITS: dict[str, tuple[Callable[[bytes], bytes], type[Exception]]] = {
+    "empty": (lambda data: b"", CorruptRecord),
+    "cut short": (lambda data: data[:-10], CorruptRecord),
+    "flipped": (lambda data: bytes([data[0] ^ 1]) + data[1:], CorruptRecord),
+    "with white space": (lambda data: data.replace(b",", b", "), CorruptRecord),
+    "with another field": (lambda data: edited(data, more=1), CorruptRecord),
+    "without a field": (lambda data: data.replace(b'"meta":{},', b""), CorruptRecord),
+    "too large": (lambda data: edited(data, meta={"x": "y" * 70_000}), CorruptRecord),
+    "of another version": (lambda data: edited(data, version=2), UnsupportedVersion),
+    "for another slot": (lambda data: edited(data, seq=9), CorruptRecord),
+    "of another run": (lambda data: edited(data, id="f" * 32), CorruptRecord),
+    "with another parent": (lambda data: edited(data, parent="f" * 64), ChainBroken),
+    "claiming too much": (lambda data: edited(data, state_bytes=2**60), LimitExceeded),
+}
+
+
+def replace(store: Store, key: str, data: bytes) -> None:
+    store.delete([key])
+    store.put(key, data)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_wrong_or_hostile_head_costs_requests_only(head: str) -> None:
+    store, ledger = published(4)
+    data = HEADS[head]
+    store.delete([keys.HEAD])
+    if data is not None:
+        store.put(keys.HEAD, data)
+    assert visible_step(store) == ledger.newest
+    with open_publisher(store) as publisher:
+        if data is not None:
+            store.put(keys.HEAD, data)
+        ledger.publish(publisher, 2)
+    if data is not None:
+        store.put(keys.HEAD, data)
+    assert visible_step(store) == ledger.newest
+    assert_one_history(store, ledger)
+
+
+@pytest.mark.parametrize("how", COMMITS)
+def test_a_corrupt_commit_is_refused_and_the_reader_keeps_its_version(how: str) -> None:
+    change, error = COMMITS[how]
+    store, ledger = published(3)
+    with open_subscriber(store) as reader:
+        reader.sync()
+        with open_publisher(store) as publisher:
+            ledger.publish(publisher)
+        good = store.get(keys.commit_key(5), limit=1 << 20)
+        replace(store, keys.commit_key(5), change(good))
+        for _ in range(2):
+            with pytest.raises(error):
+                reader.sync()
+            assert bits_of(reader.state) == bits_at(2)
+        replace(store, keys.commit_key(5), good)
+        assert reader.sync().step == ledger.newest
+
+
+@pytest.mark.parametrize("how", ["empty", "garbage", "of another version"])
+def test_corrupt_shortcuts_and_pins_are_passed_over(how: str) -> None:
+    store, ledger = published(13)
+    for prefix in (keys.ANCHORS, keys.SKIPS):
+        for info in list(store.list(prefix)):
+            data = store.get(info.key, limit=1 << 20)
+            replace(store, info.key, {"empty": b"", "garbage": b"\xff" * 40, "of another version": edited(data, version=2)}[how])
+    store.put(keys.pin_key("somebody"), b"\xff")
+    with open_subscriber(store, pin=True) as reader:
+        assert reader.sync().step == ledger.newest
+        assert bits_of(reader.state) == bits_at(12)
+    with open_publisher(store) as publisher:
+        assert publisher.version is not None
+        assert publisher.version.step == ledger.newest
+
+
+def test_a_publisher_does_not_build_on_a_commit_that_is_none() -> None:
+    store, _ = published(2)
+    store.put(keys.commit_key(3), b"not a commit")
+    with pytest.raises(CorruptRecord):
+        open_publisher(store)
+    with open_subscriber(store) as reader:
+        with pytest.raises(CorruptRecord):
+            reader.sync()
+        assert reader.version is None
+
+
+def test_a_chain_that_claims_more_than_a_reader_allows_is_refused_before_anything_is_fetched() -> None:
+    store, _ = published(2)
+    with open_subscriber(store, limits=dataclasses.replace(Limits(), state_bytes=100)) as reader:
+        with pytest.raises(LimitExceeded):
+            reader.sync()
+        assert reader.version is None
+
+
+@pytest.mark.parametrize("wrong", ["missing", "by another key", "of another record"])
+def test_a_version_that_is_not_rightly_signed_is_refused(wrong: str, tmp_path: Path) -> None:
+    key, other = SigningKey.generate(), SigningKey.generate()
+    store = MemoryStore()
+    chain = ToyChain(store, sign=key.sign)
+    chain.anchor(first_state())
+    for mirror in (None, tmp_path / "mirror"):
+        with open_subscriber(store, mirror, trusted_keys=[key.public]) as reader:
+            reader.sync()
+            before = bits_of(chain.state)
+            good = chain.delta()
+            unsigned = dataclasses.replace(good, signature=None)
+            bad = {
+                "missing": unsigned,
+                "by another key": other.sign(unsigned),
+                "of another record": dataclasses.replace(good, step=999),
+            }[wrong]
+            replace(store, keys.commit_key(good.seq), bad.to_bytes())
+            with pytest.raises(SignatureInvalid):
+                reader.sync()
+            assert bits_of(reader.state) == before
+            replace(store, keys.commit_key(good.seq), good.to_bytes())
+            assert reader.sync().seq == good.seq
+
+
+def test_any_bit_that_flips_in_a_signed_commit_is_noticed() -> None:
+    key = SigningKey.generate()
+    store = MemoryStore()
+    chain = ToyChain(store, sign=key.sign)
+    chain.anchor(first_state())
+    before = bits_of(chain.state)
+    with open_subscriber(store, trusted_keys=[key.public]) as reader:
+        reader.sync()
+        good = chain.delta().to_bytes()
+        for place in range(len(good)):
+            store.put(keys.commit_key(2), good[:place] + bytes([good[place] ^ (1 << place % 7)]) + good[place + 1 :])
+            with pytest.raises((ChainError, UnsupportedVersion)):
+                reader.sync()
+        assert bits_of(reader.state) == before
+        store.put(keys.commit_key(2), good)
+        assert reader.sync().seq == 2
+
+
+def test_a_shortcut_that_is_not_rightly_signed_is_passed_over() -> None:
+    key = SigningKey.generate()
+    store = MemoryStore()
+    chain = ToyChain(store, sign=key.sign)
+    chain.anchor(first_state())
+    chain.grow(12)
+    chain._sign = lambda record: record
+    chain.add_anchor(13)
+    chain.add_skip(9, 1)
+    with open_subscriber(store, trusted_keys=[key.public]) as reader:
+        assert reader.sync(1).seq == 1
+        assert reader.sync().seq == 13
+        assert bits_of(reader.state) == bits_of(chain.state)
+
+
+def copy_of(store: Store) -> dict[str, bytes]:
+    return {info.key: store.get(info.key, limit=info.size) for info in store.list("")}
+
+
+def restore(store: Store, copy: dict[str, bytes]) -> None:
+    store.delete(info.key for info in list(store.list("")))
+    for key, data in copy.items():
+        store.put(key, data)
+
+
+def test_a_store_that_was_set_back_to_an_older_copy_is_refused_by_who_saw_the_newer(tmp_path: Path) -> None:
+    store, ledger = published(2)
+    older = copy_of(store)
+    with open_publisher(store) as publisher:
+        ledger.publish(publisher, 2)
+    memory = open_subscriber(store)
+    memory.sync()
+    with open_subscriber(store, tmp_path / "mirror") as reader:
+        reader.sync()
+    restore(store, older)
+    with open_subscriber(store, tmp_path / "mirror") as reader:  # another process, by and by
+        for _ in range(2):
+            with pytest.raises(RollbackDetected):
+                reader.sync()
+        assert reader.version is not None
+        assert bits_of(reader.state) == bits_at(3)
+    with open_publisher(store) as publisher:  # the trainer goes on from what there is, as a history of its own
+        Ledger(first=20).publish(publisher, 4)
+    with open_subscriber(store, tmp_path / "mirror") as reader:
+        with pytest.raises(RollbackDetected):
+            reader.sync()
+        assert bits_of(reader.state) == bits_at(3)
+    with pytest.raises((RollbackDetected, ChainBroken)):
+        memory.sync()
+    assert bits_of(memory.state) == bits_at(3)
+    assert visible_step(store) == 23  # who knows nothing of it cannot tell
+
+
+def test_a_history_that_was_rewritten_is_refused() -> None:
+    store, ledger = published(4)
+    with open_subscriber(store) as reader:
+        reader.sync()
+        with open_publisher(store) as publisher:
+            ledger.publish(publisher, 2)
+        commit = Commit.parse(store.get(keys.commit_key(5), limit=1 << 20))
+        replace(store, keys.commit_key(5), dataclasses.replace(commit, time=0).to_bytes())
+        with pytest.raises((ChainBroken, RollbackDetected)):
+            reader.sync()
+        assert bits_of(reader.state) == bits_at(3)
+
+
+def test_another_run_in_the_same_place_is_refused() -> None:
+    store, _ = published(2, run="ours")
+    with pytest.raises(RunMismatch):
+        open_publisher(store, run="theirs")
+    with open_subscriber(store, run="theirs") as reader, pytest.raises(RunMismatch):
+        reader.sync()

@@ -1,0 +1,84 @@
+"""A publisher dies, or is left without an answer, at every single call of a session. Another one takes over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from publications import SESSION, Ledger, assert_goes_on, calls_of_a_session, open_publisher, published, repeated, run_session
+
+from deltawire.store.memory import MemoryStore
+from deltawire.testing import After, Before, FaultyStore, ProcessDied
+from deltawire.testing.faulty_store import Failure
+
+Fault = type[Before] | type[After]
+
+
+def sessions_with(fault: Fault, kind: Failure) -> Iterator[FaultyStore]:
+    """A store per call of a session, which fails at that call."""
+    for call in calls_of_a_session():
+        print(call)  # the last one printed is the one that a failure is about
+        unanswered = kind == "unknown" and call.op != "put_if_absent"  # of other calls a store says so in other words
+        yield FaultyStore(MemoryStore(), [fault(call.index, "unavailable" if unanswered else kind)])
+
+
+def assert_death_loses_nothing(fault: Fault) -> None:
+    for store in sessions_with(fault, "crash"):
+        ledger = Ledger()
+        with contextlib.suppress(ProcessDied):
+            run_session(store, ledger)
+        assert store.died
+        assert_goes_on(store.inner, ledger)
+
+
+def assert_errors_lose_nothing(fault: Fault, kind: Failure) -> None:
+    for store in sessions_with(fault, kind):
+        ledger = Ledger()
+        run_session(store, ledger, tries=2)
+        assert ledger.newest == SESSION - 1
+        assert_goes_on(store.inner, ledger)
+
+
+def test_a_publisher_killed_before_any_call_loses_nothing_acknowledged() -> None:
+    assert_death_loses_nothing(Before)
+
+
+def test_a_publisher_killed_after_any_call_loses_nothing_acknowledged() -> None:
+    assert_death_loses_nothing(After)
+
+
+def test_a_call_that_was_done_but_not_answered_loses_nothing() -> None:
+    assert_errors_lose_nothing(After, "unknown")
+
+
+def test_a_call_that_was_neither_done_nor_answered_loses_nothing() -> None:
+    assert_errors_lose_nothing(Before, "unknown")
+
+
+def test_a_store_that_is_unavailable_at_any_call_loses_nothing() -> None:
+    assert_errors_lose_nothing(Before, "unavailable")
+
+
+def test_a_publisher_killed_while_it_takes_a_run_up_again_loses_nothing() -> None:
+    """Every call of opening an existing run, the reading of its state among them, and of the first publication after that."""
+    index = 0
+    while True:
+        inner, ledger = published(3)
+        store = FaultyStore(inner, [(Before, After)[index % 2](index // 2, "crash")])
+        with contextlib.suppress(ProcessDied), open_publisher(store) as publisher:
+            ledger.publish(publisher)
+        if not store.died:
+            assert index > 40
+            return
+        print(store.calls[-1])
+        assert_goes_on(inner, ledger)
+        index += 1
+
+
+def test_publishing_in_the_background_survives_a_fault_at_any_call() -> None:
+    for store in sessions_with(After, "unknown"):
+        ledger = Ledger()
+        with repeated(lambda store=store: open_publisher(store, background=True)) as publisher:
+            ledger.publish(publisher, SESSION, tries=2)
+        assert ledger.newest == SESSION - 1
+        assert_goes_on(store.inner, ledger)

@@ -1,0 +1,207 @@
+"""Readers that are slow, or late, or beside a garbage collection; and clocks that are wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from publications import Ledger, Listener, assert_one_history, bits_at, open_publisher, open_subscriber, published, visible_step
+from support import bits_of
+
+from deltawire.chain.collect import collect
+from deltawire.chain.log import ChainLog
+from deltawire.errors import ChainStale, DataMissing, VersionGone
+from deltawire.publish.commits import ChainWriter
+from deltawire.store import keys
+from deltawire.store.memory import MemoryStore
+from deltawire.subscribe.chain_view import ChainView
+from deltawire.testing import Before, FaultyStore, ProcessDied
+
+DAYS = 86400.0 * 10
+
+
+def long_chain() -> tuple[MemoryStore, Ledger]:
+    """Thirteen versions, with anchors of the first and every fourth after it."""
+    return published(13)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_reader_slower_than_collection_starts_again_from_an_anchor(mirrored: bool, tmp_path: Path) -> None:
+    store, ledger = long_chain()
+    events = Listener()
+    with open_subscriber(store, tmp_path / "mirror" if mirrored else None, on_event=events) as reader:
+        reader.sync(2)
+        assert collect(store, grace=0).outcome == "collected"
+        assert reader.sync().step == ledger.newest
+        assert bits_of(reader.state) == bits_at(12)
+        assert "resynced" in events.names()
+        with pytest.raises(VersionGone):
+            reader.sync(3)
+        assert bits_of(reader.state) == bits_at(12)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_collection_at_any_call_of_a_reader_costs_it_a_detour_at_most(mirrored: bool, tmp_path: Path) -> None:
+    """By the rules it would have a grace period, and a pin. Here it has neither."""
+    index, calls = 0, 1
+    while index < calls:
+        inner, ledger = long_chain()
+        begins = [10**6]
+        store = FaultyStore(inner, [Before(lambda call, begins=begins, inner=inner: collected(call.index == begins[0], inner), "crash")])
+        with open_subscriber(store, tmp_path / str(index) if mirrored else None) as reader:
+            reader.sync(2)
+            first = len(store.calls)
+            begins[0] = first + index
+            assert reader.sync().step == ledger.newest
+            assert bits_of(reader.state) == bits_at(12)
+            calls = max(calls, len(store.calls) - first) if index == 0 else calls
+        index += 1
+    assert calls > 3
+
+
+def collected(is_due: bool, store: MemoryStore) -> bool:
+    if is_due:
+        assert collect(store, grace=0).outcome == "collected"
+    return False
+
+
+def test_data_above_the_floor_that_are_missing_are_an_alarm() -> None:
+    store, ledger = long_chain()
+    with open_subscriber(store) as reader:
+        reader.sync(10)
+        collect(store, grace=0)
+        log = ChainLog(store)
+        commit = log.read(12)
+        assert commit is not None
+        assert commit.seq > log.floor()
+        store.delete([entry.key for entry in commit.files])
+        store.delete([info.key for prefix in (keys.ANCHORS, keys.SKIPS) for info in list(store.list(prefix))])
+        with pytest.raises(DataMissing):
+            reader.sync()
+        assert reader.version is not None
+        assert bits_of(reader.state) == bits_at(reader.version.step or 0)
+        assert reader.version.step != ledger.newest
+
+
+def test_a_pin_keeps_what_a_slow_reader_needs() -> None:
+    store, ledger = long_chain()
+    with open_subscriber(store, pin=True) as reader:
+        reader.sync(2)
+        collect(store, grace=0)
+        assert reader.sync(3).step == 2
+        assert bits_of(reader.state) == bits_at(2)
+        assert reader.sync().step == ledger.newest
+
+
+def test_a_collector_killed_at_any_call_leaves_a_chain_that_can_be_read_and_collected() -> None:
+    index = 0
+    while True:
+        inner, ledger = long_chain()
+        store = FaultyStore(inner, [Before(index, "crash")])
+        with contextlib.suppress(ProcessDied):
+            collect(store, grace=0)
+        assert visible_step(inner) == ledger.newest
+        collect(inner, grace=0)
+        assert visible_step(inner) == ledger.newest
+        with open_publisher(inner) as publisher:
+            ledger.publish(publisher)
+        assert visible_step(inner) == ledger.newest
+        if not store.died:
+            break
+        print(store.calls[-1])
+        index += 1
+    assert index > 40
+    assert_one_history(inner, ledger)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_reader_that_joins_at_any_version_ends_at_the_head_bit_for_bit(mirrored: bool, tmp_path: Path) -> None:
+    """Over skips, anchors, a new publisher's fence, and a rewind."""
+    store, ledger = published(9)
+    with open_publisher(store, resume_from=7) as publisher:
+        ledger.publish(publisher, 3)
+    versions = [commit for commit in ChainLog(store).tail(-1) if commit.kind != "fence"]
+    assert {commit.kind for commit in versions} == {"anchor", "delta", "rewind"}
+    for commit in versions:
+        with open_subscriber(store, tmp_path / str(commit.seq) if mirrored else None) as reader:
+            assert reader.sync(commit.seq).step == commit.step
+            assert bits_of(reader.state) == bits_at(commit.step or 0)
+            assert reader.sync().step == ledger.newest
+            assert bits_of(reader.state) == bits_at(ledger.newest or 0)
+
+
+def test_a_reader_that_joins_while_the_chain_grows_follows_it_from_there() -> None:
+    store, ledger = MemoryStore(), Ledger()
+    readers = []
+    with open_publisher(store) as publisher:
+        for _ in range(10):
+            ledger.publish(publisher)
+            readers.append(open_subscriber(store))
+            for reader in readers[::-3]:
+                assert reader.sync().step == ledger.newest
+                assert bits_of(reader.state) == bits_at(ledger.newest or 0)
+    for reader in readers:
+        assert reader.sync().step == ledger.newest
+        assert bits_of(reader.state) == bits_at(9)
+
+
+@pytest.mark.parametrize("skew", [-DAYS, DAYS])
+def test_a_publishers_wrong_clock_changes_nothing_but_the_times_that_it_writes(skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ledger = published(3)
+    monkeypatch.setitem(ChainWriter.__init__.__kwdefaults__, "clock", lambda: time.time() + skew)
+    with open_publisher(store) as publisher:
+        ledger.publish(publisher, 10)
+        version = publisher.version
+    assert version is not None
+    assert abs(version.time - time.time() - skew) < 3600
+    assert visible_step(store) == ledger.newest
+    assert_one_history(store, ledger)
+    assert collect(store, grace=3600).outcome == "waiting"
+    assert collect(store, grace=0).outcome == "collected"
+    assert visible_step(store) == ledger.newest
+
+
+@pytest.mark.parametrize("skew", [-DAYS, DAYS])
+def test_a_readers_wrong_clock_changes_nothing_but_what_it_takes_for_silence(skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ledger = published(3)
+    monkeypatch.setitem(ChainView.__init__.__kwdefaults__, "clock", lambda: time.time() + skew)
+    assert visible_step(store) == ledger.newest
+    with open_subscriber(store, max_silence=3600.0) as reader:
+        if skew > 0:
+            with pytest.raises(ChainStale):
+                reader.sync()
+        else:
+            reader.sync()
+        assert bits_of(reader.state) == bits_at(2)
+
+
+@pytest.mark.parametrize("skew", [-DAYS, DAYS])
+def test_a_collectors_wrong_clock_does_not_shorten_the_grace(skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the store's own, if only it goes forward."""
+    inner, ledger = long_chain()
+    wrong = time.time_ns() + int(skew * 1e9)
+    monkeypatch.setattr(time, "time_ns", lambda: wrong)
+    now = [datetime.now(timezone.utc) + timedelta(seconds=skew)]
+    store = FaultyStore(inner, clock=lambda: now[0])
+    assert collect(store, grace=600).outcome == "waiting"
+    now[0] += timedelta(seconds=599)
+    assert collect(store, grace=600).outcome == "waiting"
+    now[0] += timedelta(seconds=2)
+    assert collect(store, grace=600).outcome == "collected"
+    assert visible_step(inner) == ledger.newest
+
+
+def test_a_silence_that_is_not_credible_is_reported_and_the_version_kept() -> None:
+    store, ledger = published(2)
+    events = Listener()
+    with open_subscriber(store, max_silence=-1.0, on_event=events) as reader:
+        with pytest.raises(ChainStale) as caught:
+            reader.sync()
+        assert caught.value.retryable
+        assert reader.version is not None
+        assert reader.version.step == ledger.newest
+        assert bits_of(reader.state) == bits_at(1)
+    assert "sync-failed" in events.names()
