@@ -11,13 +11,13 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from .codec import default_codec
-from .codec.base import Buffer, Codec, EncodeJob
+from .codec.base import Buffer, EncodeJob
+from .errors import UnsupportedTensor
 from .format import delta_file
-from .format.delta_file import Structure
+from .format.delta_file import Parts, Structure
 from .format.digest import Digest
 from .format.staged_output import StagedOutput
-from .state import Progress, batches, digest_tensors, thread_count
+from .state import Progress, batches, codec_for, digest_tensors, thread_count
 from .tensors import State, TensorBits, check_name, tensor_bits
 
 
@@ -37,8 +37,9 @@ class DeltaSummary:
 def encode_delta(base: State, new: State, *, threads: int | None = None) -> bytes:
     """The delta file that turns the state `base` into the state `new`, bit for bit.
 
-    States map names to NumPy arrays (bf16 and fp8 as `ml_dtypes`) or torch CPU tensors, of any shape and strides. Beyond its inputs it
-    needs about twice the size of the result. The same states give the same bytes, whatever the number of threads.
+    States map names to NumPy arrays (bf16 and fp8 as `ml_dtypes`) or torch tensors on the CPU or a GPU, of any shape and strides. Beyond
+    its inputs it needs about twice the size of the result, and on a GPU up to 2% of the weights there (docs/gpu.md). The same states give
+    the same bytes, wherever they are and whatever the number of threads.
     Raises a `TensorError` for what cannot be encoded.
     """
     return encode_with_summary(base, new, threads=threads)[0]
@@ -47,7 +48,7 @@ def encode_delta(base: State, new: State, *, threads: int | None = None) -> byte
 def encode_with_summary(base: State, new: State, *, threads: int | None = None) -> tuple[bytes, DeltaSummary]:
     """Like `encode_delta`, with what the one pass over both states found on its way: their digests, and how much changed."""
     pieces: list[Buffer] = []
-    header, summary = _encode(base, new, thread_count(threads), default_codec(), pieces.append, None)
+    header, summary = _encode(base, new, thread_count(threads), pieces.append, None)
     return b"".join([header, *pieces]), summary
 
 
@@ -57,7 +58,7 @@ def write_delta(base: State, new: State, path: Path, *, threads: int | None = No
     try:
         # The header stands first, but is known last: payloads wait in a file that has no name.
         with tempfile.TemporaryFile(dir=staged.path.parent) as payloads, staged.path.open("xb") as out:
-            header, summary = _encode(base, new, thread_count(threads), default_codec(), payloads.write, progress)
+            header, summary = _encode(base, new, thread_count(threads), payloads.write, progress)
             out.write(header)
             payloads.seek(0)
             shutil.copyfileobj(payloads, out, 1 << 20)
@@ -82,7 +83,7 @@ class _Pair:
 
 
 def _encode(
-    base: State, new: State, threads: int, codec: Codec, write: Callable[[Buffer], object], progress: Progress | None
+    base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None
 ) -> tuple[bytes, DeltaSummary]:
     """Hand the data section to `write`, piece by piece, and return the header that belongs before it."""
     for name in (*base, *new):
@@ -94,13 +95,15 @@ def _encode(
     for name in names:
         old = tensor_bits(name, base[name]) if name in base else None
         now = tensor_bits(name, new[name]) if name in new else None
-        if old is not None and (now is None or (old.dtype, old.shape) != (now.dtype, now.shape)):
+        if old is not None and (now is None or old.identity != now.identity):
             gone.append(old)
             old = None
         if now is not None:
             pairs.append(_Pair(now, old))
             if old is None:
                 added[name] = (now, None)
+    codec = codec_for([*gone, *(side for pair in pairs for side in (pair.new, pair.old) if side)])
+    parts = _parts(pairs, gone)
     before = digest_tensors(gone, threads, codec)
     after = Digest()
     aliases = _aliases(pairs)
@@ -108,7 +111,7 @@ def _encode(
     hasher = blake3()
     sizes: list[tuple[str, int]] = []
     changed = elements = weight_bytes = 0
-    for batch in batches(pairs, lambda pair: pair.nbytes):
+    for batch in batches(pairs, lambda pair: pair.nbytes, codec):
         own = [pair for pair in batch if pair.new.name not in aliases]
         jobs = [EncodeJob(pair.old.bits if pair.old else None, pair.new.bits, pair.new.dtype, pair.new.key.seed) for pair in own]
         for pair, encoded in zip(own, codec.encode(jobs, threads), strict=True):
@@ -136,9 +139,20 @@ def _encode(
         tuple(tensor.name for tensor in gone),
         {name: target for name, target in aliases.items() if target in changing},
     )
-    header = delta_file.build_header(before, after, hasher.hexdigest(), sizes, structure)
+    header = delta_file.build_header(before, after, hasher.hexdigest(), sizes, structure, parts)
     size = len(header) + sum(size for _, size in sizes)
     return header, DeltaSummary(size, weight_bytes, elements, changed, len(sizes), before, after)
+
+
+def _parts(pairs: Sequence[_Pair], gone: Sequence[TensorBits]) -> Parts | None:
+    """What a delta between states of parts covers; None between states of whole tensors."""
+    tensors = [*(pair.new for pair in pairs), *gone]
+    if all(tensor.whole is None for tensor in tensors):
+        return None
+    for tensor in tensors:
+        if tensor.whole is None or gone or any(pair.old is None for pair in pairs):
+            raise UnsupportedTensor(f"tensor {tensor.name!r}: parts are encoded against the same parts only, not beside whole tensors.")
+    return {tensor.name: (tensor.start, tensor.start + tensor.bits.size) for tensor in tensors if tensor.bits.size}
 
 
 def _aliases(pairs: Sequence[_Pair]) -> dict[str, str]:

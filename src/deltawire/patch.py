@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codec import default_codec
 from .codec.base import Bits, Codec
 from .errors import DtypeMismatch, ShapeMismatch, StateNotWritable, TensorMissing
 from .format.digest import Digest
-from .state import thread_count
-from .tensors import Tensor, TensorBits, is_torch, tensor_bits, to_torch
+from .state import codec_for, thread_count
+from .tensors import Tensor, TensorBits, dtype_of, is_torch, tensor_bits, to_torch
 
 _WORTH_A_THREAD = 1 << 17
 """Elements to write from which on starting threads costs less than it gains."""
@@ -23,7 +22,10 @@ _WORTH_A_THREAD = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class TensorPatch:
-    """The changed elements of one tensor: ascending flat (row-major) indices, and their new values in the tensor's own type."""
+    """The changed elements of one tensor: ascending flat (row-major) indices, and their new values in the tensor's own type.
+
+    Arrays; or, of a tensor on a GPU, torch tensors beside it.
+    """
 
     indices: NDArray[np.int64]
     values: NDArray[Any]
@@ -50,26 +52,27 @@ class ResolvedPatch:
         Checks names, types, shapes and writability before it writes anything, but not the values it overwrites: that was done when the
         delta was resolved. On another state than that one the result is a mix of both.
         """
-        codec = default_codec()
-        targets: list[tuple[Bits, NDArray[np.int64], Bits]] = []
+        targets: list[tuple[TensorBits, Any, Any]] = []
         for name, patch in self.changed.items():
             if name not in state:
                 raise TensorMissing(f"the state has no tensor {name!r}.")
             target = tensor_bits(name, state[name])
-            if target.dtype.numpy != patch.values.dtype:
+            if dtype_of(patch.values) != target.dtype:
                 raise DtypeMismatch(f"tensor {name!r} is {target.dtype.name}, its patch is {patch.values.dtype}.")
             if target.shape != patch.shape:
                 raise ShapeMismatch(f"tensor {name!r} has shape {target.shape}, its patch {patch.shape}.")
             check_writable(target)
-            targets.append((target.bits, patch.indices, patch.values.view(target.dtype.bits)))
-        added = {name: array.copy() for name, array in self.added.items()}  # the state's own: the patch may be applied elsewhere, or again
+            targets.append((target, patch.indices, patch.values))
+        # The state's own: the patch may be applied elsewhere, or again.
+        added = {name: array.copy() if isinstance(array, np.ndarray) else array.clone() for name, array in self.added.items()}
         change_structure(state, added, [name for name in self.removed if name in state])
-        write_all(codec, targets, thread_count(threads))
+        codec = codec_for(target for target, _, _ in targets)
+        write_all(codec, [(target.bits, *_elements(target, *changes)) for target, *changes in targets], thread_count(threads))
 
 
 def write_all(codec: Codec, targets: Sequence[tuple[Bits, NDArray[np.int64], Bits]], threads: int) -> None:
     """`codec.write_elements` of all (bits, indices, values), on several threads where there is enough to do."""
-    if threads == 1 or sum(indices.size for _, indices, _ in targets) < _WORTH_A_THREAD:
+    if threads == 1 or sum(len(indices) for _, indices, _ in targets) < _WORTH_A_THREAD:
         for target in targets:
             codec.write_elements(*target)
         return
@@ -80,7 +83,7 @@ def write_all(codec: Codec, targets: Sequence[tuple[Bits, NDArray[np.int64], Bit
 
 def check_writable(tensor: TensorBits) -> None:
     """Raise `StateNotWritable` unless each element of the tensor can be set on its own."""
-    if not tensor.bits.flags.writeable:
+    if tensor.on_host and not tensor.bits.flags.writeable:
         raise StateNotWritable(f"tensor {tensor.name!r} is read-only.")
     reach = tensor.bits.itemsize
     for stride, size in sorted((abs(stride), size) for size, stride in zip(tensor.shape, tensor.bits.strides, strict=True) if size > 1):
@@ -95,7 +98,7 @@ def change_structure(state: MutableMapping[str, Tensor], added: Mapping[str, NDA
         return
     if not isinstance(state, MutableMapping):
         raise StateNotWritable("tensors appear or vanish, but the state is not a mutable mapping.")
-    wrap = to_torch if any(is_torch(state[name]) for name in state) else _unchanged
+    wrap = _to_torch if any(is_torch(state[name]) for name in state) else _unchanged
     old = {name: state[name] for name in (*removed, *added) if name in state}
     done: list[str] = []
     try:
@@ -112,6 +115,17 @@ def change_structure(state: MutableMapping[str, Tensor], added: Mapping[str, NDA
             else:
                 state.pop(name, None)
         raise StateNotWritable(f"tensors appear or vanish, and the state refuses it: {error}") from error
+
+
+def _elements(target: TensorBits, indices: Any, values: Any) -> tuple[Any, Any]:
+    """Changes as the codec of this tensor takes them: arrays for one on the host, and for one on a GPU wherever they are."""
+    if target.on_host and not isinstance(indices, np.ndarray):
+        indices, values = indices.cpu().numpy(), tensor_bits(target.name, values.cpu()).bits
+    return indices, values.view(target.dtype.bits) if isinstance(values, np.ndarray) else values
+
+
+def _to_torch(array: Any) -> Any:
+    return to_torch(array) if isinstance(array, np.ndarray) else array
 
 
 def _unchanged(array: NDArray[Any]) -> NDArray[Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import MutableMapping
 
 from .codec import default_codec
-from .errors import CorruptDelta
+from .errors import CorruptDelta, StateNotWritable
 from .format import delta_file
 from .format.delta_file import DeltaBytes
 from .format.digest import Digest
-from .resolve import mark_writes, plan_resolution, resolve_plan
+from .resolve import ResolutionPlan, mark_writes, plan_resolution, resolve_plan
 from .state import thread_count
 from .tensors import Tensor
 
@@ -23,7 +24,8 @@ class PreparedUpdate:
     >>> update.revert()               # the state is again what it was
 
     It holds on to the arrays, and to about 4 bytes and the old value per changed element (`nbytes`). Between `add` and `apply`, and between
-    `apply` and `revert`, the state must not be changed by anything else: the elements would get a mix of values. Parts must not overlap.
+    `apply` and `revert`, the state must not be changed by anything else: the elements would get a mix of values. Parts must not overlap,
+    but for tied tensors: the same memory under several names, which must change in the same way under each (`StateNotWritable`).
     """
 
     def __init__(self, *, threads: int | None = None) -> None:
@@ -31,6 +33,8 @@ class PreparedUpdate:
         self._threads = thread_count(threads)
         self._resolution = self._codec.deferred_resolution(self._threads)
         self._is_ready = self.is_applied = False
+        self._covered: dict[str, list[tuple[int, int]]] = {}
+        self._met: dict[object, tuple[str, memoryview | None]] = {}
         self.changed = 0
         """Elements that it changes."""
         self.nbytes = 0
@@ -47,7 +51,9 @@ class PreparedUpdate:
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, which has no place here.")
         plan = plan_resolution(state, file)
+        self._cover(plan)
         mark_writes(plan)
+        self._write_once(plan)
         outcomes = resolve_plan(plan, self._resolution, self._threads, self._codec, None)
         for index, outcome in outcomes.items():
             if plan.jobs[index].write:
@@ -64,6 +70,28 @@ class PreparedUpdate:
         """Put the old values back. Does nothing if they are there."""
         if self.is_applied:
             self._exchange()
+
+    def _cover(self, plan: ResolutionPlan) -> None:
+        """Refuse a delta over elements that an earlier one covers: both were made from the same state, and the sum of them is neither."""
+        for tensor in plan.tensors:
+            start, stop = tensor.start, tensor.start + tensor.bits.size
+            others = self._covered.setdefault(tensor.name, [])
+            if any(start < end and begin < stop for begin, end in others):
+                raise CorruptDelta(f"two deltas are for the same elements of tensor {tensor.name!r}.")
+            others.append((start, stop))
+
+    def _write_once(self, plan: ResolutionPlan) -> None:
+        """Leave out writes to memory that an earlier part writes already, under another name."""
+        for index, tensor in enumerate(plan.tensors):
+            if tensor.memory is None:
+                continue
+            payload = plan.jobs[index].payload
+            mine = None if payload is None else memoryview(payload)
+            name, theirs = self._met.setdefault(tensor.memory, (tensor.name, mine))
+            if mine != theirs:  # payloads of the same change are the same bytes
+                raise StateNotWritable(f"tensors {name!r} and {tensor.name!r} are the same memory, but do not change together.")
+            if name != tensor.name and plan.jobs[index].write:
+                plan.jobs[index] = dataclasses.replace(plan.jobs[index], write=False)
 
     def _exchange(self) -> None:
         if not self._is_ready:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codec import default_codec
 from .codec.base import Codec, Outcome, Resolution, ResolveJob
 from .dtypes import DTYPES
 from .errors import (
@@ -26,11 +25,11 @@ from .errors import (
     TensorUnexpected,
 )
 from .format import delta_file
-from .format.delta_file import DeltaBytes, DeltaFile
-from .format.digest import Digest, TensorKey
+from .format.delta_file import DeltaBytes, DeltaFile, Parts
+from .format.digest import PART_ALIGNMENT, Digest, TensorKey
 from .patch import ResolvedPatch, TensorPatch, change_structure, check_writable
-from .state import Progress, batches, digest_tensors, thread_count
-from .tensors import State, Tensor, TensorBits, byte_bounds, check_name, tensor_bits
+from .state import Progress, batches, codec_for, digest_tensors, thread_count
+from .tensors import State, Tensor, TensorBits, byte_bounds, check_name, tensor_bits, typed
 
 _KEPT_CHANGES = 32 << 20
 """Decoded changes that `apply_delta` keeps, in bytes, beyond the size of the delta itself."""
@@ -45,14 +44,15 @@ def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None
     Raises a `DeltaError` for a delta that cannot be used, `BaseMismatch` (or another `StateError`) for a state that it was not made from.
     """
     plan = plan_resolution(state, delta_file.parse(delta))
-    codec = default_codec()
+    codec = codec_for(plan.tensors)
     resolution = codec.resolution(thread_count(threads), 2**63)
     resolve_plan(plan, resolution, thread_count(threads), codec, None)
     changed = {}
     for index, tensor in enumerate(plan.tensors):
         if plan.jobs[index].payload is not None:
             indices, values = resolution.changes(plan.place[index])
-            changed[tensor.name] = TensorPatch(indices, values.view(tensor.dtype.numpy), tensor.shape)
+            shape = tensor.shape if tensor.whole is None else tensor.whole
+            changed[tensor.name] = TensorPatch(indices + tensor.start, typed(values, tensor.dtype), shape)
     return ResolvedPatch(plan.file.before, plan.file.after, changed, _added(plan, resolution), plan.file.structure.removed)
 
 
@@ -69,7 +69,7 @@ def apply_delta(
     """
     plan = plan_resolution(state, delta_file.parse(delta))
     mark_writes(plan)
-    codec = default_codec()
+    codec = codec_for(plan.tensors)
     resolution = codec.resolution(thread_count(threads), _KEPT_CHANGES + memoryview(delta).nbytes)
     try:
         resolve_plan(plan, resolution, thread_count(threads), codec, progress)
@@ -97,13 +97,13 @@ class ResolutionPlan:
 
 def plan_resolution(state: State, file: DeltaFile) -> ResolutionPlan:
     structure = file.structure
-    for name in sorted({*file.payloads, *structure.removed, *structure.aliases} - structure.added.keys()):
+    for name in sorted({*file.payloads, *structure.removed, *structure.aliases, *(file.parts or ())} - structure.added.keys()):
         if name not in state:
             raise TensorMissing(f"the state has no tensor {name!r}.")
     for name in structure.added.keys() & state.keys():
         if name not in structure.removed:
             raise TensorUnexpected(f"the state already has a tensor {name!r}.")
-    plan = ResolutionPlan(file, [tensor_bits(name, state[name]) for name in sorted(map(check_name, state))])
+    plan = ResolutionPlan(file, _covered(state, file.parts))
     for tensor in plan.tensors:
         payload = None if tensor.name in structure.removed else file.payload(tensor.name)
         if payload is not None:
@@ -124,6 +124,17 @@ def plan_resolution(state: State, file: DeltaFile) -> ResolutionPlan:
     return plan
 
 
+def _covered(state: State, parts: Parts | None) -> list[TensorBits]:
+    """What a delta is about, in order of names: all of the state, or parts of some of its tensors."""
+    tensors = [tensor_bits(name, state[name]) for name in sorted(map(check_name, state if parts is None else parts))]
+    if parts is None:
+        return tensors
+    for tensor in tensors:
+        if parts[tensor.name][0] * tensor.dtype.itemsize % PART_ALIGNMENT:
+            raise CorruptDelta(f"the part of tensor {tensor.name!r} begins at element {parts[tensor.name][0]}, where none may.")
+    return [tensor.cut(*parts[tensor.name]) for tensor in tensors]
+
+
 def _check_type(tensor: TensorBits, payload: memoryview) -> None:
     if len(payload) and payload[0] != tensor.dtype.code:
         theirs = DTYPES[payload[0]].name if payload[0] < len(DTYPES) else f"unknown ({payload[0]})"
@@ -139,7 +150,7 @@ def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, cod
     order = sorted(range(held), key=lambda index: plan.names[index] not in plan.first)
     groups: list[Sequence[int]] = [order[: len(plan.first)], order[len(plan.first) :], range(held, len(plan.jobs))]
     try:
-        for batch in (batch for group in groups for batch in batches(group, lambda index: plan.jobs[index].nbytes)):
+        for batch in (batch for group in groups for batch in batches(group, lambda index: plan.jobs[index].nbytes, codec)):
             try:
                 outcomes = resolution.add([plan.jobs[index] for index in batch])
             except (DtypeMismatch, ShapeMismatch) as error:
@@ -209,6 +220,8 @@ def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits]) 
 
 
 def _share_memory(a: TensorBits, b: TensorBits) -> bool:
+    if not (a.on_host and b.on_host):
+        return True  # on a device, to reach into the same range is enough
     try:
         return np.shares_memory(a.bits, b.bits, max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
@@ -217,6 +230,6 @@ def _share_memory(a: TensorBits, b: TensorBits) -> bool:
 
 def _added(plan: ResolutionPlan, resolution: Resolution) -> dict[str, NDArray[Any]]:
     return {
-        name: resolution.dense(plan.place[index]).view(dtype.numpy).reshape(shape)
+        name: typed(resolution.dense(plan.place[index]), dtype, shape)
         for index, (name, (dtype, shape)) in enumerate(sorted(plan.file.structure.added.items()), len(plan.tensors))
     }

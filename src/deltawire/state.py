@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 from .codec import default_codec
 from .codec.base import Codec
@@ -23,7 +23,18 @@ def state_digest(state: State, *, threads: int | None = None) -> Digest:
 
     It is linear: `patch.after - patch.before` of a resolved patch, added to the digest of its base, gives that of its result.
     """
-    return digest_tensors([tensor_bits(name, tensor) for name, tensor in state.items()], thread_count(threads), default_codec())
+    tensors = [tensor_bits(name, tensor) for name, tensor in state.items()]
+    return digest_tensors(tensors, thread_count(threads), codec_for(tensors))
+
+
+def codec_for(tensors: Iterable[TensorBits]) -> Codec:
+    """The codec that can work on all of these: the GPU's where one of them is on a GPU, else that of the host."""
+    on_device = next((tensor for tensor in tensors if not tensor.on_host), None)
+    if on_device is None:
+        return default_codec()
+    from .codec.gpu.codec import GpuCodec
+
+    return GpuCodec(cast(Any, on_device.bits).tensor.device)
 
 
 def digest_tensors(tensors: Sequence[TensorBits], threads: int, codec: Codec) -> Digest:
@@ -38,14 +49,15 @@ def digest_tensors(tensors: Sequence[TensorBits], threads: int, codec: Codec) ->
 _Item = TypeVar("_Item")
 
 
-def batches(items: Sequence[_Item], size: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Cut a list into parts of about `_BATCH` bytes."""
+def batches(items: Sequence[_Item], size: Callable[[_Item], int], codec: Codec | None = None) -> Iterator[list[_Item]]:
+    """Cut a list into parts of about `_BATCH` bytes, or what the codec wants at a time."""
+    limit = getattr(codec, "batch", _BATCH)
     batch: list[_Item] = []
     total = 0
     for item in items:
         batch.append(item)
         total += size(item)
-        if total >= _BATCH:
+        if total >= limit:
             yield batch
             batch, total = [], 0
     if batch:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .codec.base import Bits
 from .dtypes import DType, dtype_named, dtype_of_numpy
-from .errors import BadTensorName, UnsupportedDtype, UnsupportedTensor
-from .format.digest import TensorKey
+from .errors import BadTensorName, ShapeMismatch, UnsupportedDtype, UnsupportedTensor
+from .format.digest import PART_ALIGNMENT, TensorKey
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +26,7 @@ else:
     Tensor: TypeAlias = Any
 
 State: TypeAlias = Mapping[str, Tensor]
+"""Where a process holds only parts of tensors, `TensorPart`s take their place."""
 
 _TORCH_NAMES = {
     "bool": "BOOL",
@@ -46,12 +49,41 @@ _TORCH_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
+class TensorPart:
+    """A run of a tensor's elements in row-major order, held without the rest of it (docs/format.md §6).
+
+    In the state of a process that has only its own shards it stands for the tensor: `elements`, of one dimension, are those from `start` on
+    of a tensor of `shape`. `start` must be a multiple of 512 bytes. States of parts are encoded, digested and changed like others.
+    """
+
+    elements: NDArray[Any]
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.elements.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements.nbytes
+
+    def copy(self) -> TensorPart:
+        return dataclasses.replace(self, elements=self.elements.copy())
+
+
+@dataclass(frozen=True, slots=True)
 class TensorBits:
-    """A named tensor, seen as unsigned integers. `bits` shares memory with the tensor."""
+    """A named tensor, seen as unsigned integers. `bits` shares memory with the tensor.
+
+    Of a part, `whole` is the shape of the tensor that it is a part of, and `start` its first element there.
+    """
 
     name: str
     dtype: DType
     bits: Bits
+    whole: tuple[int, ...] | None = None
+    start: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,17 +91,48 @@ class TensorBits:
 
     @property
     def key(self) -> TensorKey:
-        return TensorKey.of(self.name, self.dtype, self.shape)
+        if self.whole is None:
+            return TensorKey.of(self.name, self.dtype, self.shape)
+        return TensorKey.of(self.name, self.dtype, self.whole).part(self.start * self.dtype.itemsize)
+
+    @property
+    def identity(self) -> tuple[DType, tuple[int, ...], tuple[int, ...] | None, int]:
+        """What must be the same for one tensor to follow another by a delta."""
+        return self.dtype, self.shape, self.whole, self.start
+
+    def cut(self, start: int, stop: int) -> TensorBits:
+        """Its elements from `start` to `stop`, in row-major order. `ShapeMismatch` if it has not got them.
+
+        They are the same memory where the tensor is contiguous, or the part is one of whole rows; else a copy that cannot be written to.
+        """
+        if self.whole is not None:
+            if (start, stop) != (self.start, self.start + self.bits.size):
+                raise ShapeMismatch(f"of tensor {self.name!r} there are not exactly the elements from {start} to {stop}.")
+            return self
+        if not 0 <= start <= stop <= self.bits.size:
+            raise ShapeMismatch(f"tensor {self.name!r} has no elements from {start} to {stop}.")
+        return TensorBits(self.name, self.dtype, _run(self.bits, start, stop), self.shape, start)
 
     @property
     def memory(self) -> tuple[int, DType, tuple[int, ...], tuple[int, ...]] | None:
         """Equal for two tensors that are the same memory seen in the same way; None where there are no elements."""
-        return (self.bits.ctypes.data, self.dtype, self.shape, self.bits.strides) if self.bits.size else None
+        return (address(self.bits), self.dtype, self.shape, self.bits.strides) if self.bits.size else None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether `bits` are an array. Those of a CUDA tensor only have the attributes of one that whole states are handled with."""
+        return isinstance(self.bits, np.ndarray)
 
 
 def tensor_bits(name: object, tensor: object) -> TensorBits:
     """See a tensor as bits. Raises `BadTensorName`, `UnsupportedTensor` or `UnsupportedDtype`."""
     checked = check_name(name)
+    if isinstance(tensor, TensorPart):
+        part = tensor_bits(checked, tensor.elements)
+        room = math.prod(tensor.shape)
+        if part.bits.ndim != 1 or not 0 <= tensor.start <= tensor.stop <= room or tensor.start * part.dtype.itemsize % PART_ALIGNMENT:
+            raise UnsupportedTensor(f"tensor {checked!r} has a part that cannot be: elements {tensor.start} to {tensor.stop} of {room}.")
+        return dataclasses.replace(part, whole=tensor.shape, start=tensor.start)
     if isinstance(tensor, np.generic):
         tensor = np.asarray(tensor)
         tensor.flags.writeable = False  # a copy: writing to it would be lost
@@ -97,9 +160,30 @@ def check_name(name: object) -> str:
     return name
 
 
+def address(bits: Bits) -> int:
+    """Of the first element, on whatever device."""
+    return bits.ctypes.data if isinstance(bits, np.ndarray) else bits.address
+
+
+def _run(bits: Any, start: int, stop: int) -> Bits:
+    """Elements in row-major order: a view where they are one, else a read-only copy; on a device, which has no such thing, refused."""
+    row = math.prod(bits.shape[1:])
+    memory: Any = bits if isinstance(bits, np.ndarray) else bits.tensor
+    if memory.flags.c_contiguous if memory is bits else memory.is_contiguous():
+        run = memory.reshape(-1)[start:stop]
+    elif start % row == stop % row == 0:
+        run = memory[start // row : stop // row]
+    elif memory is bits:
+        run = memory.reshape(-1)[start:stop]
+        run.flags.writeable = False
+    else:
+        raise UnsupportedTensor("a part of a tensor that is not contiguous can be had on the CPU only.")
+    return cast("Bits", run if memory is bits else type(bits)(run))
+
+
 def byte_bounds(bits: Bits) -> tuple[int, int]:
     """The first address of an array's elements, and the first after them."""
-    low = high = bits.ctypes.data
+    low = high = address(bits)
     for size, stride in zip(bits.shape, bits.strides, strict=True):
         if stride < 0:
             low += (size - 1) * stride
@@ -127,16 +211,45 @@ def _torch_bits(name: str, tensor: torch.Tensor, torch: Any) -> TensorBits:
         raise UnsupportedTensor(f"tensor {name!r} is a {type(tensor).__name__}.")
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} is not dense.")
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda") or torch.version.hip:
         raise UnsupportedTensor(f"tensor {name!r} is on device {tensor.device}.")
     dtype = _torch_dtypes(torch).get(tensor.dtype)
     if dtype is None:
         raise UnsupportedDtype(str(tensor.dtype))
+    if tensor.device.type == "cuda":
+        return TensorBits(name, dtype, _cuda_bits(name, tensor.detach(), getattr(torch, f"int{dtype.width}")))
     try:
         signed = tensor.detach().view(getattr(torch, f"int{dtype.width}")).numpy()
     except RuntimeError:  # nested, or computed when it is read (lazily negated, all zeros): there is no memory that is these bits
         raise UnsupportedTensor(f"tensor {name!r} is not plain memory.") from None
     return TensorBits(name, dtype, signed.view(dtype.bits))
+
+
+def _cuda_bits(name: str, tensor: torch.Tensor, integer: torch.dtype) -> Bits:
+    from .codec.gpu.device_bits import DeviceBits
+
+    if tensor.is_neg() or tensor.is_conj():
+        raise UnsupportedTensor(f"tensor {name!r} is not plain memory.")
+    return cast("Bits", DeviceBits(tensor.view(integer)))
+
+
+def typed(flat: Any, dtype: DType, shape: tuple[int, ...] | None = None) -> Any:
+    """Elements given as integers, an array or a torch tensor, in their own type."""
+    own = flat.view(dtype.numpy) if isinstance(flat, np.ndarray) else flat.view(_torch_dtype(dtype))
+    return own if shape is None else own.reshape(shape)
+
+
+def dtype_of(values: Any) -> DType:
+    """The type of an array or of a torch tensor."""
+    if isinstance(values, np.ndarray):
+        return dtype_of_numpy(values.dtype)
+    return _torch_dtypes(sys.modules["torch"])[values.dtype]
+
+
+def _torch_dtype(dtype: DType) -> Any:
+    import torch
+
+    return next(ours for ours, known in _torch_dtypes(torch).items() if known == dtype)
 
 
 @functools.lru_cache(maxsize=1)

@@ -19,9 +19,13 @@ from .safetensors_header import LENGTH_BYTES, Header, MalformedHeader, header_le
 
 DeltaBytes: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 
-VERSION = "delta/1"
+VERSION, VERSION_OF_PARTS = "delta/1", "delta/2"
 _MAX_ELEMENTS = 2**62
 _PAYLOAD = dtype_named("U8")
+
+
+Parts: TypeAlias = Mapping[str, tuple[int, int]]
+"""By tensor, the elements that a delta covers: from the first number up to, and without, the second (docs/format.md §6)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +45,20 @@ class DeltaFile:
     after: Digest
     payloads: Mapping[str, memoryview]
     structure: Structure
+    parts: Parts | None = None
+    """All that the file is about, if these are not whole tensors."""
 
     def payload(self, name: str) -> memoryview | None:
         """The payload that changes this tensor, its own or that of the tensor it is tied to; None if it does not change."""
         return self.payloads.get(self.structure.aliases.get(name, name))
 
 
-def build_header(before: Digest, after: Digest, data_hash: str, sizes: Iterable[tuple[str, int]], structure: Structure) -> bytes:
+def build_header(
+    before: Digest, after: Digest, data_hash: str, sizes: Iterable[tuple[str, int]], structure: Structure, parts: Parts | None = None
+) -> bytes:
     """The bytes before the data section. `sizes` are names and payload sizes, ascending by name."""
-    metadata = {"deltawire": VERSION, "before": before.hex(), "after": after.hex(), "blake3": data_hash}
+    version = VERSION if parts is None else VERSION_OF_PARTS
+    metadata = {"deltawire": version, "before": before.hex(), "after": after.hex(), "blake3": data_hash}
     changes: dict[str, object] = {}
     if structure.added:
         changes["added"] = {name: [dtype.name, list(shape)] for name, (dtype, shape) in sorted(structure.added.items())}
@@ -59,6 +68,8 @@ def build_header(before: Digest, after: Digest, data_hash: str, sizes: Iterable[
         changes["aliases"] = dict(sorted(structure.aliases.items()))
     if changes:
         metadata["changes"] = _dump(changes)
+    if parts is not None:
+        metadata["parts"] = _dump(dict(sorted(parts.items())))
     return safetensors_header.build_header(place_in_order([(name, _PAYLOAD, (size,)) for name, size in sizes]), metadata)
 
 
@@ -74,9 +85,9 @@ def parse(delta: DeltaBytes) -> DeltaFile:
     if "deltawire" not in metadata:
         _refuse("it is a safetensors file, but not a delta.")
     version = metadata["deltawire"]
-    if version != VERSION:
-        raise UnsupportedVersion(f"the delta is of version {version!r}; this release reads {VERSION!r}.")
-    required = {"deltawire", "before", "after", "blake3"}
+    if version not in (VERSION, VERSION_OF_PARTS):
+        raise UnsupportedVersion(f"the delta is of version {version!r}; this release reads {VERSION!r} and {VERSION_OF_PARTS!r}.")
+    required = {"deltawire", "before", "after", "blake3"} | ({"parts"} if version == VERSION_OF_PARTS else set())
     if not required <= metadata.keys() <= required | {"changes"}:
         _refuse("its metadata has missing or unknown keys.")
     try:
@@ -96,9 +107,12 @@ def parse(delta: DeltaBytes) -> DeltaFile:
         lives_on = name not in structure.added and name not in structure.removed
         if name in payloads or target not in payloads or target in structure.aliases or not lives_on:
             _refuse(f"it ties {name!r} to {target!r}, which cannot be.")
+    parts = _parts(metadata["parts"]) if version == VERSION_OF_PARTS else None
+    if parts is not None and (structure.added or structure.removed or not {*payloads, *structure.aliases} <= parts.keys()):
+        _refuse("it covers parts of tensors, and more than these.")
     if blake3(data).hexdigest() != metadata["blake3"]:
         _refuse("its data does not match its BLAKE3.")
-    return DeltaFile(before, after, payloads, structure)
+    return DeltaFile(before, after, payloads, structure, parts)
 
 
 def _payloads(header: Header, data: memoryview) -> dict[str, memoryview]:
@@ -125,6 +139,17 @@ def _structure(text: str | None) -> Structure:
     if not all(isinstance(name, str) for name in [*removed, *aliases.values()]) or removed != sorted(set(removed)):
         _refuse("its list of changes is malformed.")
     return Structure({name: _added(name, facts) for name, facts in added.items()}, tuple(removed), aliases)
+
+
+def _parts(text: str) -> Parts:
+    try:
+        parts = parse_json_object(text.encode())
+    except MalformedHeader:
+        _refuse("its list of parts is malformed.")
+    for bounds in parts.values():
+        if not (_is_sizes(bounds) and len(bounds) == 2 and bounds[0] < bounds[1]):
+            _refuse("its list of parts is malformed.")
+    return {name: (bounds[0], bounds[1]) for name, bounds in parts.items()}
 
 
 def _added(name: str, facts: object) -> tuple[DType, tuple[int, ...]]:

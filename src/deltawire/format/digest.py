@@ -11,6 +11,10 @@ from ..codec.base import Lanes
 from ..dtypes import DType
 
 _CONTEXT = "deltawire 2026 tensor digest v1"
+_GOLDEN = 0x9E3779B97F4A7C15
+
+PART_ALIGNMENT = 512
+"""Parts of tensors begin at multiples of so many bytes: 256 words, which share one M of docs/format.md §2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,13 @@ class TensorKey:
         identity = f"{dtype.name}\0{','.join(map(str, shape))}\0{name}".encode()
         raw = blake3(identity, derive_key_context=_CONTEXT).digest(24)
         return cls(Digest(_lanes(raw[:16])), int.from_bytes(raw[16:], "little"))
+
+    def part(self, start: int) -> TensorKey:
+        """The key of a part that begins `start` bytes into the tensor, a multiple of `PART_ALIGNMENT`.
+
+        It has no tag, and the coefficients that the same words have in the whole: the digests of all parts add up to it, but for its tag.
+        """
+        return TensorKey(Digest(), (self.seed + 2 * _GOLDEN * (start // PART_ALIGNMENT)) % 2**64)
 
     def digest(self, word_sums: Lanes) -> Digest:
         """The digest of the tensor whose words sum up to `word_sums` under this seed."""

@@ -154,11 +154,12 @@ def read_digest(fields: Fields) -> Digest | None:
     return None if text is None else Digest.from_hex(text)
 
 
-def read_epoch(fields: Fields) -> int:
-    epoch = fields.integer("epoch")
-    if epoch >= 10**10:  # it has ten digits in keys
-        fields.refuse(f"epoch {epoch} is out of range")
-    return epoch
+def read_short(fields: Fields, name: str) -> int:
+    """A number that has ten digits in keys. The next one must have a key, too, for that is what others ask for."""
+    number = fields.integer(name)
+    if number >= 10**10 - 1:
+        fields.refuse(f"{name} {number} is out of range")
+    return number
 
 
 def read_signature(fields: Fields) -> Signature | None:

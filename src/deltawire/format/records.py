@@ -26,8 +26,8 @@ from .record_parts import (
     is_reader_name,
     link_targets,
     read_digest,
-    read_epoch,
     read_links,
+    read_short,
     read_signature,
     record_hash,
 )
@@ -124,7 +124,7 @@ class Epoch(_Canonical):
         fields = Fields.parse(data, "epoch")
         epoch = cls(
             id=fields.matching("id", NONCE),
-            epoch=read_epoch(fields),
+            epoch=read_short(fields, "epoch"),
             nonce=fields.matching("nonce", NONCE),
             time=fields.integer("time"),
             resumed_from=fields.nullable("resumed_from", fields.integer),
@@ -201,7 +201,7 @@ class Commit(_Canonical):
         commit = cls(
             id=fields.matching("id", NONCE),
             seq=fields.integer("seq"),
-            epoch=read_epoch(fields),
+            epoch=read_short(fields, "epoch"),
             nonce=fields.matching("nonce", NONCE),
             kind=fields.text("kind"),
             parent=fields.nullable("parent", lambda name: fields.matching(name, HASH)),
@@ -269,7 +269,7 @@ class Shortcut(_Canonical):
         fields = Fields.parse(data, "anchor", "skip")
         shortcut = cls(
             id=fields.matching("id", NONCE),
-            epoch=read_epoch(fields),
+            epoch=read_short(fields, "epoch"),
             nonce=fields.matching("nonce", NONCE),
             time=fields.integer("time"),
             target=CommitRef.of(fields.object("target")),
@@ -304,8 +304,8 @@ class Mark(_Canonical):
         fields = Fields.parse(data, "gc")
         mark = cls(
             id=fields.matching("id", NONCE),
-            mark=fields.integer("mark"),
-            epoch=read_epoch(fields),
+            mark=read_short(fields, "mark"),
+            epoch=read_short(fields, "epoch"),
             floor=fields.integer("floor"),
             nonce=fields.matching("nonce", NONCE),
             time=fields.integer("time"),
