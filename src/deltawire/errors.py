@@ -45,9 +45,15 @@
     │   ├── CommitOutcomeUnknown    the commit may or may not have landed; the next call finds out
     │   └── PublisherClosed         it was closed
     ├── MirrorError                 a mirror directory cannot be used
+    ├── EngineError                 an engine did not do what was asked
+    │   ├── EngineUnavailable       it does not answer, pause or resume
+    │   ├── EngineRefused           it cannot take these weights: names, types or shapes differ
+    │   ├── SwapFailed              a swap failed and was taken back; the old version serves on
+    │   └── EngineFenced            it is paused, since nobody knows what its weights are
     └── CodecUnavailable            the codec that was asked for cannot run here
 
-All errors leave the state as it was. `retryable` says whether the same call may succeed later without anything else being changed.
+All errors but `EngineFenced` leave the state as it was. `retryable` says whether the same call may succeed later without anything else
+being changed.
 """
 
 from __future__ import annotations
@@ -168,7 +174,9 @@ class StoreError(DeltawireError):
 class BadUrl(StoreError):
     """The URL names no store."""
 
-    hint = "Use a directory, file://, memory://NAME, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or hf://buckets/OWNER/NAME."
+    hint = (
+        "Use a directory, file://, memory://NAME, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or hf://buckets/OWNER/NAME."
+    )
 
 
 class ObjectMissing(StoreError):
@@ -322,6 +330,37 @@ class PublisherClosed(PublishError):
 
 class MirrorError(DeltawireError):
     """A mirror directory cannot be used."""
+
+
+class EngineError(DeltawireError):
+    """An engine did not do what was asked."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine does not answer, or does not pause or resume. Its weights are whole, of the old version or the new one."""
+
+    hint = "Is it running? The next sync tries again."
+    retryable = True
+
+
+class EngineRefused(EngineError):
+    """The engine cannot take the weights of this chain. Its own go on being served."""
+
+    hint = "Is it the model that is published there? Names are mapped by the engine's `names`."
+
+
+class SwapFailed(EngineError):
+    """A swap failed and was taken back: the old version serves on."""
+
+    hint = "The next sync tries again."
+    retryable = True
+
+
+class EngineFenced(EngineError):
+    """The engine is paused for nobody knows what its weights are: a swap failed, and so did taking it back."""
+
+    hint = "The next sync loads a whole checkpoint and resumes; until then nothing is generated."
+    retryable = True
 
 
 class CodecUnavailable(DeltawireError):

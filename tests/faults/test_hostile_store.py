@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from publications import Ledger, assert_one_history, bits_at, open_publisher, open_subscriber, published, visible_step
+from publications import At, Ledger, assert_one_history, bits_at, open_publisher, open_subscriber, published, visible_step
 from support import bits_of
 from toy_chain import ToyChain, first_state
 
@@ -18,15 +19,17 @@ from deltawire.errors import (
     ChainError,
     CorruptRecord,
     LimitExceeded,
+    ObjectExists,
     RollbackDetected,
     RunMismatch,
     SignatureInvalid,
     UnsupportedVersion,
 )
-from deltawire.format.records import Commit, Head, Limits
+from deltawire.format.records import Commit, Head, Limits, record_hash
 from deltawire.format.signing import SigningKey
 from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore
+from deltawire.testing import Before, FaultyStore
 
 HEADS = {
     "missing": None,
@@ -180,6 +183,59 @@ def test_any_bit_that_flips_in_a_signed_commit_is_noticed() -> None:
         assert bits_of(reader.state) == before
         store.put(keys.commit_key(2), good)
         assert reader.sync().seq == 2
+
+
+def test_a_publisher_builds_on_no_chain_that_is_signed_otherwise_than_its_own_commits() -> None:
+    old, new = SigningKey.generate(), SigningKey.generate()
+    unsigned, _ = published(2)
+    signed, ledger = published(6, signing_key=old)
+    for store, options in ((unsigned, {"signing_key": new}), (signed, {"signing_key": new}), (signed, {})):
+        before = [info.key for info in store.list("")]
+        for resume_from in (None, 1):
+            with pytest.raises(SignatureInvalid):
+                open_publisher(store, resume_from=resume_from, **options)
+        assert [info.key for info in store.list("")] == before  # no epoch was claimed
+    with pytest.raises(ValueError, match="signing_key"):
+        open_publisher(unsigned, trusted_keys=[old.public])
+    with open_publisher(signed, signing_key=new, trusted_keys=[old.public]) as publisher:
+        ledger.publish(publisher, 6)
+    with open_subscriber(signed, trusted_keys=[old.public, new.public]) as reader:
+        assert reader.sync().step == ledger.newest
+        assert bits_of(reader.state) == bits_at(11)
+    with pytest.raises(SignatureInvalid):  # for it would have to link to what the old key has signed
+        open_publisher(signed, signing_key=new)
+
+
+def test_a_signing_publisher_takes_no_unsigned_commit_for_its_base() -> None:
+    """It comes in at every call of the publisher's opening: before that has looked, or in the slot of its fence."""
+    key = SigningKey.generate()
+    refused = index = 0
+    while True:
+        inner, ledger = published(2, signing_key=key)
+
+        last = inner.get(keys.commit_key(2), limit=65536)
+        forged = dataclasses.replace(
+            Commit.parse(last), seq=3, parent=record_hash(last), links=(), signature=None, state_seq=3, nonce="0" * 32
+        ).to_bytes()
+
+        def intrude(inner: MemoryStore = inner, forged: bytes = forged) -> None:
+            with contextlib.suppress(ObjectExists):
+                inner.put_if_absent(keys.commit_key(3), forged)
+
+        store = FaultyStore(inner, [Before(At(index, intrude), "crash", times=None)])
+        try:
+            with open_publisher(store, signing_key=key) as publisher:
+                if index >= len(store.calls):
+                    break
+                ledger.publish(publisher)
+        except SignatureInvalid:
+            refused += 1
+        else:
+            with open_subscriber(inner, trusted_keys=[key.public]) as reader:
+                assert reader.sync().step == ledger.newest
+        index += 1
+    assert refused > 3
+    assert index > refused
 
 
 def test_a_shortcut_that_is_not_rightly_signed_is_passed_over() -> None:

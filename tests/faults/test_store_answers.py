@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +27,11 @@ from publications import (
 from support import bits_of
 
 from deltawire.errors import CommitOutcomeUnknown, MirrorError, ObjectExists, OutcomeUnknown, StoreFull, StoreUnavailable
+from deltawire.format.canonical import dump
+from deltawire.store import local
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
-from deltawire.testing import Before, Call, FaultyStore, call
+from deltawire.testing import After, Before, Call, FaultyStore, call
 
 
 class AnsweredTwice(FaultyStore):
@@ -78,6 +81,32 @@ def test_a_412_for_ones_own_object_is_a_success() -> None:
     run_session(AnsweredTwice(inner), ledger)
     assert len(ledger.acknowledged) == SESSION
     assert_goes_on(inner, ledger)
+
+
+class Misread(FaultyStore):
+    """Every commit is created, but not answered; and as it is read back for the first time, a digit of its nonce or epoch is another."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(MemoryStore(), [After(call("put_if_absent", "commit/"), "unknown", times=None)])
+        self._field = field
+        self._read: set[str] = set()
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        data = super().get(key, limit=limit)
+        if not key.startswith("commit/") or key in self._read:
+            return data
+        self._read.add(key)
+        record = json.loads(data)
+        record[self._field] = {"nonce": "0" * 32, "epoch": 17}[self._field]
+        return dump(record)
+
+
+@pytest.mark.parametrize("field", ["nonce", "epoch"])
+def test_a_publisher_looks_twice_before_it_halts_for_good(field: str) -> None:
+    store, ledger = Misread(field), Ledger()
+    with open_publisher(store) as publisher:
+        ledger.publish(publisher, 3)
+    assert_one_history(store.inner, ledger)
 
 
 def test_a_409_is_looked_into() -> None:
@@ -178,6 +207,29 @@ def test_a_disk_that_stays_full_is_an_error_that_says_so(tmp_path: Path, disk: F
         ledger.publish(publisher)
     assert visible_step(store) == ledger.newest
     assert not any((tmp_path / "store" / ".deltawire-tmp").iterdir())
+
+
+def test_a_commit_whose_name_could_not_be_flushed_is_not_acknowledged_before_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be read back, and by the same process too; but it might not survive a power failure."""
+    store, ledger = LocalStore(tmp_path / "store"), Ledger()
+    with open_publisher(store) as publisher:
+        ledger.publish(publisher, 2)
+        with monkeypatch.context() as patched:
+            flush = local.sync_folder
+
+            def fail(folder: Path) -> None:
+                if folder.name == "commit":
+                    raise OSError(errno.EIO, "the disk does not answer")
+                flush(folder)
+
+            patched.setattr(local, "sync_folder", fail)
+            for _ in range(2):
+                with pytest.raises(CommitOutcomeUnknown):
+                    publisher.publish(state_at(2), step=2)
+        ledger.tried.append(2)
+        ledger.publish(publisher)
+    assert visible_step(store) == 3
+    assert_one_history(store, ledger)
 
 
 def test_a_store_that_is_full_takes_no_commit_and_readers_keep_their_version() -> None:

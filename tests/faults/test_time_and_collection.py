@@ -18,7 +18,7 @@ from deltawire.publish.commits import ChainWriter
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe.chain_view import ChainView
-from deltawire.testing import Before, FaultyStore, ProcessDied
+from deltawire.testing import Before, Call, FaultyStore, ProcessDied
 
 DAYS = 86400.0 * 10
 
@@ -94,6 +94,44 @@ def test_a_pin_keeps_what_a_slow_reader_needs() -> None:
         assert reader.sync(3).step == 2
         assert bits_of(reader.state) == bits_at(2)
         assert reader.sync().step == ledger.newest
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_pin_keeps_what_a_reader_from_nothing_reads_though_it_is_abandoned(mirrored: bool, tmp_path: Path) -> None:
+    """The reader stands still before it reads the anchor of version 5; meanwhile the run is taken up from version 3, and goes on."""
+    inner, ledger = published(5)
+    anchor = ChainLog(inner).shortcut(5)
+    assert anchor is not None
+
+    def go_on_elsewhere(call: Call) -> bool:
+        if call.op == "read_into" and not list(inner.list(keys.MARKS)):
+            with open_publisher(inner, resume_from=3) as publisher:
+                ledger.publish(publisher, 13)
+            assert collect(inner, grace=0).floor == 4
+            assert collect(inner, grace=0).outcome == "nothing"
+        return False
+
+    store = FaultyStore(inner, [Before(go_on_elsewhere, "crash", times=None)])
+    events = Listener()
+    with open_subscriber(store, tmp_path / "mirror" if mirrored else None, pin=True, on_event=events) as reader:
+        assert reader.sync().seq == 5
+        assert bits_of(reader.state) == bits_at(4)
+        assert "avoiding" not in events.names()
+        assert reader.sync().step == ledger.newest
+
+
+def test_the_pin_of_a_reader_that_died_expires_and_is_deleted() -> None:
+    inner, ledger = long_chain()
+    now = [datetime.now(timezone.utc)]
+    store = FaultyStore(inner, clock=lambda: now[0])
+    open_subscriber(store, pin=True).sync(2)
+    pins = []
+    for hours in (0.5, 1.0, 1.6):  # expired after one, of no use to anybody after three
+        now[0] += timedelta(hours=hours)
+        floor = collect(store, grace=0).floor
+        pins.append((floor, len(list(inner.list(keys.PINS)))))
+    assert pins == [(None, 1), (9, 1), (9, 0)]
+    assert visible_step(inner) == ledger.newest
 
 
 def test_a_collector_killed_at_any_call_leaves_a_chain_that_can_be_read_and_collected() -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import Waiting
 from publications import (
     SESSION,
     At,
     Ledger,
+    Listener,
     assert_one_history,
     bits_at,
     calls_of_a_session,
@@ -27,6 +29,7 @@ from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
 from deltawire.chain.verify import verify
 from deltawire.errors import Fenced, ObjectExists
+from deltawire.publish.cadence import AnchorPolicy
 from deltawire.publish.publisher import Publisher
 from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore
@@ -111,6 +114,75 @@ def test_a_publisher_that_wakes_up_after_another_took_over_halts_and_its_late_da
         assert collect(inner, grace=0).outcome == "collected"
         assert not late & set(objects(inner))
         assert visible_step(inner) == theirs.newest
+
+
+def asleep(store: Store, prefix: str, meanwhile: Action, op: str = "put_if_absent") -> FaultyStore:
+    """A store whose user falls asleep once, before the first call that creates such an object."""
+    sleeping = iter([meanwhile])
+
+    def sleeps(this: Call) -> bool:
+        if call(op, prefix)(this):
+            next(sleeping, lambda: None)()
+        return False
+
+    return FaultyStore(store, [Before(sleeps, "crash", times=None)])
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_shortcut_made_after_its_data_were_collected_is_got_round_and_removed(mirrored: bool, tmp_path: Path, waiting: Waiting) -> None:
+    """The zombie has uploaded an anchor of version 9, and is about to create its record."""
+    inner, ours, theirs = MemoryStore(), Ledger(), Ledger(OTHERS)
+
+    def take_over_and_collect() -> None:
+        with open_publisher(inner, anchor_policy=AnchorPolicy(10**6, None)) as other:
+            theirs.publish(other, 2)
+        assert collect(inner, grace=0).outcome == "collected"
+
+    zombie = open_publisher(asleep(inner, keys.anchor_key(9), take_over_and_collect))
+    ours.publish(zombie, 9)
+    with pytest.raises(Fenced):
+        ours.publish(zombie)
+    dangling = ChainLog(inner).shortcut(9)
+    assert dangling is not None
+    assert not {entry.key for entry in dangling.files} & set(objects(inner))
+
+    report = verify(inner, deep=True)
+    assert report.ok
+    assert [note.where for note in report.notes] == [keys.anchor_key(9)]
+    events = Listener()
+    with open_subscriber(inner, tmp_path / "mirror" if mirrored else None, patience=30.0, on_event=events) as reader:
+        assert reader.sync(9).step == 8
+        assert bits_of(reader.state) == bits_at(8)
+        assert "avoiding" in events.names()
+        assert waiting.now == 0
+        assert reader.sync().step == theirs.newest
+    with open_publisher(inner) as publisher:
+        theirs.publish(publisher)
+    assert waiting.now == 0
+
+    collect(inner, grace=0)
+    assert keys.anchor_key(9) not in set(objects(inner))
+    assert not verify(inner, deep=True).notes
+    assert visible_step(inner) == theirs.newest
+    assert_one_history(inner, ours, theirs)
+
+
+def test_a_publisher_makes_no_shortcut_once_another_took_over() -> None:
+    inner, ours, theirs = MemoryStore(), Ledger(), Ledger(OTHERS)
+    events = Listener()
+
+    def take_over() -> None:
+        with open_publisher(inner, skips=False, anchor_policy=AnchorPolicy(10**6, None)) as other:
+            theirs.publish(other)
+
+    zombie = open_publisher(asleep(inner, keys.epoch_key(2), take_over, "head"), on_event=events)
+    ours.publish(zombie, 5)
+    assert {event.fields["kind"] for event in events.events if event.name == "shortcut-failed"} == {"skip", "anchor"}
+    assert not list(objects(inner, keys.ANCHORS))
+    assert not list(objects(inner, keys.SKIPS))
+    with pytest.raises(Fenced):
+        ours.publish(zombie)
+    assert_one_history(inner, ours, theirs)
 
 
 def test_a_commit_that_lands_after_a_higher_epoch_is_void() -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,6 +19,39 @@ def test_the_demo_ends_with_follower_and_trainer_equal(tmp_path: Path) -> None:
     assert "(equal)" in done.stdout
     assert "BaseMismatch" in done.stdout
     assert "CorruptDelta" in done.stdout
+
+
+def run_example(name: str, *arguments: str, cwd: Path) -> str:
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_training_loop_publishes_and_a_transformers_model_follows(tmp_path: Path) -> None:
+    """Two processes that share nothing but a directory."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    published = run_example("publish_from_training.py", "chain", cwd=tmp_path)
+    digest = published.split("digest ")[1].split()[0]
+    followed = run_example("follow_with_transformers.py", "chain", cwd=tmp_path)
+    assert "by the weights of step 7" in followed
+    assert f"digest {digest} (published: {digest})" in followed
+
+
+def test_the_overhead_of_publishing_can_be_measured(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import publish_overhead
+print(publish_overhead.measure(width=64, layers=1, tokens=128, steps=1, turns=2).markdown())
+"""
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "in the background" in done.stdout
 
 
 def test_the_benchmarks_run(tmp_path: Path) -> None:

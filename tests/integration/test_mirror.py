@@ -33,7 +33,6 @@ from deltawire.format.signing import SigningKey
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber, mirror_replica, pull, reading_mirror
-from deltawire.subscribe.boot import boot_id
 
 
 @pytest.fixture

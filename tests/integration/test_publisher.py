@@ -822,3 +822,23 @@ def test_a_listener_that_fails_breaks_nothing():
 
     store = MemoryStore()
     assert_chain_holds(store, published(store, 3, on_event=listen))
+
+
+def test_a_signal_handler_may_close_in_the_middle_of_a_publication():
+    """It runs on the thread that publishes, as listeners do."""
+    store = MemoryStore()
+    states, training = {}, Training()
+
+    def handle(event):
+        if event.name == "published" and event.fields["seq"] == 2:
+            chain.close()
+            with pytest.raises(PublishError):
+                chain.publish(training.state)
+
+    chain = publisher(store, on_event=handle)
+    take_step(chain, training, states)
+    take_step(chain, training, states)
+    with pytest.raises(PublisherClosed):
+        take_step(chain, training, {})
+    chain.close()
+    assert_chain_holds(store, states)

@@ -163,7 +163,7 @@ def test_other_metadata_is_refused():
     refused(join_delta(*parts, lambda header: header.pop("__metadata__") and None), CorruptDelta)
 
 
-@pytest.mark.parametrize("version", ["delta/2", "delta/0", "delta/10", "delta/1 ", "Delta/1", "delta/1.0"])
+@pytest.mark.parametrize("version", ["delta/3", "delta/0", "delta/10", "delta/1 ", "Delta/1", "delta/1.0"])
 def test_other_versions_are_named(version):
     for extra in ({}, {"new key": "x"}):
         parts = split_delta(DELTA)

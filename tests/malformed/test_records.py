@@ -268,10 +268,19 @@ def test_hostile_reader_names_are_refused(reader):
 
 @pytest.mark.parametrize("files", [(segment(0, 0),), (segment(0, 5),), (segment(2, 1), segment(0, 1)), (segment(0, 2), segment(1, 1)),
                                    (segment(0, 1, 60), segment(1, 1, 60)), (data_file("model.safetensors"),), (data_file(),),
-                                   (segment(2**63 - 1, 2**63 - 1),)])  # fmt: skip
+                                   (segment(2**63 - 1, 2**63 - 1),), (segment(0, 2, 10), segment(0, 1, 10)),
+                                   (segment(0, 2, 10), segment(0, 3, 10)),
+                                   (segment(0, 2, 10), segment(2, 1, 10), segment(0, 2, 10))])  # fmt: skip
 def test_delta_files_must_cover_tensors_in_order(files):
     refused(DELTA, dataclasses.replace(DELTA, files=files).plain())
     refused(SKIP, dataclasses.replace(SKIP, files=files).plain())
+
+
+def test_delta_files_may_cover_parts_of_the_same_tensors():
+    files = (segment(0, 2, 20), segment(0, 2, 20), segment(2, 1, 20), segment(2, 1, 20))
+    for record in (DELTA, SKIP):
+        parted = dataclasses.replace(record, files=files)
+        assert type(record).parse(parted.to_bytes()) == parted
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from ..format.records import MAX_RECORD_BYTES, Mark, check_same_run
 from ..store import keys
 from ..store.base import Store
 from .log import ChainLog
+from .pins import remove_dead_pins
 from .survey import Survey, find_garbage, survey
 
 _MARKS_LOOKED_AT = 16
@@ -76,6 +77,7 @@ def collect(
             marks.insert(0, created)
             now = max(now, created.modified)
     result = _carry_out(log, found, marks, now, grace, keep_anchors)
+    remove_dead_pins(store, log.run, now)
     emit(on_event, "collected", outcome=result.outcome, floor=result.floor, deleted=result.deleted, bytes=result.bytes)
     return result
 
@@ -123,9 +125,9 @@ def _create_mark(log: ChainLog, found: Survey, floor: int, marks: list[_PlacedMa
     """The next mark; None if another collector made one first, which the next call will find."""
     number = marks[0].mark.mark + 1 if marks else 0
     mark = Mark(log.run.id, number, found.epoch, floor, secrets.token_hex(16), time.time_ns() // 1_000_000)
-    key = keys.mark_key(number)
+    data, key = mark.to_bytes(), keys.mark_key(number)
     try:
-        log.store.put_if_absent(key, mark.to_bytes())
+        log.store.put_if_absent(key, data)
     except (ObjectExists, OutcomeUnknown):
         return None
     return _PlacedMark(mark, log.store.head(key).modified)
@@ -143,7 +145,7 @@ def _marks(log: ChainLog) -> Iterator[_PlacedMark]:
 def _store_time(store: Store) -> datetime:
     """The time by the store's own clock: that of an object written now."""
     key = keys.probe_key(secrets.token_hex(16))
-    store.put(key, b"now")
+    store.put(key, b"now", durable=False)
     try:
         return store.head(key).modified
     finally:

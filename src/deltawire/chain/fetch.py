@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,13 +20,14 @@ from ..format.records import FileEntry, Limits
 from ..store.base import Progress, Store
 from ..store.keys import check_data_key
 
-Collected = Callable[[], bool]
+WasCollected = Callable[[], bool]
 """Asked when an object is missing: whether that is because it was collected as garbage."""
 
 _THREADED_HASH = 1 << 20
 """From this size on BLAKE3 is worth several threads."""
 
 _WINDOW = 64 << 20
+_SLICE = 0.1
 _Result = TypeVar("_Result")
 
 
@@ -33,7 +35,8 @@ class Fetcher:
     """Reads data objects from a store. May be used from several threads.
 
     An object that is damaged is read once more. One that is missing is waited for, up to `patience` seconds: replication may deliver a
-    commit before its data. At most `streams` objects are in flight in `prefetch`, and about `budget` bytes of them in memory.
+    commit before its data; but no longer once `is_stopped` says that nobody wants it any more. At most `streams` objects are in flight in
+    `prefetch`, and about `budget` bytes of them in memory.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Fetcher:
         patience: float = 30.0,
         watch: Stopwatch | None = None,
         on_event: OnEvent | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,10 +60,12 @@ class Fetcher:
         self._budget = budget
         self._patience = patience
         self._on_event = on_event
+        self._is_stopped = is_stopped
+        self._is_abandoned = False
         self._sleep = sleep
         self._clock = clock
 
-    def fetch(self, entry: FileEntry, *, collected: Collected | None = None, progress: Progress | None = None) -> memoryview:
+    def fetch(self, entry: FileEntry, *, collected: WasCollected | None = None, progress: Progress | None = None) -> memoryview:
         """The bytes of an object, in memory of their own.
 
         `DataDamaged` if they are not what the record says, `DataMissing` if there is none in time, `VersionGone` if it was collected.
@@ -68,19 +74,21 @@ class Fetcher:
         return self._twice(entry, collected, lambda: self._read(entry, progress))
 
     def prefetch(
-        self, entries: Sequence[FileEntry], *, collected: Collected | None = None, progress: Progress | None = None
+        self, entries: Sequence[FileEntry], *, collected: WasCollected | None = None, progress: Progress | None = None
     ) -> Iterator[tuple[FileEntry, memoryview]]:
         """Each object as `fetch` gives it, in order, with the next ones on their way while the caller works on this one."""
         for entry in entries:
             self._check(entry)
         if len(entries) < 2:
             for entry in entries:
-                yield entry, self.fetch(entry, collected=collected, progress=progress)
+                with self.watch.phase("wait"):
+                    data = self.fetch(entry, collected=collected, progress=progress)
+                yield entry, data
             return
         waiting = deque(entries)
         flying: deque[tuple[FileEntry, Future[memoryview]]] = deque()
         in_memory = 0
-        with ThreadPoolExecutor(min(self._streams, len(entries)), thread_name_prefix="deltawire-fetch") as pool:
+        with self._pool(len(entries)) as pool:
             try:
                 while waiting or flying:
                     while waiting and (not flying or (in_memory + waiting[0].size <= self._budget and len(flying) < 2 * self._streams)):
@@ -88,7 +96,8 @@ class Fetcher:
                         in_memory += entry.size
                         flying.append((entry, pool.submit(self.fetch, entry, collected=collected, progress=progress)))
                     entry, future = flying.popleft()
-                    data = future.result()
+                    with self.watch.phase("wait"):  # what is not hidden behind the caller's work
+                        data = future.result()
                     del future
                     yield entry, data
                     del data
@@ -97,7 +106,7 @@ class Fetcher:
                 for _, future in flying:
                     future.cancel()
 
-    def fetch_to_file(self, entry: FileEntry, path: Path, *, collected: Collected | None = None, progress: Progress | None = None) -> None:
+    def fetch_to_file(self, entry: FileEntry, path: Path, *, collected: WasCollected | None = None, progress: Progress | None = None) -> None:
         """Write an object to a new file, through a window of bounded size; when this returns the file is whole and on disk.
 
         Raises as `fetch` does, `FileExistsError`, or `OSError` where it cannot be written. On any error there is no file.
@@ -113,13 +122,29 @@ class Fetcher:
             path.unlink(missing_ok=True)
             raise
 
+    @contextmanager
+    def _pool(self, objects: int) -> Iterator[ThreadPoolExecutor]:
+        """Threads that are waited for in the end; so if the end is Ctrl-C, or the caller going away, none of them may sleep on."""
+        try:
+            with ThreadPoolExecutor(min(self._streams, objects), thread_name_prefix="deltawire-fetch") as pool:
+                try:
+                    yield pool
+                except BaseException:
+                    self._is_abandoned = True
+                    raise
+        finally:
+            self._is_abandoned = False
+
     def _check(self, entry: FileEntry) -> None:
         check_data_key(entry.key)
         if entry.size > self._limits.file_bytes:
             raise LimitExceeded(f"{entry.key} claims {entry.size:,} bytes; {self._limits.file_bytes:,} are allowed.")
 
     def _read(self, entry: FileEntry, progress: Progress | None) -> memoryview:
-        buffer = np.empty(entry.size, np.uint8).data
+        try:
+            buffer = np.empty(entry.size, np.uint8).data
+        except (MemoryError, ValueError):  # the latter for sizes that no machine has
+            raise LimitExceeded(f"{entry.key} claims {entry.size:,} bytes, for which there is no memory.") from None
         with self.watch.phase("fetch"):
             self._fill(entry, buffer, 0, progress)
         with self.watch.phase("verify"):
@@ -162,14 +187,14 @@ class Fetcher:
         if found != entry.blake3:
             raise DataDamaged(f"{entry.key} in {self.store.url} has the BLAKE3 {found}.")
 
-    def _twice(self, entry: FileEntry, collected: Collected | None, read: Callable[[], _Result]) -> _Result:
+    def _twice(self, entry: FileEntry, collected: WasCollected | None, read: Callable[[], _Result]) -> _Result:
         try:
             return self._patiently(entry, collected, read)
         except DataDamaged as error:
             emit(self._on_event, "retrying", key=entry.key, reason=str(error))
             return self._patiently(entry, collected, read)
 
-    def _patiently(self, entry: FileEntry, collected: Collected | None, read: Callable[[], _Result]) -> _Result:
+    def _patiently(self, entry: FileEntry, collected: WasCollected | None, read: Callable[[], _Result]) -> _Result:
         deadline = self._clock() + self._patience
         pause = 0.1
         while True:
@@ -178,11 +203,20 @@ class Fetcher:
             except ObjectMissing:
                 if collected is not None and collected():
                     raise VersionGone(f"{entry.key} was collected from {self.store.url}.") from None
-                if self._clock() + pause > deadline:
+                if self._clock() + pause > deadline or self._is_over():
                     raise DataMissing(f"{entry.key} is not in {self.store.url}.") from None
             emit(self._on_event, "retrying", key=entry.key, reason="missing")
-            self._sleep(pause)
+            self._wait(pause)
             pause = min(2 * pause, 5.0)
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep, but wake up now and then to see whether anybody still waits."""
+        until = self._clock() + seconds
+        while (left := until - self._clock()) > 0 and not self._is_over():
+            self._sleep(min(left, _SLICE))
+
+    def _is_over(self) -> bool:
+        return self._is_abandoned or self._is_stopped()
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

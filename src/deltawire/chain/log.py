@@ -52,7 +52,7 @@ class ChainLog:
         self.store = store
         self.known = known
         self._run_name = run
-        self._trusted = frozenset(trusted_keys)
+        self.trusted_keys = frozenset(trusted_keys)
         self._own_limits = limits or Limits()
         self._run: Run | None = None
         self._kept: OrderedDict[int, tuple[bytes, str, Commit]] = OrderedDict()
@@ -265,23 +265,36 @@ class ChainLog:
         if (shortcut.target.seq, shortcut.base and shortcut.base.seq) != (seq, base):
             raise CorruptRecord(f"{key} holds {shortcut.describe()}.")
         self.limits.check(shortcut)
-        check_signature(shortcut, self._trusted)
+        check_signature(shortcut, self.trusted_keys)
         return shortcut
+
+    def highest_epoch(self) -> int:
+        """The highest epoch that is listed as claimed; 0 if none is. A listing may be old."""
+        numbers = [number for info in self.store.list(keys.EPOCHS) if (number := keys.parse_epoch_key(info.key)) is not None]
+        return max(numbers, default=0)
 
     def mark(self) -> Mark | None:
         """The newest announcement of what will be deleted; None before the first."""
-        numbers = [number for info in self.store.list(keys.MARKS) if (number := keys.parse_mark_key(info.key)) is not None]
-        if not numbers:
-            return None
-        data = self.store.get(keys.mark_key(numbers[-1]), limit=MAX_RECORD_BYTES)
-        mark = Mark.parse(data)
-        check_same_run(mark.id, self.run, keys.mark_key(numbers[-1]))
-        return mark
+        found = [info.key for info in self.store.list(keys.MARKS) if keys.parse_mark_key(info.key) is not None]
+        return self._mark(found[-1]) if found else None
 
     def floor(self) -> int:
-        """Data that only versions up to this one need may be gone; −1 while nothing was ever collected."""
-        mark = self.mark()
-        return -1 if mark is None else mark.floor
+        """Data that only versions up to this one need may be gone; −1 while nothing was ever collected.
+
+        A mark that cannot be read is passed over: it says what not to wait for, and nobody should be kept out by a broken one.
+        """
+        found = [info.key for info in self.store.list(keys.MARKS) if keys.parse_mark_key(info.key) is not None]
+        for key in reversed(found):
+            try:
+                return self._mark(key).floor
+            except (ObjectMissing, CorruptRecord, UnsupportedVersion, LimitExceeded):
+                continue
+        return -1
+
+    def _mark(self, key: str) -> Mark:
+        mark = Mark.parse(self.store.get(key, limit=MAX_RECORD_BYTES))
+        check_same_run(mark.id, self.run, key)
+        return mark
 
     def _require_known(self, known: CommitRef) -> None:
         if self.read(known.seq) is None:
@@ -330,7 +343,7 @@ class ChainLog:
             raise CorruptRecord(f"slot {seq} in {self.store.url} holds commit {commit.seq}.")
         check_same_run(commit.id, self.run, f"commit {seq} in {self.store.url}")
         self.limits.check(commit)
-        check_signature(commit, self._trusted)
+        check_signature(commit, self.trusted_keys)
         found = data, record_hash(data), commit
         with self._lock:
             if seq not in self._kept:

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BaseMismatch, ChainBroken, DataDamaged, LimitExceeded, ResultMismatch
+from ..format.delta_file import DeltaBytes
 from ..format.digest import Digest
 from ..format.records import Commit, FileEntry
 from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
 from ..prepared import PreparedUpdate
 from ..state import state_digest
 from ..store.base import Progress
-from .fetch import Collected, Fetcher
+from .fetch import WasCollected, Fetcher
 from .restore import Hop
 
 Arrays = dict[str, NDArray[Any]]
+
+
+class Update(Protocol):
+    """A change that is decoded and checked part by part, then made and taken back at will: a `PreparedUpdate`, or what an engine has."""
+
+    nbytes: int
+    is_applied: bool
+    """True from the moment that the new values are written until the old ones are back: what tells after Ctrl-C which are there."""
+
+    def add(self, state: Any, delta: DeltaBytes) -> tuple[Digest, Digest]: ...
+
+    def apply(self) -> None: ...
+
+    def revert(self) -> None: ...
+
+
+NewUpdate = Callable[[], Update]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +47,7 @@ class Undo:
 
     before: Commit
     after: Commit
-    update: PreparedUpdate
+    update: Update
 
     @property
     def nbytes(self) -> int:
@@ -40,15 +58,16 @@ class MemoryState(Mapping[str, NDArray[Any]]):
     """Arrays by name (bf16 and fp8 as `ml_dtypes`) at a version of the chain; empty at first. As a mapping it is read-only.
 
     Its methods are for one thread at a time. While `apply` or `undo` runs, other threads that read arrays may see a mix of two versions;
-    after it, whether it succeeded or not, they see one.
+    after it, whether it succeeded or not, they see one. `new_update` makes the updates that `resolve` fills.
     """
 
-    def __init__(self, *, threads: int | None = None) -> None:
+    def __init__(self, *, threads: int | None = None, new_update: NewUpdate | None = None) -> None:
         self.commit: Commit | None = None
         """The commit whose state this is."""
         self._arrays: Arrays = {}
         self._names: list[str] = []
         self._threads = threads
+        self._new_update: NewUpdate = new_update or (lambda: PreparedUpdate(threads=threads))
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         array = self._arrays[name].view()
@@ -90,7 +109,11 @@ class MemoryState(Mapping[str, NDArray[Any]]):
         """Forget everything."""
         self.commit, self._arrays, self._names = None, {}, []
 
-    def load_anchor(self, hop: Hop, fetcher: Fetcher, *, collected: Collected | None = None, progress: Progress | None = None) -> None:
+    def adopt(self, arrays: Arrays, commit: Commit) -> None:
+        """Take over memory that holds the state of `commit`. The caller has checked that it does."""
+        self.commit, self._arrays, self._names = commit, arrays, sorted(arrays)
+
+    def load_anchor(self, hop: Hop, fetcher: Fetcher, *, collected: WasCollected | None = None, progress: Progress | None = None) -> None:
         """Take on the state of a checkpoint in the store. Files are read straight into the memory that arrays are views of.
 
         Checked are every file's BLAKE3, then the digest. Until all is well the old state stays.
@@ -109,11 +132,9 @@ class MemoryState(Mapping[str, NDArray[Any]]):
             digest = state_digest(arrays, threads=self._threads)
         if digest != hop.target.digest or len(arrays) != hop.target.tensors:
             raise ResultMismatch(f"the checkpoint of version {hop.target.seq} has digest {digest}, not {hop.target.digest}.")
-        self.commit, self._arrays, self._names = hop.target, arrays, sorted(arrays)
+        self.adopt(arrays, hop.target)
 
-    def resolve(
-        self, hop: Hop, fetcher: Fetcher, *, collected: Collected | None = None, progress: Progress | None = None
-    ) -> PreparedUpdate:
+    def resolve(self, hop: Hop, fetcher: Fetcher, *, collected: WasCollected | None = None, progress: Progress | None = None) -> Update:
         """Fetch the files of a delta and decode them against this state, the next on its way while one is decoded. Changes nothing.
 
         Each part is compared with the digests in its file, and their sum with the commits'. Raises as `PreparedUpdate.add` and `fetch` do.
@@ -121,7 +142,7 @@ class MemoryState(Mapping[str, NDArray[Any]]):
         base = self.digest
         if base is None or base != hop.base_digest:
             raise BaseMismatch(f"version {hop.target.seq} is to be made from {hop.base}, which is not the state at hand.")
-        update = PreparedUpdate(threads=self._threads)
+        update = self._new_update()
         difference = Digest()
         for entry, data in fetcher.prefetch(hop.files, collected=collected, progress=progress):
             with fetcher.watch.phase("resolve"):
@@ -131,21 +152,27 @@ class MemoryState(Mapping[str, NDArray[Any]]):
             raise ResultMismatch(f"the files of version {hop.target.seq} do not lead to its digest {hop.target.digest}.")
         return update
 
-    def apply(self, update: PreparedUpdate, target: Commit) -> Undo:
+    def apply(self, update: Update, target: Commit) -> Undo:
         """Write what was resolved, and be at `target`. Returns what leads back. It cannot fail half-way."""
         if self.commit is None:
             raise BaseMismatch("there is no state that an update could change.")
         undo = Undo(self.commit, target, update)
-        update.apply()
-        self.commit = target
+        try:
+            update.apply()
+        finally:  # Ctrl-C that came while values were written is raised when they are
+            if update.is_applied:
+                self.commit = target
         return undo
 
     def undo(self, undo: Undo) -> None:
         """Go back by what `apply` returned; only from where it led to (`BaseMismatch`)."""
         if self.commit is None or self.commit.seq != undo.after.seq:
             raise BaseMismatch(f"this leads back from version {undo.after.seq}, which is not the state at hand.")
-        undo.update.revert()
-        self.commit = undo.before
+        try:
+            undo.update.revert()
+        finally:
+            if not undo.update.is_applied:
+                self.commit = undo.before
 
     def relabel(self, target: Commit) -> None:
         """Be at another commit that has the same state: a fence or a rewind, or back from one."""

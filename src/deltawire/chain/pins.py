@@ -25,10 +25,14 @@ class PlacedPin:
         """Whether it is in force at this time of the store's."""
         return now < self.modified + timedelta(seconds=min(self.pin.ttl, 10**9))
 
+    def is_dead(self, now: datetime) -> bool:
+        """Whether it expired more than twice its life ago, so that nobody will renew it."""
+        return now > self.modified + 3 * timedelta(seconds=min(self.pin.ttl, 10**9))
+
 
 def put_pin(store: Store, run: Run, reader: str, seq: int, ttl: int = DEFAULT_TTL) -> None:
     """Ask that what leads from version `seq` on be kept, for `ttl` seconds from now. Replaces the reader's pin before."""
-    store.put(keys.pin_key(reader), Pin(run.id, reader, seq, ttl).to_bytes())
+    store.put(keys.pin_key(reader), Pin(run.id, reader, seq, ttl).to_bytes(), durable=False)
 
 
 def remove_pin(store: Store, reader: str) -> None:
@@ -50,6 +54,11 @@ def read_pins(store: Store, run: Run) -> list[PlacedPin]:
         if pin.id == run.id and pin.reader == reader:
             found.append(PlacedPin(pin, info.modified))
     return found
+
+
+def remove_dead_pins(store: Store, run: Run, now: datetime) -> None:
+    """Delete the pins of readers that are gone."""
+    store.delete([keys.pin_key(placed.pin.reader) for placed in read_pins(store, run) if placed.is_dead(now)])
 
 
 def lowest_pin(store: Store, run: Run, now: datetime) -> int | None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from ..errors import ChainError, DataDamaged, DataMissing, DeltaError, StateError, VersionGone
-from ..events import OnEvent, emit
+from ..errors import DataDamaged, DataMissing, DeltaError, StateError, VersionGone
 from ..format.records import Commit, CommitRef
 from ..store.base import Progress
 from .fetch import Fetcher
 from .log import ChainLog
 from .memory_state import MemoryState
-from .restore import Hop, Way, find_route
-
-_ATTEMPTS = 6
+from .restore import Hop
+from .routes import HopFailed, Routes, was_collected
 
 
 def rebuild(
@@ -21,44 +19,34 @@ def rebuild(
     target: Commit,
     *,
     progress: Progress | None = None,
-    on_event: OnEvent | None = None,
+    routes: Routes | None = None,
 ) -> None:
     """Bring `state`, empty or at some version, to `target`, which must not be void.
 
     A hop whose data are gone or damaged is left out and another way is looked for; a state that proves not to be what it should be is
-    dropped. If no way is left, the error of the last one that was tried. Each hop is taken whole: on failure the state is at some version.
+    dropped. `routes` knows then which hops are of no use. If no way is left, the error of one that was tried. Each hop is taken whole: on
+    failure the state is at some version.
     """
-    without: set[Way] = set()
-    failure: ChainError | DeltaError | StateError | None = None
-    for _ in range(_ATTEMPTS):
+    routes = routes or Routes(log)
+    while True:
         have: CommitRef | None = None if state.commit is None else log.ref(state.commit)
-        try:
-            route = find_route(log, have, target, without=without)
-        except VersionGone as gone:
-            raise failure or gone from None
+        hops = routes.find(have, target)
         hop: Hop | None = None
         try:
-            for hop in route:
+            for hop in hops:
                 take_hop(state, hop, log, fetcher, progress=progress)
             return
-        except StateError as error:
-            failure = error
-            state.clear()
-        except (VersionGone, DataDamaged, DataMissing, DeltaError) as error:
+        except (VersionGone, DataDamaged, DataMissing, DeltaError, StateError) as error:
             assert hop is not None
-            failure = error
-            without.add(hop.way)
-        emit(on_event, "rerouting", target=target.seq, reason=str(failure))
-    assert failure is not None
-    raise failure
+            if isinstance(error, StateError) and hop.source != "skip" and hops[0].base is not None:
+                state.clear()
+            else:
+                routes.avoid(HopFailed(hop, error))
 
 
 def take_hop(state: MemoryState, hop: Hop, log: ChainLog, fetcher: Fetcher, *, progress: Progress | None = None) -> None:
     """Take one hop, whole or not at all."""
-
-    def collected() -> bool:
-        return hop.target.seq <= log.floor()
-
+    collected = was_collected(log, hop)
     if hop.source in ("fence", "rewind"):
         state.relabel(hop.target)
     elif hop.base is None:

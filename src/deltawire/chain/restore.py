@@ -40,6 +40,11 @@ class Hop:
     base_digest: Digest | None = None
 
     @property
+    def is_shortcut(self) -> bool:
+        """Whether its files are not those of the commit that made its target."""
+        return bool(self.files) and self.files != self.target.files
+
+    @property
     def way(self) -> Way:
         """Its name, to plan without it."""
         return self.base, self.target.seq, self.source
@@ -116,8 +121,22 @@ class _Ways:
         have = None if self._have is None else self._have.seq
         while True:
             hops = plan(have, self._target.seq, self._edges()).hops
-            if all(self._confirm(edge) for edge in reversed(hops)):
+            if self._confirm_all(hops):
                 return [self._hop(edge) for edge in hops]
+
+    def _confirm_all(self, hops: Sequence[Edge]) -> bool:
+        """Read what the hops rest on, from the target down. False if one of them is not what it was taken for.
+
+        That ends it only when twice as much is known as before: planning anew after each surprise would take time that grows with the
+        square of the way, and only after the last may mean to have read many records in vain.
+        """
+        enough = 2 * len(self._read)
+        sound = True
+        for edge in reversed(hops):
+            sound = self._confirm(edge) and sound
+            if not sound and len(self._read) >= enough:
+                break
+        return sound
 
     def _edges(self) -> Iterator[Edge]:
         yield from self._extra
@@ -204,7 +223,7 @@ class _Ways:
 
     def _commit(self, seq: int) -> Commit:
         if seq not in self._commits:
-            nearest = min(known for known in self._commits if known > seq)
+            nearest = seq + 1 if seq + 1 in self._commits else min(known for known in self._commits if known > seq)
             self._commits[seq] = self._log.ancestor(self._commits[nearest], seq)
         return self._commits[seq]
 

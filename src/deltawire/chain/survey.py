@@ -69,13 +69,7 @@ def survey(log: ChainLog, keep_anchors: int, now: datetime) -> Survey:
             anchors.append(anchor)
         if len(anchors) == keep_anchors:
             break
-    return Survey(head, highest_epoch(log), tuple(anchors), lowest_pin(log.store, log.run, now))
-
-
-def highest_epoch(log: ChainLog) -> int:
-    """The highest epoch that a writer has claimed."""
-    numbers = [number for info in log.store.list(keys.EPOCHS) if (number := keys.parse_epoch_key(info.key)) is not None]
-    return max(numbers, default=0)
+    return Survey(head, log.highest_epoch(), tuple(anchors), lowest_pin(log.store, log.run, now))
 
 
 def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
@@ -84,18 +78,25 @@ def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
     kept = {entry.key for entry in kept_anchor.files} if kept_anchor else set()
     for seq in range(found.head.seq, floor, -1):
         kept |= {entry.key for entry in log.ancestor(found.head, seq).files}
-    shortcuts, collected = [], set()
+    data = list(log.store.list(keys.DATA))
+    there = {info.key for info in data}
+    shortcuts, collected, unread = [], set(), []
     for info, shortcut in _shortcut_records(log):
         seq = _target_seq(info.key)
-        if seq > floor or (kept_anchor and kept_anchor.is_shortcut and info.key == keys.anchor_key(kept_anchor.seq)):
-            kept |= {entry.key for entry in shortcut.files} if shortcut else set()
+        files = {entry.key for entry in shortcut.files} if shortcut else set()
+        if shortcut is not None and shortcut.epoch < found.head.epoch and not files <= there and _is_dangling(log, shortcut):
+            shortcuts.append(info)
+        elif seq > floor or (kept_anchor and kept_anchor.is_shortcut and info.key == keys.anchor_key(kept_anchor.seq)):
+            kept |= files
+            if shortcut is None:  # a cache may hide it now, or a later release have written it: its data lie under no lower number
+                unread.append(seq)
         else:
             shortcuts.append(info)
-            collected |= {entry.key for entry in shortcut.files} if shortcut else set()
+            collected |= files
     garbage, staying = [], 0
-    for info in log.store.list(keys.DATA):
+    for info in data:
         place = keys.parse_data_key(info.key)
-        if place is None or info.key in kept:
+        if place is None or info.key in kept or (unread and place.seq >= min(unread)):
             staying += 1
         elif place.epoch < found.head.epoch or info.key in collected or _was_committed(log, place.seq, floor, info.key):
             garbage.append(info)
@@ -151,6 +152,11 @@ def _shortcut(log: ChainLog, seq: int, base: int | None) -> Shortcut | None:
         return log.shortcut(seq, base)
     except (CorruptRecord, SignatureInvalid, LimitExceeded, UnsupportedVersion):
         return None
+
+
+def _is_dangling(log: ChainLog, shortcut: Shortcut) -> bool:
+    """Whether files of a shortcut do not exist, as when its writer slept between their upload and its record, and they were collected."""
+    return not all(_exists(log, entry) for entry in shortcut.files)
 
 
 def _was_committed(log: ChainLog, seq: int, floor: int, key: str) -> bool:

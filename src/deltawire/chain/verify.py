@@ -42,6 +42,8 @@ class Report:
     rebuilt: int = 0
     floor: int = -1
     problems: list[Problem] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)
+    """What is no damage: it is in nobody's way, and collection removes it."""
 
     @property
     def ok(self) -> bool:
@@ -170,10 +172,17 @@ class _Check:
             if any(end.seq not in by_seq or self._log.ref(by_seq[end.seq]) != end for end in ends):
                 self._problem(key, "it does not fit the commits of the chain")
                 continue
+            if self._is_dangling(shortcut):
+                self._report.notes.append(Problem(key, "its files are missing: its writer made it after another took over"))
+                continue
             if seq > self._report.floor:
                 self._check_files(key, shortcut.files)
             found.append(shortcut)
         return found
+
+    def _is_dangling(self, shortcut: Shortcut) -> bool:
+        """Of an earlier writer, who may have slept while what he had uploaded was collected."""
+        return shortcut.epoch < self._sound[-1].epoch and any(entry.key not in self._sizes for entry in shortcut.files)
 
     def _check_files(self, where: str, files: tuple[FileEntry, ...]) -> None:
         for entry in files:

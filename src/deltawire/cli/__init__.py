@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from .. import __version__
-from . import apply, diff, follow, gc, inspect, keygen, log, publish, pull, show, verify
+from . import apply, diff, follow, gc, inspect, keygen, log, publish, pull, show, sidecar, verify
 from .terminal import interrupt_on_termination
 
 _CHAINS, _FILES = "Versions in an object store", "Delta files"
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command("publish", rich_help_panel=_CHAINS)(publish.publish)
 app.command("pull", rich_help_panel=_CHAINS)(pull.pull)
 app.command("follow", rich_help_panel=_CHAINS)(follow.follow)
+app.command("sidecar", rich_help_panel=_CHAINS)(sidecar.sidecar)
 app.command("log", rich_help_panel=_CHAINS)(log.log)
 app.command("show", rich_help_panel=_CHAINS)(show.show)
 app.command("verify", rich_help_panel=_CHAINS)(verify.verify)

@@ -31,7 +31,8 @@ def _check_url(url: str) -> str:
     return url
 
 
-def _check_keys(keys: list[str] | None) -> list[str]:
+def check_keys(keys: list[str] | None) -> list[str]:
+    """The keys themselves; what is none is wrong usage."""
     for key in keys or []:
         if not _PUBLIC_KEY.fullmatch(key):
             raise typer.BadParameter(f"{key!r} is no public key: those have 64 hexadecimal digits, as `deltawire keygen` prints them.")
@@ -54,7 +55,7 @@ TrustOption: TypeAlias = Annotated[
         metavar="PUBKEY",
         help="Accept only what this key has signed; may be given several times.",
         show_default=False,
-        callback=_check_keys,
+        callback=check_keys,
     ),
 ]
 PinOption: TypeAlias = Annotated[

@@ -27,8 +27,16 @@ class MeteredStore(Store):
     def put_if_absent(self, key: str, data: bytes) -> None:
         self._inner.put_if_absent(key, data)
 
-    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, progress: Progress | None = None) -> None:
-        self._inner.put(key, data, size=size, progress=self._both(progress))
+    def put(
+        self,
+        key: str,
+        data: Buffer | Iterable[Buffer],
+        *,
+        size: int | None = None,
+        progress: Progress | None = None,
+        durable: bool = True,
+    ) -> None:
+        self._inner.put(key, data, size=size, progress=self._both(progress), durable=durable)
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         return self._inner.list(prefix, after=after)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import UrlArgument, load_signing_key, opened_with_bar
+from .chain_options import UrlArgument, check_keys, load_signing_key, opened_with_bar
 from .terminal import JsonOption, ThreadsOption, exit_codes, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -37,6 +37,16 @@ def publish(
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEYFILE", help="Sign with a key that `keygen` made.", show_default=False)
     ] = None,
+    trust: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trust",
+            metavar="PUBKEY",
+            help="With --sign: go on with a chain that this key has signed, too; for a change of keys. May be repeated.",
+            show_default=False,
+            callback=check_keys,
+        ),
+    ] = None,
     resume_from: Annotated[
         int | None,
         typer.Option(
@@ -52,6 +62,8 @@ def publish(
     files of a directory (config.json, tokenizer …) go into every full checkpoint, except other weights, hidden files and subdirectories.
     """
     strings = parse_meta(meta or [])
+    if trust and sign is None:
+        raise typer.BadParameter("it says whose versions may be gone on from when signing: give --sign, too.", param_hint="--trust")
     with exit_codes(json):
         from ..chain.version import Version
         from ..format.checkpoint import Checkpoint
@@ -65,7 +77,14 @@ def publish(
         with (
             opened_with_bar(url, f"publish {checkpoint.name}", quiet=json) as store,
             Publisher(
-                store, run, threads=threads, signing_key=key, attachments=attached, resume_from=resume_from, on_event=events.append
+                store,
+                run,
+                threads=threads,
+                signing_key=key,
+                trusted_keys=trust or (),
+                attachments=attached,
+                resume_from=resume_from,
+                on_event=events.append,
             ) as publisher,
         ):
             version = publisher.publish(state, step=step, meta=strings)

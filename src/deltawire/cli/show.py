@@ -123,13 +123,13 @@ def _as_json(shown: Shown) -> dict[str, Any]:
         "bytes": commit.stored_bytes,
         "meta": dict(commit.meta),
         "signature": {"is": shown.signature, "key": commit.signature and commit.signature.key},
-        "files": [_file_as_json(entry) for entry in commit.files],
+        "files": [entry.plain() for entry in commit.files],
         "shortcuts": [
             {
                 "kind": "anchor" if shortcut.base is None else "skip",
                 "base": shortcut.base and shortcut.base.seq,
                 "bytes": shortcut.stored_bytes,
-                "files": [_file_as_json(entry) for entry in shortcut.files],
+                "files": [entry.plain() for entry in shortcut.files],
             }
             for shortcut in shown.shortcuts
         ],
@@ -141,14 +141,16 @@ def _as_json(shown: Shown) -> dict[str, Any]:
     }
 
 
-def _file_as_json(entry: FileEntry) -> dict[str, Any]:
-    names = ("key", "size", "raw", "blake3", "name", "first", "count")
-    return {name: getattr(entry, name) for name in names}
+def _moment(milliseconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # a clock can say anything
+        return f"{milliseconds:,} ms after 1970"
 
 
 def _print(shown: Shown) -> None:
     commit = shown.commit
-    moment = datetime.fromtimestamp(commit.time / 1000, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC, by the publisher's clock")
+    moment = f"{_moment(commit.time)}, by the publisher's clock"
     base = f"version {commit.base.seq}" if commit.base else ""
     print_rows(
         f"commit {commit.seq}, {commit.kind}{' (void: it does not count)' if shown.void else ''}",

@@ -57,6 +57,7 @@ def _as_json(url: str, deep: bool, report: Report) -> dict[str, Any]:
         "rebuilt": report.rebuilt if deep else None,
         "floor": report.floor if report.floor >= 0 else None,
         "problems": [{"where": problem.where, "what": _finding(problem)} for problem in report.problems],
+        "notes": [{"where": note.where, "what": note.what} for note in report.notes],
     }
 
 
@@ -83,10 +84,12 @@ def _print(url: str, deep: bool, report: Report) -> None:
             ("data", f"{report.files:,} files, {figures.size(report.bytes)}: {'all were read' if deep else 'their sizes were compared'}"),
             ("rebuilt", f"{report.rebuilt:,} versions, each with the digest of its commit" if deep else ""),
             ("floor", f"version {report.floor}: what lies below may be collected" if report.floor >= 0 else ""),
+            ("to be collected", f"{len(report.notes):,} shortcuts that lead nowhere; `deltawire gc` removes them" if report.notes else ""),
             ("result", "no damage found" if report.ok else f"{found} {'thing is' if found == 1 else 'things are'} wrong"),
         ],
     )
     console = result_console()
-    for problem in report.problems:
-        text = Text.assemble("  ", (figures.printable(problem.where), "red"), f": {figures.printable(_finding(problem))}")
-        console.print(text, soft_wrap=True)
+    for colour, findings in (("red", report.problems), ("yellow", report.notes)):
+        for problem in findings:
+            text = Text.assemble("  ", (figures.printable(problem.where), colour), f": {figures.printable(_finding(problem))}")
+            console.print(text, soft_wrap=True)

@@ -98,12 +98,21 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, progress: Progress | None = None) -> None:
+    def put(
+        self,
+        key: str,
+        data: Buffer | Iterable[Buffer],
+        *,
+        size: int | None = None,
+        progress: Progress | None = None,
+        durable: bool = True,
+    ) -> None:
         """Write an object of any size, replacing one that is there. Repeats what fails; large data go in parallel parts.
 
         An iterable is read once, from another thread perhaps, and only a few parts ahead; its pieces must not change after they were
         given. If `size` is given and the data are of another, `StoreError`, and no object appears. After an error the object is the old
-        one, or the new one, whole.
+        one, or the new one, whole. Without `durable` a power failure soon after may lose the object or leave any bytes in its place: for
+        hints, where a store that would have to wait for a disk need not.
         """
 
     @abstractmethod

@@ -11,6 +11,7 @@ from ..format.records import is_data_key, is_reader_name
 RUN = "run.json"
 HEAD = "HEAD"
 EPOCHS, COMMITS, ANCHORS, SKIPS, DATA, MARKS, PINS, PROBES = "epoch/", "commit/", "anchor/", "skip/", "data/", "gc/", "pin/", "probe/"
+REPORTS = "report/"
 """Prefixes to list by."""
 
 _SHORT, _LONG = r"([0-9]{10})", r"([0-9]{20})"
@@ -21,6 +22,7 @@ _SKIP = re.compile(rf"skip/{_LONG}-{_LONG}\.json")
 _MARK = re.compile(rf"gc/{_SHORT}\.json")
 _DATA = re.compile(rf"data/{_SHORT}/{_LONG}/([0-9a-f]{{64}})\.(safetensors|file)")
 _PIN = re.compile(r"pin/(.+)\.json")
+_REPORT = re.compile(r"report/(.+)\.json")
 
 
 class DataKey(NamedTuple):
@@ -54,9 +56,12 @@ def mark_key(mark: int) -> str:
 
 def pin_key(reader: str) -> str:
     """Raises ValueError for a name that is not of the form that pins have."""
-    if not is_reader_name(reader):
-        raise ValueError(f"{reader!r} cannot name a reader: letters, digits, '.', '_', '-', at most 64, no leading dot")
-    return f"{PINS}{reader}.json"
+    return f"{PINS}{_reader(reader)}.json"
+
+
+def report_key(reader: str) -> str:
+    """Raises ValueError as `pin_key` does."""
+    return f"{REPORTS}{_reader(reader)}.json"
 
 
 def probe_key(nonce: str) -> str:
@@ -96,6 +101,11 @@ def parse_pin_key(key: str) -> str | None:
     return found[1] if found and is_reader_name(found[1]) else None
 
 
+def parse_report_key(key: str) -> str | None:
+    found = _REPORT.fullmatch(key)
+    return found[1] if found and is_reader_name(found[1]) else None
+
+
 def parse_data_key(key: str) -> DataKey | None:
     found = _DATA.fullmatch(key)
     return DataKey(int(found[1]), int(found[2]), found[3], found[4]) if found else None
@@ -106,6 +116,12 @@ def check_data_key(key: str) -> str:
     if not is_data_key(key):
         raise CorruptRecord(f"{key!r} is not the key of a data object.")
     return key
+
+
+def _reader(name: str) -> str:
+    if not is_reader_name(name):
+        raise ValueError(f"{name!r} cannot name a reader: letters, digits, '.', '_', '-', at most 64, no leading dot")
+    return name
 
 
 def _number(pattern: re.Pattern[str], key: str) -> int | None:

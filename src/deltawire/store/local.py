@@ -1,10 +1,10 @@
 """A directory as a store, safe against crashes of the writer and of the machine.
 
 An object is written to a temporary file under a hidden folder, flushed to disk, then linked to its name (create if absent: linking fails
-if the name exists) or renamed over it, and every directory from the object up to the root is flushed. So a name appears with all its
-bytes or not at all, and what was acknowledged survives a power failure. A writer that dies leaves at most an
-empty folder, which harms nobody, and a temporary file, which the next writer removes: whoever writes one holds a lock on it, and the lock
-dies with the process.
+if the name exists) or renamed over it, and its directory is flushed, and those above it that this process has not flushed since they were
+made. So a name appears with all its bytes or not at all, and what was acknowledged survives a power failure. A writer that dies leaves at
+most an empty folder, which harms nobody, and a temporary file, which the next writer removes: whoever writes one holds a lock on it, and
+the lock dies with the process.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from .staging import Staging, sync_file, sync_folder
 _CHUNK = 32 * 1024 * 1024  # bytes per system call: large enough for full speed, small enough for `progress` to mean something
 _ATTEMPTS = 16  # to find the folder there still when the object is placed; each failure is a lost race against a deleter
 
+_REMEMBERED = 4096  # folders that need not be flushed again; each version has one of its own
+
 _KINDS: dict[type[StoreError], set[int]] = {
     StoreFull: {errno.ENOSPC, errno.EDQUOT},
     StoreDenied: {errno.EACCES, errno.EPERM, errno.EROFS},
@@ -55,8 +57,16 @@ class LocalStore(Store):
         self.root = Path(os.path.abspath(root))
         self.url = self.root.as_uri()
         self._staging = Staging(self.root / ".deltawire-tmp")
+        self._durable: dict[Path, int] = {}
+        """Folders, by inode, whose own names were flushed from here."""
+        self._unflushed: set[str] = set()
+        """Keys that were created, or found to exist, but could not be flushed."""
 
     def get(self, key: str, *, limit: int) -> bytes:
+        if key in self._unflushed:  # whoever reads back what a creation came to takes what is read for durable
+            with self._reporting("get", key):
+                self._sync_upwards(self._path(key).parent)
+            self._unflushed.discard(key)
         with self._reading("get", key) as (file, size):
             if size > limit:
                 raise LimitExceeded(failure("get", key, self.url, f"it has {size} bytes, more than the {limit} allowed."))
@@ -80,18 +90,34 @@ class LocalStore(Store):
     def put_if_absent(self, key: str, data: bytes) -> None:
         check_create(key, data)
         path = self._path(key)
+        exists: ObjectExists | None = None
         with self._staged("create", key, [memoryview(data)], None, None) as temporary, self._reporting("create", key):
-            self._place("create", key, path, lambda: os.link(temporary, path))
+            try:
+                self._place("create", key, path, lambda: os.link(temporary, path))
+            except ObjectExists as error:  # flushed all the same: it may be our own, or that of a writer who died before he could
+                exists = error
         try:
             self._sync_upwards(path.parent)
         except OSError as error:
+            self._unflushed.add(key)
             raise OutcomeUnknown(failure("create", key, self.url, f"it is there, but may not survive a crash: {error}.")) from error
+        if exists is not None:
+            raise exists
 
-    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, progress: Progress | None = None) -> None:
+    def put(
+        self,
+        key: str,
+        data: Buffer | Iterable[Buffer],
+        *,
+        size: int | None = None,
+        progress: Progress | None = None,
+        durable: bool = True,
+    ) -> None:
         path = self._path(key)
-        with self._staged("put", key, as_pieces(data)[1], size, progress) as temporary, self._reporting("put", key):
+        with self._staged("put", key, as_pieces(data)[1], size, progress, durable) as temporary, self._reporting("put", key):
             self._place("put", key, path, lambda: os.replace(temporary, path))
-            self._sync_upwards(path.parent)
+            if durable:
+                self._sync_upwards(path.parent)
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
@@ -123,9 +149,9 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def _staged(
-        self, operation: str, key: str, pieces: Iterable[memoryview], size: int | None, progress: Progress | None
+        self, operation: str, key: str, pieces: Iterable[memoryview], size: int | None, progress: Progress | None, durable: bool = True
     ) -> Iterator[Path]:
-        """A temporary file with the data, on disk. An error of the data's own iterator passes through, and nothing is left."""
+        """A temporary file with the data, on disk if `durable`. An error of the data's own iterator passes through, and nothing is left."""
         with contextlib.ExitStack() as stack:
             with self._reporting(operation, key):
                 file, path = stack.enter_context(self._staging.file())
@@ -140,8 +166,9 @@ class LocalStore(Store):
                         progress(len(chunk))
             if size is not None and written != size:
                 raise StoreError(failure(operation, key, self.url, f"{size} bytes were announced, {written} came."))
-            with self._reporting(operation, key):
-                sync_file(file)
+            if durable:
+                with self._reporting(operation, key):
+                    sync_file(file)
             yield path
 
     def _place(self, operation: str, key: str, path: Path, place: Callable[[], None]) -> None:
@@ -157,24 +184,36 @@ class LocalStore(Store):
                     if operation == "create" and error.errno in _NO_LINKS:
                         raise StoreUnsuitable(failure(operation, key, self.url, f"no hard links there ({error.strerror}).")) from error
                     raise
+            for folder in path.parents:
+                if folder == self.root or folder.exists():
+                    break
+                self._durable.pop(folder, None)
             path.parent.mkdir(parents=True, exist_ok=True)
         raise OSError(errno.ESTALE, "its folder, or the temporary file, keeps vanishing")
 
     def _sync_upwards(self, folder: Path) -> None:
-        """Flush the folder and all above it up to the root. Always all of them: that another process made one of them does not mean that it
-        has flushed it yet."""
+        """Flush the folder, and those above it up to the first whose own name was flushed from here: that another process made one does not
+        mean that it has flushed it yet, and one that was deleted and made anew is another."""
+        made: list[tuple[Path, int | None]] = []
         while True:
+            inode: int | None = None
             with contextlib.suppress(FileNotFoundError):  # deleted again already, and its folder with it
                 sync_folder(folder)
-            if folder == self.root:
-                return
+                inode = os.stat(folder).st_ino
+            if folder == self.root or (inode is not None and self._durable.get(folder) == inode):
+                break
+            made.append((folder, inode))
             folder = folder.parent
+        if len(self._durable) > _REMEMBERED:
+            self._durable.clear()
+        self._durable.update((path, inode) for path, inode in made if inode is not None)
 
     def _prune(self, folder: Path) -> None:
         """Remove folders that a deletion left empty."""
         with contextlib.suppress(OSError):
             while folder != self.root:
                 folder.rmdir()
+                self._durable.pop(folder, None)
                 folder = folder.parent
 
     def _walk(self, folder: str, after: str | None) -> Iterator[ObjectInfo]:

@@ -45,7 +45,15 @@ class MemoryStore(Store):
                 raise ObjectExists(failure("create", key, self.url, "an object of this name exists."))
             self._objects[key] = (bytes(data), datetime.now(timezone.utc))
 
-    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, progress: Progress | None = None) -> None:
+    def put(
+        self,
+        key: str,
+        data: Buffer | Iterable[Buffer],
+        *,
+        size: int | None = None,
+        progress: Progress | None = None,
+        durable: bool = True,
+    ) -> None:
         check_key(key)
         whole = b"".join(as_pieces(data)[1])
         if size is not None and len(whole) != size:

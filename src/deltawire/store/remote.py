@@ -110,7 +110,15 @@ class RemoteStore(Store):
 
         self._retry.call(attempt)
 
-    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, progress: Progress | None = None) -> None:
+    def put(
+        self,
+        key: str,
+        data: Buffer | Iterable[Buffer],
+        *,
+        size: int | None = None,
+        progress: Progress | None = None,
+        durable: bool = True,
+    ) -> None:
         check_key(key)
         whole, pieces = as_pieces(data)
         if whole is None:

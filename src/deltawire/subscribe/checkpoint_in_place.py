@@ -11,6 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ..codec import default_codec
 from ..errors import CorruptDelta
 from ..format import delta_file
 from ..format.checkpoint import Checkpoint, Shard, open_shard
@@ -62,7 +63,7 @@ class CheckpointInPlace:
 def checkpoint_digest(checkpoint: Checkpoint, *, threads: int | None = None, progress: Progress | None = None) -> Digest:
     """The digest of a checkpoint, by reading all of it."""
     total = Digest()
-    for batch in batches(list(checkpoint), lambda name: checkpoint.entry(name).nbytes):
+    for batch in batches(list(checkpoint), lambda name: checkpoint.entry(name).nbytes, default_codec()):
         total += state_digest({name: checkpoint[name] for name in batch}, threads=threads)
         if progress:
             progress(sum(checkpoint.entry(name).nbytes for name in batch))

@@ -5,21 +5,29 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..chain.version import Version
 from ..errors import ChainStale, DeltawireError
-
-if TYPE_CHECKING:
-    from .subscriber import Subscriber
 
 _LONGEST_PAUSE = 60.0
 _SLICE = 0.2
 """Seconds after which a wait looks whether the subscriber was closed."""
 
 
+class Followed(Protocol):
+    """What can be kept up to date: a subscriber, or what is built on one."""
+
+    @property
+    def version(self) -> Version | None: ...
+
+    def sync(self) -> Version: ...
+
+    def _look(self) -> bool: ...
+
+
 def follow_chain(
-    subscriber: Subscriber, *, poll: float, is_over: Callable[[], bool], stop: threading.Event | None = None
+    subscriber: Followed, *, poll: float, is_over: Callable[[], bool], stop: threading.Event | None = None
 ) -> Iterator[Version]:
     """Versions as they are reached. Errors that may heal are the subscriber's to report; here they only slow the pace."""
     if poll <= 0:
@@ -27,7 +35,7 @@ def follow_chain(
     return _versions(subscriber, poll, is_over, stop or threading.Event())
 
 
-def _versions(subscriber: Subscriber, poll: float, is_over: Callable[[], bool], stop: threading.Event) -> Iterator[Version]:
+def _versions(subscriber: Followed, poll: float, is_over: Callable[[], bool], stop: threading.Event) -> Iterator[Version]:
     failures = 0
     is_due = True
     served = subscriber.version

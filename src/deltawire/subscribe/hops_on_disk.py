@@ -10,6 +10,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from ..chain.restore import Hop
+from ..chain.routes import HopFailed
 from ..errors import CheckpointError, DataDamaged, DataMissing, DeltaError, ResultMismatch, StateError, TensorError, VersionGone
 from ..format.checkpoint import Checkpoint
 from ..format.digest import Digest
@@ -17,10 +18,11 @@ from ..format.records import FileEntry
 from ..format.staged_output import sync_file
 from .checkpoint_in_place import CheckpointInPlace, checkpoint_digest
 from .delta_cache import DeltaCache
-from .routes import HopFailed
 from .sync_report import SyncReport
 
 _PIECE = 8 << 20
+_ARRIVING = ".part"
+"""Hidden, so that no file of a checkpoint has this name."""
 
 
 class Source(Protocol):
@@ -29,6 +31,8 @@ class Source(Protocol):
     def to_file(self, hop: Hop, entry: FileEntry, path: Path) -> None: ...
 
     def to_memory(self, hop: Hop, entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, memoryview]]: ...
+
+    def abandon(self) -> None: ...
 
 
 class HopsOnDisk:
@@ -49,7 +53,7 @@ class HopsOnDisk:
             for entry in hop.files:
                 assert entry.name is not None
                 if entry.name != leave_out and not _is_complete(folder / entry.name, entry):
-                    arriving = folder / f"{entry.name}.part"
+                    arriving = folder / _ARRIVING
                     arriving.unlink(missing_ok=True)
                     self._source.to_file(hop, entry, arriving)
                     os.replace(arriving, folder / entry.name)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from ..chain.fetch import Collected, Fetcher
+from ..chain.fetch import WasCollected, Fetcher
 from ..chain.log import ChainLog
 from ..chain.restore import Hop
+from ..chain.routes import Routes, was_collected
 from ..errors import RollbackDetected
 from ..events import OnEvent
 from ..format.records import CommitRef, FileEntry
 from ..store.base import Progress
-from .routes import Routes, was_collected
 from .sync_report import SyncReport
 
 PATIENCE = 30.0
@@ -34,10 +35,11 @@ class Journey:
     on_event: OnEvent | None = None
     is_halted: Callable[[], bool] = lambda: False
     """Whether nobody waits for the outcome any more."""
+    _abandoned: threading.Event = field(default_factory=threading.Event)
 
     def route_fetcher(self, hops: Sequence[Hop]) -> RouteFetcher:
         """A fetcher for the delta files of a route."""
-        return RouteFetcher(self.log, hops, **self._fetching)
+        return RouteFetcher(self.log, hops, self.progress, **self._fetching)
 
     def to_file(self, hop: Hop, entry: FileEntry, path: Path) -> None:
         """Fetch a file of a hop into a new file, checked and on disk."""
@@ -49,6 +51,11 @@ class Journey:
         fetcher = Fetcher(self.log.store, **self._fetching)
         return fetcher.prefetch(entries, collected=was_collected(self.log, hop), progress=self.progress)
 
+    def abandon(self) -> None:
+        """Nobody wants any more what is being fetched: waiting for it ends."""
+        self._abandoned.set()
+        self._abandoned = threading.Event()
+
     def vouch(self, ref: CommitRef) -> None:
         """`RollbackDetected` unless this commit, put into the mirror by another process, is one of the chain that we see and trust."""
         commit = self.log.read(ref.seq)
@@ -58,7 +65,14 @@ class Journey:
 
     @property
     def _fetching(self) -> dict[str, Any]:
-        return {"limits": self.log.limits, "patience": self.patience, "watch": self.report.watch, "on_event": self.on_event}
+        abandoned = self._abandoned
+        return {
+            "limits": self.log.limits,
+            "patience": self.patience,
+            "watch": self.report.watch,
+            "on_event": self.on_event,
+            "is_stopped": lambda: abandoned.is_set() or self.is_halted(),
+        }
 
 
 class RouteFetcher(Fetcher):
@@ -67,17 +81,18 @@ class RouteFetcher(Fetcher):
     To be asked for exactly these files, in exactly this order, hop by hop; and to be closed.
     """
 
-    def __init__(self, log: ChainLog, hops: Sequence[Hop], **fetching: Any) -> None:
+    def __init__(self, log: ChainLog, hops: Sequence[Hop], arrived: Progress | None, **fetching: Any) -> None:
         super().__init__(log.store, **fetching)
         deltas = [(entry, hop) for hop in hops if hop.base is not None for entry in hop.files]
         self._collected = {entry.key: was_collected(log, hop) for entry, hop in deltas}
-        self._coming = cast(Generator[tuple[FileEntry, memoryview], None, None], super().prefetch([entry for entry, _ in deltas]))
+        coming = super().prefetch([entry for entry, _ in deltas], progress=arrived)
+        self._coming = cast(Generator[tuple[FileEntry, memoryview], None, None], coming)
 
-    def fetch(self, entry: FileEntry, *, collected: Collected | None = None, progress: Progress | None = None) -> memoryview:
+    def fetch(self, entry: FileEntry, *, collected: WasCollected | None = None, progress: Progress | None = None) -> memoryview:
         return super().fetch(entry, collected=self._collected.get(entry.key, collected), progress=progress)
 
     def prefetch(
-        self, entries: Sequence[FileEntry], *, collected: Collected | None = None, progress: Progress | None = None
+        self, entries: Sequence[FileEntry], *, collected: WasCollected | None = None, progress: Progress | None = None
     ) -> Iterator[tuple[FileEntry, memoryview]]:
         if any(entry.key not in self._collected for entry in entries):  # the shards of an anchor
             yield from super().prefetch(entries, collected=collected, progress=progress)

@@ -1,7 +1,9 @@
 """Locks between processes: `flock` on small files. The kernel frees them when a process ends, however it ends.
 
 They belong to the open file, not to the process: two holders in one process exclude each other like any two, and a forked child shares what
-its parent held.
+its parent held. So what was held alone is unlocked in so many words by the process that took it: merely closed, it would stay locked for as
+long as a child lives that was forked meanwhile, and nobody could ever update the mirror. What is shared is only closed, for the child may
+read there.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from types import TracebackType
 class FileLock:
     """A lock that is held. Made by `try_shared` and `try_exclusive`; given up by `release`, at the latest when the process ends."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, exclusive: bool) -> None:
         self._descriptor: int | None = descriptor
+        self._owner = os.getpid() if exclusive else None
 
     @classmethod
     def try_shared(cls, path: Path) -> FileLock | None:
@@ -41,7 +44,7 @@ class FileLock:
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(descriptor)
+        return cls(descriptor, exclusive=True)
 
     @classmethod
     def _try(cls, descriptor: int, kind: int) -> FileLock | None:
@@ -53,18 +56,21 @@ class FileLock:
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(descriptor)
+        return cls(descriptor, exclusive=kind == fcntl.LOCK_EX)
 
     def share(self) -> None:
         """Let others share what was exclusive. `flock` gives it up for an instant: whoever could take it exclusively must be kept out."""
         assert self._descriptor is not None
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+        self._owner = None
 
     def release(self) -> None:
         """Give it up. Doing so twice is fine."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            if self._owner == os.getpid():
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
 
     def __enter__(self) -> FileLock:
         return self

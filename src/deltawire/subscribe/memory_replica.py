@@ -7,12 +7,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ..chain.memory_state import MemoryState, Undo
+from ..chain.memory_state import MemoryState, NewUpdate, Undo, Update
 from ..chain.restore import Hop
+from ..chain.routes import HopFailed, was_collected
 from ..errors import ChainError, DataDamaged, DataMissing, DeltaError, StateError, VersionGone
 from ..format.records import Commit
 from .journey import Journey, RouteFetcher
-from .routes import HopFailed, was_collected
 from .undo import UndoLog
 
 
@@ -21,17 +21,22 @@ class MemoryReplica:
 
     A way that begins with a whole checkpoint is gone in memory of its own, and the old arrays are let go when it has led to the target:
     so a resync needs room for two states, and the old version is at hand until the new one is.
+
+    Engines that serve the weights override `change`, `take_back` and `replace`, to pause around them; what those raise ends the move.
     """
 
-    def __init__(self, *, threads: int | None = None, undo_bytes: int | None = None) -> None:
+    def __init__(self, *, threads: int | None = None, undo_bytes: int | None = None, new_update: NewUpdate | None = None) -> None:
         self._threads = threads
-        self._state = MemoryState(threads=threads)
+        self._new_update = new_update
+        self._state = self._nothing()
         self._commit: Commit | None = None
+        """The version at hand where the state's own commit is a fence."""
         self._undo = UndoLog(undo_bytes)
 
     @property
     def commit(self) -> Commit | None:
-        return self._commit
+        at = self._state.commit
+        return self._commit if at is None or at.kind == "fence" else at
 
     @property
     def state(self) -> Mapping[str, NDArray[Any]]:
@@ -39,11 +44,12 @@ class MemoryReplica:
 
     def move(self, target: Commit, journey: Journey) -> None:
         spoilt = False
+        self._commit = self.commit
         while True:
-            back = None if spoilt else self._undo.way_back(target)
+            back = None if spoilt else self._undo.way_back(self._state.digest, target)
             if back is not None:
                 with journey.report.watch.phase("apply"):
-                    self._go_back(back, target)
+                    self.take_back(back, target)
                 return
             have = None if spoilt or self._state.commit is None else journey.log.ref(self._state.commit)
             with journey.report.watch.phase("find"):
@@ -63,7 +69,12 @@ class MemoryReplica:
         """Forget the way back. The arrays live on for as long as anybody holds them."""
         self._undo.clear()
 
-    def _go_back(self, steps: Sequence[Undo], target: Commit) -> None:
+    def change(self, update: Update, target: Commit) -> Undo:
+        """Change the state at hand. Returns what leads back."""
+        return self._state.apply(update, target)
+
+    def take_back(self, steps: Sequence[Undo], target: Commit) -> None:
+        """Undo the last changes, newest first, which leads to the state of `target`."""
         for step in steps:
             self._state.relabel(step.after)  # it may have got another number since, by a fence or a rewind
             self._state.undo(step)
@@ -73,28 +84,38 @@ class MemoryReplica:
         self._state.relabel(target)
         self._commit = target
 
+    def replace(self, state: MemoryState, target: Commit) -> None:
+        """Put another state in the place of the one at hand."""
+        self._state = state
+
+    def _nothing(self) -> MemoryState:
+        return MemoryState(threads=self._threads, new_update=self._new_update)
+
     def _walk(self, hops: Sequence[Hop], journey: Journey) -> None:
         from_nothing = bool(hops) and hops[0].base is None
         state = MemoryState(threads=self._threads) if from_nothing else self._state
         fetcher = journey.route_fetcher(hops)
         try:
             for hop in hops:
-                undo = self._take(state, hop, fetcher, journey)
-                if not from_nothing:
-                    if undo is not None:
-                        self._undo.push(undo)
-                    if hop.target.kind != "fence":
-                        self._commit = hop.target
+                update = self._prepare(state, hop, fetcher, journey)
+                with journey.report.watch.phase("apply"):
+                    if update is not None and from_nothing:
+                        state.apply(update, hop.target)
+                    elif update is not None:
+                        self._undo.push(self.change(update, hop.target))
+                if not from_nothing and hop.target.kind != "fence":
+                    self._commit = hop.target
         finally:
             fetcher.close()
         if from_nothing:
             journey.report.resynced = self._commit is not None
+            self.replace(state, hops[-1].target)
             self._undo.clear()
-            self._state, self._commit = state, hops[-1].target
+            self._commit = hops[-1].target
 
     @staticmethod
-    def _take(state: MemoryState, hop: Hop, fetcher: RouteFetcher, journey: Journey) -> Undo | None:
-        """One hop; returns what leads back, if anything was changed."""
+    def _prepare(state: MemoryState, hop: Hop, fetcher: RouteFetcher, journey: Journey) -> Update | None:
+        """One hop, but for the change that it makes to the arrays of `state`, if it makes one."""
         try:
             if hop.base is None:
                 state.load_anchor(hop, fetcher, collected=was_collected(journey.log, hop), progress=journey.progress)
@@ -105,9 +126,8 @@ class MemoryReplica:
                 return None
             update = state.resolve(hop, fetcher)
             journey.report.fetched(hop.files)
+            return update
         except (DataDamaged, DataMissing, VersionGone) as error:
             raise HopFailed(hop, error, is_data_lost=True) from error
         except (ChainError, DeltaError, StateError) as error:
             raise HopFailed(hop, error) from error
-        with journey.report.watch.phase("apply"):
-            return state.apply(update, hop.target)

@@ -33,10 +33,9 @@ from pathlib import Path
 
 from ..errors import MirrorError, RunMismatch
 from ..format.records import Commit
-from .boot import boot_id
 from .durable_json import read_json, remove_leftovers, write_json
 from .locks import FileLock
-from .slot import RECORD_FILE, Slot, SlotRecord
+from .slot import RECORD_FILE, Slot, SlotRecord, boot_id
 
 LAYOUT = 1
 _OWN_NAMES = frozenset({"mirror.json", "current", "slots", "locks", "deltas", "seen.json"})

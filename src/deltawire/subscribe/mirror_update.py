@@ -11,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ..chain.restore import Hop
+from ..chain.routes import FindRoute, HopFailed
 from ..format.records import Commit, CommitRef, FileEntry
-from .boot import boot_id
 from .delta_cache import DeltaCache
 from .hops_on_disk import HopsOnDisk, Source
 from .mirror import HeldSlot, Mirror
-from .routes import FindRoute, HopFailed
-from .slot import CHANGING, CLEAN, FETCHING, RECORD_FILE, Slot, SlotRecord
+from .slot import CHANGING, CLEAN, FETCHING, RECORD_FILE, Slot, SlotRecord, boot_id
 from .sync_report import SyncReport
 
 _COPY_SPEED, _COPY_COST = 8, 4 << 20
@@ -46,6 +45,7 @@ class MirrorUpdate:
     def __init__(self, mirror: Mirror, routes: FindRoute, source: Source, report: SyncReport) -> None:
         self._mirror = mirror
         self._routes = routes
+        self._source = source
         self._report = report
         self._deltas = DeltaCache(mirror.path / "deltas")
         self._on_disk = HopsOnDisk(source, self._deltas, report, threads=mirror.threads, step=mirror.step)
@@ -213,6 +213,9 @@ class MirrorUpdate:
                         self._change(held, hop, before)
                     reached = before if hop.target.kind == "fence" else hop.target
                     self._mirror.step("hop-done")
+            except BaseException:  # also Ctrl-C: the thread that fetches ahead is waited for, so it must not wait for data itself
+                self._source.abandon()
+                raise
             finally:
                 if reached is not None:
                     self._mark_clean(held, reached)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..chain.pins import DEFAULT_TTL, put_pin, remove_pin
+from ..chain.restore import Hop
 from ..errors import StoreDenied, StoreError
 from ..events import OnEvent, emit
 from ..format.records import Run
@@ -46,14 +48,33 @@ class PinKeeper:
         self._ttl = ttl
         self._on_event = on_event
         self._clock = clock
+        self._run: Run | None = None
         self._pinned: int | None = None
         self._next = 0.0
+        self._lock = threading.Lock()
 
     def hold(self, run: Run, seq: int) -> None:
         """See to it that what leads from version `seq` on is kept."""
-        is_covered = self._pinned is not None and self._pinned <= seq and self._clock() < self._next
-        if not self._enabled or is_covered or (self._pinned is None and self._clock() < self._next):
+        with self._lock:
+            is_covered = self._pinned is not None and self._pinned <= seq and self._clock() < self._next
+            if self._enabled and not is_covered and (self._pinned is not None or self._clock() >= self._next):
+                self._write(run, seq)
+
+    def hold_way(self, run: Run, hops: Sequence[Hop]) -> None:
+        """See to it that what a way from nothing needs is kept: its first version too, which counts for no anchor if it was abandoned."""
+        self.hold(run, max(0, hops[0].target.seq - 1))
+
+    def renew(self, _: int = 0) -> None:
+        """Renew the pin if it is time. Cheap, and for any thread: to be called as the bytes of a long transfer arrive."""
+        if self._pinned is None or self._clock() < self._next or not self._lock.acquire(blocking=False):
             return
+        try:
+            if self._enabled and self._run is not None and self._pinned is not None and self._clock() >= self._next:
+                self._write(self._run, self._pinned)
+        finally:
+            self._lock.release()
+
+    def _write(self, run: Run, seq: int) -> None:
         try:
             put_pin(self._store, run, self.reader, seq, self._ttl)
         except StoreError as error:
@@ -61,14 +82,16 @@ class PinKeeper:
             self._enabled = not isinstance(error, StoreDenied)
             self._pinned, self._next = None, self._clock() + self._ttl / 30
             return
-        self._pinned, self._next = seq, self._clock() + self._ttl / 3
+        self._run, self._pinned, self._next = run, seq, self._clock() + self._ttl / 3
 
     def release(self) -> None:
-        """Take the pin back."""
-        if self._pinned is None:
-            return
-        self._pinned = None
-        try:
-            remove_pin(self._store, self.reader)
-        except StoreError as error:
-            emit(self._on_event, "pin-failed", reader=self.reader, reason=str(error))
+        """Take the pin back. None is written after this."""
+        with self._lock:
+            self._enabled = False
+            if self._pinned is None:
+                return
+            self._pinned = None
+            try:
+                remove_pin(self._store, self.reader)
+            except StoreError as error:
+                emit(self._on_event, "pin-failed", reader=self.reader, reason=str(error))

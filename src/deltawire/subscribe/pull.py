@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..chain.log import ChainLog
 from ..chain.restore import Hop
+from ..chain.routes import HopFailed, Routes
 from ..chain.version import Version
 from ..errors import CheckpointError
 from ..events import OnEvent, emit
@@ -20,7 +21,6 @@ from .delta_cache import DeltaCache
 from .hops_on_disk import HopsOnDisk
 from .journey import PATIENCE, Journey
 from .pin_keeper import PinKeeper
-from .routes import HopFailed, Routes
 
 _DELTAS = "deltas.tmp"
 
@@ -52,13 +52,20 @@ def pull(
     with _opened(url, store_options) as store:
         chain = ChainView(ChainLog(store, run=run, trusted_keys=trusted_keys, limits=limits))
         pins = PinKeeper(store, None, enabled=pin, on_event=on_event)
+
+        def arrived(count: int) -> None:
+            pins.renew()
+            if progress is not None:
+                progress(count)
+
         staged = StagedOutput(out, directory=True, replace=replace)
         try:
             target = chain.version_at(chain.head(), at)
-            journey = Journey(chain.log, Routes(chain.log, on_event=on_event), patience=patience, progress=progress, on_event=on_event)
+            routes = Routes(chain.log, on_event=on_event)
+            journey = Journey(chain.log, routes, patience=patience, progress=arrived, on_event=on_event)
             while True:
                 hops = journey.routes.find(None, target)
-                pins.hold(chain.log.run, hops[0].target.seq)
+                pins.hold_way(chain.log.run, hops)
                 emit(on_event, "planned", seq=target.seq, hops=len(hops), bytes=sum(entry.size for hop in hops for entry in hop.files))
                 try:
                     _build(staged.path, hops, journey, threads)

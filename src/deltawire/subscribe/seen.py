@@ -23,9 +23,11 @@ class SeenFile:
 
     def read(self) -> CommitRef | None:
         """The newest commit seen; None if none was. `MirrorError` for a file that cannot be read: forgetting is what an attacker wants."""
-        document = read_json(self._path)
+        with as_mirror_errors(self._path):
+            document = read_json(self._path)
+            is_there = document is not None or self._path.exists()
         if document is None:
-            if self._path.exists():
+            if is_there:
                 raise MirrorError(f"{self._path} is damaged. Remove it to accept whatever the store shows.")
             return None
         seq, commit = document.get("seq"), document.get("commit")

@@ -26,6 +26,18 @@ CLEAN, CHANGING, FETCHING = "clean", "changing", "fetching"
 """What a slot can be: whole and checked; on its way to another version, or cut off there; an anchor of which some files have arrived."""
 
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str | None:
+    """Which boot of the operating system this is, and so whether the page cache still holds what was written: a name that changes with
+    every boot; None where the system gives none, which must be taken as "another boot"."""
+    try:
+        return _BOOT_ID.read_text().strip() or None
+    except OSError:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
     """What a slot holds: the version that `commit` made, if it is clean, as last checked in the boot `boot_id`.
@@ -109,7 +121,7 @@ class Slot:
         of its own is a SIGBUS.
         """
         for source in sorted(other.path.iterdir()):
-            if source.is_file() and not source.name.startswith(RECORD_FILE):
+            if source.is_file() and source.name != RECORD_FILE and not source.name.startswith(f"{RECORD_FILE}.tmp-"):
                 with source.open("rb", buffering=0) as origin, (self.path / source.name).open("xb") as target:
                     shutil.copyfileobj(origin, target, _COPY_BYTES)
 

@@ -11,6 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..chain.log import ChainLog
+from ..chain.routes import Routes
 from ..chain.version import Version
 from ..errors import ChainError, ChainStale, DeltawireError
 from ..events import OnEvent, emit
@@ -23,7 +24,6 @@ from .memory_replica import MemoryReplica
 from .mirror_replica import MirrorReplica
 from .pin_keeper import PinKeeper
 from .replica import Replica
-from .routes import Routes
 from .sync_report import SyncReport
 
 
@@ -44,8 +44,8 @@ class Subscriber:
     `run` refuses a chain of another name, `trusted_keys` what none of them signed. `max_silence` is how many seconds the newest commit may
     be old. `reader` names the pin that keeps what this reader needs from being collected; `pin=False` writes none (for credentials that may
     only read). `undo_bytes` bounds the memory for going back to earlier versions without the store (a quarter of the state if None; of no
-    use with a mirror). `limits` bounds what records may claim. `patience` is how many seconds to wait for data that arrive after their
-    commit.
+    use with a mirror). `replica` is what to keep up to date in place of memory or mirror, such as the live weights of an engine. `limits`
+    bounds what records may claim. `patience` is how many seconds to wait for data that arrive after their commit.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Subscriber:
         pin: bool = True,
         threads: int | None = None,
         undo_bytes: int | None = None,
+        replica: Replica | None = None,
         limits: Limits | None = None,
         patience: float = PATIENCE,
         on_event: OnEvent | None = None,
@@ -71,17 +72,20 @@ class Subscriber:
         self._patience = patience
         self._busy = threading.RLock()
         self._closed = threading.Event()
-        self._replica: Replica
-        self._mirrored: MirrorReplica | None = None
-        if mirror is None:
-            self._replica = MemoryReplica(threads=threads, undo_bytes=undo_bytes)
-        else:
-            self._replica = self._mirrored = MirrorReplica(Path(mirror), threads=threads, trusted_keys=trusted_keys)
         self._owns_store = not isinstance(url, Store)
         self._store = open_store(url, options=store_options)
         log = ChainLog(self._store, run=run, trusted_keys=trusted_keys, limits=limits)
-        self._chain = ChainView(log, seen=self._mirrored.seen if self._mirrored else None, max_silence=max_silence)
         self._pins = PinKeeper(self._store, reader, enabled=pin, on_event=on_event)
+        self._replica: Replica
+        self._mirrored: MirrorReplica | None = None
+        if replica is not None:
+            self._replica = replica
+            self._mirrored = replica if isinstance(replica, MirrorReplica) else None
+        elif mirror is None:
+            self._replica = MemoryReplica(threads=threads, undo_bytes=undo_bytes)
+        else:  # after all that can fail, for it holds a lock from here on
+            self._replica = self._mirrored = MirrorReplica(Path(mirror), threads=threads, trusted_keys=trusted_keys)
+        self._chain = ChainView(log, seen=self._mirrored.seen if self._mirrored else None, max_silence=max_silence)
 
     @property
     def state(self) -> Mapping[str, NDArray[Any]]:
@@ -182,14 +186,16 @@ class Subscriber:
             return
         routes = Routes(self._chain.log, on_event=self._on_event)
         if have is None:
-            hops = routes.find(None, commit)
-        self._pins.hold(run, have.seq if have is not None else hops[0].target.seq)
+            self._pins.hold_way(run, routes.find(None, commit))
+        else:
+            self._pins.hold(run, have.seq)
         journey = Journey(
             self._chain.log,
             routes,
             report,
             newest=target is None,
             patience=self._patience,
+            progress=self._pins.renew,
             on_event=self._on_event,
             is_halted=self._closed.is_set,
         )

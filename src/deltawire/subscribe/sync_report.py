@@ -8,7 +8,7 @@ from threading import Lock
 from ..events import Stopwatch, Value
 from ..format.records import FileEntry
 
-_PHASES = ("find", "fetch", "verify", "resolve", "apply", "total")
+_PHASES = ("find", "fetch", "verify", "wait", "resolve", "apply", "total")
 
 
 class SyncReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from ..chain.memory_state import Undo
+from ..format.digest import Digest
 from ..format.records import Commit
 
 _SHARE = 4
@@ -32,14 +33,18 @@ class UndoLog:
         while self._steps and (self._bytes > budget or len(self._steps) > MOST_STEPS):
             self._bytes -= self._steps.popleft().nbytes
 
-    def way_back(self, target: Commit) -> list[Undo] | None:
-        """The steps that lead back to the state of `target`, newest first; None if it is not that far that they reach.
+    def way_back(self, here: Digest | None, target: Commit) -> list[Undo] | None:
+        """The steps that lead from the state `here` back to that of `target`, newest first; None if it is not that far that they reach.
 
-        States are told apart by their digests: a rewind brings back a state under another number.
+        States are told apart by their digests: a rewind brings back a state under another number. After a sync that Ctrl-C cut off a step
+        may be missing, or be undone already; beyond such a gap nothing may be undone, or the state would be a mix of versions.
         """
         steps: list[Undo] = []
         for step in reversed(self._steps):
+            if step.after.digest != here or not step.update.is_applied:
+                return None
             steps.append(step)
+            here = step.before.digest
             if step.before.digest == target.digest:
                 return steps
         return None

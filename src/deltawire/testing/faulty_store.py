@@ -143,9 +143,17 @@ class FaultyStore(Store):
             self.inner.put_if_absent(key, data)
             self._stamp(key)
 
-    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, progress: Progress | None = None) -> None:
+    def put(
+        self,
+        key: str,
+        data: Buffer | Iterable[Buffer],
+        *,
+        size: int | None = None,
+        progress: Progress | None = None,
+        durable: bool = True,
+    ) -> None:
         with self._calling("put", key):
-            self.inner.put(key, data, size=size, progress=progress)
+            self.inner.put(key, data, size=size, progress=progress, durable=durable)
             self._stamp(key)
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:

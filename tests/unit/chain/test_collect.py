@@ -12,7 +12,7 @@ from deltawire.chain.log import ChainLog
 from deltawire.chain.memory_state import MemoryState
 from deltawire.chain.pins import lowest_pin, put_pin, read_pins, remove_pin
 from deltawire.chain.rebuild import rebuild
-from deltawire.errors import NoChain
+from deltawire.errors import NoChain, ObjectMissing
 from deltawire.format.records import Mark
 from deltawire.store import keys
 
@@ -270,3 +270,27 @@ def test_now_can_be_told(chain):
     collect(chain.store, grace=GRACE)
     later = chain.store.now.replace(year=2027)
     assert collect(chain.store, grace=GRACE, now=later).outcome == "collected"
+
+
+def test_the_data_of_an_anchor_whose_record_a_cache_hides_stay(chain):
+    class Hiding(type(chain.store)):
+        def get(self, key, *, limit):
+            if key == keys.anchor_key(12):
+                raise ObjectMissing("not here yet")
+            return super().get(key, limit=limit)
+
+    chain.fence()  # so that what the new writer does not refer to is garbage
+    plain = chain.store.__class__
+    chain.store.__class__ = Hiding
+    _, collected = announce_and_collect(chain)
+    chain.store.__class__ = plain
+    assert collected.outcome == "collected"
+    shortcut = ChainLog(chain.store).shortcut(12)
+    assert data_of(shortcut) <= stored_data(chain)
+
+
+def test_a_mark_that_cannot_be_read_is_passed_over_by_readers(chain):
+    announce_and_collect(chain)
+    chain.store.put(keys.mark_key(7), b"{}")
+    assert ChainLog(chain.store).floor() == 9
+    assert can_rebuild(chain, 13)

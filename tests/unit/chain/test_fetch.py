@@ -1,6 +1,7 @@
 """Nothing unchecked is handed out; what is missing is waited for, or known to be gone."""
 
 import dataclasses
+import queue
 
 import pytest
 from blake3 import blake3
@@ -98,6 +99,37 @@ def test_fetch_does_not_wait_for_what_was_collected(store):
     assert patience.time == 0
     with pytest.raises(DataMissing):
         Fetcher(store, **patience.options()).fetch(entry, collected=lambda: False)
+
+
+def test_fetch_stops_waiting_when_nobody_wants_it_any_more(store):
+    entry = put(store, b"never")
+    store.delete([entry.key])
+    stopped = []
+    patience = Patience(lambda slept: stopped.append(slept) if slept > 1 else None)
+    with pytest.raises(DataMissing):
+        Fetcher(store, is_stopped=lambda: bool(stopped), **patience.options()).fetch(entry)
+    assert patience.time < 1.5
+
+
+def test_prefetch_that_is_abandoned_leaves_nobody_waiting(store):
+    """Without that, closing it would take as long as the patience of its threads."""
+    entries = [put(store, bytes([i]) * 100) for i in range(3)]
+    store.delete([entries[1].key])
+    events = queue.SimpleQueue()
+    fetcher = Fetcher(store, patience=1e9, on_event=events.put)
+    reading = fetcher.prefetch(entries)
+    next(reading)
+    assert events.get().name == "retrying"
+    reading.close()
+    store.put(entries[1].key, bytes([1]) * 100)
+    assert len(list(fetcher.prefetch(entries))) == 3
+
+
+def test_a_size_for_which_there_is_no_memory_is_beyond_the_limits(store):
+    for size in (1 << 60, 2**63 - 1):
+        entry = dataclasses.replace(put(store, b"small"), size=size)
+        with pytest.raises(LimitExceeded, match="no memory"):
+            Fetcher(store, limits=Limits(file_bytes=2**63 - 1)).fetch(entry)
 
 
 def test_fetch_allocates_nothing_beyond_the_limits(store):

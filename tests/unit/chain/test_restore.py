@@ -8,14 +8,15 @@ from hand_made_chain import RUN_ID, HandMadeChain, make_state, replaced, step, t
 from support import bits_of
 
 from deltawire import state_digest
+from deltawire.chain import restore
 from deltawire.chain.fetch import Fetcher
 from deltawire.chain.log import ChainLog
 from deltawire.chain.memory_state import MemoryState
-from deltawire.chain.plan import Edge
+from deltawire.chain.plan import Edge, plan
 from deltawire.chain.rebuild import rebuild, take_hop
 from deltawire.chain.restore import find_route
 from deltawire.errors import ChainBroken, DataDamaged, DataMissing, RollbackDetected, VersionGone
-from deltawire.format.records import Mark
+from deltawire.format.records import FileEntry, Mark
 from deltawire.store import keys
 
 
@@ -87,6 +88,21 @@ def test_a_laggard_takes_skips():
     chain = cheap_shortcuts(trained_chain(17))
     assert steps(route(chain, 1)) == [(1, 17, "skip"), (17, 18, "commit")]
     assert steps(route(chain, 4)) == [(4, 5, "commit"), (5, 9, "skip"), (9, 13, "skip"), (13, 17, "skip"), (17, 18, "commit")]
+
+
+def test_a_long_way_of_uneven_deltas_is_planned_a_few_times_only(monkeypatch):
+    chain = trained_chain(0)
+    first = chain.commits[1]
+    for seq in range(2, 202):
+        key = keys.data_key(1, seq, f"{seq:064x}", "safetensors")
+        file = FileEntry(key, 10 if seq % 3 else 10**9, 10, f"{seq:064x}", None, 0, 1)
+        same = {"digest": first.digest, "state_bytes": first.state_bytes, "tensors": first.tensors, "changed": 1}
+        chain.append("delta", base=chain.ref(seq - 1), state_seq=seq, updates=seq, files=(file,), **same)
+    plans = []
+    monkeypatch.setattr(restore, "plan", lambda *given: (plans.append(1), plan(*given))[1])
+    log = ChainLog(chain.store)
+    assert len(find_route(log, None, log.head())) == 201
+    assert len(plans) < 12
 
 
 def test_a_long_way_takes_few_requests():
@@ -272,4 +288,4 @@ def test_take_hop_counts_seconds_by_phase():
     state = MemoryState(threads=1)
     for hop in route(chain, None):
         take_hop(state, hop, ChainLog(chain.store), fetcher)
-    assert set(fetcher.watch.seconds) == {"fetch", "verify", "digest", "resolve", "apply"}
+    assert set(fetcher.watch.seconds) == {"fetch", "verify", "wait", "digest", "resolve", "apply"}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from deltawire.errors import BadTensorName, PublishError, UnsupportedDtype
 from deltawire.publish.segments import MOST_SEGMENTS, Segment, TensorTable, cut_segments
+from deltawire.tensors import TensorPart
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,8 @@ def test_tables_are_ordered_by_name_whatever_the_order_of_the_state():
 def test_what_is_no_state_is_refused_by_name(state, error):
     with pytest.raises(error):
         TensorTable.of(state)
+
+
+def test_parts_of_tensors_are_no_state_to_publish_alone() -> None:
+    with pytest.raises(PublishError, match="parts"):
+        TensorTable.of({"x": TensorPart(np.zeros(4, np.float32), (8,), 0)})

@@ -8,11 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from deltawire.errors import ObjectMissing, OutcomeUnknown, StoreDenied, StoreError, StoreFull, StoreUnavailable, StoreUnsuitable
+from deltawire.errors import (
+    ObjectExists,
+    ObjectMissing,
+    OutcomeUnknown,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    StoreUnsuitable,
+)
 from deltawire.store.local import LocalStore
 
 WRITER = """
@@ -29,6 +39,14 @@ while True:
     store.delete([f"data/{number - 3:06}/object", f"commit/{number - 3:06}"])
 """
 SIZES = {"HEAD": 3_000_000, "data": 3_000_000, "commit": 60_000}
+
+
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that are flushed from here on."""
+    paths: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: paths.append(os.readlink(f"/proc/self/fd/{file}")))
+    return paths
 
 
 def _temporaries(root: Path) -> list[Path]:
@@ -98,14 +116,69 @@ def test_everything_is_flushed_before_a_write_is_acknowledged(tmp_path: Path, mo
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("name", str(a))), real_replace(a, b))[1])
     store = LocalStore(tmp_path)
     store.put("warm", b"up")
-    for write in (lambda: store.put_if_absent("a/b/created", b"x"), lambda: store.put("a/b/put", b"x")):
+    for key, write in (("a/b/created", store.put_if_absent), ("c/d/put", store.put)):
         events.clear()
-        write()
+        write(key, b"x")
         temporary = next(path for kind, path in reversed(events) if kind == "name")
         named_at = max(index for index, event in enumerate(events) if event == ("name", temporary))
         assert ("fsync", temporary) in events[:named_at]
-        for folder in ("a/b", "a", "."):
+        for folder in (key.rsplit("/", 1)[0], key.split("/")[0], "."):
             assert ("fsync", str((tmp_path / folder).resolve())) in events[named_at:]
+
+
+def test_a_folder_is_flushed_with_every_name_in_it_and_its_own_name_once(tmp_path: Path, flushed: list[str]) -> None:
+    store = LocalStore(tmp_path)
+    store.put("warm", b"up")
+    folders = {
+        "data/1/7": str(tmp_path / "data/1/7"),
+        "data/1": str(tmp_path / "data/1"),
+        "data": str(tmp_path / "data"),
+        "": str(tmp_path),
+    }
+
+    def flushes_of(write: Callable[[], None]) -> list[str]:
+        flushed.clear()
+        write()
+        return [name for name, path in folders.items() if path in flushed]
+
+    assert flushes_of(lambda: store.put("data/1/7/a", b"x")) == ["data/1/7", "data/1", "data", ""]
+    assert flushes_of(lambda: store.put("data/1/7/b", b"x")) == ["data/1/7"]
+    assert flushes_of(lambda: store.put_if_absent("data/1/8", b"x")) == ["data/1"]
+    store.delete(["data/1/7/a", "data/1/7/b"])  # and the folder, which is then empty
+    assert flushes_of(lambda: store.put("data/1/7/a", b"x")) == ["data/1/7", "data/1"]
+    LocalStore(tmp_path).delete(["data/1/7/a"])  # the same, by another process
+    assert flushes_of(lambda: store.put("data/1/7/a", b"x")) == ["data/1/7", "data/1"]
+    assert flushes_of(lambda: LocalStore(tmp_path).put("data/1/7/b", b"x")) == ["data/1/7", "data/1", "data", ""]
+
+
+def test_a_hint_waits_for_no_disk(tmp_path: Path, flushed: list[str]) -> None:
+    store = LocalStore(tmp_path)
+    store.put("warm", b"up")
+    flushed.clear()
+    store.put("pin/me", b"x", durable=False)
+    assert flushed == []
+    assert store.get("pin/me", limit=1) == b"x"
+
+
+def test_what_exists_counts_only_when_it_was_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first attempt has given the object its name, and then the disk failed: that it is there does not mean that it stays."""
+    store = LocalStore(tmp_path)
+    store.put("warm", b"up")
+
+    def fail(_: Path) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("deltawire.store.local.sync_folder", fail)
+        for _ in range(2):
+            with pytest.raises(OutcomeUnknown):
+                store.put_if_absent("created", b"x")
+        with pytest.raises(StoreUnavailable):
+            store.get("created", limit=1)
+        assert LocalStore(tmp_path).get("created", limit=1) == b"x"  # who only reads promises nothing
+    with pytest.raises(ObjectExists):
+        store.put_if_absent("created", b"x")
+    assert store.get("created", limit=1) == b"x"
 
 
 @pytest.mark.parametrize(

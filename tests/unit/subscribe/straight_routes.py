@@ -9,11 +9,11 @@ from pathlib import Path
 from blake3 import blake3
 from toy_chain import ToyChain
 
+from deltawire.chain.routes import HopFailed
 from deltawire.errors import DataDamaged, DataMissing, MirrorError, ObjectMissing
 from deltawire.format.records import Commit, CommitRef, FileEntry
 from deltawire.subscribe.mirror import HeldSlot, Mirror
 from deltawire.subscribe.mirror_update import MirrorUpdate
-from deltawire.subscribe.routes import HopFailed
 from deltawire.subscribe.sync_report import SyncReport
 
 
@@ -62,6 +62,9 @@ class StraightRoutes:
                 raise DataDamaged(f"{entry.key} is damaged.")
             self.fetched.append(entry.key)
             yield entry, memoryview(data)
+
+    def abandon(self) -> None:
+        """Nothing is ever waited for."""
 
     def to_file(self, hop: StraightHop, entry: FileEntry, path: Path) -> None:
         for _, data in self.to_memory(hop, [entry]):

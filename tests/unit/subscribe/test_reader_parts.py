@@ -86,6 +86,26 @@ def test_a_pin_is_renewed_at_a_third_of_its_life_and_lowered_at_once() -> None:
     assert list(chain.store.list(keys.PINS)) == []
 
 
+def test_a_pin_is_renewed_while_bytes_arrive_and_never_after_it_was_released() -> None:
+    chain = ToyChain(MemoryStore())
+    written: list[int] = []
+    now = [0.0]
+    keeper = PinKeeper(chain.store, "me", ttl=30, clock=lambda: now[0])
+    put = chain.store.put
+    chain.store.put = lambda key, data, **more: (written.append(int(now[0])), put(key, data, **more))[1]  # type: ignore[method-assign]
+    keeper.renew(1)
+    keeper.hold(chain.run, 5)
+    for seconds in (1, 9, 10, 11, 19, 20, 21):
+        now[0] = seconds
+        keeper.renew(1000)
+    assert written == [0, 10, 20]
+    keeper.release()
+    now[0] = 100
+    keeper.renew(1000)
+    keeper.hold(chain.run, 5)
+    assert list(chain.store.list(keys.PINS)) == []
+
+
 def test_a_pin_that_cannot_be_written_is_tried_again_but_not_at_every_turn() -> None:
     chain = ToyChain(MemoryStore())
     events: list[Event] = []

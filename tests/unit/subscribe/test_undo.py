@@ -26,7 +26,8 @@ def step(chain: ToyChain, after: int) -> Undo:
     update = PreparedUpdate(threads=1)
     for entry in chain.commits[after].files:
         names = sorted(chain.states[after] or {})[entry.first : (entry.first or 0) + (entry.count or 0)]
-        update.add({name: (chain.states[after - 1] or {})[name] for name in names}, chain.store.get(entry.key, limit=entry.size))
+        update.add({name: (chain.states[after - 1] or {})[name].copy() for name in names}, chain.store.get(entry.key, limit=entry.size))
+    update.apply()
     return Undo(chain.commits[after - 1], chain.commits[after], update)
 
 
@@ -35,10 +36,47 @@ def test_the_way_back_is_found_by_the_state_it_leads_to(chain: ToyChain) -> None
     steps = [step(chain, seq) for seq in (2, 3, 4)]
     for made in steps:
         log.push(made)
-    assert log.way_back(chain.commits[4]) is None
-    assert log.way_back(chain.commits[2]) == [steps[2], steps[1]]
-    assert log.way_back(chain.rewind(2)) == [steps[2], steps[1]]
-    assert log.way_back(chain.commits[5]) is None
+    here = chain.commits[4].digest
+    assert log.way_back(here, chain.commits[4]) is None
+    assert log.way_back(here, chain.commits[2]) == [steps[2], steps[1]]
+    assert log.way_back(here, chain.rewind(2)) == [steps[2], steps[1]]
+    assert log.way_back(here, chain.commits[5]) is None
+
+
+def test_there_is_no_way_back_over_a_gap(chain: ToyChain) -> None:
+    log = UndoLog(1 << 20)
+    steps = [step(chain, seq) for seq in (2, 3, 4)]
+    for made in steps:
+        log.push(made)
+    assert log.way_back(chain.commits[5].digest, chain.commits[2]) is None  # the step 4 → 5 was never noted
+    steps[1].update.revert()  # but not taken out
+    assert log.way_back(chain.commits[4].digest, chain.commits[3]) == [steps[2]]
+    assert log.way_back(chain.commits[4].digest, chain.commits[2]) is None
+
+
+@pytest.mark.parametrize("direction", ["forth", "back"])
+def test_ctrl_c_while_values_are_written_leaves_one_version_under_its_own_number(
+    chain: ToyChain, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = PreparedUpdate._exchange
+
+    def interrupted(update: PreparedUpdate) -> None:
+        exchange(update)
+        raise KeyboardInterrupt
+
+    with Subscriber(chain.store, undo_bytes=1 << 20) as subscriber:
+        for seq in (2, 3, 4):
+            subscriber.sync(target=seq)
+        with monkeypatch.context() as patch:
+            patch.setattr(PreparedUpdate, "_exchange", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                subscriber.sync(target=5 if direction == "forth" else 2)
+        for seq in (None, 2, 3, 5, 4):
+            if seq is not None:
+                subscriber.sync(target=seq)
+            assert subscriber.version is not None
+            assert seq is None or subscriber.version.seq == seq
+            assert bits_of(subscriber.state) == bits_of(chain.states[subscriber.version.seq] or {})
 
 
 def test_the_oldest_steps_are_forgotten_first(chain: ToyChain) -> None:
@@ -47,8 +85,9 @@ def test_the_oldest_steps_are_forgotten_first(chain: ToyChain) -> None:
     for made in steps:
         log.push(made)
     assert len(log) == 2
-    assert log.way_back(chain.commits[3]) is not None
-    assert log.way_back(chain.commits[2]) is None
+    here = chain.commits[5].digest
+    assert log.way_back(here, chain.commits[3]) is not None
+    assert log.way_back(here, chain.commits[2]) is None
 
 
 def test_without_a_budget_nothing_is_kept(chain: ToyChain) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..chain.log import ChainLog
-from ..chain.restore import Hop, Way, find_route
-from ..errors import DeltawireError, VersionGone
+from ..errors import DataMissing, DeltawireError, VersionGone
 from ..events import OnEvent, emit
 from ..format.records import Commit, CommitRef
+from .log import ChainLog
+from .restore import Hop, Way, find_route
 
 
 class HopFailed(Exception):
@@ -44,7 +44,8 @@ class Routes:
         self._failure: HopFailed | None = None
 
     def find(self, have: CommitRef | None, target: Commit) -> list[Hop]:
-        """The cheapest way that is left. Where none is, raises what the last one failed with, or `VersionGone`."""
+        """The cheapest way that is left. Where none is, raises what one of them failed with, one that may heal if there is such; or
+        `VersionGone`."""
         try:
             return find_route(self._log, have, target, without=self._without)
         except VersionGone:
@@ -57,9 +58,22 @@ class Routes:
         hop = failure.hop
         emit(self._on_event, "avoiding", source=hop.source, base=hop.base, target=hop.target.seq, reason=str(failure.error))
         self._without.add(hop.way)
-        self._failure = failure
+        if self._failure is None or failure.error.retryable or not self._failure.error.retryable:
+            self._failure = failure
 
 
 def was_collected(log: ChainLog, hop: Hop) -> Callable[[], bool]:
-    """Whether to give up at once on an object of this hop that is missing: it was collected, or there are other ways than this skip."""
-    return lambda: hop.source == "skip" or log.floor() >= hop.target.seq
+    """To be asked when an object of this hop is missing: whether it was collected.
+
+    One of a shortcut that was not is `DataMissing` at once. Its files are there before its record, so it is not worth waiting for (the
+    writer may have been dead to the world while they were collected), and there are other ways.
+    """
+
+    def ask() -> bool:
+        if log.floor() >= hop.target.seq:
+            return True
+        if hop.is_shortcut:
+            raise DataMissing(f"the files of the {hop.source} to version {hop.target.seq} are not all in {log.store.url}.")
+        return False
+
+    return ask

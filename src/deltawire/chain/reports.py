@@ -1,0 +1,75 @@
+"""Reports: what engines that follow a chain have come to, told to the publisher's side by way of the store.
+
+    report/{reader}.json   {"deltawire":"report","version":1,"id":…,"reader":name,"state":…,"seq":n or null,"error":text or null,"time":ms}
+
+Like pins they are overwritten by their reader, and hold nothing that anything depends on: they are for people, and for trainers that want
+to wait until a version is served.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
+from ..format.canonical import Fields, dump
+from ..format.records import MAX_RECORD_BYTES, Run
+from ..store import keys
+from ..store.base import Store
+
+SERVING, REFUSED, FENCED = "serving", "refused", "fenced"
+"""It serves version `seq`; it still does, since it could not take a newer one; it serves nothing, since an update failed half-way."""
+
+_MOST_TEXT = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an engine had come to at `time` (seconds since 1970, by the reader's clock)."""
+
+    reader: str
+    state: str
+    seq: int | None
+    error: str | None
+    time: float
+
+
+def put_report(store: Store, run: Run, reader: str, state: str, seq: int | None, error: str | None = None) -> None:
+    """Tell how things stand. Replaces the reader's report before."""
+    record: dict[str, Any] = {"deltawire": "report", "version": 1, "id": run.id, "reader": reader}
+    record |= {"state": state, "seq": seq, "error": error and error[:_MOST_TEXT], "time": int(time.time() * 1000)}
+    store.put(keys.report_key(reader), dump(record), durable=False)
+
+
+def read_reports(store: Store, run: Run) -> list[Report]:
+    """What all engines said last, by the names of their readers. Objects that are no reports are passed over: anybody may write there."""
+    found = []
+    for info in store.list(keys.REPORTS):
+        reader = keys.parse_report_key(info.key)
+        if reader is None:
+            continue
+        try:
+            report = _parse(store.get(info.key, limit=MAX_RECORD_BYTES), run)
+        except (ObjectMissing, CorruptRecord, UnsupportedVersion, LimitExceeded):
+            continue
+        if report.reader == reader:
+            found.append(report)
+    return found
+
+
+def _parse(data: bytes, run: Run) -> Report:
+    fields = Fields.parse(data, "report")
+    if fields.text("id") != run.id:
+        fields.refuse("it is of another run")
+    report = Report(
+        fields.text("reader"),
+        fields.text("state"),
+        fields.nullable("seq", fields.integer),
+        fields.nullable("error", fields.text),
+        fields.integer("time") / 1000,
+    )
+    fields.done()
+    if report.state not in (SERVING, REFUSED, FENCED):
+        fields.refuse(f"it has the unknown state {report.state!r}")
+    return report

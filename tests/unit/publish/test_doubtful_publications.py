@@ -1,0 +1,63 @@
+"""Publications at the edge: closed while they are given, or read back damaged."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from deltawire import Publisher
+from deltawire.chain.version import Version
+from deltawire.errors import CorruptRecord, PublisherClosed
+from deltawire.publish import background
+from deltawire.store.memory import MemoryStore
+from deltawire.testing.faulty_store import After, FaultyStore, Reading, call
+
+
+def state(value: int) -> dict[str, np.ndarray]:
+    return {"w": np.full(64, value, np.uint16)}
+
+
+def test_a_state_that_is_copied_while_the_publisher_closes_is_refused_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    copying, closed = threading.Event(), threading.Event()
+    publisher = Publisher(MemoryStore(), background=True)
+    copy = background.copy_tensors
+
+    def slowly(source: object, target: object) -> None:
+        copying.set()
+        closed.wait(10)
+        copy(source, target)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(background, "copy_tensors", slowly)
+    outcome: list[object] = []
+
+    def publish() -> None:
+        try:
+            outcome.append(publisher.publish(state(1)))
+        except PublisherClosed as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    assert copying.wait(10)
+    publisher.close()
+    closed.set()
+    thread.join(10)
+    assert [type(found) for found in outcome] == [PublisherClosed]
+
+
+@pytest.mark.parametrize("lie", ["flip", "truncate"])
+def test_a_commit_that_was_read_back_damaged_is_asked_for_again(lie: str) -> None:
+    inner = MemoryStore()
+    with Publisher(inner) as publisher:
+        publisher.publish(state(0))
+    commits = call("get", "commit/")
+    ambiguous = After(lambda each: each.op == "put_if_absent" and each.key.endswith("3.json"), "unknown")
+    damaged = Reading(lambda each: commits(each) and each.key.endswith("3.json"), lie)  # type: ignore[arg-type]
+    with Publisher(FaultyStore(inner, [ambiguous, damaged])) as publisher:
+        with pytest.raises(CorruptRecord):
+            publisher.publish(state(1))
+        version = publisher.publish(state(2))
+        assert isinstance(version, Version)
+        assert version.updates == 3  # the one in doubt was in the chain
