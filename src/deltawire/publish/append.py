@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..chain.log import ChainLog
 from ..chain.version import Version
-from ..errors import ChainBroken, CommitOutcomeUnknown, DeltaError, Fenced, LimitExceeded, PublishError, StateError
+from ..errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltaError, Fenced, PublishError, StateError
 from ..events import OnEvent, emit
 from ..format.digest import Digest
 from ..format.records import Commit, CommitRef
@@ -117,14 +117,7 @@ class Appender:
 
     def check_limits(self, table: TensorTable) -> None:
         """`LimitExceeded` if this run does not allow such a state."""
-        limits = self._writer.run.limits
-        for what, found, allowed in [
-            ("bytes of weights", table.state_bytes, limits.state_bytes),
-            ("tensors", len(table.names), limits.tensors),
-            ("bytes in one tensor", max(table.sizes), limits.file_bytes),
-        ]:
-            if found > allowed:
-                raise LimitExceeded(f"the state has {found:,} {what}; this run allows {allowed:,}.")
+        table.check_limits(self._writer.run.limits)
 
     def settle(self) -> None:
         """Find out what became of the last commit, if that is open, and act on it. Raises as `ChainWriter.land` does."""
@@ -134,8 +127,8 @@ class Appender:
         start = time.perf_counter()
         try:
             self._writer.land(unsettled.attempt)
-        except CommitOutcomeUnknown:
-            raise
+        except (CommitOutcomeUnknown, CorruptRecord):
+            raise  # what was read back may be our own commit, damaged on the way: ask again
         except Exception as error:
             self._unsettled = None
             if isinstance(error, Fenced):
@@ -160,7 +153,7 @@ class Appender:
             baseline = self._sound_baseline()
             if baseline is None or baseline.table != table:
                 return None
-            update = upload_update(self._place(), baseline, state, self._threads)
+            update = upload_update(self._place(), baseline, state, self._threads, limit=table.state_bytes)
             if update is None:
                 return None
             if update.before == baseline.digest:
@@ -182,7 +175,7 @@ class Appender:
             step=step,
             meta=meta,
         )
-        seconds = {"encode": update.encode_seconds, "upload": update.upload_seconds}
+        seconds = {"encode": update.encode_seconds, "upload": update.upload_seconds, "wait": update.wait_seconds}
         return Unsettled(attempt, update.after, update.deltas, state, arrays, seconds)
 
     def _checkpoint(self, state: State, table: TensorTable, arrays: Arrays | None, step: int | None, meta: Mapping[str, str]) -> Unsettled:
@@ -256,6 +249,7 @@ class Appender:
             ratio=commit.state_bytes / commit.stored_bytes if commit.stored_bytes else None,
             encode_seconds=seconds.get("encode", 0.0),
             upload_seconds=seconds.get("upload", 0.0),
+            wait_seconds=seconds.get("wait", 0.0),
             commit_seconds=seconds.get("commit", 0.0),
             total_seconds=seconds.get("before_commit", 0.0) + seconds.get("commit", 0.0),
         )
@@ -278,7 +272,8 @@ class Appender:
         commit = version_commit(self._log, self._writer.fence, seq)
         assert commit.digest is not None  # only the fence of an empty chain has none
         resumed = read_state(self._log, commit, threads=self._threads, on_event=self._on_event)
-        if resumed.lowest <= self._log.floor():
+        mark = self._log.mark()
+        if mark is not None and resumed.lowest <= mark.floor:
             # What it was rebuilt from is announced to go, and a collector that hung may be about to delete it: the head cannot rest on it.
             self._unsettled = self._checkpoint(resumed.arrays, TensorTable.of(resumed.arrays), resumed.arrays, commit.step, commit.meta)
             self.settle()

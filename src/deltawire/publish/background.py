@@ -93,12 +93,15 @@ class BackgroundPublisher:
             copy_tensors(state, arrays)
             snapshot = _Snapshot(arrays, table, step, meta, PendingVersion(self._forget_error))
             with self._changed:
-                self._waiting = snapshot
+                if self._closing:  # while the state was copied: nobody would publish it any more
+                    raise PublisherClosed("the publisher was closed.")
+                overtaken, self._waiting = self._waiting, snapshot  # one that another thread submitted meanwhile
                 self._changed.notify_all()
+            if overtaken is not None:
+                self._supersede(overtaken)
         finally:  # also when the copy was cut off: the older one is overwritten
             if superseded is not None:
-                superseded.handle._resolve()
-                emit(self._on_event, "superseded", step=superseded.step)
+                self._supersede(superseded)
         return snapshot.handle
 
     def recycle(self, arrays: Arrays) -> None:
@@ -157,6 +160,10 @@ class BackgroundPublisher:
         finally:
             if not self._keeps(snapshot.arrays):
                 self.recycle(snapshot.arrays)
+
+    def _supersede(self, snapshot: _Snapshot) -> None:
+        snapshot.handle._resolve()
+        emit(self._on_event, "superseded", step=snapshot.step)
 
     def _forget_error(self, error: BaseException) -> None:
         with self._changed:

@@ -40,8 +40,8 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """The cheapest way from the newest anchor to a version: bytes to fetch, and how many deltas in a row."""
+class Replay:
+    """What the cheapest way from the newest anchor to a version takes: bytes to fetch, and how many deltas in a row."""
 
     bytes: int = 0
     hops: int = 0
@@ -55,37 +55,37 @@ class ChainCost:
     """
 
     versions: int = 0
-    _ways: dict[int, Way] = field(default_factory=lambda: {0: Way()})
+    _ways: dict[int, Replay] = field(default_factory=lambda: {0: Replay()})
 
     @classmethod
-    def resumed(cls, versions: int, way: Way) -> ChainCost:
+    def resumed(cls, versions: int, way: Replay) -> ChainCost:
         """Where a chain is taken up again: so many versions after an anchor, on this way from it."""
-        return cls(versions, {0: Way(), versions: way} if versions else {0: Way()})
+        return cls(versions, {0: Replay(), versions: way} if versions else {0: Replay()})
 
     @property
-    def way(self) -> Way:
+    def way(self) -> Replay:
         """To the newest version. (Where a change was cut off by Ctrl-C, to the newest that is known; it is an estimate anyway.)"""
         return self._ways.get(self.versions) or self._ways[max(self._ways)]
 
     def add_update(self, size: int) -> None:
         """A version was committed as a delta of `size` bytes over the one before."""
         last = self.way
-        self._ways[self.versions + 1] = Way(last.bytes + size, last.hops + 1)
+        self._ways[self.versions + 1] = Replay(last.bytes + size, last.hops + 1)
         self.versions += 1
 
     def add_skip(self, span: int, size: int) -> None:
         """A skip of `size` bytes leads to the newest version from `span` versions before it. Of no use to who starts at a newer anchor."""
         start = self._ways.get(self.versions - span)
         if start is not None and start.bytes + size <= self.way.bytes:
-            self._ways[self.versions] = Way(start.bytes + size, start.hops + 1)
+            self._ways[self.versions] = Replay(start.bytes + size, start.hops + 1)
 
     def anchored(self, behind: int = 0) -> None:
         """A checkpoint was made of the version that lies `behind` versions before the newest."""
         start = self.versions - behind
         base = self._ways.get(start, self.way)
-        later = {v - start: Way(w.bytes - base.bytes, w.hops - base.hops) for v, w in self._ways.items() if v >= start}
+        later = {v - start: Replay(w.bytes - base.bytes, w.hops - base.hops) for v, w in self._ways.items() if v >= start}
         # A way that skipped over the new anchor is no way from it: what such a skip saved is taken as saved half-way. It is an estimate.
-        self._ways = {0: Way()} | {v: Way(max(w.bytes, 0), max(w.hops, 1)) for v, w in later.items() if v > 0}
+        self._ways = {0: Replay()} | {v: Replay(max(w.bytes, 0), max(w.hops, 1)) for v, w in later.items() if v > 0}
         self.versions = behind
 
 

@@ -5,15 +5,27 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from ..chain.log import ChainLog
-from ..errors import CommitOutcomeUnknown, CorruptRecord, Fenced, LimitExceeded, OutcomeUnknown, PublishError, RunMismatch, StoreError
+from ..errors import (
+    CommitOutcomeUnknown,
+    CorruptRecord,
+    DataDamaged,
+    Fenced,
+    LimitExceeded,
+    OutcomeUnknown,
+    PublishError,
+    RunMismatch,
+    SignatureInvalid,
+    StoreError,
+)
+from ..format.canonical import MAX_INTEGER
 from ..format.digest import Digest
 from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Epoch, FileEntry, Head, Limits, Run, link_targets, record_hash
-from ..format.signing import SigningKey
+from ..format.signing import SigningKey, check_signature
 from ..store import keys
 from ..store.base import Store
 from .create import Sleep, create_and_look
@@ -54,6 +66,24 @@ def open_run(store: Store, name: str | None, limits: Limits | None, *, clock: Cl
     return run
 
 
+def open_log(store: Store, run: str | None, signing_key: SigningKey | None, trusted_keys: Collection[str] = ()) -> ChainLog:
+    """The chain, for who is going to write to it. Writes nothing.
+
+    A chain is signed from its beginning or not at all, else readers that trust its keys could not follow it any more. So who signs trusts
+    its own key and `trusted_keys` alone: `SignatureInvalid` for a chain that somebody else signed, or nobody; and for one that is signed,
+    to who does not sign.
+    """
+    if signing_key is None and trusted_keys:
+        raise ValueError("trusted_keys are for a publisher that signs: give it a signing_key")
+    log = ChainLog(store, run=run, trusted_keys=() if signing_key is None else {signing_key.public, *trusted_keys})
+    head = log.head()
+    if head is not None:
+        log.read(0)  # links will lead down to it, and to others in between
+    if head is not None and head.signature is not None and signing_key is None:
+        raise SignatureInvalid(f"{head.describe()} in {store.url} is signed, so an unsigned one must not follow it.")
+    return log
+
+
 class ChainWriter:
     """Appends to the chain as the writer of one epoch. Not safe for use from several threads.
 
@@ -80,7 +110,7 @@ class ChainWriter:
         self._hashes: dict[int, tuple[int, str]] = {}
         """For every power of two, by its exponent, the newest slot that it divides and the hash there: all that links will ask for."""
         self.run = log.run
-        claimed = self._highest_epoch()
+        claimed = log.highest_epoch()
         self.epoch = self._claim(claimed, resumed_from)
         head = log.head()
         self._head = None if head is None else (head.seq, log.hash(head.seq))
@@ -164,11 +194,20 @@ class ChainWriter:
                 found = create_and_look(self._store, keys.commit_key(seq), attempt.data, doubt=doubt, sleep=self._sleep)
             except OutcomeUnknown as error:
                 raise CommitOutcomeUnknown(f"commit {seq} may or may not have landed: {error}") from error
+            if found != attempt.data and Commit.parse(found).epoch >= self.epoch:
+                found = self._look_again(seq)
             if found == attempt.data:
                 self._advance(attempt.commit, record_hash(found), in_force=True)
                 attempt.landed = True
             else:
                 self._yield_slot(found, attempt)
+
+    def _look_again(self, seq: int) -> bytes:
+        """What a slot holds, read anew: to halt is for good, and must not be on account of a bit that flipped on the way."""
+        try:
+            return self._store.get(keys.commit_key(seq), limit=MAX_RECORD_BYTES)
+        except (StoreError, DataDamaged, LimitExceeded) as error:
+            raise CommitOutcomeUnknown(f"commit {seq} may or may not be this publisher's: {error}") from error
 
     def check_fenced(self) -> None:
         """Raise `Fenced` if it was raised before."""
@@ -179,7 +218,7 @@ class ChainWriter:
         """Tell readers where the head is. Only a hint: that it fails does not matter."""
         assert self._head is not None
         try:
-            self._store.put(keys.HEAD, Head(self._head[0]).to_bytes())
+            self._store.put(keys.HEAD, Head(self._head[0]).to_bytes(), durable=False)
         except StoreError:
             return
 
@@ -192,6 +231,7 @@ class ChainWriter:
             self._halt(f"epoch {other.epoch} has taken over from epoch {self.epoch} at commit {other.seq}.")
         if other.epoch == self.epoch:
             self._halt(f"commit {other.seq} is of this publisher's own epoch {self.epoch}, but not by it.")
+        check_signature(other, self._log.trusted_keys)
         # Of a lower epoch: void once our fence stands, valid before, unless a fence before ours has made it void.
         fencing = attempt.commit.kind == "fence"
         self._advance(other, record_hash(found), in_force=fencing and (self._tip is None or other.epoch >= self._tip.epoch))
@@ -225,11 +265,6 @@ class ChainWriter:
         if tip is None or tip.digest is None:
             return self.propose("fence", base=None, digest=None, state_bytes=0, tensors=0)
         return self.propose("fence", base=self.tip, digest=tip.digest, state_bytes=tip.state_bytes, tensors=tip.tensors)
-
-    def _highest_epoch(self) -> int:
-        """The highest epoch that was ever claimed, 0 if none was."""
-        found = [number for info in self._store.list(keys.EPOCHS) if (number := keys.parse_epoch_key(info.key)) is not None]
-        return max(found, default=0)
 
     def _claim(self, highest: int, resumed_from: int | None) -> int:
         """Claim the next epoch; the listing may lag behind, so names are tried upward until one is new."""
@@ -268,3 +303,9 @@ def check_meta(meta: Mapping[str, str] | None) -> dict[str, str]:
     if size > MAX_RECORD_BYTES // 8:
         raise LimitExceeded(f"meta has about {size:,} bytes; {MAX_RECORD_BYTES // 8:,} are allowed.")
     return found
+
+
+def check_step(step: object) -> None:
+    """TypeError unless it can be the step of a commit."""
+    if step is not None and (type(step) is not int or not 0 <= step <= MAX_INTEGER):
+        raise TypeError(f"step must be an integer from 0 to 2^63-1, or None, not {step!r}")

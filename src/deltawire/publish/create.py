@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 
-from ..errors import ObjectExists, OutcomeUnknown, StoreError, StoreUnavailable
+from ..errors import DataDamaged, ObjectExists, OutcomeUnknown, StoreError, StoreUnavailable
 from ..format.records import MAX_RECORD_BYTES
 from ..store.base import Store
 
@@ -46,5 +46,5 @@ def _look(store: Store, key: str) -> bytes | None:
     """What is there; None if nothing is, or the store does not say."""
     try:
         return store.get(key, limit=MAX_RECORD_BYTES)
-    except StoreError:
+    except (StoreError, DataDamaged):
         return None

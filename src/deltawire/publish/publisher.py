@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,9 +12,8 @@ from types import TracebackType
 from ..chain.collect import Collected, collect
 from ..chain.log import ChainLog
 from ..chain.version import Version
-from ..errors import Fenced, PublisherClosed, VersionUnknown
+from ..errors import Fenced, PublisherClosed, PublishError, VersionUnknown
 from ..events import OnEvent, emit
-from ..format.canonical import MAX_INTEGER
 from ..format.records import Limits
 from ..format.signing import SigningKey
 from ..store import Store, StoreOptions, open_store, probe
@@ -25,7 +24,7 @@ from .attachments import Attachments, read_attachments
 from .background import BackgroundPublisher, PendingVersion
 from .baseline import Arrays
 from .cadence import AnchorPolicy
-from .commits import ChainWriter, check_meta, open_run
+from .commits import ChainWriter, check_meta, check_step, open_log, open_run
 from .resume import version_commit
 from .segments import SEGMENT_BYTES, TensorTable
 from .shortcuts import ShortcutWriter
@@ -53,6 +52,13 @@ class Publisher:
     `attachments` (config.json, tokenizer: a directory, or names with bytes or paths) go into every anchor, so that each is a complete
     Hugging Face checkpoint. `auto_collect` deletes what nobody needs any more after every anchor, with so many seconds of grace.
     `limits` are those of a new run. A publisher may be used from several threads, one at a time.
+
+    With `signing_key` every version is signed, and only a chain that was signed from its beginning is taken over: by this key, or by one of
+    the public `trusted_keys` (the earlier ones of one's own, after a change of keys). Else `SignatureInvalid`, before anybody is fenced
+    off; so too without a key for a chain that is signed.
+
+    Close it, best by `with`: one that publishes in the background lives on until it is closed, and what it has not published when the
+    process ends is lost.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class Publisher:
         background: bool = False,
         threads: int | None = None,
         signing_key: SigningKey | None = None,
+        trusted_keys: Collection[str] = (),
         attachments: Attachments | None = None,
         anchor_policy: AnchorPolicy | None = None,
         skips: bool = True,
@@ -77,7 +84,10 @@ class Publisher:
         read_attachments(attachments)  # what is wrong with them should show now, not hours later
         self._on_event = on_event
         self._auto_collect = auto_collect
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
+        self._publishing = False
+        """Whether the thread that has the turn is at a publication: seen by nobody else but a signal handler that runs on that thread."""
+        self._is_to_close = False
         self._closed = False
         self._background: BackgroundPublisher | None = None
         self._last_error: BaseException | None = None
@@ -87,7 +97,8 @@ class Publisher:
                 opened.callback(self._store.close)
             probe(self._store)
             open_run(self._store, run, limits)
-            log = ChainLog(self._store, run=run)
+            log = open_log(self._store, run, signing_key, trusted_keys)
+            self._trusted_keys = log.trusted_keys
             if resume_from is not None:
                 _require_version(log, resume_from)
             self._writer = ChainWriter(self._store, log, signing_key=signing_key, resumed_from=resume_from)
@@ -154,15 +165,23 @@ class Publisher:
         self._check_open()
         table = TensorTable.of(state)
         strings = check_meta(meta)
-        _check_step(step)
+        check_step(step)
         self._appender.check_limits(table)
         self._writer.check_fenced()
         if self._background is not None:
             return self._background.submit(state, table, step, strings)
         with self._turn:
             self._check_open()
-            version = self._append(state, table, step, strings)
-            self._upkeep.after_append()
+            if self._publishing:
+                raise PublishError("publish was called in the middle of another publication, by the same thread.")
+            self._publishing, version = True, None
+            try:
+                version = self._append(state, table, step, strings)
+                self._upkeep.after_append()
+            finally:
+                self._publishing = False
+                if self._is_to_close:
+                    self._close(drop=version is None)
             return version
 
     def flush(self, timeout: float | None = None) -> None:
@@ -174,12 +193,13 @@ class Publisher:
     def collect(self, *, grace: float, dry_run: bool = False) -> Collected:
         """Delete data that no reader needs any more, announced at least `grace` seconds before; see `deltawire.chain.collect`."""
         self._check_open()
-        return collect(self._store, grace=grace, dry_run=dry_run, on_event=self._on_event)
+        return collect(self._store, grace=grace, dry_run=dry_run, log=self._new_log(), on_event=self._on_event)
 
     def close(self) -> None:
         """Finish what was given to `publish` and the anchor in progress, and let go of everything. May be called twice.
 
-        Raises what went wrong in the background and was not raised yet, after everything is closed.
+        Raises what went wrong in the background and was not raised yet, after everything is closed. Called by a signal handler in the
+        middle of `publish`, it returns at once, and that publication is the last: when it ends, the publisher is closed.
         """
         self._close(drop=False)
 
@@ -196,6 +216,9 @@ class Publisher:
     def _close(self, *, drop: bool) -> None:
         with self._turn:
             if self._closed:
+                return
+            if self._publishing:
+                self._is_to_close = True
                 return
             self._closed = True
         with self._opened:
@@ -219,16 +242,15 @@ class Publisher:
 
     def _collect_garbage(self) -> None:
         assert self._auto_collect is not None
-        collect(self._store, grace=self._auto_collect, on_event=self._on_event)
+        collect(self._store, grace=self._auto_collect, log=self._new_log(), on_event=self._on_event)
+
+    def _new_log(self) -> ChainLog:
+        """The chain as a collector reads it, beside the publisher's own look at it."""
+        return ChainLog(self._store, trusted_keys=self._trusted_keys)
 
     def _check_open(self) -> None:
         if self._closed:
             raise PublisherClosed("the publisher was closed.")
-
-
-def _check_step(step: object) -> None:
-    if step is not None and (type(step) is not int or not 0 <= step <= MAX_INTEGER):
-        raise TypeError(f"step must be an integer from 0 to 2^63-1, or None, not {step!r}")
 
 
 def _require_version(log: ChainLog, seq: int) -> None:

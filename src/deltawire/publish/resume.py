@@ -9,12 +9,13 @@ from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.memory_state import MemoryState
 from ..chain.rebuild import rebuild
-from ..chain.restore import Hop, find_route
+from ..chain.restore import Hop
+from ..chain.routes import Routes
 from ..errors import VersionUnknown
 from ..events import OnEvent
 from ..format.records import Commit
 from .baseline import Arrays
-from .cadence import ChainCost, Way
+from .cadence import ChainCost, Replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,14 @@ def version_commit(log: ChainLog, tip: Commit, seq: int) -> Commit:
 def read_state(log: ChainLog, target: Commit, *, threads: int | None, on_event: OnEvent | None) -> Resumed:
     """The state of a version, bit for bit as it was published. Raises what `rebuild` does."""
     state = MemoryState(threads=threads)
-    rebuild(state, log, Fetcher(log.store, limits=log.limits, on_event=on_event), target, on_event=on_event)
-    hops = find_route(log, None, target)
-    return Resumed(dict(state.writable), _cost(hops, target), min(hop.target.seq for hop in hops if hop.files))
+    routes = Routes(log, on_event=on_event)
+    rebuild(state, log, Fetcher(log.store, limits=log.limits, on_event=on_event), target, routes=routes)
+    hops = routes.find(None, target)
+    return Resumed(dict(state.writable), cost_of(hops, target), min(hop.target.seq for hop in hops if hop.files))
 
 
-def _cost(hops: Sequence[Hop], target: Commit) -> ChainCost:
+def cost_of(hops: Sequence[Hop], target: Commit) -> ChainCost:
+    """What it costs a joiner to get to `target` on this route, which starts from nothing."""
     start, rest = hops[0], [hop for hop in hops[1:] if hop.files]
-    way = Way(sum(entry.size for hop in rest for entry in hop.files), len(rest))
+    way = Replay(sum(entry.size for hop in rest for entry in hop.files), len(rest))
     return ChainCost.resumed(max(target.updates - start.target.updates, 0), way)

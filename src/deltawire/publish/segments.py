@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..dtypes import DType
-from ..errors import PublishError
+from ..errors import LimitExceeded, PublishError
+from ..format.records import Limits
 from ..tensors import State, TensorBits, tensor_bits
 
 SEGMENT_BYTES = 64 << 20
@@ -42,7 +43,10 @@ class TensorTable:
             raise PublishError(f"a state maps names to tensors; this is a {type(state).__qualname__}. Pass model.state_dict(), or a dict.")
         if not state:
             raise PublishError("the state has no tensors. Pass the weights of the model.")
-        return cls.of_bits([tensor_bits(name, tensor) for name, tensor in state.items()])
+        tensors = [tensor_bits(name, tensor) for name, tensor in state.items()]
+        if any(tensor.whole is not None for tensor in tensors):
+            raise PublishError("the state has parts of tensors. Processes that hold such publish together: see ShardedPublisher.")
+        return cls.of_bits(tensors)
 
     @classmethod
     def of_bits(cls, tensors: Sequence[TensorBits]) -> TensorTable:
@@ -56,6 +60,16 @@ class TensorTable:
     @cached_property
     def state_bytes(self) -> int:
         return sum(self.sizes)
+
+    def check_limits(self, limits: Limits) -> None:
+        """`LimitExceeded` if a run with these limits does not allow such a state."""
+        for what, found, allowed in [
+            ("bytes of weights", self.state_bytes, limits.state_bytes),
+            ("tensors", len(self.names), limits.tensors),
+            ("bytes in one tensor", max(self.sizes), limits.file_bytes),
+        ]:
+            if found > allowed:
+                raise LimitExceeded(f"the state has {found:,} {what}; this run allows {allowed:,}.")
 
     def names_of(self, segment: Segment) -> tuple[str, ...]:
         return self.names[segment.first : segment.first + segment.count]

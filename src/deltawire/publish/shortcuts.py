@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ..errors import ResultMismatch
+from ..errors import Fenced, ObjectMissing, ResultMismatch
 from ..format.records import CommitRef, FileEntry, Run, Shortcut
 from ..format.signing import SigningKey
 from ..store import keys
@@ -66,8 +66,12 @@ class ShortcutWriter:
         )
         if done.digest != target.digest:
             raise ResultMismatch(f"the checkpoint of version {target.seq} has the digest {done.digest}, not {target.digest}.")
-        self._create(keys.anchor_key(target.seq), self._record(None, target, table, done.files))
+        self.record_anchor(target, table, done.files)
         return Made(done.size, done.seconds)
+
+    def record_anchor(self, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
+        """Make a checkpoint of version `target` that is uploaded, and is that version, known to readers."""
+        self._create(keys.anchor_key(target.seq), self._record(None, target, table, files))
 
     def _record(self, base: CommitRef | None, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> Shortcut:
         record = Shortcut(
@@ -83,6 +87,19 @@ class ShortcutWriter:
         )
         return record if self.signing_key is None else self.signing_key.sign(record)
 
+    def _is_claimed(self, epoch: int) -> bool:
+        try:
+            self.store.head(keys.epoch_key(epoch))
+        except ObjectMissing:
+            return False
+        return True
+
     def _create(self, key: str, record: Shortcut) -> None:
-        """That somebody else's is there is as good: a shortcut to a version is a shortcut to that version."""
+        """That somebody else's is there is as good: a shortcut to a version is a shortcut to that version.
+
+        `Fenced` if another publisher has come: what was uploaded may be collected by now. One that falls asleep after this question makes
+        a shortcut that leads nowhere, which readers get round and collection removes.
+        """
+        if self._is_claimed(self.epoch + 1):
+            raise Fenced(f"epoch {self.epoch + 1} has been claimed; epoch {self.epoch} makes no shortcuts any more.")
         create_and_look(self.store, key, record.to_bytes())

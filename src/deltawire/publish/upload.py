@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from blake3 import blake3
 
@@ -18,7 +19,7 @@ from ..store.base import Buffer, Store
 from ..store.keys import data_key
 from ..tensors import State
 from .anchor_files import Layout, SegmentSource, Shard
-from .baseline import Arrays, Baseline
+from .baseline import Arrays
 from .segments import Segment
 
 _IN_FLIGHT = 8
@@ -51,11 +52,15 @@ class Uploads:
         self._running: deque[Future[FileEntry]] = deque()
         self._all: list[Future[FileEntry]] = []
         self._started: float | None = None
+        self.waited = 0.0
+        """Seconds that the caller had to wait for them."""
 
     def start(self, upload: Callable[[], FileEntry]) -> None:
         """Begin another; waits while too many are on their way, and raises what went wrong with an earlier one."""
+        start = time.perf_counter()
         while len(self._running) >= _IN_FLIGHT:
             self._running.popleft().result()
+        self.waited += time.perf_counter() - start
         if self._started is None:
             self._started = time.perf_counter()
         future = self._pool.submit(upload)
@@ -68,7 +73,9 @@ class Uploads:
 
     def finish(self) -> tuple[tuple[FileEntry, ...], float]:
         """Wait for all of them: the files, and the seconds since the first was started."""
+        start = time.perf_counter()
         files = tuple(future.result() for future in self._all)
+        self.waited += time.perf_counter() - start
         return files, 0.0 if self._started is None else time.perf_counter() - self._started
 
     def abandon(self) -> None:
@@ -89,14 +96,28 @@ class Update:
     changed: int
     encode_seconds: float
     upload_seconds: float
+    """From the start of the first upload to the end of the last."""
+    wait_seconds: float
+    """Of these, what came after the encoding."""
 
     @property
     def size(self) -> int:
         return sum(entry.size for entry in self.files)
 
 
-def upload_update(place: DataPlace, baseline: Baseline, state: State, threads: int | None) -> Update | None:
-    """Encode a state with the baseline's table against it, and upload. None if that comes to no less than the state itself."""
+class Segmented(Protocol):
+    """A state to encode against, or the parts of one that a process has, cut into segments."""
+
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+
+    def part(self, index: int) -> State: ...
+
+    def part_of(self, state: State, index: int) -> State: ...
+
+
+def upload_update(place: DataPlace, baseline: Segmented, state: State, threads: int | None, *, limit: int) -> Update | None:
+    """Encode a state with the baseline's table against it, and upload. None if that comes to `limit` bytes."""
     uploads = Uploads(place.pool)
     deltas: dict[int, bytes] = {}
     before, after = Digest(), Digest()
@@ -113,7 +134,7 @@ def upload_update(place: DataPlace, baseline: Baseline, state: State, threads: i
             if summary.tensors_changed:
                 deltas[index] = delta
                 size += len(delta)
-                if size >= baseline.table.state_bytes:
+                if size >= limit:
                     uploads.abandon()
                     return None
                 uploads.start_delta(place, delta, segment)
@@ -121,7 +142,7 @@ def upload_update(place: DataPlace, baseline: Baseline, state: State, threads: i
     except BaseException:
         uploads.abandon()
         raise
-    return Update(files, deltas, before, after, changed, encoding, uploading)
+    return Update(files, deltas, before, after, changed, encoding, uploading, uploads.waited)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,170 @@
+"""What only the first process does: it alone reads and writes records. Everything it gives the others is plain JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from ...chain.restore import Hop, Way, find_route
+from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltawireError, Fenced
+from ...events import OnEvent, emit
+from ...format.digest import Digest
+from ...format.records import Commit, FileEntry, Limits
+from ...format.signing import SigningKey
+from ...store import Store, probe
+from ..cadence import AnchorPolicy, ChainCost, Speed, anchor_due
+from ..commits import Attempt, ChainWriter, open_log, open_run
+from ..resume import cost_of
+from ..segments import TensorTable
+from ..shortcuts import ShortcutWriter
+
+
+class ChainLead:
+    """Commits for all. Opening one takes the chain over, as opening a `Publisher` does."""
+
+    def __init__(
+        self,
+        store: Store,
+        pool: Executor,
+        run: str | None,
+        *,
+        limits: Limits | None,
+        signing_key: SigningKey | None,
+        policy: AnchorPolicy,
+        on_event: OnEvent | None,
+    ) -> None:
+        probe(store)
+        open_run(store, run, limits)
+        self._log = open_log(store, run, signing_key)
+        self._writer = ChainWriter(store, self._log, signing_key=signing_key)
+        self._shortcuts = ShortcutWriter(store, pool, self._writer.run, self._writer.epoch, signing_key)
+        self._policy = policy
+        self._on_event = on_event
+        self._attempt: Attempt | None = None
+        self._hops: list[Hop] = []
+        self._without: set[Way] = set()
+        self._speed = Speed()
+        self._cost = ChainCost()
+        self._not_before = 0
+        fence = self._writer.fence
+        self._commit = None if fence.state_seq is None else self._log.state_commit(fence)
+
+    def opening(self) -> dict[str, Any]:
+        """What the others have to know from the start."""
+        limits = self._writer.run.limits
+        return {
+            "epoch": self._writer.epoch,
+            "id": self._writer.run.id,
+            "limits": [limits.state_bytes, limits.tensors, limits.file_bytes],
+            "commit": None if self._commit is None else self._commit.to_bytes().decode(),
+        }
+
+    def settle(self, table: TensorTable | None) -> dict[str, Any]:
+        """Find out what became of the last commit, if that is open: its record if it landed. And the slot that the next one aims at."""
+        self._writer.check_fenced()
+        if table is not None:
+            table.check_limits(self._writer.run.limits)
+        landed = None if self._attempt is None else self._land(self._attempt)
+        return {"landed": landed, "seq": self._writer.next_seq}
+
+    def commit_delta(
+        self, table: TensorTable, files: Sequence[FileEntry], difference: Digest, changed: int, step: int | None, meta: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Commit a delta over the version at the head. Returns its record, and whether an anchor is due."""
+        assert self._commit is not None
+        assert self._commit.digest is not None
+        self._attempt = self._writer.propose(
+            "delta",
+            base=self._writer.tip,
+            digest=self._commit.digest + difference,
+            state_bytes=table.state_bytes,
+            tensors=len(table.names),
+            changed=changed,
+            files=files,
+            step=step,
+            meta=meta,
+        )
+        return self._committed()
+
+    def commit_checkpoint(
+        self, table: TensorTable, files: Sequence[FileEntry], digest: Digest, step: int | None, meta: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Commit a whole checkpoint. Returns as `commit_delta` does."""
+        self._attempt = self._writer.propose(
+            "anchor", base=None, digest=digest, state_bytes=table.state_bytes, tensors=len(table.names), files=files, step=step, meta=meta
+        )
+        return self._committed()
+
+    def record_anchor(self, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
+        """Make an uploaded checkpoint of the version at the head known."""
+        assert self._commit is not None
+        self._shortcuts.record_anchor(self._log.ref(self._commit), table, files)
+        self._cost.anchored()
+        emit(self._on_event, "anchored", seq=self._commit.seq, bytes=sum(entry.size for entry in files))
+
+    def anchor_failed(self, error: DeltawireError) -> None:
+        """An anchor could not be made: that costs readers a detour, and is tried again some versions later."""
+        assert self._commit is not None
+        self._not_before = self._commit.updates + self._policy.min_versions
+        emit(self._on_event, "shortcut-failed", kind="anchor", seq=self._commit.seq, reason=str(error))
+
+    def observe(self, *, sent: int, seconds: float, scanned: int = 0, scan_seconds: float = 0.0) -> None:
+        """How fast this process was: what anchors are timed by."""
+        self._speed = self._speed.observe(sent=sent, send_seconds=seconds, scanned=scanned, scan_seconds=scan_seconds)
+
+    def route(self, failed: int | None) -> list[list[dict[str, Any]]]:
+        """The files of each hop to the version at the head, from nothing; without the hop of the last route that has `failed`."""
+        if failed is None:
+            self._without.clear()
+        else:
+            self._without.add(self._hops[failed].way)
+        if self._commit is None:
+            raise ChainBroken("there is no version to take up.")
+        self._hops = [hop for hop in find_route(self._log, None, self._commit, without=self._without) if hop.files]
+        self._cost = cost_of(self._hops, self._commit)
+        return [[entry.plain() for entry in hop.files] for hop in self._hops]
+
+    def _committed(self) -> dict[str, Any]:
+        assert self._attempt is not None
+        record = self._land(self._attempt)
+        assert self._commit is not None
+        due = anchor_due(self._policy, self._cost, self._commit.state_bytes, self._speed) and self._commit.updates >= self._not_before
+        return {"record": record, "anchor": due}
+
+    def _land(self, attempt: Attempt) -> str:
+        start = time.perf_counter()
+        try:
+            self._writer.land(attempt)
+        except (CommitOutcomeUnknown, CorruptRecord):
+            raise  # what was read back may be our own commit, damaged on the way: ask again
+        except Exception as error:
+            self._attempt = None
+            if isinstance(error, Fenced):
+                emit(self._on_event, "fenced", epoch=self._writer.epoch, reason=str(error))
+            raise
+        self._attempt = None
+        self._take(attempt.commit, time.perf_counter() - start)
+        self._writer.announce()
+        return attempt.data.decode()
+
+    def _take(self, commit: Commit, seconds: float) -> None:
+        self._commit = commit
+        if commit.kind == "anchor":
+            self._cost = ChainCost()
+        else:
+            self._cost.add_update(commit.stored_bytes)
+        emit(
+            self._on_event,
+            "published",
+            seq=commit.seq,
+            kind=commit.kind,
+            step=commit.step,
+            epoch=commit.epoch,
+            updates=commit.updates,
+            bytes=commit.stored_bytes,
+            state_bytes=commit.state_bytes,
+            changed=commit.changed,
+            commit_seconds=seconds,
+        )

@@ -1,0 +1,181 @@
+"""Publishing from FSDP2, and from whatever else keeps weights as DTensors: every rank encodes and uploads its own shards.
+
+Limits: at most 160 ranks publish together; a version is published before `publish` returns, there is no background; no skips. Shards that
+are rows (`Shard(0)`, what `fully_shard` makes) and replicas stay where they are. Others (`Shard(1)` of tensor parallelism, strided shards)
+are redistributed to rows first, tensor by tensor: traffic of that tensor's size between the ranks that hold it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # what torch.distributed.checkpoint asks, too
+
+from ..chain.version import Version
+from ..errors import PublishError, UnsupportedTensor
+from ..publish.sharded import ShardedPublisher
+from ..publish.sharded.ranks import together
+from ..store import Store
+from ..store.base import Buffer
+from ..tensors import TensorPart, tensor_bits
+
+
+class FSDPPublisher:
+    """Publishes a model that is sharded over the ranks of a process group; nobody ever gathers it.
+
+    >>> with FSDPPublisher("s3://bucket/run-7", dtype=torch.bfloat16) as publisher:
+    ...     for step in range(steps):
+    ...         train(model)
+    ...         publisher.publish(model, step=step)
+
+    Every rank of `group` (None: all) opens it, calls `publish` in the same order, and closes it. Each uploads deltas of its own shards;
+    rank 0 commits them as one version, which any reader follows. What fails at one rank is raised at all, and then nothing is published; a
+    rank that dies is noticed by the others after `timeout`, or when its connections break (`PublishError`). A job that starts again, with
+    as many ranks as it likes, goes on where the chain stands.
+
+    `dtype` is what floating-point weights are cast to, shard by shard. Other options are those of `ShardedPublisher`. Each rank holds a
+    copy of its shards in that type, on the CPU.
+    """
+
+    def __init__(
+        self,
+        url: str | Path | Store,
+        run: str | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype | None = None,
+        timeout: datetime.timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        self._dtype = dtype
+        self._ranks = TorchRanks(group, timeout)
+        self._publisher = ShardedPublisher(self._ranks, url, run, **options)
+
+    @property
+    def version(self) -> Version | None:
+        """The newest version that is known to be in the chain; None before the first."""
+        return self._publisher.version
+
+    @property
+    def epoch(self) -> int:
+        """The number under which this job writes."""
+        return self._publisher.epoch
+
+    def publish(
+        self, model: torch.nn.Module | Mapping[str, torch.Tensor], *, step: int | None = None, meta: Mapping[str, str] | None = None
+    ) -> Version:
+        """Publish a module's parameters and persistent buffers, or a state dict, as they are now; on return readers can see the version.
+
+        Of a module, tied weights are published once, under their first name. Of tensors that are no DTensors rank 0's are published. Raises
+        as `Publisher.publish` does.
+        """
+        state = module_state(model) if isinstance(model, torch.nn.Module) else model
+        held: dict[str, TensorPart] = {}
+        together(self._ranks, lambda: held.update(held_shards(state, self._ranks.rank, self._dtype)))
+        return self._publisher.publish(held, step=step, meta=meta)
+
+    def close(self) -> None:
+        """Let go of everything. To be called by all ranks; may be called twice."""
+        self._publisher.close()
+
+    def __enter__(self) -> FSDPPublisher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._publisher.__exit__(kind, error, traceback)
+
+
+def module_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict, which FSDP2 gives as shards whatever the module is at, without the further names of tied parameters."""
+    first: dict[int, str] = {}
+    tied = {name for name, weight in module.named_parameters(remove_duplicate=False) if first.setdefault(id(weight), name) != name}
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
+
+
+def held_shards(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype | None = None) -> dict[str, TensorPart]:
+    """What this rank holds of each tensor, on the CPU: rows, all of it, or nothing. A CPU tensor that is not cast is not copied.
+
+    To be called by all ranks, since some tensors have to be redistributed. Raises a `TensorError` for what cannot be published.
+    """
+    with torch.no_grad():
+        return {name: _held(name, state[name].detach(), rank, dtype) for name in sorted(state)}
+
+
+def _held(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype | None) -> TensorPart:
+    shape = tuple(tensor.shape)
+    start = 0
+    if isinstance(tensor, DTensor):
+        tensor = _in_rows(name, tensor)
+        is_here = tensor.device_mesh.get_coordinate() is not None
+        if is_here and shape:
+            start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1][0] * math.prod(shape[1:])
+        local = tensor.to_local()
+        local = local.wait() if hasattr(local, "wait") else local  # a redistribution may still be on its way
+    else:
+        local, is_here = tensor, rank == 0
+    if not is_here:
+        local = local.new_empty(0)
+    if dtype is not None and local.is_floating_point():
+        local = local.to(dtype)
+    bits = tensor_bits(name, local.cpu().contiguous().view(-1))
+    return TensorPart(bits.bits.view(bits.dtype.numpy), shape, start)
+
+
+def _in_rows(name: str, tensor: DTensor) -> DTensor:
+    """The same tensor, with every mesh dimension holding rows or replicas of it."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedTensor(f"tensor {name!r} is a sum that is not done yet: {tensor.placements}.")
+    wanted = tuple(Replicate() if placement.is_replicate() else Shard(0) for placement in tensor.placements)
+    rows = all(placement.is_replicate() or (type(placement) is Shard and placement.dim == 0) for placement in tensor.placements)
+    return tensor if rows else tensor.redistribute(placements=wanted)
+
+
+class TorchRanks:
+    """`Ranks` over a process group of its own, on the CPU (gloo), beside whatever the training uses."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None) -> None:
+        if not dist.is_initialized():
+            raise PublishError("torch.distributed is not initialised. Call init_process_group first, or use Publisher.")
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._group = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        self.rank: int = dist.get_rank(self._group)
+        self.size: int = dist.get_world_size(self._group)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        with _talking():
+            sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
+            room = max(int(size) for size in sizes)
+            own = torch.frombuffer(bytearray(message.ljust(room)), dtype=torch.uint8)
+            found = [torch.empty(room, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(found, own, group=self._group)
+        return [answer[: int(size)].numpy().tobytes() for answer, size in zip(found, sizes, strict=True)]
+
+    def deliver(self, pieces: Sequence[Buffer]) -> list[memoryview]:
+        arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]
+        own = [array.size for array in arrays]
+        with _talking():
+            sizes = torch.empty(self.size, dtype=torch.int64)
+            dist.all_to_all_single(sizes, torch.tensor(own), group=self._group)
+            theirs: list[int] = sizes.tolist()
+            arrived = torch.empty(sum(theirs), dtype=torch.uint8)
+            dist.all_to_all_single(arrived, torch.from_numpy(np.concatenate(arrays)), theirs, own, group=self._group)
+        return [piece.numpy().data for piece in arrived.split(theirs)]
+
+
+@contextmanager
+def _talking() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PublishError(f"the other ranks cannot be reached any more: {error}") from error

@@ -1,0 +1,86 @@
+"""The callback in a real Hugging Face Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import bits, qwen, torch, transformers
+
+pytest.importorskip("accelerate", reason="accelerate is not installed, which the Trainer needs")
+
+from deltawire.errors import Fenced
+from deltawire.publish import Publisher
+from deltawire.store import open_store
+from deltawire.subscribe import Subscriber, reading_mirror
+from deltawire.trainers import DeltaWireCallback
+
+
+class Tokens(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = torch.arange(index, index + 8) % 96
+        return {"input_ids": ids, "labels": ids}
+
+
+def train(folder: Path, callback: Any, steps: int = 5, others: tuple[Any, ...] = ()) -> Any:
+    model = qwen(0, dtype=torch.float32)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+    )
+    transformers.Trainer(model, arguments, train_dataset=Tokens(), callbacks=[callback, *others]).train()
+    return model
+
+
+@pytest.mark.filterwarnings("default")  # what the Trainer warns of is not ours
+@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5])])
+def test_a_trainer_publishes_its_steps_and_the_last_one_in_any_case(tmp_path: Path, every: int, steps: list[int]) -> None:
+    callback = DeltaWireCallback(tmp_path / "chain", every, dtype=torch.bfloat16, background=False)
+    model = train(tmp_path / "out", callback)
+    with Subscriber(tmp_path / "chain", tmp_path / "mirror") as subscriber:
+        assert subscriber.sync().step == 5
+        log = subscriber._chain.log
+        found = [log.version(seq).step for seq in range(1, len(steps) + 1)]
+    assert found == steps
+    with reading_mirror(tmp_path / "mirror") as checkpoint:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert bits(loaded.state_dict()) == bits({name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
+
+
+@pytest.mark.filterwarnings("default")
+def test_in_the_background_the_last_step_arrives_before_training_returns(tmp_path: Path) -> None:
+    model = train(tmp_path / "out", DeltaWireCallback("memory://callback-background", dtype=torch.bfloat16))
+    with Subscriber("memory://callback-background", pin=False) as subscriber:
+        assert subscriber.sync().step == 5
+        expected = model.model.norm.weight.detach().bfloat16().view(torch.uint8).numpy().tobytes()
+        assert subscriber.state["model.norm.weight"].tobytes() == expected
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_trainer_that_is_fenced_off_stops(tmp_path: Path) -> None:
+    store = open_store("memory://callback-fenced")
+
+    class Usurper(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                Publisher(store).close()
+
+    with pytest.raises(Fenced):
+        train(tmp_path / "out", DeltaWireCallback(store, background=False), others=(Usurper(),))
+
+
+def test_every_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="every"):
+        DeltaWireCallback("memory://callback", 0)

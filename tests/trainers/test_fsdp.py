@@ -1,0 +1,129 @@
+"""Real ranks (gloo, `fully_shard`), and plain readers that end bit for bit at the full state dict."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import PACKAGE
+
+from deltawire import Subscriber
+from deltawire.chain.log import ChainLog
+from deltawire.chain.verify import verify
+from deltawire.store import open_store
+
+pytest.importorskip("torch.distributed.fsdp", reason="needs torch with FSDP2")
+
+HERE = Path(__file__).resolve().parent
+LONGEST = 240
+
+
+@pytest.fixture(scope="module")
+def job():
+    """Runs a job of so many ranks to its end: (size, task) → exit codes. Processes are forked from one that has imported torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGE), str(HERE)]))
+        patch.syspath_prepend(str(HERE))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["fsdp_worker"])
+        import fsdp_worker
+
+        def run(size, task):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            ranks = [context.Process(target=fsdp_worker.run, args=(rank, size, port, task)) for rank in range(size)]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(LONGEST)
+                rank.kill()
+            return [rank.exitcode for rank in ranks]
+
+        yield run
+
+
+@pytest.fixture
+def train(job):
+    def run(size, url, out, steps, **more):
+        out.mkdir(exist_ok=True)
+        codes = job(size, {"url": str(url), "out": str(out), "mesh": [size], "steps": steps, **more})
+        assert codes == [0] * size, [path.read_text() for path in out.glob("error-*.txt")]
+        return {int(path.stem): dict(np.load(path)) for path in out.glob("*.npz")}
+
+    return run
+
+
+def compare(url, states):
+    """Every version in memory, bit for bit."""
+    assert states
+    with Subscriber(url, pin=False, threads=1) as subscriber:
+        for seq, state in sorted(states.items()):
+            subscriber.sync(seq)
+            assert subscriber.state.keys() == state.keys()
+            for name, array in state.items():
+                ours = subscriber.state[name]
+                theirs = array.astype(ours.dtype)
+                assert ours.shape == theirs.shape
+                assert ours.tobytes() == theirs.tobytes(), (seq, name)
+    assert verify(open_store(url), deep=True).problems == []
+
+
+def kinds(url):
+    log = ChainLog(open_store(url))
+    return [commit.kind for seq in range(100) if (commit := log.read(seq)) is not None]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_reader_has_the_full_state_dict_after_every_step(train, tmp_path, size):
+    states = train(size, tmp_path / "run", tmp_path / "out", [0, 4])
+    assert kinds(tmp_path / "run") == ["fence", "anchor", "delta", "delta", "delta"]
+    compare(tmp_path / "run", states)
+    events = [json.loads((tmp_path / "out" / f"events-{rank}.json").read_text()) for rank in range(size)]
+    sent = [event["bytes"] for rank in events for event in rank if event["event"] == "rank-published" and event["seq"] > 1]
+    assert max(sent) < 2 * min(sent)
+
+
+def test_masters_are_cast_shard_by_shard(train, tmp_path):
+    states = train(2, tmp_path / "run", tmp_path / "out", [0, 3], bf16=True)
+    assert all(array.dtype == np.float32 for name, array in states[1].items() if name != "steps")
+    compare(tmp_path / "run", states)
+    with Subscriber(tmp_path / "run", pin=False) as subscriber:
+        subscriber.sync()
+        assert str(subscriber.state["norm.weight"].dtype) == "bfloat16"
+
+
+def test_another_number_of_ranks_and_another_wrapping_go_on_with_the_chain(train, tmp_path):
+    url = tmp_path / "run"
+    states = train(2, url, tmp_path / "first", [0, 2])
+    states |= train(4, url, tmp_path / "second", [2, 4], load=str(tmp_path / "first" / f"{max(states)}.npz"), wrapping="whole")
+    states |= train(4, url, tmp_path / "third", [4, 5], load=str(tmp_path / "second" / f"{max(states)}.npz"), mesh=[2, 2])
+    assert kinds(url) == ["fence", "anchor", "delta", "fence", "delta", "delta", "fence", "delta"]
+    compare(url, states)
+
+
+def test_tensors_may_lie_on_the_mesh_in_any_way(train, tmp_path):
+    states = train(4, tmp_path / "run", tmp_path / "out", [0, 3], mesh="all placements")
+    compare(tmp_path / "run", states)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_in_the_middle_leaves_nothing_behind_and_a_new_job_goes_on(job, train, tmp_path, rank):
+    url, out = tmp_path / "run", tmp_path / "out"
+    out.mkdir()
+    codes = job(2, {"url": str(url), "out": str(out), "mesh": [2], "steps": [0, 3], "die": rank})
+    assert codes[rank] == -signal.SIGKILL
+    assert codes[1 - rank] > 0
+    assert "PublishError" in (out / f"error-{1 - rank}.txt").read_text()
+    before = kinds(url)
+    assert set(before) <= {"fence", "anchor"}
+    states = {int(path.stem): dict(np.load(path)) for path in out.glob("*.npz")}
+    states |= train(2, url, out, [3, 5])
+    assert kinds(url)[: len(before)] == before
+    compare(url, states)
