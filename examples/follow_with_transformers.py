@@ -1,0 +1,48 @@
+"""A transformers model that generates with the newest weights: `python examples/follow_with_transformers.py URL [STEP]`.
+
+The model is made from the chain itself, then changed in place between two forward passes whenever a version appears, until the version of
+STEP (7, the last of examples/publish_from_training.py) has generated.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import deltawire
+from deltawire.engines import HotSwap, ModuleEngine
+
+
+def main(url: str, last: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        deltawire.pull(url, f"{folder}/checkpoint")  # for its config.json; the weights could come from anywhere
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{folder}/checkpoint"), dtype=torch.bfloat16)
+
+    with HotSwap(url, ModuleEngine(model)) as policy:
+        policy.sync()
+        policy.start(poll=0.1)  # from here on by itself
+        step = -1
+        while step < last:
+            with policy.generation() as made_by:
+                tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=16, do_sample=False, pad_token_id=0)
+            steps = [version.step for version in made_by.versions if version is not None]
+            step = max(step, *(number for number in steps if number is not None))
+            print(f"{tokens.shape[1]} tokens by the weights of step {' and '.join(map(str, steps))}")
+        swap = policy.last_swap
+        version = policy.version
+    assert version is not None
+    if swap is not None:
+        print(f"the last swap paused generation for {swap.pause_seconds * 1000:.1f} ms")
+    print(f"digest {deltawire.state_digest(published_weights(model))} (published: {version.digest})")
+
+
+def published_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What was published: tied weights under one name."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "policy-chain", int(sys.argv[2]) if len(sys.argv) > 2 else 7)

@@ -1,0 +1,54 @@
+"""A plain PyTorch training loop that publishes every step: `python examples/publish_from_training.py URL`.
+
+URL is a directory, s3://BUCKET/PREFIX, gs://…; whoever follows it (examples/follow_with_transformers.py) gets each version bit for bit. The
+model is a small one made here. What publishing adds to a loop are the lines marked with #.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from deltawire import Publisher  #
+from deltawire.trainers import WeightSource  #
+
+STEPS = 8
+CONFIG = Qwen3Config(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=256,
+    tie_word_embeddings=True,
+)
+
+
+def main(url: str) -> None:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(CONFIG)  # fp32 master weights
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    text = torch.randint(0, CONFIG.vocab_size, (4, 32))
+
+    source = WeightSource(model, dtype=torch.bfloat16)  # engines serve bf16
+    configuration = {"config.json": model.config.to_json_string().encode()}  # so that anchors load as checkpoints
+    with Publisher(url, background=True, attachments=configuration) as publisher:  #
+        for step in range(STEPS):
+            loss = model(text, labels=text).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            source.publish(publisher, step=step)  # copies, and returns: uploading goes on beside the next step
+            print(f"step {step}: loss {loss.item():.4f}")
+        publisher.flush()
+        version = publisher.version
+    assert version is not None
+    print(f"version {version.seq} of step {version.step}: {version.bytes:,} bytes for {version.state_bytes:,} of weights")
+    print(f"digest {version.digest}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "policy-chain")

@@ -1,0 +1,73 @@
+"""The trainer: TRL's AsyncGRPO on a model, its weights published to a bucket at every step.
+
+    python train.py MODEL_DIR BUCKET_URL VLLM_URL [STEPS]
+
+All that deltawire takes is the line with `weight_transfer`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from deltawire.trainers.trl import DeltaWireTransfer
+
+
+def many_short_words(prompts: list, completions: list, **_: object) -> list[float]:
+    """A reward that something can be learnt from: the share of words below w100."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(len(word) <= 3 for word in text.split()) / max(1, len(text.split())) for text in texts]
+
+
+class PrintMetrics(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **_):
+        if logs and "ratio" in logs:
+            print(json.dumps({"step": state.global_step, "ratio": logs["ratio"], "reward": logs.get("reward")}), flush=True)
+
+
+def main(model: str, bucket: str, server: str, steps: int) -> None:
+    if not torch.cuda.is_available():
+        import on_cpu
+
+        on_cpu.replace_what_needs_a_gpu()
+    attachments = {path.name: path for path in Path(model).iterdir() if path.suffix in (".json", ".jinja")}
+    transfer = DeltaWireTransfer(bucket, attachments=attachments)
+    trainer = AsyncGRPOTrainer(
+        model=model,
+        reward_funcs=many_short_words,
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": f"w{number} w{number + 1}"}]} for number in range(64)]),
+        args=AsyncGRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            dtype="bfloat16",
+            use_cpu=not torch.cuda.is_available(),
+            bf16=False,
+            max_steps=steps,
+            learning_rate=1e-4,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=16,
+            weight_sync_steps=1,
+            max_staleness=2,
+            max_inflight_tasks=8,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            gradient_checkpointing=False,
+            vllm_server_base_url=server,
+        ),
+        callbacks=[PrintMetrics()],
+        weight_transfer=transfer,
+    )
+    trainer.train()
+    print(json.dumps({"published": [version.seq for version in transfer.versions]}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]) if len(sys.argv) > 4 else 10)

@@ -1,0 +1,83 @@
+"""What an engine is: something that generates with weights, and can take new ones between two forward passes.
+
+A swap has five steps, and `SwapGate` takes them in this order: prepare (fetch, decode, check: the old version serves on) → pause → apply →
+confirm → resume. Whatever fails before `apply` leaves the old version serving. What fails from there on is reverted, and the old version
+serves again; where the revert fails too, the engine stays paused (`EngineFenced`) until a whole checkpoint has repaired it. So a forward
+pass never runs on a mix of two versions.
+
+An engine brings a `Replica` (deltawire/subscribe/replica.py), which does the preparing when a `Subscriber` moves it, and hands every change
+that is ready to `swap`. One move may take several swaps, through versions in between that are whole too.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import enum
+from collections.abc import Callable
+from typing import Protocol
+
+from ..format.records import Commit
+from ..subscribe.replica import Replica
+
+
+class KvCache(enum.Enum):
+    """What becomes of keys and values that the old weights made, when a swap happens while something is being generated."""
+
+    KEEP = "keep"
+    """Generation goes on with them: fastest, and a completion may be a mix (`HotSwap.generation` says of which versions)."""
+    DROP = "drop"
+    """Nothing that the old weights made is used with the new ones."""
+
+
+class PreparedSwap(Protocol):
+    """A change of live weights that is ready to be made: all that can be fetched, decoded and checked beforehand has been.
+
+    Nothing else may write to the weights between preparing and `apply`.
+    """
+
+    def apply(self) -> None:
+        """Write the new weights. The engine is paused. It may fail half-way."""
+        ...
+
+    def confirm(self, *, full: bool) -> None:
+        """Raise a `DeltawireError` unless the live weights are those of the new version.
+
+        With `full`, every weight is read; without, an engine may look at no more than what was written.
+        """
+        ...
+
+    def revert(self) -> None:
+        """Put the old weights back, whatever `apply` had done by the time it failed, and confirm that. Raises if that cannot be done."""
+        ...
+
+
+Swap = Callable[[PreparedSwap, Commit], None]
+"""Makes a change, to the version of this commit. Returns when it is made and confirmed; if it raises, the weights are what they were,
+but for `EngineFenced`: then nobody knows what they are, and the replica MUST start from a whole checkpoint at its next move."""
+
+
+class Engine(abc.ABC):
+    """An adapter to one engine. `deltawire.testing.EngineConformance` holds its promises as tests."""
+
+    name: str
+    """For messages and events."""
+
+    @abc.abstractmethod
+    def replica(self, swap: Swap) -> Replica:
+        """The live weights as what a subscriber keeps up to date. `commit` is the version that the engine serves; None if unknown."""
+
+    @abc.abstractmethod
+    def pause(self, kv_cache: KvCache) -> None:
+        """Return when no forward pass runs, and let none begin until `resume`. Does nothing if it is paused."""
+
+    @abc.abstractmethod
+    def resume(self) -> None:
+        """Go on. Does nothing if it is not paused. Requests that waited, or were interrupted, are not lost."""
+
+    def generation(self) -> contextlib.AbstractContextManager[None]:
+        """Around what uses one KV cache, where the engine does not manage caches itself: with `KvCache.DROP`, `pause` waits for its end."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:  # noqa: B027 - nothing to let go of is the common case
+        """Let go of what the adapter itself holds. The engine goes on with the weights that it has."""

@@ -1,0 +1,103 @@
+"""transformers models, and any other `nn.Module`: new weights in place, between two forward passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..module_tensors import NameMap, named_weights
+from ..subscribe.replica import Replica
+from .base import Engine, KvCache, Swap
+from .device_weights import DeviceReplica
+from .forward_gate import ForwardGate
+from .live_weights import LiveReplica
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModuleEngine(Engine):
+    """A module whose parameters and persistent buffers follow a chain. They stay the same tensors, tied ones stay tied.
+
+    >>> model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    >>> HotSwap("s3://bucket/run", ModuleEngine(model)).sync()
+
+    On the CPU the module's weights are the only copy there is: deltas are decoded against them. Weights on another device (or of a tensor
+    subclass) have a copy on the host. Nothing may train or cast the module; what it has must be what is published, type for type.
+
+    Swaps wait for calls of the module (`module(...)`, and so `generate`) to end, and calls wait for swaps. Whatever else reads the weights,
+    such as a submodule that is called directly, belongs into `forward_pass()`. With `KvCache.DROP`, swaps also wait for what runs inside
+    `generation()`; they give up after `pause_timeout` seconds, and the next sync tries again.
+
+    `names` maps the module's names to those of the chain, `bundle` is the one to take where a version has several. `at` is the version that
+    the module was loaded from, which saves a whole download. `keep_others` allows, and keeps in memory, tensors that the module has not.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        names: NameMap | None = None,
+        bundle: str = "",
+        at: int | None = None,
+        keep_others: bool = False,
+        pause_timeout: float = 60.0,
+        threads: int | None = None,
+        undo_bytes: int | None = None,
+        name: str = "module",
+    ) -> None:
+        self.name = name
+        self._module = module
+        self._names = names
+        self._bundle = bundle
+        self._pause_timeout = pause_timeout
+        self._options: dict[str, Any] = {"at": at, "keep_others": keep_others, "threads": threads, "undo_bytes": undo_bytes}
+        self._gate = ForwardGate()
+        self._hooks = [
+            module.register_forward_pre_hook(self._enter, prepend=True),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The live weights by their names in the chain, each tied one under all of its names."""
+        return named_weights(self._module, self._names, bundle=self._bundle)
+
+    def replica(self, swap: Swap) -> Replica:
+        kind = LiveReplica if all(_is_plain(tensor) for tensor in self.weights().values()) else DeviceReplica
+        return kind(self.weights, swap, **self._options)
+
+    def pause(self, kv_cache: KvCache) -> None:
+        self._gate.close(kv_cache, self._pause_timeout)
+
+    def resume(self) -> None:
+        self._gate.open()
+
+    @contextlib.contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Around anything that reads the weights without calling the module itself."""
+        self._gate.enter()
+        try:
+            yield
+        finally:
+            self._gate.leave()
+
+    def generation(self) -> contextlib.AbstractContextManager[None]:
+        return self._gate.generation()
+
+    def close(self) -> None:
+        """Take the hooks off the module."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, *_: object) -> None:
+        self._gate.enter()
+
+    def _leave(self, *_: object) -> None:
+        self._gate.leave()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    import torch
+
+    return tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

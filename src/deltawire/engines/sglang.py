@@ -1,0 +1,92 @@
+"""SGLang, by its HTTP routes: pause, reload from a mirror directory, look at the version, continue.
+
+SGLang has no build for CPUs, so this adapter was **not run against a real server**: it is tested against a small server that answers as
+SGLang's source says (tests/engines/sglang_contract.py). The server must see the mirror's directory under the same path.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from ..chain.version import Version
+from ..errors import EngineError, EngineUnavailable
+from .base import KvCache
+from .disk import DiskEngine
+
+
+class SglangEngine(DiskEngine):
+    """A running SGLang server. Versions are told apart by its `weight_version`, which is set to the sequence number.
+
+    With `KvCache.KEEP` requests in flight stay where they are and go on with their caches; with `DROP` they go back to the queue and are
+    computed anew. `api_key` is the server's, if it has one. A reload may take up to `timeout` seconds.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        mirror: Path | str,
+        *,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        loaded: int | None = None,
+        threads: int | None = None,
+        name: str = "sglang",
+    ) -> None:
+        super().__init__(
+            mirror,
+            self._load,
+            pause=self._stop,
+            resume=lambda: self._call("/continue_generation", {}),
+            confirm=self._check,
+            loaded=loaded,
+            threads=threads,
+            name=name,
+        )
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._timeout = timeout
+        self._kv_cache = KvCache.DROP
+
+    def _stop(self, kv_cache: KvCache) -> None:
+        self._kv_cache = kv_cache
+        self._call("/pause_generation", {"mode": "in_place" if kv_cache is KvCache.KEEP else "retract"})
+
+    def _load(self, path: Path, version: Version) -> None:
+        answer = self._call(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(path.resolve()),
+                "weight_version": str(version.seq),
+                "flush_cache": self._kv_cache is KvCache.DROP,
+                "keep_pause": True,
+            },
+        )
+        if not answer.get("success"):
+            raise EngineError(f"{self.name} did not load version {version.seq}: {answer.get('message')}")
+
+    def _check(self, version: Version) -> None:
+        found = self._call("/get_weight_version").get("weight_version")
+        if found != str(version.seq):
+            raise EngineError(f"{self.name} says that it has version {found}, not {version.seq}.")
+
+    def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + route, data, self._headers, method="GET" if body is None else "POST")
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                answer = response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = error.read(2000).decode(errors="replace")
+            raise EngineError(f"{self._url}{route} answered {error.code}: {reason}") from None
+        except OSError as error:
+            raise EngineUnavailable(f"{self._url}{route}: {error}.") from error
+        try:
+            found = json.loads(answer)
+        except ValueError:
+            return {}  # some routes answer in words
+        return found if isinstance(found, dict) else {}

@@ -1,0 +1,14 @@
+"""vLLM: weights go from a chain into a running server, through vLLM's own weight-transfer interface.
+
+    plugin.py      what vLLM finds by its entry point: registers the backend `deltawire`
+    backend.py     the backend, one in each worker: stages an update while the server generates, makes it while it is paused
+    staging.py     what differs between the version that a worker has and the next one, found out beforehand
+    loading.py     puts weights into a model by its own loaders: sparse, whole tensors in place, or everything anew
+    read_back.py   reads weights back from a model by the same loaders, and compares
+    agreement.py   all workers do a thing, or none
+    cpu.py         on CPUs, keeps vLLM from packing weights where no loader finds them
+    routes.py      a client of the server's HTTP routes
+    sidecar.py     follows a chain beside a server, and drives it
+
+Only `routes` and `sidecar` are used outside of vLLM's processes; they need neither vLLM nor torch.
+"""

@@ -1,0 +1,280 @@
+"""The weight-transfer backend `deltawire`: one object in each worker of a server.
+
+    POST /init_weight_transfer_engine {"init_info": {"mirror": DIR, "url": URL, …}}
+    POST /collective_rpc {"method": "deltawire_prepare", "args": [VERSION]}      at any time: stages in the background
+    POST /pause, /start_weight_update
+    POST /update_weights {"update_info": {"version": VERSION}}
+    POST /finish_weight_update {"weight_version": "VERSION"}, /resume
+
+An update that was not prepared is staged within the pause: slower, and as exact. The first one after the start loads everything, since
+nobody knows which version the server's own loading found; so does one with `"anew": true`, and one that changes a tensor that is not in
+place (see read_back.py).
+
+**What is confirmed.** When the server starts, what it has loaded is read back, to learn which tensors are in place. After everything was
+loaded anew, each tensor in place is read back by the model's own loaders and compared, bit for bit, with the mirror, whose digest was
+checked against the chain. After an update, so is every element that was written; with `confirm="everything"`, every tensor. Tensors that
+vLLM transforms after loading (`transformed` in the status) cannot be read back: that they are right rests on vLLM's own reloading; that
+they were transformed again, and not left as loaded, is checked.
+
+**What fails.** All workers stage an update before any writes: a failure until then changes nothing. A failure while writing, or a reading
+that differs, leaves the worker *fenced*: its weights are of no known version. The call fails, the server stays paused for as long as
+nobody resumes it, and the only update that is accepted is one that loads everything.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.logger import init_logger
+
+from ...errors import EngineError, EngineFenced, EngineRefused
+from . import loading
+from .agreement import failed_ranks, is_spokesman
+from .read_back import read_back
+from .staging import HeldVersion, StagedUpdate, Stager
+
+logger = init_logger("vllm.deltawire")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where versions come from.
+
+    `mirror` is a directory that all workers of a host share. With `url` the workers bring it to the versions that they are asked for;
+    without, somebody else does, such as `deltawire sidecar`. `confirm` is "written" or "everything".
+    """
+
+    mirror: str
+    url: str | None = None
+    run: str | None = None
+    trusted_keys: list[str] = field(default_factory=list)
+    confirm: str = "written"
+    threads: int | None = None
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which version; `anew` loads all of it, whatever there is."""
+
+    version: int
+    anew: bool = False
+
+
+class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
+    """Brings the weights of a worker to versions of a chain."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not hasattr(self, "model"):
+            raise EngineRefused("this vLLM is too old for the weight-transfer backend deltawire: it needs 0.25 or later.")
+        self._info: InitInfo | None = None
+        self._stager: Stager | None = None
+        self._live: HeldVersion | None = None
+        self._in_place: set[str] = set()
+        self._transformed = self._find_transformed()
+        self._is_fenced = False
+        self._error: str | None = None
+        self._last: dict[str, float] = {}
+        _offer_to_rpc()
+
+    # What vLLM calls
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Say where versions come from. The same again changes nothing; another place makes the next update load everything."""
+        if init_info.confirm not in ("written", "everything"):
+            self._raise(EngineRefused, f'confirm must be "written" or "everything", not {init_info.confirm!r}')
+            return
+        if init_info == self._info:
+            return
+        self.shutdown()
+        self._stager = Stager(Path(init_info.mirror), init_info.url, init_info.run, tuple(init_info.trusted_keys), init_info.threads)
+        self._info = init_info
+
+    def start_weight_update(self) -> None:
+        """Nothing to do: all is done in `update_weights`."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Get to a version, together with all other workers. Raises, in the last of them, if any worker failed."""
+        began = time.perf_counter()
+        staged, self._error = None, None
+        try:
+            staged = self._take(update_info)
+        except Exception as error:
+            self._note(error)
+        if failed := failed_ranks(staged is None):
+            if staged is not None:
+                staged.target.release()
+            self._raise(EngineRefused, f"workers {failed} have no version {update_info.version}: nothing was changed")
+            return
+        assert staged is not None
+        taken = time.perf_counter()
+        try:
+            self._change(staged, anew=update_info.anew)
+        except Exception as error:
+            self._note(error)
+        self._last["stage_ms"] = (taken - began) * 1e3
+        self._last["total_ms"] = (time.perf_counter() - began) * 1e3
+        if failed := failed_ranks(self._error is not None):
+            self._fence(staged)
+            self._raise(EngineFenced, f"workers {failed} failed to take version {update_info.version}")
+            return
+        before, self._live, self._is_fenced = self._live, staged.target, False
+        if before is not None:
+            before.release()
+
+    def finish_weight_update(self) -> None:
+        """Raises, in the last worker, if the weights are of no known version."""
+        if self._is_fenced:
+            self._raise(EngineFenced, "the last update failed")
+
+    def shutdown(self) -> None:
+        """Let go of mirror and store. The weights stay; which version they are is forgotten."""
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+        if self._live is not None:
+            self._live.release()
+            self._live = None
+        self._info = None
+
+    # What is called by /collective_rpc. Neither ever raises, for that would confuse vLLM's executor (see agreement.py)
+
+    def prepare(self, version: int) -> dict[str, Any]:
+        """Begin to stage a version. Returns the status."""
+        if self._stager is not None:
+            self._stager.prepare(int(version), self._live)
+        return self.status()
+
+    def status(self) -> dict[str, Any]:
+        """What this worker has, in JSON's types."""
+        stager = self._stager
+        return {
+            "initialised": stager is not None,
+            "version": None if self._live is None else self._live.seq,
+            "staged": None if stager is None else stager.staged,
+            "staging_error": None if stager is None else stager.error,
+            "fenced": self._is_fenced,
+            "error": self._error,
+            "transformed": len(self._transformed),
+            "last": dict(self._last),
+        }
+
+    # An update
+
+    def _take(self, info: UpdateInfo) -> StagedUpdate:
+        if self._stager is None:
+            raise EngineError("the weight transfer was not initialised: POST /init_weight_transfer_engine first.")
+        if self._is_fenced and not info.anew:
+            raise EngineFenced("the last update failed, so only one that loads everything is accepted (`anew`).")
+        return self._stager.take(info.version, self._live)
+
+    def _change(self, staged: StagedUpdate, *, anew: bool) -> None:
+        weights, changes = staged.target.weights, staged.changes
+        self._last = {}
+        if anew or changes is None or not loading.has_sparse_loading() or not changes.keys() <= self._in_place:
+            self._load_all(staged)
+            return
+        elements, tensors = [], []
+        for name, change in changes.items():
+            if loading.is_sparse(loading.torch_dtype(weights, name), change):
+                elements.append((name, change))
+            else:
+                tensors.append(name)
+        start = time.perf_counter()
+        loading.write_elements(self.model, weights, elements, self.device)
+        loading.write_tensors(self.model, weights, tensors)
+        written = time.perf_counter()
+        assert self._info is not None
+        with torch.no_grad():
+            if self._info.confirm == "everything":
+                different = read_back(self.model, loading.whole_tensors(weights, sorted(self._in_place))).different
+            else:
+                masked = loading.masked_tensors(weights, elements, self.device)
+                different = read_back(self.model, masked, masked=True).different
+                different |= read_back(self.model, loading.whole_tensors(weights, tensors)).different
+        if different:
+            raise EngineFenced(f"after the update, {len(different)} tensors are not what they should be, such as {min(different)!r}.")
+        self._last = {
+            "write_ms": (written - start) * 1e3,
+            "confirm_ms": (time.perf_counter() - written) * 1e3,
+            "elements": sum(len(change.indices) for _, change in elements),
+            "sparse_tensors": len(elements),
+            "whole_tensors": len(tensors),
+            "loaded_anew": 0,
+        }
+
+    def _load_all(self, staged: StagedUpdate) -> None:
+        weights = staged.target.weights
+        start = time.perf_counter()
+        loading.load_all(self.model, self.model_config, weights)
+        loaded = time.perf_counter()
+        with torch.no_grad():
+            readings = read_back(self.model, loading.whole_tensors(weights, weights))
+        if lost := readings.different & self._in_place:
+            raise EngineFenced(f"after loading everything, {len(lost)} tensors are not what they should be, such as {min(lost)!r}.")
+        if raw := readings.equal & self._transformed:
+            raise EngineFenced(f"this vLLM does not transform {len(raw)} tensors as at the start, such as {min(raw)!r}.")
+        self._in_place = readings.equal | readings.absent
+        self._transformed |= readings.different
+        self._last = {"write_ms": (loaded - start) * 1e3, "confirm_ms": (time.perf_counter() - loaded) * 1e3, "loaded_anew": 1}
+
+    def _find_transformed(self) -> set[str]:
+        """The tensors that vLLM has transformed after loading them just now: those that do not read back.
+
+        None are known of a server that started without a checkpoint (`--load-format dummy`), or with a loader that cannot be asked again.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import get_model_loader
+
+        loader = get_model_loader(self.vllm_config.load_config)
+        if not hasattr(loader, "get_all_weights"):
+            return set()
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            return read_back(self.model, loader.get_all_weights(self.model_config, self.model)).unlike
+
+    def _fence(self, staged: StagedUpdate) -> None:
+        staged.target.release()
+        if self._live is not None:
+            self._live.release()
+        self._live, self._is_fenced = None, True
+
+    def _note(self, error: Exception) -> None:
+        logger.exception("deltawire: an update failed")
+        self._error = f"{type(error).__name__}: {error}"
+
+    def _raise(self, kind: type[EngineError], message: str) -> None:
+        if is_spokesman():
+            raise kind(f"{message}. {self._error or ''}".rstrip())
+
+
+def _offer_to_rpc() -> None:
+    """Let /collective_rpc reach the backend: vLLM has no route to prepare an update, to ask how it stands, or to give one up."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def deltawire_status(worker: Any) -> dict[str, Any]:
+        return dict(worker.weight_transfer_engine.status())
+
+    def deltawire_prepare(worker: Any, version: int) -> dict[str, Any]:
+        return dict(worker.weight_transfer_engine.prepare(version))
+
+    def deltawire_settle(worker: Any) -> dict[str, Any]:
+        worker._weight_update_active = False
+        return deltawire_status(worker)
+
+    Worker.deltawire_status = deltawire_status
+    Worker.deltawire_prepare = deltawire_prepare
+    Worker.deltawire_settle = deltawire_settle

@@ -1,0 +1,142 @@
+"""Read weights back from a model through its own loaders.
+
+A model's `load_weights` knows where each element of a checkpoint belongs: which rows of a fused QKV, which shard, which expert. Run with
+every write turned into a comparison, it tells whether the model holds what a checkpoint says, without changing it. A tensor that reads
+back equal right after the server has loaded it is *in place*: what a loader writes later is where the kernels look for it. One that does
+not was transformed after loading (packed, transposed, quantised); such tensors can only be loaded anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(slots=True)
+class Readings:
+    """What came of reading tensors back, by their names in the checkpoint."""
+
+    equal: set[str] = field(default_factory=set)
+    """Held by this worker, and equal, bit for bit."""
+    different: set[str] = field(default_factory=set)
+    """Not equal, or not comparable."""
+    unlike: set[str] = field(default_factory=set)
+    """Those of the different ones of which not even half of the elements are equal: no other version, but another layout."""
+    absent: set[str] = field(default_factory=set)
+    """Not held by this worker: another shard's, or a tensor that the model does not load."""
+
+
+def read_back(model: Any, weights: Iterable[tuple[str, torch.Tensor]], *, masked: bool = False) -> Readings:
+    """Compare a model with tensors of a checkpoint; with `masked`, only where these are not NaN. Nothing is changed."""
+    comparison = _Comparison(model, masked)
+    remaining = iter(weights)
+    while True:
+        try:
+            with comparison:
+                model.load_weights(comparison.watch(remaining))
+        except Exception:  # by a loader that this layout confuses: the tensor is not in place, the others may be
+            if comparison.current is None:
+                raise
+            comparison.refused.add(comparison.current)
+            comparison.current = None
+            continue
+        return comparison.readings()
+
+
+class _Comparison(TorchDispatchMode):  # type: ignore[misc]
+    """While it is active, nothing is written to the model's tensors: writes are compared instead."""
+
+    def __init__(self, model: Any, masked: bool) -> None:
+        super().__init__()
+        self._masked = masked
+        tensors = [*model.parameters(), *model.buffers()]
+        self._owned = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+        self._sources: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._verdicts: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        """By name: how many elements are equal, and of how many."""
+        self._seen: list[str] = []
+        self.refused: set[str] = set()
+        self.current: str | None = None
+
+    def watch(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hand the tensors on, knowing which one is being loaded."""
+        for name, tensor in weights:
+            self.current = name
+            self._seen.append(name)
+            self._sources[tensor.untyped_storage().data_ptr()] = weakref.ref(tensor), name
+            yield name, tensor
+        self.current = None
+
+    def readings(self) -> Readings:
+        readings = Readings()
+        for name in self._seen:
+            verdicts = self._verdicts.get(name, [])
+            equal = sum(int(count) for count, _ in verdicts)
+            total = sum(total for _, total in verdicts)
+            if name in self.refused or equal < total:
+                readings.different.add(name)
+                if name in self.refused or 2 * equal < total:
+                    readings.unlike.add(name)
+            elif verdicts:
+                readings.equal.add(name)
+            else:
+                readings.absent.add(name)
+        return readings
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = _written(func, args, kwargs)
+        if written is None or written.untyped_storage().data_ptr() not in self._owned:
+            return func(*args, **kwargs)
+        name = self._name(args)
+        if name is not None:
+            equal: torch.Tensor | None = None
+            if func is torch.ops.aten.copy_.default:
+                equal = self._compare(written, args[1])
+            elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):  # the padding of a vocabulary
+                equal = (written == (args[1] if len(args) > 1 else 0)).sum()
+            if equal is None:
+                self.refused.add(name)
+            else:
+                self._verdicts.setdefault(name, []).append((equal, written.numel()))
+        return written
+
+    def _name(self, args: Any) -> str | None:
+        """Whose elements are written: a loader may look at several tensors before it writes the first."""
+        for source in args[1:2]:
+            if isinstance(source, torch.Tensor):
+                found = self._sources.get(source.untyped_storage().data_ptr())
+                if found is not None and found[0]() is not None:
+                    return found[1]
+        return self.current or (self._seen[-1] if self._seen else None)
+
+    def _compare(self, held: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
+        """How many elements have the same bits, as a tensor, for nobody waits for the device here; None if the shapes do not fit."""
+        source = source.to(dtype=held.dtype, device=held.device)
+        try:
+            source = source.expand_as(held)
+        except RuntimeError:
+            return None
+        integers = _BITS[held.element_size()]
+        same = held.view(integers) == source.view(integers)
+        return (same | torch.isnan(source)).sum() if self._masked else same.sum()
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The tensor that an operation writes to, if any."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return None
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if isinstance(value, torch.Tensor):
+                return value
+    return None

@@ -1,0 +1,108 @@
+"""A client of the HTTP routes of a vLLM server that have to do with weights. They exist if it runs with `VLLM_SERVER_DEV_MODE=1`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ...errors import EngineError
+
+PauseMode = Literal["keep", "wait", "abort"]
+"""What becomes of requests that are being answered: they wait and then go on; they are finished first; they are ended."""
+
+_PROMPT, _PATIENT = 10.0, 600.0
+
+
+class EngineUnreachable(EngineError):
+    """The server does not answer: it is starting, or gone."""
+
+    hint = "Is the server up, and is this its address?"
+    retryable = True
+
+
+class RouteFailed(EngineError):
+    """The server answered with an error."""
+
+    def __init__(self, route: str, status: int, text: str) -> None:
+        self.status = status
+        super().__init__(f"{route} failed with status {status}: {text}")
+
+
+class VllmRoutes:
+    """The server at a URL such as http://127.0.0.1:8000. Each method is one request; `EngineUnreachable` or `RouteFailed` if it fails."""
+
+    def __init__(self, url: str, *, patience: float = _PATIENT) -> None:
+        self.url = url.rstrip("/")
+        self._patience = patience
+
+    def weight_version(self) -> str:
+        """What the last update called itself; "default" if there was none."""
+        return str(self._get("/weight_info")["weight_version"])
+
+    def is_paused(self) -> bool:
+        return bool(self._get("/is_paused")["is_paused"])
+
+    def checksums(self) -> dict[str, str]:
+        """A hash of each tensor of each worker, as vLLM computes them."""
+        return dict(self._post("/weight_checker", {"action": "checksum"})["checksums"])
+
+    def initialise(self, info: Mapping[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    def prepare(self, version: int) -> list[dict[str, Any]]:
+        """Let all workers begin to stage a version; what they have."""
+        return self._call("deltawire_prepare", version)
+
+    def status(self) -> list[dict[str, Any]]:
+        """What the workers have."""
+        return self._call("deltawire_status")
+
+    def settle(self) -> list[dict[str, Any]]:
+        """End an update that was begun and left: vLLM lets no other begin before. What the workers have."""
+        return self._call("deltawire_settle")
+
+    def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        query = urllib.parse.urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()})
+        self._post(f"/pause?{query}", None)
+
+    def start_update(self) -> None:
+        self._post("/start_weight_update", None)
+
+    def update(self, version: int, *, anew: bool = False) -> None:
+        self._post("/update_weights", {"update_info": {"version": version, "anew": anew}})
+
+    def finish_update(self, weight_version: str | None) -> None:
+        self._post("/finish_weight_update", {"weight_version": weight_version})
+
+    def label(self, weight_version: str) -> None:
+        """Set what `weight_version` returns, and what completions are attributed to, from now on."""
+        self._post("/update_weight_version", {"new_version": weight_version})
+
+    def resume(self) -> None:
+        self._post("/resume", None)
+
+    def _call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        return list(self._post("/collective_rpc", {"method": method, "args": list(arguments)})["results"])
+
+    def _get(self, route: str) -> Any:
+        return self._ask(urllib.request.Request(self.url + route), _PROMPT)
+
+    def _post(self, route: str, body: Mapping[str, Any] | None) -> Any:
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        return self._ask(urllib.request.Request(self.url + route, data=data, headers=headers, method="POST"), self._patience)
+
+    def _ask(self, request: urllib.request.Request, timeout: float) -> Any:
+        route = request.full_url.removeprefix(self.url)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                return json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            raise RouteFailed(route, error.code, error.read(2000).decode(errors="replace")) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:  # also a connection that breaks half-way
+            raise EngineUnreachable(f"{self.url}{route}: {error}.") from error

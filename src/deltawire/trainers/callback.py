@@ -1,0 +1,89 @@
+"""Publish from a Hugging Face `Trainer`, or whatever trains by its callbacks, such as TRL's trainers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from ..module_tensors import NameMap
+from ..publish import Publisher
+from ..store import Store
+from .weight_source import WeightSource
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked
+    """Publishes the model before the first step and after every `every` steps, in the background.
+
+    >>> Trainer(model, args, train_dataset=data, callbacks=[DeltaWireCallback("s3://bucket/run", dtype=torch.bfloat16)])
+
+    Versions carry the trainer's global step. The model's and tokenizer's configuration go along, so that every anchor is a checkpoint that
+    loads by itself. Only the main process publishes, and it must hold all weights: with FSDP or DeepSpeed ZeRO-3, which shard them, use
+    `deltawire.trainers.fsdp`. What fails in the background is raised at the next step that publishes, or at the end of training.
+
+    `dtype`, `names`, `keep` are those of `WeightSource`; further options go to `Publisher`.
+    """
+
+    def __init__(
+        self,
+        url: str | Path | Store,
+        every: int = 1,
+        *,
+        dtype: torch.dtype | None = None,
+        names: NameMap | None = None,
+        keep: Callable[[str], bool] = lambda name: True,
+        **publisher: Any,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1, not {every}")
+        self._url = url
+        self._every = every
+        self._source_options: dict[str, Any] = {"dtype": dtype, "names": names, "keep": keep}
+        self._publisher_options = {"background": True, **publisher}
+        self._source: WeightSource | None = None
+        self._published_step: int | None = None
+        self.publisher: Publisher | None = None
+        """Open while training runs."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._source = WeightSource(model, **self._source_options)
+        options = {"attachments": _configuration(model, processing_class), **self._publisher_options}
+        self.publisher = Publisher(self._url, **options)
+        self._publish(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.publisher is not None and state.global_step % self._every == 0:
+            self._publish(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.publisher is None:
+            return
+        publisher, self.publisher = self.publisher, None
+        with publisher:
+            if self._published_step != state.global_step:
+                assert self._source is not None
+                self._source.publish(publisher, step=state.global_step)
+
+    def _publish(self, step: int) -> None:
+        assert self.publisher is not None
+        assert self._source is not None
+        self._source.publish(self.publisher, step=step)
+        self._published_step = step
+
+
+def _configuration(model: Any, processing_class: Any) -> dict[str, bytes]:
+    """The small files of a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (getattr(model, "config", None), getattr(model, "generation_config", None), processing_class):
+            save = getattr(part, "save_pretrained", None)
+            if save is not None:
+                save(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}

@@ -1,0 +1,94 @@
+"""The weights of a module in training, as they go onto the wire: cast, renamed, filtered, and copied out of the optimizer's way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from ..chain.version import Version
+from ..module_tensors import NameMap, named_weights, tied_names
+from ..publish import PendingVersion, Publisher
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightSource:
+    """A module's parameters and persistent buffers, ready to be published.
+
+    >>> source = WeightSource(model, dtype=torch.bfloat16)
+    >>> publisher = Publisher("s3://bucket/run", background=True)
+    >>> source.publish(publisher, step=step)        # after optimizer.step()
+
+    `dtype` is what floating-point weights are cast to (fp32 masters to the bf16 that engines serve): one type, or a function of name and
+    tensor; None leaves them as they are. Others are never cast. `names` maps the module's names to those on the wire, or to None for what
+    is not published; `keep` is asked for each wire name. Tied weights are published once, under their first name, as checkpoints of
+    transformers have them; with `tied=True` under all of their names.
+
+    Tensors that are cast, or not on the CPU, are copied into buffers that are used again for every snapshot. Those of the wire's own type
+    are handed over as they are: a publisher in the background makes its copy before `publish` returns.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        dtype: torch.dtype | Callable[[str, torch.Tensor], torch.dtype | None] | None = None,
+        names: NameMap | None = None,
+        keep: Callable[[str], bool] = lambda name: True,
+        tied: bool = False,
+        bundle: str = "",
+    ) -> None:
+        self._module = module
+        self._dtype = dtype
+        self._names = names
+        self._keep = keep
+        self._tied = tied
+        self._bundle = bundle
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def snapshot(self) -> Mapping[str, torch.Tensor]:
+        """The weights as they are now, by their names on the wire. Good until the module is trained on, or the next snapshot is taken."""
+        import torch
+
+        weights = named_weights(self._module, self._names, bundle=self._bundle)
+        dropped = {} if self._tied else tied_names(weights)
+        state: dict[str, torch.Tensor] = {}
+        is_on_its_way = False
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                if name in dropped or not self._keep(name):
+                    continue
+                tensor = tensor.detach()
+                dtype = self._wire_dtype(name, tensor)
+                if dtype == tensor.dtype and tensor.device.type == "cpu":
+                    state[name] = tensor
+                    continue
+                buffer = self._buffer(name, tensor, dtype)
+                on_cpu = tensor.device.type == "cpu"
+                buffer.copy_(tensor if on_cpu else tensor.to(dtype), non_blocking=not on_cpu)
+                is_on_its_way |= not on_cpu
+                state[name] = buffer
+        if is_on_its_way:
+            torch.accelerator.synchronize()
+        return state
+
+    def publish(self, publisher: Publisher, *, step: int | None = None, meta: Mapping[str, str] | None = None) -> Version | PendingVersion:
+        """Publish the weights as they are now. With a publisher in the background training may go on as soon as this returns."""
+        return publisher.publish(self.snapshot(), step=step, meta=meta)
+
+    def _wire_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        if not tensor.is_floating_point() or self._dtype is None:
+            return tensor.dtype
+        if callable(self._dtype):
+            return self._dtype(name, tensor) or tensor.dtype
+        return self._dtype
+
+    def _buffer(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != dtype:
+            pin = tensor.device.type == "cuda"  # pinned, so that copies of many tensors overlap
+            buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=dtype, pin_memory=pin)
+        return buffer

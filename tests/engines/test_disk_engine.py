@@ -1,0 +1,189 @@
+"""Engines that reload from a directory: by a callback, and SGLang by its recorded contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+from sglang_contract import SglangContract
+from toy_chain import first_state, next_state
+
+from deltawire.chain.version import Version
+from deltawire.engines import DiskEngine, HotSwap, KvCache, SglangEngine
+from deltawire.engines.forward_gate import ForwardGate
+from deltawire.errors import EngineFenced, EngineUnavailable, SwapFailed
+from deltawire.publish import Publisher
+from deltawire.store.memory import MemoryStore
+from deltawire.subscribe import Subscriber
+from deltawire.testing import EngineConformance, EngineRig
+
+
+def states(count: int = 6) -> list[dict[str, Any]]:
+    found = [first_state()]
+    for seed in range(1, count):
+        found.append(next_state(found[-1], seed))
+    return found
+
+
+def load(path: Path) -> dict[str, Any]:
+    weights: dict[str, Any] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+class DiskRig(EngineRig):
+    def __init__(self, mirror: Path) -> None:
+        self._states = states()
+        self._weights: dict[str, Any] = {name: array * 0 for name, array in self._states[0].items()}
+        self._gate = ForwardGate()
+        self.engine = DiskEngine(mirror, self._reload, pause=lambda kv_cache: self._gate.close(kv_cache, 60), resume=self._gate.open)
+
+    def _reload(self, path: Path, version: Version) -> None:
+        self._weights = load(path)
+
+    def state(self, number: int) -> Any:
+        return self._states[number]
+
+    def weights(self) -> Any:
+        return self._weights
+
+    def generate(self) -> bytes:
+        self._gate.enter()
+        try:
+            return b"".join(self._weights[name].tobytes() for name in sorted(self._weights))
+        finally:
+            self._gate.leave()
+
+
+class TestDiskEngine(EngineConformance):
+    @pytest.fixture
+    def rig(self, tmp_path: Path) -> DiskRig:
+        return DiskRig(tmp_path / "mirror")
+
+
+class SglangRig(EngineRig):
+    def __init__(self, mirror: Path) -> None:
+        self._states = states()
+        self.server = SglangContract({name: array * 0 for name, array in self._states[0].items()}, api_key="secret")
+        self.engine = SglangEngine(self.server.url, mirror, api_key="secret")
+
+    def state(self, number: int) -> Any:
+        return self._states[number]
+
+    def weights(self) -> Any:
+        return self.server.weights
+
+    def generate(self) -> bytes:
+        return self.server.generate()
+
+
+class TestSglang(EngineConformance):
+    @pytest.fixture
+    def rig(self, tmp_path: Path) -> Iterator[SglangRig]:
+        rig = SglangRig(tmp_path / "mirror")
+        yield rig
+        rig.server.close()
+
+
+@pytest.fixture
+def server() -> Iterator[SglangContract]:
+    server = SglangContract({name: array * 0 for name, array in first_state().items()})
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(("kv_cache", "mode"), [(KvCache.KEEP, "in_place"), (KvCache.DROP, "retract")])
+def test_sglang_is_asked_for_what_the_cache_policy_says(server: SglangContract, tmp_path: Path, kv_cache: KvCache, mode: str) -> None:
+    store = MemoryStore()
+    with Publisher(store) as publisher, HotSwap(store, SglangEngine(server.url, tmp_path), kv_cache=kv_cache) as swap:
+        publisher.publish(first_state())
+        version = swap.sync()
+    assert [route for route, _ in server.log] == [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/get_weight_version",
+        "/continue_generation",
+    ]
+    assert server.log[0][1] == {"mode": mode}
+    assert server.log[1][1]["flush_cache"] is (kv_cache is KvCache.DROP)
+    assert server.weight_version == str(version.seq)
+
+
+def test_an_sglang_that_cannot_load_goes_on_with_the_old_version(server: SglangContract, tmp_path: Path) -> None:
+    store = MemoryStore()
+    with Publisher(store) as publisher, HotSwap(store, SglangEngine(server.url, tmp_path)) as swap:
+        publisher.publish(first_state())
+        swap.sync()
+        before = server.generate()
+        publisher.publish(next_state(first_state(), 1))
+        server.broken = 1
+        with pytest.raises(SwapFailed, match="out of memory"):
+            swap.sync()
+        assert server.generate() == before
+        swap.sync()
+        assert server.generate() != before
+
+
+def test_an_sglang_that_is_not_there_is_an_error_that_may_heal(server: SglangContract, tmp_path: Path) -> None:
+    store = MemoryStore()
+    url = server.url
+    server.close()
+    with Publisher(store) as publisher, HotSwap(store, SglangEngine(url, tmp_path, timeout=5)) as swap:
+        publisher.publish(first_state())
+        with pytest.raises(EngineUnavailable):
+            swap.sync()
+    server._server.server_close()
+
+
+def test_an_engine_whose_first_reload_fails_is_fenced_for_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
+    store = MemoryStore()
+    broken = [True]
+
+    def reload(path: Path, version: Version) -> None:
+        if broken:
+            raise OSError("no room")
+
+    with Publisher(store) as publisher, HotSwap(store, DiskEngine(tmp_path / "mirror", reload)) as swap:
+        publisher.publish(first_state())
+        with pytest.raises(EngineFenced, match="no room"):
+            swap.sync()
+        broken.clear()
+        assert swap.sync().seq == 1
+
+
+def test_an_engine_that_was_started_from_the_mirror_is_not_told_to_load_it_again(tmp_path: Path) -> None:
+    store = MemoryStore()
+    loaded: list[int] = []
+    with Publisher(store) as publisher:
+        publisher.publish(first_state())
+        with Subscriber(store, tmp_path / "mirror") as subscriber:
+            seq = subscriber.sync().seq
+        engine = DiskEngine(tmp_path / "mirror", lambda path, version: loaded.append(version.seq), loaded=seq)
+        with HotSwap(store, engine) as swap:
+            assert swap.sync().seq == seq
+            assert loaded == []
+            publisher.publish(next_state(first_state(), 1))
+            swap.sync()
+            assert loaded == [seq + 1]
+
+
+def test_the_directory_that_an_engine_serves_from_stays_as_it_is_whatever_others_do(tmp_path: Path) -> None:
+    store = MemoryStore()
+    paths: list[Path] = []
+    all_states = states()
+    with Publisher(store) as publisher:
+        publisher.publish(all_states[0])
+        with HotSwap(store, DiskEngine(tmp_path / "mirror", lambda path, version: paths.append(path))) as swap:
+            swap.sync()
+            served = load(paths[0])
+            with Subscriber(store, tmp_path / "mirror") as other:
+                for state in all_states[1:]:
+                    publisher.publish(state)
+                    other.sync()
+            assert all((load(paths[0])[name] == served[name]).all() for name in served)
+            swap.sync()
+            assert load(paths[1]).keys() == served.keys()

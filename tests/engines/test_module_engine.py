@@ -1,0 +1,340 @@
+"""What a module engine does beyond every engine's promises: names, ties, types, and other hands on the weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tiny_models import bits, clone, logits, qwen, step, torch
+
+from deltawire.engines import HotSwap, KvCache, ModuleEngine
+from deltawire.engines.device_weights import DeviceReplica
+from deltawire.errors import EngineFenced, EngineRefused, EngineUnavailable, SwapFailed
+from deltawire.events import Event
+from deltawire.publish import Publisher
+from deltawire.store.memory import MemoryStore
+from deltawire.trainers import WeightSource, join_bundles
+
+Follow = Callable[..., HotSwap]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def publisher(store: MemoryStore) -> Iterator[Publisher]:
+    with Publisher(store, segment_bytes=1024) as publisher:  # many segments: tied weights lie in different ones
+        yield publisher
+
+
+@pytest.fixture(params=["in place", "device"])
+def follow(request: pytest.FixtureRequest, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follow]:
+    if request.param == "device":
+        monkeypatch.setattr("deltawire.engines.module.LiveReplica", DeviceReplica)
+    opened: list[HotSwap] = []
+
+    def make(module: Any, *, engine: dict[str, Any] | None = None, **options: Any) -> HotSwap:
+        opened.append(HotSwap(store, ModuleEngine(module, **(engine or {})), pin=False, **options))
+        return opened[-1]
+
+    yield make
+    for swap in opened:
+        swap.close()
+
+
+def test_tied_weights_in_different_segments_stay_tied_and_can_be_taken_back(publisher: Publisher, follow: Follow) -> None:
+    trainer, served = qwen(0), qwen(1)
+    swap = follow(served)
+    states = []
+    for number in range(4):
+        publisher.publish(trainer.state_dict(), step=number)
+        states.append(bits(trainer.state_dict()))
+        swap.sync()
+        assert bits(served.state_dict()) == states[-1]
+        step(trainer, number)
+    assert swap.version is not None
+    swap.sync(swap.version.seq - 2)
+    assert bits(served.state_dict()) == states[1]
+    assert served.lm_head.weight is served.model.embed_tokens.weight
+
+
+def test_weights_tied_here_but_not_in_the_chain_are_refused(publisher: Publisher, follow: Follow) -> None:
+    trainer, served = qwen(0, tied=False), qwen(1)
+    before = bits(served.state_dict())
+    publisher.publish(trainer.state_dict())
+    with pytest.raises(EngineRefused, match="tied"):
+        follow(served).sync()
+    assert bits(served.state_dict()) == before
+
+
+def test_weights_that_come_apart_in_the_chain_later_are_not_written(publisher: Publisher, follow: Follow) -> None:
+    trainer, served = qwen(0), qwen(1)
+    state = clone(trainer.state_dict())
+    publisher.publish(state)
+    swap = follow(served)
+    swap.sync()
+    before = bits(served.state_dict())
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    publisher.publish(state)
+    with pytest.raises((EngineRefused, SwapFailed)):
+        swap.sync()
+    assert bits(served.state_dict()) == before
+
+
+def test_a_chain_without_the_second_name_of_tied_weights_is_followed(publisher: Publisher, follow: Follow) -> None:
+    trainer, served = qwen(0), qwen(1)
+    source = WeightSource(trainer)
+    assert "lm_head.weight" not in source.snapshot()
+    swap = follow(served)
+    for number in range(3):
+        source.publish(publisher, step=number)
+        swap.sync()
+        assert bits(served.state_dict()) == bits(trainer.state_dict())
+        step(trainer, number)
+
+
+def test_a_chain_with_only_the_second_name_of_tied_weights_is_followed(publisher: Publisher, follow: Follow) -> None:
+    trainer, served = qwen(0), qwen(1)
+    swap = follow(served)
+    for number in range(3):
+        publisher.publish({name: tensor for name, tensor in trainer.state_dict().items() if name != "model.embed_tokens.weight"})
+        swap.sync()
+        assert bits(served.state_dict()) == bits(trainer.state_dict())
+        step(trainer, number)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_module_that_has_the_newest_weights_already_fetches_nothing(publisher: Publisher, follow: Follow, tied: bool) -> None:
+    trainer = qwen(0)
+    source = WeightSource(trainer, tied=tied)
+    source.publish(publisher)
+    events: list[Event] = []
+    swap = follow(qwen(0), on_event=events.append)
+    version = swap.sync()
+    assert [event.fields["bytes"] for event in events if event.name == "synced"] == [0]
+    assert not [event for event in events if event.name == "swapped"]
+    with swap.generation() as made_by:
+        pass
+    assert made_by.versions == (version,)
+    step(trainer, 1)
+    source.publish(publisher)
+    swap.sync()
+
+
+def test_a_module_that_says_which_version_it_was_loaded_from_fetches_only_deltas(publisher: Publisher, follow: Follow) -> None:
+    trainer, served = qwen(0), qwen(0)
+    first: Any = publisher.publish(trainer.state_dict())
+    step(trainer, 1)
+    second: Any = publisher.publish(trainer.state_dict())
+    events: list[Event] = []
+    follow(served, engine={"at": first.seq}, on_event=events.append).sync()
+    assert [event.fields["bytes"] for event in events if event.name == "synced"] == [second.bytes]
+    assert bits(served.state_dict()) == bits(trainer.state_dict())
+
+
+def test_a_module_that_is_wrong_about_its_version_gets_a_whole_checkpoint(publisher: Publisher, follow: Follow) -> None:
+    trainer, served = qwen(0), qwen(5)
+    first: Any = publisher.publish(trainer.state_dict())
+    step(trainer, 1)
+    publisher.publish(trainer.state_dict())
+    follow(served, engine={"at": first.seq}).sync()
+    assert bits(served.state_dict()) == bits(trainer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("served", "reason"),
+    [
+        (lambda: qwen(1, dtype=torch.float32), "float32"),
+        (lambda: qwen(1, attention_bias=True), "no tensor 'model.layers.0.self_attn"),
+        (lambda: torch.nn.Linear(3, 3), "no tensor"),
+    ],
+)
+def test_a_module_of_other_names_types_or_shapes_is_refused_untouched(
+    publisher: Publisher, follow: Follow, served: Callable[[], Any], reason: str
+) -> None:
+    publisher.publish(qwen(0).state_dict())
+    module = served()
+    before = bits(module.state_dict())
+    swap = follow(module)
+    with pytest.raises(EngineRefused, match=reason):
+        swap.sync()
+    assert bits(module.state_dict()) == before
+    assert swap.version is None
+    assert not swap.is_fenced
+
+
+def test_names_are_mapped_and_what_is_mapped_to_nothing_is_left_alone(publisher: Publisher, follow: Follow) -> None:
+    trainer, served = torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(2, 2))
+    own = bits(served[1].state_dict())
+    swap = follow(served, engine={"names": lambda name: name.replace("0.", "layer.") if name.startswith("0.") else None})
+    for number in range(3):
+        publisher.publish({f"layer.{name}": tensor for name, tensor in trainer.state_dict().items()})
+        swap.sync()
+        assert bits(served[0].state_dict()) == bits(trainer.state_dict())
+        step(trainer, number)
+    assert bits(served[1].state_dict()) == own
+
+
+def test_two_tensors_of_one_wire_name_are_an_error() -> None:
+    with pytest.raises(ValueError, match="wire name"):
+        ModuleEngine(torch.nn.Linear(2, 2), names={"bias": "weight"}).weights()
+
+
+def test_a_reader_takes_one_bundle_of_several(publisher: Publisher, follow: Follow) -> None:
+    policy, draft = qwen(0), torch.nn.Linear(8, 8)
+    followers = [qwen(1), torch.nn.Linear(8, 8)]
+    swaps = [follow(followers[0], engine={"keep_others": True}), follow(followers[1], engine={"bundle": "draft", "keep_others": True})]
+    for number in range(3):
+        publisher.publish(join_bundles(policy.state_dict(), draft=draft.state_dict()))
+        assert len({swap.sync().seq for swap in swaps}) == 1
+        assert bits(followers[0].state_dict()) == bits(policy.state_dict())
+        assert bits(followers[1].state_dict()) == bits(draft.state_dict())
+        step(policy, number)
+        step(draft, number + 10)
+    with pytest.raises(EngineRefused, match="draft:"):
+        follow(qwen(1)).sync()
+
+
+def test_weights_that_somebody_else_changed_are_mended(store: MemoryStore, publisher: Publisher) -> None:
+    """Before anything is written, where the next delta reaches."""
+    trainer, served = qwen(0), qwen(1)
+    with HotSwap(store, ModuleEngine(served), pin=False) as swap:
+        publisher.publish(trainer.state_dict())
+        swap.sync()
+        with torch.no_grad():
+            served.model.embed_tokens.weight[3] += 1
+        step(trainer, 1)
+        publisher.publish(trainer.state_dict())
+        swap.sync()
+        assert bits(served.state_dict()) == bits(trainer.state_dict())
+
+
+def test_weights_that_somebody_else_changed_where_no_delta_reaches_are_never_served_with_new_ones(
+    publisher: Publisher, follow: Follow
+) -> None:
+    trainer, served = qwen(0), qwen(1)
+    swap = follow(served)
+    publisher.publish(trainer.state_dict())
+    swap.sync()
+    with torch.no_grad():
+        served.model.norm.weight[3] += 1
+        trainer.model.embed_tokens.weight[5] += 1
+    publisher.publish(trainer.state_dict())
+    with pytest.raises(EngineFenced):
+        swap.sync()
+    swap.sync()
+    assert bits(served.state_dict()) == bits(trainer.state_dict())
+
+
+def test_parameters_that_are_replaced_are_followed(publisher: Publisher, follow: Follow) -> None:
+    trainer, served = qwen(0), qwen(1)
+    swap = follow(served)
+    for number in range(4):
+        publisher.publish(trainer.state_dict())
+        swap.sync()
+        assert bits(served.state_dict()) == bits(trainer.state_dict())
+        assert served.lm_head.weight.data_ptr() == served.model.embed_tokens.weight.data_ptr()
+        step(trainer, number)
+        served.model.norm.weight = torch.nn.Parameter(served.model.norm.weight.detach().clone())
+
+
+def test_a_swap_waits_for_forward_passes_and_they_for_it(publisher: Publisher, follow: Follow) -> None:
+    served = qwen(1)
+    publisher.publish(qwen(0).state_dict())
+    swap = follow(served, engine={"pause_timeout": 0.05})
+    engine = swap.engine
+    assert isinstance(engine, ModuleEngine)
+    inside, leave = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        with engine.forward_pass():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    inside.wait(60)
+    before = bits(served.state_dict())
+    with pytest.raises(EngineUnavailable, match="1 forward passes"):
+        swap.sync()
+    assert bits(served.state_dict()) == before
+    logits(served)  # the gate is open again
+    leave.set()
+    thread.join(60)
+    swap.sync()
+
+
+def test_a_thread_that_computes_cannot_swap(publisher: Publisher, follow: Follow) -> None:
+    publisher.publish(qwen(0).state_dict())
+    swap = follow(qwen(1), kv_cache=KvCache.DROP)
+    with swap.generation(), pytest.raises(EngineUnavailable, match="in the middle"):
+        swap.sync()
+    swap.sync()
+
+
+@pytest.mark.parametrize("kv_cache", list(KvCache))
+def test_caches_are_kept_across_swaps_or_not_as_asked(publisher: Publisher, follow: Follow, kv_cache: KvCache) -> None:
+    """A swap in the middle of a real `generate`: with KEEP it happens there, with DROP after it."""
+    trainer, served = qwen(0), qwen(1)
+    publisher.publish(trainer.state_dict())
+    swap = follow(served, kv_cache=kv_cache)
+    old = swap.sync()
+    step(trainer, 1)
+    new: Any = publisher.publish(trainer.state_dict())
+    threads: list[threading.Thread] = []
+
+    def sync_meanwhile(ids: Any, scores: Any) -> Any:
+        if ids.shape[1] == 8:
+            threads.append(threading.Thread(target=swap.sync))
+            threads[0].start()
+            if kv_cache is KvCache.KEEP:
+                threads[0].join(60)
+        return scores
+
+    prompt = torch.arange(4)[None]
+    with swap.generation() as made_by:
+        tokens = served.generate(prompt, max_new_tokens=12, do_sample=False, logits_processor=[sync_meanwhile], eos_token_id=-1)
+    threads[0].join(60)
+    assert tokens.shape == (1, 16)
+    seqs = [version.seq for version in made_by.versions if version is not None]
+    assert seqs == ([old.seq, new.seq] if kv_cache is KvCache.KEEP else [old.seq])
+    assert swap.version is not None
+    assert swap.version.seq == new.seq
+
+
+def test_it_follows_on_a_thread_of_its_own(publisher: Publisher, follow: Follow) -> None:
+    trainer, served = qwen(0), qwen(1)
+    publisher.publish(trainer.state_dict())
+    swap = follow(served, confirm_every=3)
+    swap.start(poll=0.01)
+    for number in range(4):
+        step(trainer, number)
+        newest: Any = publisher.publish(trainer.state_dict())
+        assert swap.wait_for(newest.seq, timeout=60).seq >= newest.seq
+        logits(served)
+    swap.close()
+    assert bits(served.state_dict()) == bits(trainer.state_dict())
+    assert swap.last_swap is not None
+    assert not served._forward_hooks
+
+
+def test_what_ends_following_is_reported(store: MemoryStore, publisher: Publisher, follow: Follow) -> None:
+    publisher.publish({"x": torch.zeros(3)})
+    events: list[Event] = []
+    swap = follow(torch.nn.Linear(2, 2), on_event=events.append)
+    swap.start(poll=0.01)
+    with pytest.raises(EngineRefused):
+        swap.wait_for(1, timeout=60)
+    assert "follow-failed" in [event.name for event in events]
+
+
+def test_times_that_are_forgotten_are_not_attributed(publisher: Publisher, follow: Follow) -> None:
+    publisher.publish(qwen(0).state_dict())
+    swap = follow(qwen(1))
+    swap.sync()
+    with pytest.raises(LookupError):
+        swap.attribute(0.0, 1.0)

@@ -1,0 +1,68 @@
+"""Models small enough for tests, of the real classes. Importing this skips the test file where torch or transformers are missing."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+
+
+def qwen(seed: int = 0, *, tied: bool = True, dtype: Any = None, **config: Any) -> Any:
+    torch.manual_seed(seed)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, tie_word_embeddings=tied, **config))
+    return model.to(dtype or torch.bfloat16).eval()
+
+
+def llama(seed: int = 0, dtype: Any = None) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"})
+    return transformers.LlamaForCausalLM(config).to(dtype or torch.bfloat16).eval()
+
+
+def moe(seed: int = 0, dtype: Any = None) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    return transformers.Qwen3MoeForCausalLM(config).to(dtype or torch.bfloat16).eval()
+
+
+def step(module: Any, seed: int, rate: float = 1e-3) -> None:
+    """Something like an optimizer step: every parameter moves a little, so some of the bf16 ones change."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_((rate * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype))
+
+
+def clone(state: Any) -> dict[str, Any]:
+    """A copy of a state, in which what was tied still is."""
+    return copy.deepcopy({name: tensor.detach() for name, tensor in state.items()})
+
+
+def bits(state: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Types, shapes and bytes, by way of torch alone."""
+    return {
+        name: (str(tensor.dtype), tuple(tensor.shape), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, tensor in state.items()
+    }
+
+
+def logits(model: Any) -> bytes:
+    with torch.no_grad(), warnings.catch_warnings():
+        out = model(torch.arange(12)[None]).logits
+    return bytes(out.float().numpy().tobytes())

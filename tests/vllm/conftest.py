@@ -1,0 +1,93 @@
+"""Real vLLM servers, as their own processes. Where vLLM is not installed these tests are skipped; each boot takes some 20 seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from live_server import LiveServer, LiveSidecar
+from tiny_models import State, TinyModel, train
+
+from deltawire import Publisher, Version
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: boots servers, takes minutes")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    found = importlib.util.find_spec("vllm")
+    if found is not None and found.origin is not None:  # without an origin it is but the folder of these tests
+        return
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+class Run:
+    """A model in training: its weights, and the chain that they are published to."""
+
+    def __init__(self, folder: Path, model: TinyModel) -> None:
+        self.folder = folder
+        self.model = model
+        self.state: State = model.state()
+        self.checkpoint = model.save(folder / "start", self.state)
+        self.store = str(folder / "store")
+        self.mirror = folder / "mirror"
+        attachments = {path.name: path for path in self.checkpoint.iterdir() if path.suffix == ".json"}
+        self.publisher = Publisher(self.store, attachments=attachments)
+        self._rng = np.random.default_rng(7)
+
+    def publish(self, *, changed: bool = True) -> Version:
+        if changed:
+            train(self.state, self._rng)
+        version = self.publisher.publish(self.state)
+        assert isinstance(version, Version)
+        return version
+
+    def saved(self) -> Path:
+        """The newest version as a checkpoint that has nothing to do with chain or mirror."""
+        assert self.publisher.version is not None
+        return self.model.save(self.folder / f"saved-{self.publisher.version.seq}", self.state)
+
+
+@pytest.fixture
+def start_run(tmp_path: Path) -> Iterator[Callable[[TinyModel], Run]]:
+    runs: list[Run] = []
+
+    def start(model: TinyModel) -> Run:
+        runs.append(Run(tmp_path, model))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.publisher.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., LiveServer]]:
+    servers: list[LiveServer] = []
+
+    def start(model: Path, **options: object) -> LiveServer:
+        servers.append(LiveServer(tmp_path, model, **options))  # type: ignore[arg-type]
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def follow(tmp_path: Path) -> Iterator[Callable[..., LiveSidecar]]:
+    sidecars: list[LiveSidecar] = []
+
+    def start(*arguments: object) -> LiveSidecar:
+        sidecars.append(LiveSidecar(tmp_path, *arguments))  # type: ignore[arg-type]
+        return sidecars[-1]
+
+    yield start
+    for sidecar in sidecars:
+        sidecar.kill()

@@ -1,0 +1,185 @@
+"""Real vLLM servers and sidecars as processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deltawire.engines.vllm.routes import VllmRoutes
+
+_BOOT_SECONDS = 300
+_ENTRY_POINTS = """[vllm.general_plugins]
+deltawire = deltawire.engines.vllm.plugin:register
+deltawire_test_faults = injected_faults:register
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.05)
+
+
+def plugin_path(folder: Path) -> str:
+    """A place for PYTHONPATH where vLLM finds our entry point, though the package may be installed without, and the tests' own."""
+    metadata = folder / "deltawire_test_plugins-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deltawire-test-plugins\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
+    return os.pathsep.join([str(folder), str(Path(__file__).parent)])
+
+
+class LiveServer:
+    """A vLLM server with our backend; `ranks` is its tensor parallelism. It is stopped with all of its workers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        ranks: int = 1,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+        backend: str = "deltawire",
+    ) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.routes = VllmRoutes(self.url)
+        self._log_path = folder / f"server-{self.port}-{time.monotonic_ns()}.log"
+        variables = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "PYTHONPATH": plugin_path(folder / "plugins"),
+        }
+        if ranks > 1:
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "tiny"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager", "--max-model-len", "512"]
+        command += ["--tensor-parallel-size", str(ranks), "--weight-transfer-config", json.dumps({"backend": backend}), *arguments]
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, env={**os.environ, **variables, **(environment or {})}, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self) -> LiveServer:
+        """Return when it answers."""
+        deadline = time.monotonic() + _BOOT_SECONDS
+        while True:
+            is_hopeless = self._process.poll() is not None or time.monotonic() > deadline
+            assert not is_hopeless, f"the server does not start:\n{self.log_tail()}"
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return self
+            except OSError:
+                time.sleep(0.2)
+
+    def log_tail(self) -> str:
+        return self._log_path.read_text(errors="replace")[-6000:]
+
+    def generate(self, prompt: Sequence[int] = (5, 6, 7), tokens: int = 24) -> list[int]:
+        """The most probable continuation."""
+        body = {
+            "model": "tiny",
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return list(json.load(answer)["choices"][0]["token_ids"])
+
+    def stream(self, tokens: int, prompt: Sequence[int] = (9, 8), stamps: list[float] | None = None) -> int:
+        """How many tokens arrive of a streamed completion of that length; `stamps` gets the time of each."""
+        arrived = 0
+        with self._complete(prompt, tokens, stream=True) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    choices = json.loads(line[6:])["choices"]
+                    got = len(choices[0].get("token_ids") or []) if choices else 0
+                    arrived += got
+                    if stamps is not None and got:
+                        stamps.extend([time.monotonic()] * got)
+        return arrived
+
+    def _complete(self, prompt: Sequence[int], tokens: int, *, stream: bool) -> Any:
+        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        data = json.dumps({**body, "stream": stream, "return_token_ids": True}).encode()
+        request = urllib.request.Request(f"{self.url}/v1/completions", data=data, headers={"Content-Type": "application/json"})
+        return urllib.request.urlopen(request, timeout=120)
+
+    def kill(self) -> None:
+        """End it, workers and all, on the spot."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class LiveSidecar:
+    """`deltawire sidecar` as a process."""
+
+    def __init__(self, folder: Path, engine: str, source: str, mirror: Path, *arguments: str) -> None:
+        self._log_path = folder / f"sidecar-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", "deltawire.cli", "sidecar", "--engine", engine, "--from", source, "--mirror", str(mirror)]
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen([*command, "--poll", "0.05", "--json", *arguments], stdout=log, stderr=log)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        found = []
+        for line in self._log_path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if event.get("event") == name:
+                    found.append(event)
+        return found
+
+    def log_tail(self) -> str:
+        return self._log_path.read_text(errors="replace")[-4000:]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def load(server: LiveServer, ended: list[int], clients: int = 2, tokens: int = 150) -> Iterator[None]:
+    """Streamed requests all the time, by so many clients. `ended` gets the number of tokens of each that has ended."""
+    stop = threading.Event()
+
+    def ask(client: int) -> None:
+        while not stop.is_set():
+            ended.append(server.stream(tokens, prompt=(10 + client, 20)))
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

@@ -1,0 +1,158 @@
+"""What fails, and what then happens: sidecars and servers that are killed, updates that fail half-way."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from live_server import LiveServer, LiveSidecar, wait_until
+from tiny_models import TinyModel, runtime_hashes
+
+from deltawire import Subscriber
+from deltawire.chain.log import ChainLog
+from deltawire.chain.reports import FENCED, SERVING, read_reports
+from deltawire.engines.vllm.routes import RouteFailed
+from deltawire.engines.vllm.sidecar import FENCED_LABEL
+from deltawire.store import open_store
+
+pytestmark = pytest.mark.slow
+
+DENSE = TinyModel("dense")
+
+
+def is_at(server: LiveServer, seq: int) -> bool:
+    return server.routes.weight_version() == str(seq) and not server.routes.is_paused()
+
+
+def test_a_sidecar_that_is_killed_at_any_moment_is_followed_by_one_that_takes_up_its_work(
+    start_run: Callable, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+) -> None:
+    run = start_run(DENSE)
+    run.publish(changed=False)
+    server = serve(run.checkpoint, ranks=2).wait()
+    rng = random.Random(1)
+    for _ in range(12):
+        sidecar = follow(server.url, run.store, run.mirror)
+        wait_until(lambda: bool(sidecar.events("synced")) or bool(sidecar.events("swapped")) or rng.random() < 0.05, "signs of life")  # noqa: B023
+        run.publish()
+        time.sleep(rng.random() * 0.6)
+        sidecar.kill()
+    version = run.publish()
+    follow(server.url, run.store, run.mirror)
+    wait_until(lambda: is_at(server, version.seq), "the newest version")
+    assert server.routes.checksums() == runtime_hashes(run.state, 2)
+    assert len(server.generate()) == 24
+
+
+def test_a_server_that_is_killed_comes_back_with_the_newest_version(
+    start_run: Callable, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+) -> None:
+    run = start_run(DENSE)
+    run.publish(changed=False)
+    server = serve(run.checkpoint).wait()
+    follow(server.url, run.store, run.mirror)
+    for _ in range(3):
+        version = run.publish()
+    wait_until(lambda: is_at(server, version.seq), "the newest version")
+    tokens = server.generate()
+    server.kill()
+    again = serve(run.checkpoint, port=server.port).wait()  # with the weights that training started from
+    wait_until(lambda: is_at(again, version.seq), "the newest version")
+    assert again.routes.checksums() == runtime_hashes(run.state, 1)
+    assert again.generate() == tokens
+    version = run.publish()
+    wait_until(lambda: is_at(again, version.seq), "the version after that")
+    assert again.routes.checksums() == runtime_hashes(run.state, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_that_fails_half_way_in_one_worker_is_reported_and_never_served(
+    rank: int, tmp_path: Path, start_run: Callable, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+) -> None:
+    run = start_run(DENSE)
+    run.publish(changed=False)
+    faults = tmp_path / "faults.json"
+    server = serve(run.checkpoint, ranks=2, environment={"DELTAWIRE_TEST_FAULTS": str(faults)}).wait()
+    sidecar = follow(server.url, run.store, run.mirror)
+    version = run.publish()
+    wait_until(lambda: is_at(server, version.seq), "a version before the fault")
+
+    faults.write_text(json.dumps({"write": [rank], "load": [rank]}))
+    version = run.publish()
+    with open_store(run.store) as store:
+        chain = ChainLog(store).run
+        wait_until(lambda: [report.state for report in read_reports(store, chain)] == [FENCED], f"a report: {sidecar.log_tail()}")
+        (report,) = read_reports(store, chain)
+        assert f"worker {rank}: RuntimeError: injected" in (report.error or "")
+        assert server.routes.weight_version() == FENCED_LABEL
+        answers: list[list[int]] = []
+        asking = threading.Thread(target=lambda: answers.append(server.generate()))
+        asking.start()
+        wait_until(lambda: len(sidecar.events("swap-failed")) >= 2, "repairs that fail as well")
+        assert server.routes.is_paused()
+        assert answers == []
+
+        faults.unlink()
+        wait_until(lambda: is_at(server, version.seq), "a repair")
+        asking.join()
+        assert server.routes.checksums() == runtime_hashes(run.state, 2)
+        assert answers == [server.generate()]
+        wait_until(lambda: [report.state for report in read_reports(store, chain)] == [SERVING], "a report")
+    version = run.publish()
+    wait_until(lambda: is_at(server, version.seq), "a version after the fault")
+    assert server.routes.checksums() == runtime_hashes(run.state, 2)
+
+
+def test_a_trainer_drives_the_routes_by_itself_and_a_version_that_cannot_be_had_changes_nothing(
+    start_run: Callable, serve: Callable[..., LiveServer]
+) -> None:
+    run = start_run(DENSE)
+    version = run.publish(changed=False)
+    server = serve(run.checkpoint, ranks=2).wait()
+    routes = server.routes
+    routes.initialise({"mirror": str(run.mirror), "url": run.store, "confirm": "everything"})
+
+    def update(seq: int) -> None:
+        routes.pause("abort", clear_cache=True)
+        routes.start_update()
+        routes.update(seq)
+        routes.finish_update(str(seq))
+        routes.resume()
+
+    update(version.seq)
+    for prepared in (True, False):
+        version = run.publish()
+        if prepared:
+            routes.prepare(version.seq)
+            wait_until(lambda: all(worker["staged"] == version.seq for worker in routes.status()), "staging")  # noqa: B023
+        update(version.seq)
+        assert routes.checksums() == runtime_hashes(run.state, 2)
+
+    routes.pause("keep", clear_cache=False)
+    routes.start_update()
+    with pytest.raises(RouteFailed):
+        routes.update(version.seq + 1)
+    assert [worker["fenced"] for worker in routes.settle()] == [False, False]
+    routes.resume()
+    assert routes.checksums() == runtime_hashes(run.state, 2)
+    version = run.publish()
+    update(version.seq)
+    assert routes.checksums() == runtime_hashes(run.state, 2)
+
+    # NaN, and the sign of zero
+    bits = run.state["model.layers.0.self_attn.o_proj.weight"].reshape(-1).view("u2")
+    bits[:4] = [0x7FC1, 0xFF81, 0x8000, 0x0000]
+    version = run.publish(changed=False)
+    update(version.seq)
+    assert routes.checksums() == runtime_hashes(run.state, 2)
+    assert [worker["last"]["whole_tensors"] for worker in routes.status()] == [1, 1]
+    update(version.seq - 1)  # an older one
+    bits[:4] = 0
+    with Subscriber(run.store) as reader:
+        reader.sync(version.seq - 1)
+        assert routes.checksums() == runtime_hashes(dict(reader.state), 2)

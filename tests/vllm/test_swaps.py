@@ -1,0 +1,61 @@
+"""A real server under load, a real sidecar, and twenty versions one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from live_server import LiveServer, LiveSidecar, load, wait_until
+from tiny_models import TinyModel, runtime_hashes
+
+from deltawire.chain.log import ChainLog
+from deltawire.chain.reports import SERVING, read_reports
+from deltawire.store import open_store
+
+pytestmark = pytest.mark.slow
+
+SYNCS, COMPARED = 20, (10, 20)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        (TinyModel("dense"), 1),
+        (TinyModel("tied", tied=True), 2),
+        (TinyModel("moe", experts=4), 1),
+        (TinyModel("moe", experts=4), 2),
+    ],
+    ids=["dense-tp1", "tied-tp2", "moe-tp1", "moe-tp2"],
+)
+def test_after_each_of_twenty_swaps_every_tensor_is_that_of_a_fresh_load(
+    model: TinyModel, ranks: int, start_run: Callable, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+) -> None:
+    run = start_run(model)
+    run.publish(changed=False)
+    server = serve(run.checkpoint, ranks=ranks)
+    server.wait()
+    assert server.routes.weight_version() == "default"
+    sidecar = follow(server.url, run.store, run.mirror)
+    ended: list[int] = []
+    for last in COMPARED:
+        with load(server, ended):
+            for sync in range(last - SYNCS // len(COMPARED), last):
+                version = run.publish()
+                wait_until(lambda: server.routes.weight_version() == str(version.seq), f"sync {sync}: {sidecar.log_tail()}")  # noqa: B023
+                live = server.routes.checksums()
+                if not model.experts:
+                    assert live == runtime_hashes(run.state, ranks)
+        fresh = serve(run.saved(), ranks=ranks).wait()
+        assert live == fresh.routes.checksums()
+        assert server.generate() == fresh.generate()
+        fresh.kill()
+    swaps = sidecar.events("swapped")
+    assert len(swaps) == SYNCS or len(swaps) == SYNCS + 1  # the first versions may be taken together
+    if not model.experts:
+        assert [swap["loaded_anew"] for swap in swaps[1:]] == [0] * (len(swaps) - 1)
+    assert len(ended) >= 2
+    assert set(ended) == {150}  # every request that was in flight has all of its tokens
+    assert not sidecar.events("fenced")
+    with open_store(run.store) as store:
+        (report,) = read_reports(store, ChainLog(store).run)
+        assert (report.state, report.seq) == (SERVING, version.seq)

@@ -1,0 +1,150 @@
+"""Checkpoints of tiny models, and what vLLM makes of them in memory, worked out by hand: an oracle that shares no code with vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+State = dict[str, np.ndarray[Any, Any]]
+
+VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERT = 256, 64, 4, 2, 32, 128, 64
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model of the Qwen3 family with random weights. `experts` = 0 is a dense one. `scale` makes it wider."""
+
+    name: str
+    experts: int = 0
+    tied: bool = False
+    scale: int = 1
+    layers: int = 2
+
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "architectures": ["Qwen3MoeForCausalLM" if self.experts else "Qwen3ForCausalLM"],
+            "model_type": "qwen3_moe" if self.experts else "qwen3",
+            "dtype": "bfloat16",
+            "vocab_size": VOCABULARY,
+            "hidden_size": HIDDEN * self.scale,
+            "intermediate_size": INNER * self.scale,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": HEADS * self.scale,
+            "num_key_value_heads": KV_HEADS * self.scale,
+            "head_dim": HEAD,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": None,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        }
+        if self.experts:
+            config |= {
+                "num_experts": self.experts,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": EXPERT * self.scale,
+                "decoder_sparse_step": 1,
+                "norm_topk_prob": True,
+                "mlp_only_layers": [],
+            }
+        return config
+
+    def state(self, seed: int = 0) -> State:
+        """Weights by their names in a checkpoint, in bf16."""
+        rng = np.random.default_rng(seed)
+        hidden, queries, keys = HIDDEN * self.scale, HEADS * HEAD * self.scale, KV_HEADS * HEAD * self.scale
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden), "model.norm.weight": (hidden,)}
+        if not self.tied:
+            shapes["lm_head.weight"] = (VOCABULARY, hidden)
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}."
+            shapes |= {
+                f"{prefix}input_layernorm.weight": (hidden,),
+                f"{prefix}post_attention_layernorm.weight": (hidden,),
+                f"{prefix}self_attn.q_proj.weight": (queries, hidden),
+                f"{prefix}self_attn.k_proj.weight": (keys, hidden),
+                f"{prefix}self_attn.v_proj.weight": (keys, hidden),
+                f"{prefix}self_attn.o_proj.weight": (hidden, queries),
+                f"{prefix}self_attn.q_norm.weight": (HEAD,),
+                f"{prefix}self_attn.k_norm.weight": (HEAD,),
+            }
+            inner = [(f"{prefix}mlp.experts.{expert}.", EXPERT * self.scale) for expert in range(self.experts)] or [
+                (f"{prefix}mlp.", INNER * self.scale)
+            ]
+            for place, width in inner:
+                shapes |= {f"{place}gate_proj.weight": (width, hidden), f"{place}up_proj.weight": (width, hidden)}
+                shapes[f"{place}down_proj.weight"] = (hidden, width)
+            if self.experts:
+                shapes[f"{prefix}mlp.gate.weight"] = (self.experts, hidden)
+        return {
+            name: (1 + 0.1 * rng.normal(size=shape) if "norm" in name else 0.3 / self.scale * rng.normal(size=shape)).astype(
+                ml_dtypes.bfloat16
+            )
+            for name, shape in sorted(shapes.items())
+        }
+
+    def save(self, folder: Path, state: State) -> Path:
+        folder.mkdir(parents=True)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(self.config()))
+        _save_tokenizer(folder)
+        return folder
+
+
+def runtime_hashes(state: State, ranks: int) -> dict[str, str]:
+    """What vLLM's checker should say of a dense model: rows and columns that each rank holds, QKV and gate/up fused."""
+    hashes = {}
+    for rank in range(ranks):
+        held: State = {}
+        for name, tensor in state.items():
+            stem = name.removesuffix(".weight")
+            module, _, kind = stem.rpartition(".")
+            if kind in ("q_proj", "gate_proj"):
+                parts = ("q_proj", "k_proj", "v_proj") if kind == "q_proj" else ("gate_proj", "up_proj")
+                fused = "qkv_proj" if kind == "q_proj" else "gate_up_proj"
+                held[f"{module}.{fused}.weight"] = np.concatenate([_rows(state[f"{module}.{part}.weight"], rank, ranks) for part in parts])
+            elif kind in ("k_proj", "v_proj", "up_proj"):
+                continue
+            elif kind in ("o_proj", "down_proj"):
+                held[name] = np.split(tensor, ranks, axis=1)[rank]
+            elif kind in ("embed_tokens", "lm_head"):
+                held[name] = _rows(tensor, rank, ranks)
+            else:
+                held[name] = tensor
+        for name, tensor in held.items():
+            hashes[f"dp0:pp0:pcp0:tp{rank}:{name}"] = hashlib.sha256(np.ascontiguousarray(tensor).tobytes()).hexdigest()
+    return hashes
+
+
+def _rows(tensor: np.ndarray[Any, Any], rank: int, ranks: int) -> np.ndarray[Any, Any]:
+    return np.split(tensor, ranks, axis=0)[rank]
+
+
+def train(state: State, rng: np.random.Generator, density: float = 0.02) -> None:
+    """Change some elements of every tensor by a few of the last bits, as a small learning rate does."""
+    for tensor in state.values():
+        bits = tensor.reshape(-1).view(np.uint16)
+        where = rng.choice(bits.size, max(1, int(bits.size * density)), replace=False)
+        bits[where] ^= rng.integers(1, 64, where.size).astype(np.uint16)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<eos>", "<|im_start|>", "<|im_end|>", *(f"w{number}" for number in range(VOCABULARY - 3))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
