@@ -1,0 +1,279 @@
+"""The codec on a GPU: encode, resolve, scatter and digest, beside a device copy and torch's own `nonzero`. Needs an NVIDIA GPU and torch.
+
+    python benchmarks/gpu_codec.py                    # 8.2 B weights, as in docs/gpu.md: 50 GB of GPU memory
+    python benchmarks/gpu_codec.py --elements 1e9     # on a smaller GPU
+
+Times are medians by CUDA events, from the call to the last byte, host work included. Weights and updates are those of
+`workloads.synthetic_update`, drawn on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from workloads import BF16, FP8_E4M3, update_size
+
+from deltawire.codec.gpu.digest import start_digest
+from deltawire.codec.gpu.encode import encode_tensors
+from deltawire.codec.gpu.resolve import resolve_tensors
+from deltawire.codec.gpu.spans import Facts
+from deltawire.dtypes import dtype_named
+
+DEVICE = torch.device("cuda", 0)
+TYPES = {
+    "bf16": (torch.bfloat16, torch.int16, dtype_named("BF16"), BF16, 0.02),
+    "fp8": (torch.float8_e4m3fn, torch.int8, dtype_named("F8_E4M3"), FP8_E4M3, 16.0),
+}
+LARGEST = 58_720_256  # elements: the widest matrices of an 8 B model
+
+
+@dataclasses.dataclass
+class Row:
+    """One workload; times in milliseconds, memory as a share of the weights' bytes."""
+
+    name: str
+    elements: int
+    tensors: int
+    changed: int = 0
+    payload_bytes: int = 0
+    copy_ms: float = 0
+    nonzero_ms: float = 0
+    nonzero_copy_ms: float = 0
+    encode_ms: float = 0
+    encode_kernels_ms: float = 0
+    encode_memory: float = 0
+    resolve_ms: float = 0
+    resolve_pinned_ms: float = 0
+    resolve_kernels_ms: float = 0
+    resolve_memory: float = 0
+    patch_memory: float = 0
+    scatter_ms: float = 0
+    digest_ms: float = 0
+
+
+def weights(elements: int, density: float, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype, _, _, numpy, scale = TYPES[kind]
+    size = update_size(density, numpy)
+    base = torch.empty(elements, dtype=dtype, device=DEVICE)
+    new = torch.empty_like(base)
+    random = torch.Generator(DEVICE).manual_seed(1)
+    for start in range(0, elements, 1 << 28):
+        part = slice(start, min(start + (1 << 28), elements))
+        master = torch.randn(part.stop - part.start, device=DEVICE, generator=random) * scale
+        base[part] = master.to(dtype)
+        master += torch.randn(master.numel(), device=DEVICE, generator=random) * size
+        new[part] = (master.clamp_(-448, 448) if kind == "fp8" else master).to(dtype)
+    return base, new
+
+
+def median_ms(work: Callable[[], object], rounds: int = 7) -> float:
+    times = []
+    for _ in range(rounds + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[1:])
+
+
+def kernels_ms(work: Callable[[], object]) -> float:
+    """Time during which at least one kernel ran; copies do not count."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "emcpy" not in event.name
+    )
+    total = end = 0.0
+    for first, last in spans:
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total / 1000
+
+
+def peak(work: Callable[[], Any], nbytes: int) -> tuple[Any, float]:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = work()
+    return result, (torch.cuda.max_memory_allocated() - before) / nbytes
+
+
+def nonzero(base: torch.Tensor, new: torch.Tensor, integer: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What a trainer does without a codec; in slabs, as `nonzero` takes at most 2^31 elements."""
+    found = []
+    for start in range(0, base.numel(), 1 << 30):
+        a, b = base[start : start + (1 << 30)].view(integer), new[start : start + (1 << 30)].view(integer)
+        indices = (a != b).nonzero().view(-1)
+        found.append((indices, b[indices]))
+    return found
+
+
+def in_pinned_memory(payloads: list[bytes | None]) -> list[memoryview | None]:
+    """The same bytes where the GPU can fetch them itself, as a careful receiver would have put them."""
+    memory = torch.empty(sum(len(p) for p in payloads if p), dtype=torch.uint8, pin_memory=True).numpy()
+    views: list[memoryview | None] = []
+    at = 0
+    for payload in payloads:
+        if payload:
+            memory[at : at + len(payload)] = bytearray(payload)
+            views.append(memoryview(memory[at : at + len(payload)]))
+            at += len(payload)
+        else:
+            views.append(None)
+    return views
+
+
+def measure(name: str, elements: int, density: float, kind: str, sizes: list[int] | None = None, peers: bool = False) -> Row:
+    _, integer, dtype, _, _ = TYPES[kind]
+    base, new = weights(elements, density, kind)
+    if sizes is None:
+        sizes = [min(LARGEST, elements - at) for at in range(0, elements, LARGEST)]
+    facts, at = [], 0
+    for index, size in enumerate(sizes):
+        facts.append(Facts(base[at:].data_ptr(), new[at:].data_ptr(), size, index, dtype))
+        at += size
+    nbytes = base.numel() * base.element_size()
+    row = Row(name, at, len(sizes))
+    if peers:
+        row.copy_ms = median_ms(lambda: torch.empty_like(base).copy_(base))
+        found = nonzero(base, new, integer)
+        row.nonzero_ms = median_ms(lambda: nonzero(base, new, integer), 3)
+        row.nonzero_copy_ms = median_ms(lambda: [(i.cpu(), v.cpu()) for i, v in found], 2)
+        del found
+    encoded, row.encode_memory = peak(lambda: encode_tensors(facts, DEVICE), nbytes)
+    row.changed = sum(e.changed for e in encoded)
+    payloads = [b"".join(e.payload) or None for e in encoded]
+    row.payload_bytes = sum(len(payload) for payload in payloads if payload)
+    pinned = in_pinned_memory(payloads)
+    afters = [e.after for e in encoded]
+    del encoded
+    row.encode_ms = median_ms(lambda: encode_tensors(facts, DEVICE))
+    row.encode_kernels_ms = kernels_ms(lambda: encode_tensors(facts, DEVICE))
+    row.digest_ms = median_ms(lambda: start_digest(facts, DEVICE))
+    (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(facts, payloads, DEVICE), nbytes)
+    assert [o.after for o in outcomes] == afters, "resolving does not lead to the new weights"
+    row.patch_memory = patch.nbytes / nbytes
+    bases = [f.base for f in facts]
+    patch.write(bases, swap=True)
+    assert torch.equal(base.view(integer), new.view(integer)), "the scatter is not exact"
+    row.scatter_ms = median_ms(lambda: patch.write(bases, swap=True), 6)  # an even number of swaps in all: the old weights are back
+    assert not row.changed or not torch.equal(base.view(integer), new.view(integer))
+    row.resolve_ms = median_ms(lambda: resolve_tensors(facts, payloads, DEVICE), 5)
+    row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(facts, pinned, DEVICE), 5)
+    row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(facts, payloads, DEVICE))
+    return row
+
+
+def training_step(parts: int, layers: int = 22, width: int = 2048, heads: int = 16, batch: int = 8, length: int = 2048) -> dict[str, float]:
+    """Steps of a decoder of 1.1 B parameters with and without a delta of each: encoded on a thread, while the next step runs.
+
+    A step accumulates gradients over `parts` batches of 16,384 tokens.
+    """
+    layer = torch.nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True, norm_first=True, bias=False)
+    model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(DEVICE, torch.bfloat16)
+    parameters = [p for p in model.parameters() if p.numel()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(length, device=DEVICE, dtype=torch.bfloat16)
+    x = torch.randn(batch, length, width, device=DEVICE, dtype=torch.bfloat16)
+    snapshot = [p.detach().clone() for p in parameters]
+    dtype = dtype_named("BF16")
+    facts = [Facts(s.data_ptr(), p.data_ptr(), p.numel(), i, dtype) for i, (s, p) in enumerate(zip(snapshot, parameters, strict=True))]
+    stream = torch.cuda.Stream()
+    sizes: list[int] = []
+
+    def publish(ready: torch.cuda.Event) -> None:
+        torch.cuda.set_device(DEVICE)
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            sizes.append(sum(len(piece) for e in encode_tensors(facts, DEVICE) for piece in e.payload))
+            torch._foreach_copy_(snapshot, [p.detach() for p in parameters])
+            stream.synchronize()
+
+    def steps(count: int, publishing: bool) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        worker: threading.Thread | None = None
+        for _ in range(count):
+            for _ in range(parts):
+                model(x, mask=mask, is_causal=True).square().mean().backward()
+            if worker:
+                worker.join()  # weights change next
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            if publishing:
+                ready = torch.cuda.Event()
+                ready.record()
+                worker = threading.Thread(target=publish, args=(ready,))
+                worker.start()
+        if worker:
+            worker.join()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / count
+
+    steps(3, True)
+    plain, published = [], []
+    for _ in range(3):
+        plain.append(steps(max(8 // parts, 3), False))
+        published.append(steps(max(8 // parts, 3), True))
+    a, b = statistics.median(plain), statistics.median(published)
+    count = sum(p.numel() for p in parameters)
+    return {
+        "parameters": count,
+        "tokens": parts * batch * length,
+        "step_ms": 1e3 * a,
+        "publishing_ms": 1e3 * b,
+        "cost": b / a - 1,
+        "delta_bytes": statistics.median(sizes),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=float, default=8.2e9)
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--only", help="measure only workloads whose names contain this")
+    parser.add_argument("--no-training", action="store_true")
+    options = parser.parse_args()
+    elements = int(options.elements)
+    small = elements // 10_000 // 8 * 8
+    workloads: list[tuple[str, Callable[[str], Row]]] = [
+        ("bf16, 1.08%", lambda name: measure(name, elements, 0.0108, "bf16", peers=True)),
+        ("bf16, 0.1%", lambda name: measure(name, elements, 0.001, "bf16")),
+        ("bf16, 10%", lambda name: measure(name, elements, 0.1, "bf16")),
+        ("fp8, 1.08%", lambda name: measure(name, elements, 0.0108, "fp8", peers=True)),
+        ("bf16, 1.08%, 10,000 tensors", lambda name: measure(name, 10_000 * small, 0.0108, "bf16", [small] * 10_000)),
+    ]
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "rows": []}
+    print(results["device"], "torch", results["torch"], flush=True)
+    for name, work in workloads:
+        if options.only and options.only not in name:
+            continue
+        row = dataclasses.asdict(work(name))
+        results["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        torch.cuda.empty_cache()
+    if not options.no_training:
+        results["training"] = [training_step(parts) for parts in (1, 4)]
+        print(json.dumps(results["training"]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

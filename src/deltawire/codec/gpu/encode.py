@@ -1,0 +1,208 @@
+"""Encode on the GPU: slabs of whole blocks, so that memory stays bounded however much changes.
+
+While the host looks at what one slab came to, the device is already at the next. A slab whose changes turn out not to fit is done again,
+in smaller parts; sizes go by what was found before, so that this is rare.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..base import Buffer, Encoded
+from .compiler import Kernels, kernels
+from .spans import BLOCK, CONTEXTS, SUMS, TILE, UNIT, UNITS, Bodies, Changes, Facts, lanes, place_tiles, spans_of, tiles_of, upload
+
+_SHARE = 0.006
+"""Share of the weights' bytes that the list of changes may take. There is always room for one block, all of it changed."""
+
+_FULL = 0.93
+"""How much of the list a slab is meant to fill, going by the slab before it."""
+
+_FIRST_SLAB = 4 * BLOCK
+_MOST_SLAB = 1 << 31
+"""Elements of a slab: the first, from which density is learnt; and at most, as counters of changes have 32 bits."""
+
+_SCAN_BLOCKS, _ENCODE_BLOCKS = 4, 2
+"""Thread blocks per processor."""
+
+_GRANT = 1024
+"""Slots of the list that a warp of the scan takes at a time."""
+
+
+def encode_tensors(tensors: Sequence[Facts], device: torch.device) -> list[Encoded]:
+    """Encode tensors of one width, on the current stream. Returns when all bytes are on the host, in pinned memory."""
+    spans = spans_of(tensors)
+    upto = np.concatenate([[0], np.cumsum(spans["count"], dtype=np.int64)])
+    work = _Workspace(kernels(tensors[0].dtype.width, device.index), tensors, device)
+    finished: list[tuple[_Slab, torch.Tensor]] = []
+
+    def start(first: int, size: int) -> _Slab | None:
+        if first == len(spans):
+            return None
+        end = max(first + 1, int(np.searchsorted(upto, upto[first] + size, "right")) - 1)
+        return work.start(first, end, spans[first:end].copy())
+
+    size = _FIRST_SLAB
+    slab = start(0, size)
+    while slab is not None:
+        work.plan(slab)
+        following = start(slab.end, size)
+        size = work.next_size(slab)
+        if slab.fits:
+            finished.append((slab, work.join(slab)))
+        elif slab.end - slab.first == 1:
+            raise AssertionError("one block does not fit the workspace")
+        else:
+            work.sums.copy_(slab.sums_before)
+            following = start(slab.first, size)
+        slab = following
+    sums = work.sums.cpu().numpy().view(SUMS).reshape(-1)
+    work.copies.synchronize()
+    pieces: list[list[Buffer]] = [[] if t.count else [bytes([t.dtype.code])] for t in tensors]
+    for slab, payload in finished:
+        host = memoryview(payload.numpy())
+        owners = slab.spans["tensor"]
+        last = np.flatnonzero(np.append(owners[1:] != owners[:-1], True))  # of each tensor's blocks in this slab
+        begin = 0
+        for owner, end in zip(owners[last].tolist(), slab.ends[last].tolist(), strict=True):
+            pieces[owner].append(host[begin:end])
+            begin = end
+    facts = zip(tensors, pieces, sums["changed"].tolist(), lanes(sums["before"]), lanes(sums["before"] + sums["change"]), strict=True)
+    return [Encoded(piece if changed or tensor.appears else [], changed, before, after) for tensor, piece, changed, before, after in facts]
+
+
+@dataclass(slots=True)
+class _Slab:
+    """Blocks `first` … `end` on their way. What the host is told stands in `report` once `reported` has come."""
+
+    first: int
+    end: int
+    spans: NDArray[np.void]
+    ntiles: int
+    on_device: torch.Tensor
+    arrays: list[torch.Tensor]
+    """What kernels keep per tile, alive as long as they need it: elements, counts, slots, sizes, chunks, work, and sizes of chunks."""
+    cursors: torch.Tensor
+    """Of changes, of bodies; chunks listed, chunks taken."""
+    changes: Changes
+    sums_before: torch.Tensor
+    running: torch.Tensor | None = None
+    report: torch.Tensor | None = None
+    reported: torch.cuda.Event | None = None
+    fits: bool = False
+    chunks: int = 0
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """Where the chunks of each span end in the slab's bytes."""
+        assert self.report is not None
+        ends: NDArray[np.int64] = self.report.numpy()[4:]
+        return ends
+
+
+class _Workspace:
+    """Device memory that all slabs of one call share."""
+
+    def __init__(self, kernels: Kernels, tensors: Sequence[Facts], device: torch.device) -> None:
+        self.kernels, self.device = kernels, device
+        self.width = tensors[0].dtype.itemsize
+        self.scan_shared, self.plan_shared, scratch = kernels.constants("encode_sizes", 3)
+        elements, units, ntiles = (sum(-(-t.count // size) for t in tensors) for size in (1, UNIT, TILE))
+        # A unit never takes more slots than it has elements, so one block always fits.
+        wanted = max(int(_SHARE * elements * self.width / (2 + 2 * self.width)), BLOCK)
+        self.capacity = min(wanted, units * UNIT)
+        self.encode_blocks = min(_ENCODE_BLOCKS * kernels.processors, ntiles)
+        self.ranks = self._empty(self.capacity, torch.int16)
+        self.pairs = self._empty(self.capacity * 2 * self.width, torch.uint8)
+        self.scratch = self._empty(self.encode_blocks * scratch, torch.uint8)
+        # A body is shorter than the elements of its chunk; with each rounded up, the bodies of one block always fit.
+        self.body_words = max(self.capacity * 3 // 8, min(elements, BLOCK) * self.width // 4 + 4 * min(ntiles, BLOCK // TILE) + 16)
+        self.bodies = torch.zeros(self.body_words, dtype=torch.int32, device=device)
+        self.used = 0
+        self.sums = torch.zeros(len(tensors) * SUMS.itemsize, dtype=torch.uint8, device=device)
+        self.codes = upload(np.array([t.dtype.code for t in tensors], np.uint8), device)
+        self.copies = torch.cuda.Stream(device)
+
+    def start(self, first: int, end: int, spans: NDArray[np.void]) -> _Slab:
+        """Find the changes and cut them into chunks."""
+        ntiles = place_tiles(spans)
+        on_device = upload(spans, self.device)
+        elements, counts = self._empty(ntiles * CONTEXTS, torch.int16), self._empty(ntiles * CONTEXTS, torch.int16)
+        slots, sizes = self._empty(ntiles * UNITS, torch.int32), self._empty(ntiles * UNITS, torch.int16)
+        chunks, work = self._empty(ntiles * 24, torch.uint8), self._empty(ntiles, torch.int32)
+        cursors = torch.zeros(4, dtype=torch.int64, device=self.device)
+        pointers = (array.data_ptr() for array in (slots, sizes, counts, self.ranks, self.pairs))
+        changes = Changes(*pointers, self.capacity, cursors.data_ptr())
+        before = self.sums.clone()
+        nspans, tiles = ctypes.c_uint32(len(spans)), ctypes.c_uint32(ntiles)
+        launch = self.kernels.launch
+        launch("choose_tops", len(spans), 256, [on_device])
+        launch("find_changes", self._scan_blocks(ntiles), 128, [on_device, nspans, tiles, elements, changes, self.sums], self.scan_shared)
+        launch("cut_chunks", len(spans), 32, [on_device, counts, chunks, work, ctypes.c_void_p(cursors.data_ptr() + 16)])
+        return _Slab(first, end, spans, ntiles, on_device, [elements, counts, slots, sizes, chunks, work], cursors, changes, before)
+
+    def plan(self, slab: _Slab) -> None:
+        """Encode all chunks, to wherever there is room, and start to tell the host what came of it."""
+        elements, _, _, _, chunks, work = slab.arrays
+        address = slab.cursors.data_ptr()
+        self.bodies[: self.used].zero_()
+        sizes = torch.zeros(slab.ntiles, dtype=torch.int64, device=self.device)
+        bodies = Bodies(self.bodies.data_ptr(), self.body_words, address + 8)
+        arguments = [slab.on_device, chunks, work, ctypes.c_void_p(address + 16), ctypes.c_void_p(address + 24), elements]
+        arguments += [slab.changes, self.scratch, bodies]
+        self.kernels.launch("encode_chunks", min(self.encode_blocks, slab.ntiles), 512, arguments, self.plan_shared)
+        arguments = [slab.on_device, chunks, ctypes.c_uint32(slab.ntiles), sizes, slab.changes]
+        self.kernels.launch("measure_chunks", -(-slab.ntiles // 256), 256, arguments)
+        slab.running = torch.cumsum(sizes, 0)
+        last = upload(np.cumsum(tiles_of(slab.spans)) - 1, self.device).view(torch.int64)
+        slab.report = torch.empty(4 + len(slab.spans), dtype=torch.int64, pin_memory=True)
+        slab.report.copy_(torch.cat([slab.cursors, slab.running[last]]), non_blocking=True)
+        slab.reported = torch.cuda.Event()
+        slab.reported.record()
+
+    def next_size(self, slab: _Slab) -> int:
+        """Wait for the report of a slab, and say how many elements to take next."""
+        assert slab.report is not None
+        assert slab.reported is not None
+        slab.reported.synchronize()
+        listed, words, chunks = (int(number) for number in slab.report[:3])
+        slab.chunks = chunks
+        slab.fits = listed <= self.capacity and words <= self.body_words
+        self.used = min(words, self.body_words)
+        elements = int(slab.spans["count"].sum(dtype=np.int64))
+        # Each warp leaves a part of its last grant empty: half of it, or in the worst case all.
+        lost = _GRANT * 4 * self._scan_blocks(slab.ntiles)
+        density = max(listed - lost // 2, listed // 4, 1) / elements
+        room = max(_FULL * self.capacity - lost, self.capacity / 4)
+        size = min(room / density, elements * _FULL * self.body_words / max(words, 1))
+        return min(max(int(size), BLOCK), _MOST_SLAB)
+
+    def join(self, slab: _Slab) -> torch.Tensor:
+        """Put the chunks in order and start their way to the host."""
+        assert slab.running is not None
+        size = int(slab.ends[-1])
+        out = self._empty(size, torch.uint8)
+        *_, chunks, work = slab.arrays
+        nwork = ctypes.c_void_p(slab.cursors.data_ptr() + 16)
+        arguments = [slab.on_device, chunks, work, nwork, slab.running, self.bodies, self.codes, out]
+        self.kernels.launch("join_chunks", min(slab.chunks, 16 * self.kernels.processors), 128, arguments)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.copies):
+            host.copy_(out, non_blocking=True)
+        out.record_stream(self.copies)
+        slab.arrays.clear()  # what it held may serve the next
+        slab.running = None
+        return host
+
+    def _scan_blocks(self, ntiles: int) -> int:
+        return int(min(_SCAN_BLOCKS * self.kernels.processors, -(-ntiles // 4)))
+
+    def _empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=self.device)

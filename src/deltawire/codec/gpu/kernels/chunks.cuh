@@ -1,0 +1,114 @@
+// From tiles to chunks, and from bodies to the bytes of payloads (docs/format.md §3 and §5, rules 1, 2 and 7).
+
+// §5.2: one thread block per span (a block of the format).
+extern "C" __global__ void __launch_bounds__(256) choose_tops(Span* spans) {
+    __shared__ u32 histogram[2048];
+    Span& s = spans[blockIdx.x];
+    if (!s.mask || !s.base) {
+        if (threadIdx.x == 0) s.top = 0;
+        return;
+    }
+    for (u32 i = threadIdx.x; i < 2048; i += 256) histogram[i] = 0;
+    __syncthreads();
+    const u32 step = (s.count + 1023) / 1024, m = (s.count + step - 1) / step;
+    for (u32 i = threadIdx.x; i < m; i += 256) atomicAdd(&histogram[(u32)(s.base[(u64)i * step] >> s.shift) & s.mask], 1);
+    __syncthreads();
+    if (threadIdx.x < 32) {  // from the largest exponent down, 32 at a time
+        const u32 lane = threadIdx.x, above = m / 64;  // so many of the sample are above the one that is looked for
+        u32 seen = 0;
+        for (i32 high = 2047; high >= 0; high -= 32) {
+            const u32 upto = seen + inclusive_scan(histogram[high - (i32)lane], lane);
+            const u32 found = __ballot_sync(ALL, upto > above);
+            if (found) {
+                if (lane == 0) s.top = (u32)high - (__ffs(found) - 1);
+                break;
+            }
+            seen = __shfl_sync(ALL, upto, 31);
+        }
+    }
+}
+
+// A chunk is known by its first tile: all arrays of chunks are as long as those of tiles.
+struct Chunk {
+    u32 tiles;   // 0: no chunk starts with this tile
+    u32 span;
+    u32 mode;
+    u32 bytes;   // of its body
+    u64 body;    // where the body was put, in words
+};
+
+// §5.1: a warp per span. `work` lists chunks in no order, `nwork` counts them.
+extern "C" __global__ void __launch_bounds__(32) cut_chunks(const Span* spans, const u16* counts, Chunk* chunks, u32* work, u32* nwork) {
+    const Span s = spans[blockIdx.x];
+    const u32 lane = threadIdx.x, tiles = (s.count + TILE - 1) / TILE;
+    u32 start = 0, pending = 0;
+    for (u32 first = 0; first < tiles; first += 32) {
+        u32 mine = 0;
+        if (first + lane < tiles) {
+            const uint4* from = (const uint4*)(counts + (u64)(s.tile0 + first + lane) * CONTEXTS);
+            const uint4 a = from[0], b = from[1];
+            const u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (u32 i = 0; i < 8; ++i) mine += (w[i] & 0xffff) + (w[i] >> 16);
+            chunks[s.tile0 + first + lane].tiles = 0;
+        }
+        __syncwarp();
+        const u32 upto = inclusive_scan(mine, lane);
+        u32 done = 0;  // changes of these tiles that belong to chunks that have ended
+        for (;;) {
+            const bool ends = first + lane >= start && first + lane < tiles && (pending + upto - done >= TILE || first + lane + 1 == tiles);
+            const u32 found = __ballot_sync(ALL, ends);
+            if (!found) break;
+            const u32 at = __ffs(found) - 1;
+            if (lane == 0) {
+                Chunk& c = chunks[s.tile0 + start];
+                c.tiles = first + at + 1 - start;
+                c.span = blockIdx.x;
+                work[atomicAdd(nwork, 1)] = s.tile0 + start;
+            }
+            __syncwarp();
+            start = first + at + 1;
+            done = __shfl_sync(ALL, upto, at);
+            pending = 0;
+        }
+        pending += __shfl_sync(ALL, upto, 31) - done;
+    }
+}
+
+// How many bytes of payload begin with each tile.
+extern "C" __global__ void __launch_bounds__(256) measure_chunks(
+    const Span* spans, const Chunk* chunks, u32 ntiles, u64* sizes, Changes changes) {
+    const u32 tile = blockIdx.x * 256 + threadIdx.x;
+    if (tile >= ntiles || *changes.cursor > changes.capacity) return;  // then no chunk was encoded
+    const Chunk c = chunks[tile];
+    u64 size = 0;
+    if (c.tiles) {
+        const Span& s = spans[c.span];
+        size = 8 + c.bytes + (s.first == 0 && s.tile0 == tile);  // the element type stands before a tensor's first chunk
+    }
+    sizes[tile] = size;
+}
+
+// Writes the chunks, headers and all, in order. `ends` are the running sums of `sizes`; `codes` the element type of each tensor.
+extern "C" __global__ void __launch_bounds__(128) join_chunks(
+    const Span* spans, const Chunk* chunks, const u32* work, const u32* nwork, const u64* ends, const u32* bodies, const u8* codes, u8* out) {
+    for (u32 w = blockIdx.x; w < *nwork; w += gridDim.x) {
+        const u32 tile = work[w];
+        const Chunk c = chunks[tile];
+        const Span& s = spans[c.span];
+        const u64 end = ends[tile], begin = end - c.bytes;
+        const u32 offset = (tile - s.tile0) * TILE, elements = min(c.tiles * TILE, s.count - offset);
+        if (threadIdx.x < 8) out[begin - 8 + threadIdx.x] = (u8)((threadIdx.x < 4 ? elements | c.mode << 30 : c.bytes) >> (8 * (threadIdx.x & 3)));
+        if (threadIdx.x == 8 && s.first == 0 && s.tile0 == tile) out[begin - 9] = codes[s.tensor];
+        const u32* const from = c.mode == RAW ? (const u32*)(s.next + offset) : bodies + c.body;  // 16-byte aligned
+        const u8* const bytes = (const u8*)from;
+        const u32 lead = min((u32)(-(u64)(out + begin)) & 3, c.bytes), words = (c.bytes - lead) / 4, tail = lead + 4 * words;
+        if (threadIdx.x < lead) out[begin + threadIdx.x] = bytes[threadIdx.x];
+        if (threadIdx.x < c.bytes - tail) out[begin + tail + threadIdx.x] = bytes[tail + threadIdx.x];
+        u32* const to = (u32*)(out + begin + lead);
+        for (u32 i = threadIdx.x; i < words; i += 128) {
+            const u32 a = from[i];
+            to[i] = lead ? __funnelshift_r(a, 4 * (i + 1) < c.bytes ? from[i + 1] : 0, 8 * lead) : a;
+        }
+    }
+}

@@ -1,0 +1,334 @@
+// What all kernels share: element types, the terms of docs/format.md §2 and §4, and warps as they see a unit of 1024 elements.
+// Compiled at run time, once per element width: WIDTH is 8, 16, 32 or 64. No header of the CUDA toolkit is needed.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+
+#if WIDTH == 8
+typedef u8 T;
+#elif WIDTH == 16
+typedef u16 T;
+#elif WIDTH == 32
+typedef u32 T;
+#else
+typedef u64 T;
+#endif
+
+constexpr u32 BYTES = WIDTH / 8;
+constexpr u32 CONTEXTS = 16;
+constexpr u32 TILE = 1 << 14;
+constexpr u32 UNIT = 1 << 10;           // elements that a warp takes at a time
+constexpr u32 UNITS = TILE / UNIT;
+constexpr u32 RUN = 32;                 // consecutive elements of a lane
+constexpr u32 ALL = 0xffffffffu;
+
+// In shared memory a lane's run is a row; 16 bytes between rows keep reads of 16 bytes free of bank conflicts.
+constexpr u32 ROW = RUN * BYTES;
+constexpr u32 STRIDE = ROW + 16;
+constexpr u32 PIECES = ROW / 16;
+constexpr u32 STAGE = 32 * STRIDE;
+constexpr u32 DIGEST_BLOCKS = UNIT * BYTES / 512;  // of 256 words, in a unit
+
+constexpr u32 SAME = 0, CODED = 1, RAW = 2;
+
+struct Pair {
+    T old, now;
+};
+
+// A stretch of one tensor whose elements are ranked with one `top`: a block when encoding, a chunk when resolving.
+struct Span {
+    const T* base;   // null: zeros
+    const T* next;   // encoding only
+    u64 seed;
+    u64 first;       // its first element within the tensor
+    u32 count;
+    u32 tile0;       // its first tile, counted over all spans
+    u32 tensor;
+    u32 top;
+    u32 shift;       // of the exponent
+    u32 mask;        // of the exponent, 0: a single context
+    u32 start;       // resolving: its first change, counted over all spans
+    u32 mode;        // resolving
+};
+
+struct Sums {
+    u64 changed;
+    u32 before[4], change[4];
+};
+
+// §2
+
+constexpr u64 GOLDEN = 0x9E3779B97F4A7C15ull;
+
+__device__ __forceinline__ u64 mix(u64 x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+__device__ __forceinline__ i32 word_factor(u32 word, u32 lane) {
+    return (i32)(short)(u16)((mix(GOLDEN * (256 * lane + word + 1)) >> 48) | 1);
+}
+
+__device__ __forceinline__ uint4 block_factors(u64 seed, u64 block) {
+    const u64 x = seed + GOLDEN * (2 * block + 1), a = mix(x), b = mix(x + GOLDEN);
+    return make_uint4((u32)a | 1, (u32)(a >> 32) | 1, (u32)b | 1, (u32)(b >> 32) | 1);
+}
+
+// The factors of the eight words that a lane takes of each digest block. Bytes 0 and 1: the low bytes of two factors; bytes 2 and 3: the high ones.
+struct WordFactors {
+    u32 of[4][4];  // pair of words, digest lane
+    __device__ __forceinline__ void load(u32 lane) {
+#pragma unroll
+        for (u32 q = 0; q < 4; ++q)
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) {
+                const u32 a = (u32)word_factor(8 * lane + 2 * q, j), b = (u32)word_factor(8 * lane + 2 * q + 1, j);
+                of[q][j] = (a & 0xff) | (b & 0xff) << 8 | (a >> 8 & 0xff) << 16 | (b >> 8 & 0xff) << 24;
+            }
+    }
+};
+
+__device__ __forceinline__ i32 dot_low(u32 words, u32 factors, i32 sum) {
+    i32 out;
+    asm("dp2a.lo.s32.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(words), "r"(factors), "r"(sum));
+    return out;
+}
+__device__ __forceinline__ i32 dot_high(u32 words, u32 factors, i32 sum) {
+    i32 out;
+    asm("dp2a.hi.s32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(words), "r"(factors), "r"(sum));
+    return out;
+}
+
+// Adds eight words of a digest block to `sums`.
+__device__ __forceinline__ void digest_words(uint4 words, const WordFactors& t, uint4 m, u32 sums[4]) {
+    const u32 w[4] = {words.x, words.y, words.z, words.w}, multiplier[4] = {m.x, m.y, m.z, m.w};
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) {
+        i32 low = 0, high = 0;
+#pragma unroll
+        for (u32 q = 0; q < 4; ++q) {
+            low = dot_low(w[q], t.of[q][j], low);
+            high = dot_high(w[q], t.of[q][j], high);
+        }
+        sums[j] += multiplier[j] * ((u32)low + ((u32)high << 8));
+    }
+}
+
+// Adds what changes when one element of a unit goes from `old` to `now`.
+__device__ __forceinline__ void digest_change(u32 element, T old, T now, const uint4* multipliers, const int4* factors, u32 sums[4]) {
+    const auto word = [&](u32 at, u32 difference) {
+        const uint4 m = multipliers[at >> 8];
+        const int4 t = factors[at & 255];
+        sums[0] += m.x * (u32)t.x * difference;
+        sums[1] += m.y * (u32)t.y * difference;
+        sums[2] += m.z * (u32)t.z * difference;
+        sums[3] += m.w * (u32)t.w * difference;
+    };
+#if WIDTH == 8
+    word(element >> 1, element & 1 ? (u32)((i32)(signed char)now - (i32)(signed char)old) << 8 : (u32)((i32)now - (i32)old));
+#else
+#pragma unroll
+    for (u32 i = 0; i < BYTES / 2; ++i)
+        word(element * (BYTES / 2) + i, (u32)((i32)(short)(u16)((u64)now >> (16 * i)) - (i32)(short)(u16)((u64)old >> (16 * i))));
+#endif
+}
+
+// §4
+
+__device__ __forceinline__ u32 context_of(T x, const Span& s) {
+    const i32 d = (i32)s.top - (i32)((u32)(x >> s.shift) & s.mask);
+    return (u32)min(max(d, 0), (i32)CONTEXTS - 1);
+}
+
+__device__ __forceinline__ T ordered(T x, bool floating) {
+    constexpr T top = (T)((T)1 << (WIDTH - 1));
+    return floating ? (T)(x ^ (x & top ? (T)~(T)0 : top)) : x;
+}
+__device__ __forceinline__ T unordered(T x, bool floating) {
+    constexpr T top = (T)((T)1 << (WIDTH - 1));
+    return floating ? (T)(x ^ (x & top ? top : (T)~(T)0)) : x;
+}
+
+__device__ __forceinline__ u32 bit_length(u64 x) { return 64 - __clzll(x); }
+__device__ __forceinline__ u32 count_bits(u32 n) { return 5 + (n ? 31 - __clz(n) : 0); }
+
+// Bits of LR(k, v).
+__device__ __forceinline__ u32 rice_bits(u64 v, u32 k) {
+    const u64 q = v >> k;
+    return q < 16 ? (u32)q + 1 + k : 22 + k + 63 - __clzll(q - 15);
+}
+__device__ __forceinline__ u32 rice_bits(u32 v, u32 k) {
+    const u32 q = v >> k;
+    return q < 16 ? q + 1 + k : 22 + k + 31 - __clz(q - 15);
+}
+
+// The contexts of a lane's run as four bit planes, and which of its elements change. The order of bits is that of the arithmetic, not of
+// the elements: `place` and `below` translate.
+struct Planes {
+    u32 bit[4];
+    u32 changed;
+
+    // Which elements of the run are of this context.
+    __device__ __forceinline__ u32 of_context(u32 c) const {
+        return ~((bit[0] ^ (0 - (c & 1))) | (bit[1] ^ (0 - (c >> 1 & 1))) | (bit[2] ^ (0 - (c >> 2 & 1))) | (bit[3] ^ (0 - (c >> 3 & 1))));
+    }
+};
+
+#if WIDTH == 16
+// Element 2i + h is bit 16h + i.
+__device__ __forceinline__ u32 below(u32 e) {
+    const u32 m = (1u << (e >> 1)) - 1;
+    return m | m << 16 | (e & 1) << (e >> 1);
+}
+__device__ __forceinline__ u32 element_at(u32 bit) { return (bit & 15) << 1 | bit >> 4; }
+__device__ __forceinline__ u32 in_order(u32 x) {
+    x = (x & 0xff0000ff) | (x >> 8 & 0x0000ff00) | (x << 8 & 0x00ff0000);
+    x = (x & 0xf00ff00f) | (x >> 4 & 0x00f000f0) | (x << 4 & 0x0f000f00);
+    x = (x & 0xc3c3c3c3) | (x >> 2 & 0x0c0c0c0c) | (x << 2 & 0x30303030);
+    return (x & 0x99999999) | (x >> 1 & 0x22222222) | (x << 1 & 0x44444444);
+}
+#elif WIDTH == 8
+// Element 4i + 2h + r is bit 16h + 2i + r.
+__device__ __forceinline__ u32 below(u32 e) {
+    const u32 at = e >> 2 << 1, m = (1u << at) - 1;
+    return m | m << 16 | (e & 2 ? 3u << at : 0) | (e & 1 ? 1u << (at + (e & 2 ? 16 : 0)) : 0);
+}
+__device__ __forceinline__ u32 element_at(u32 bit) { return (bit & 14) << 1 | bit >> 4 << 1 | (bit & 1); }
+__device__ __forceinline__ u32 in_order(u32 x) {
+    x = (x & 0xff0000ff) | (x >> 8 & 0x0000ff00) | (x << 8 & 0x00ff0000);
+    x = (x & 0xf00ff00f) | (x >> 4 & 0x00f000f0) | (x << 4 & 0x0f000f00);
+    return (x & 0xc3c3c3c3) | (x >> 2 & 0x0c0c0c0c) | (x << 2 & 0x30303030);
+}
+#else
+__device__ __forceinline__ u32 below(u32 e) { return (1u << e) - 1; }
+__device__ __forceinline__ u32 element_at(u32 bit) { return bit; }
+__device__ __forceinline__ u32 in_order(u32 x) { return x; }
+#endif
+
+// Two contexts at a time, from two exponents in the halves of a word.
+__device__ __forceinline__ u32 two_contexts(u32 exponents, u32 top_and_one) {
+    return __viaddmin_s16x2_relu(~exponents, top_and_one, 0x000f000f);
+}
+
+template <bool COMPARE>
+__device__ __forceinline__ Planes planes_of(const u8* base, const u8* next, const Span& s) {
+    const u32 top_and_one = (s.top + 1) * 0x10001u, mask = s.mask * 0x10001u;
+    u32 w[4] = {}, changed = 0;
+#if WIDTH == 16
+#pragma unroll
+    for (u32 v = 0; v < 4; ++v) {
+        const uint4 b = *(const uint4*)(base + 16 * v);
+        const u32 words[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (u32 q = 0; q < 4; ++q) w[q] |= two_contexts(words[q] >> s.shift & mask, top_and_one) << (4 * v);
+        if (COMPARE) {
+            const uint4 n = *(const uint4*)(next + 16 * v);
+            const u32 news[4] = {n.x, n.y, n.z, n.w};
+#pragma unroll
+            for (u32 q = 0; q < 4; ++q) changed |= __vminu2(words[q] ^ news[q], 0x00010001) << (4 * v + q);
+        }
+    }
+#elif WIDTH == 8
+#pragma unroll
+    for (u32 v = 0; v < 2; ++v) {
+        const uint4 b = *(const uint4*)(base + 16 * v);
+        const u32 words[4] = {b.x, b.y, b.z, b.w};
+        u32 news[4] = {};
+        if (COMPARE) {
+            const uint4 n = *(const uint4*)(next + 16 * v);
+            news[0] = n.x, news[1] = n.y, news[2] = n.z, news[3] = n.w;
+        }
+#pragma unroll
+        for (u32 q = 0; q < 4; ++q)
+#pragma unroll
+            for (u32 r = 0; r < 2; ++r) {
+                const u32 p = 8 * v + 2 * q + r;
+                w[p & 3] |= two_contexts(words[q] >> (s.shift + 8 * r) & mask, top_and_one) << (p & ~3u);
+                if (COMPARE) changed |= __vminu2((words[q] ^ news[q]) >> (8 * r) & 0x00ff00ff, 0x00010001) << p;
+            }
+    }
+#else
+#pragma unroll
+    for (u32 p = 0; p < 16; ++p) {
+        const T a = ((const T*)base)[p], b = ((const T*)base)[p + 16];
+        const i32 ca = min(max((i32)s.top - (i32)((u32)(a >> s.shift) & s.mask), 0), 15);
+        const i32 cb = min(max((i32)s.top - (i32)((u32)(b >> s.shift) & s.mask), 0), 15);
+        w[p & 3] |= (u32)(ca | cb << 16) << (p & ~3u);
+        if (COMPARE) changed |= (u32)(a != ((const T*)next)[p]) << p | (u32)(b != ((const T*)next)[p + 16]) << (p + 16);
+    }
+#endif
+    // A 4 × 4 transposition of bits: bit b of nibble m of word k becomes bit 4m + k of plane b.
+    const auto swap = [](u32& a, u32& b, u32 by, u32 which) {
+        const u32 t = ((a >> by) ^ b) & which;
+        b ^= t;
+        a ^= t << by;
+    };
+    swap(w[0], w[1], 1, 0x55555555);
+    swap(w[2], w[3], 1, 0x55555555);
+    swap(w[0], w[2], 2, 0x33333333);
+    swap(w[1], w[3], 2, 0x33333333);
+    return {{w[0], w[1], w[2], w[3]}, changed};
+}
+
+// How many of the `valid` elements of a run are of each context: those of contexts 2i and 2i + 1 in the halves of word i.
+__device__ __forceinline__ void count_contexts(const Planes& p, u32 valid, u32 counts[8]) {
+    const u32 a[4] = {~p.bit[0] & ~p.bit[1] & valid, p.bit[0] & ~p.bit[1] & valid, ~p.bit[0] & p.bit[1] & valid, p.bit[0] & p.bit[1] & valid};
+    const u32 b[4] = {~p.bit[2] & ~p.bit[3], p.bit[2] & ~p.bit[3], ~p.bit[2] & p.bit[3], p.bit[2] & p.bit[3]};
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) counts[i] = __popc(a[2 * i & 3] & b[i >> 1]) + (__popc(a[(2 * i & 3) + 1] & b[i >> 1]) << 16);
+}
+
+// Starts to copy `bytes` bytes to a stage, and zeros after them. `from` null: zeros only.
+__device__ __forceinline__ void fetch_unit(u8* stage, const u8* from, u32 bytes, u32 lane, const u8* any) {
+    const u32 to = (u32)__cvta_generic_to_shared(stage);
+#pragma unroll
+    for (u32 i = 0; i < PIECES; ++i) {
+        const u32 g = 32 * i + lane;
+        const u32 size = from && 16 * g < bytes ? min(bytes - 16 * g, 16u) : 0;
+        const u8* source = size ? from + 16 * g : any;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + g / PIECES * STRIDE + g % PIECES * 16), "l"(source), "r"(size));
+    }
+}
+__device__ __forceinline__ void fetch_commit() { asm volatile("cp.async.commit_group;"); }
+template <u32 LEFT>
+__device__ __forceinline__ void fetch_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT));
+}
+
+// The span that a tile belongs to.
+__device__ __forceinline__ u32 span_of(const Span* spans, u32 n, u32 tile) {
+    u32 low = 0, high = n;
+    while (high - low > 1) {
+        const u32 middle = (low + high) / 2;
+        if (spans[middle].tile0 <= tile) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+__device__ __forceinline__ u32 warp_sum(u32 x) { return __reduce_add_sync(ALL, x); }
+
+__device__ __forceinline__ u32 inclusive_scan(u32 x, u32 lane) {
+#pragma unroll
+    for (u32 d = 1; d < 32; d *= 2) {
+        const u32 y = __shfl_up_sync(ALL, x, d);
+        if (lane >= d) x += y;
+    }
+    return x;
+}
+
+// Adds the sums of a warp's lanes to those of a tensor.
+__device__ __forceinline__ void flush_sums(Sums* to, u32 lane, u32 before[4], u32 change[4], u64 changed) {
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) {
+        const u32 b = warp_sum(before[j]), c = warp_sum(change[j]);
+        if (lane == 0 && b) atomicAdd(&to->before[j], b);
+        if (lane == 0 && c) atomicAdd(&to->change[j], c);
+        before[j] = change[j] = 0;
+    }
+    if (lane == 0 && changed) atomicAdd(&to->changed, changed);
+}

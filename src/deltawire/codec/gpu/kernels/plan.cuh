@@ -1,0 +1,632 @@
+// One coded chunk per thread block: sorts its changes by context, chooses all parameters (docs/format.md §5, rules 3–6) and writes its body.
+
+constexpr u32 PLAN_THREADS = 512, PLAN_WARPS = PLAN_THREADS / 32;
+constexpr u32 MOST = 1 << 15;            // changes of a chunk
+constexpr u32 MOST_TILES = 1024;
+constexpr u32 SEGMENT = 1024;            // values that a warp takes at a time
+constexpr u32 WINDOW = 4;                // parameters whose costs are found in one go
+constexpr u32 MOST_TASKS = 6 * (MOST / SEGMENT + CONTEXTS);
+constexpr u64 CAP = 1ull << 47;
+
+// The sequences that are coded with LR, per context.
+enum Kind { GAPS, INVERTED_GAPS, LARGER_GAPS, MAGNITUDES, LARGER_MAGNITUDES, SYMBOLS_OF, KINDS };
+enum ValueMode { UNIT_MODE, RUNS, DIRECT, SYMBOLS };
+
+// The working memory of a thread block in global memory; it stays in the cache.
+struct PlanScratch {
+    u32 ranks[MOST];       // of the changes in their contexts, context after context
+    u16 inverted[MOST];    // ranks of the elements that do not change, where they are fewer (then there are less than 2¹⁶ in all)
+    u16 larger[MOST];      // which changes have a magnitude above 1
+    Pair pairs[MOST];
+    u32 element_starts[MOST_TILES][CONTEXTS];  // elements of each context in the tiles before
+    u16 change_starts[MOST_TILES][CONTEXTS];   // changes, likewise
+};
+
+struct Sequence {
+    u32 size, first_task, k, pending;  // costs are known of parameters k, k − 1, … k − WINDOW + 1
+    u32 costs[WINDOW];
+    u32 chosen, bits;
+};
+
+struct ContextPlan {
+    u32 n, elements, offset, larger;
+    u64 sum, larger_sum;
+    u32 inverted, mode, value_bits, symbols_bits, candidate;
+    u64 positions_at, signs_at, codes_at, larger_at;
+};
+
+struct PlanSpace {
+    u32 part_sums[32][CONTEXTS], change_part_sums[32][CONTEXTS];
+    Sequence sequences[KINDS][CONTEXTS];
+    ContextPlan contexts[CONTEXTS];
+    u32 tasks[MOST_TASKS];
+    u32 task_costs[MOST_TASKS][WINDOW];
+    u32 ntasks;
+    u32 cursors[PLAN_WARPS][CONTEXTS];
+    u32 frequency[256];
+    u8 rank_of[256], table[256];
+    u32 symbols, considered, ks, has_table;
+    u64 bits, body;
+    u32 bytes, mode, chunk;
+};
+
+struct Bodies {
+    u32* words;     // zeros
+    u64 capacity;   // in words
+    u64* cursor;    // words given away; may pass the capacity, then what is beyond was not written
+};
+
+__device__ __forceinline__ void put_bits(u32* out, u64 at, u64 value, u32 length) {
+    if (!length) return;
+    u32* const word = out + (at >> 5);
+    const u32 shift = (u32)at & 31;
+    const u64 low = value << shift;
+    if ((u32)low) atomicOr(word, (u32)low);
+    if (shift + length > 32 && (u32)(low >> 32)) atomicOr(word + 1, (u32)(low >> 32));
+    if (shift + length > 64) {
+        const u32 rest = (u32)(value >> (64 - shift));
+        if (rest) atomicOr(word + 2, rest);
+    }
+}
+
+__device__ __forceinline__ void put_rice(u32* out, u64 at, u32 k, u64 v) {
+    const u64 q = v >> k, low = v & ((1ull << k) - 1);
+    if (q < 16 && k <= 47) {
+        put_bits(out, at, (low << 1 | 1) << q, (u32)q + 1 + k);
+        return;
+    }
+    if (q < 16) {
+        put_bits(out, at, 1ull << q, (u32)q + 1);
+        put_bits(out, at + q + 1, low, k);
+        return;
+    }
+    const u64 x = q - 15;
+    const u32 b = 63 - __clzll(x);
+    put_bits(out, at + 16, b, 6);
+    put_bits(out, at + 22, x ^ (1ull << b), b);
+    put_bits(out, at + 22 + b, low, k);
+}
+
+struct BitCursor {
+    u32* out;
+    u64 at;
+    __device__ void put(u32 value, u32 length) {
+        put_bits(out, at, value, length);
+        at += length;
+    }
+    __device__ void put_count(u32 n) {
+        const u32 length = 32 - __clz(n);
+        put(length, 5);
+        if (length > 1) put(n ^ (1u << (length - 1)), length - 1);
+    }
+};
+
+__device__ __forceinline__ T step_of(Pair p, bool floating) { return (T)(ordered(p.now, floating) - ordered(p.old, floating)); }
+__device__ __forceinline__ T magnitude_of(T step) { return step >> (WIDTH - 1) ? (T)(0 - step) : step; }
+
+struct Planner {
+    PlanSpace& at;
+    PlanScratch& scratch;
+    const Span s;
+    const u32 thread, lane, warp, contexts;
+    const bool floating;
+
+    __device__ u64 value(u32 kind, u32 c, u32 i) const {
+        const u32 offset = at.contexts[c].offset;
+        if (kind == GAPS) return i ? scratch.ranks[offset + i] - scratch.ranks[offset + i - 1] - 1 : scratch.ranks[offset];
+        if (kind <= LARGER_GAPS) {
+            const u16* const list = (kind == INVERTED_GAPS ? scratch.inverted : scratch.larger) + offset;
+            return i ? (u32)list[i] - list[i - 1] - 1 : list[0];
+        }
+        if (kind == MAGNITUDES) return (u64)(T)(magnitude_of(step_of(scratch.pairs[offset + i], floating)) - 1);
+        if (kind == LARGER_MAGNITUDES) return (u64)(T)(magnitude_of(step_of(scratch.pairs[offset + scratch.larger[offset + i]], floating)) - 2);
+        const Pair p = scratch.pairs[offset + i];
+        return at.rank_of[(T)(p.old ^ p.now) >> (WIDTH - 8)];
+    }
+
+    // Elements and changes of each context before every tile of the chunk, and in all of it.
+    __device__ void sum_tiles(u32 first_tile, u32 tiles, const u16* elements, const u16* counts) {
+        for (u32 i = thread; i < tiles * CONTEXTS; i += PLAN_THREADS) {
+            scratch.element_starts[i / CONTEXTS][i % CONTEXTS] = elements[(u64)first_tile * CONTEXTS + i];
+            scratch.change_starts[i / CONTEXTS][i % CONTEXTS] = counts[(u64)first_tile * CONTEXTS + i];
+        }
+        __syncthreads();
+        const u32 c = thread % CONTEXTS, part = thread / CONTEXTS, size = (tiles + 31) / 32;
+        const u32 begin = min(part * size, tiles), end = min(begin + size, tiles);
+        u32 e = 0, n = 0;
+        for (u32 t = begin; t < end; ++t) e += scratch.element_starts[t][c], n += scratch.change_starts[t][c];
+        at.part_sums[part][c] = e;
+        at.change_part_sums[part][c] = n;
+        __syncthreads();
+        if (warp < CONTEXTS) {
+            const u32 e0 = at.part_sums[lane][warp], n0 = at.change_part_sums[lane][warp];
+            const u32 e1 = inclusive_scan(e0, lane), n1 = inclusive_scan(n0, lane);
+            at.part_sums[lane][warp] = e1 - e0;
+            at.change_part_sums[lane][warp] = n1 - n0;
+            if (lane == 31) {
+                at.contexts[warp].elements = e1;
+                at.contexts[warp].n = n1;
+            }
+        }
+        __syncthreads();
+        e = at.part_sums[part][c], n = at.change_part_sums[part][c];
+        for (u32 t = begin; t < end; ++t) {
+            const u32 e1 = scratch.element_starts[t][c], n1 = scratch.change_starts[t][c];
+            scratch.element_starts[t][c] = e;
+            scratch.change_starts[t][c] = (u16)n;
+            e += e1, n += n1;
+        }
+        if (thread == 0) {
+            u32 offset = 0;
+            for (u32 k = 0; k < CONTEXTS; ++k) {
+                at.contexts[k].offset = offset;
+                offset += at.contexts[k].n;
+            }
+        }
+        __syncthreads();
+    }
+
+    // Brings the changes into the order of contexts, each in the order of elements.
+    __device__ void sort_changes(u32 first_tile, u32 tiles, const Changes& from) {
+        u32* const cursors = at.cursors[warp];
+        for (u32 t = warp; t < tiles; t += PLAN_WARPS) {
+            if (lane < CONTEXTS) cursors[lane] = at.contexts[lane].offset + scratch.change_starts[t][lane];
+            const u64 unit0 = (u64)(first_tile + t) * UNITS;
+            const u32 size = lane < UNITS ? from.sizes[unit0 + lane] : 0, slot = size ? from.slots[unit0 + lane] : 0;
+            __syncwarp();
+            for (u32 u = 0; u < UNITS; ++u) {
+                const u32 n = __shfl_sync(ALL, size, u), start = __shfl_sync(ALL, slot, u);
+                for (u32 i = lane; i - lane < n; i += 32) {
+                    const bool active = i < n;
+                    Pair p = {};
+                    u32 rank = 0, c = CONTEXTS;
+                    if (active) {
+                        p = from.pairs[start + i];
+                        rank = from.ranks[start + i];
+                        c = context_of(p.old, s);
+                    }
+                    const u32 same = __match_any_sync(ALL, c), before = __popc(same & ((1u << lane) - 1));
+                    u32 to = 0;
+                    if (active) {
+                        to = cursors[c] + before;
+                        scratch.ranks[to] = scratch.element_starts[t][c] + rank;
+                        scratch.pairs[to] = p;
+                    }
+                    __syncwarp();
+                    if (active && !before) cursors[c] += __popc(same);
+                    __syncwarp();
+                }
+            }
+        }
+        __syncthreads();
+    }
+
+    // Lists the changes of a magnitude above 1, and sums magnitudes up. One context after the other, by the whole block where it is large.
+    __device__ void list_larger() {
+        if (thread < CONTEXTS) {
+            at.contexts[thread].larger = 0;
+            at.contexts[thread].sum = at.contexts[thread].larger_sum = 0;
+        }
+        make_tasks(1u << MAGNITUDES);
+        for (u32 task = warp; task < at.ntasks; task += PLAN_WARPS) {
+            const u32 c = at.tasks[task] & 15, first = (at.tasks[task] >> 8) * SEGMENT;
+            const u32 n = at.contexts[c].n, end = min(first + SEGMENT, n), offset = at.contexts[c].offset;
+            u32 larger = 0;
+            u64 sum = 0;
+            for (u32 i = first + lane; i < end; i += 32) {
+                const T m = magnitude_of(step_of(scratch.pairs[offset + i], floating));
+                larger += m > 1;
+                sum += min((u64)m - 1, CAP);
+            }
+            u64 larger_sum = 0;
+            if (WIDTH > 32) {  // the cap may hold for one sum and not for the other
+                for (u32 i = first + lane; i < end; i += 32) {
+                    const T m = magnitude_of(step_of(scratch.pairs[offset + i], floating));
+                    if (m > 1) larger_sum += min((u64)m - 2, CAP);
+                }
+            } else {
+                larger_sum = sum - larger;
+            }
+#pragma unroll
+            for (u32 d = 16; d; d /= 2) {
+                sum += __shfl_down_sync(ALL, sum, d);
+                larger_sum += __shfl_down_sync(ALL, larger_sum, d);
+            }
+            larger = warp_sum(larger);
+            if (lane == 0) {
+                at.task_costs[task][0] = larger;
+                atomicAdd(&at.contexts[c].larger, larger);
+                atomicAdd(&at.contexts[c].sum, sum);
+                atomicAdd(&at.contexts[c].larger_sum, larger_sum);
+            }
+        }
+        __syncthreads();
+        for (u32 task = warp; task < at.ntasks; task += PLAN_WARPS) {
+            const u32 c = at.tasks[task] & 15, segment = at.tasks[task] >> 8, first = segment * SEGMENT;
+            if (!at.task_costs[task][0]) continue;
+            const u32 n = at.contexts[c].n, end = min(first + SEGMENT, n), offset = at.contexts[c].offset;
+            u32 to = offset;
+            for (u32 before = 0; before < segment; ++before) to += at.task_costs[task - segment + before][0];
+            for (u32 i0 = first; i0 < end; i0 += 32) {
+                const u32 i = i0 + lane;
+                const bool larger = i < end && magnitude_of(step_of(scratch.pairs[offset + i], floating)) > 1;
+                const u32 found = __ballot_sync(ALL, larger);
+                if (larger) scratch.larger[to + __popc(found & ((1u << lane) - 1))] = (u16)i;
+                to += __popc(found);
+            }
+        }
+        __syncthreads();
+    }
+
+    // Lists the elements that do not change, in contexts where they are fewer than those that do.
+    __device__ void list_unchanged() {
+        for (u32 c = 0; c < contexts; ++c) {
+            const u32 n = at.contexts[c].n, all = at.contexts[c].elements, offset = at.contexts[c].offset;
+            if (2 * n <= all) continue;
+            const u32* const ranks = scratch.ranks + offset;
+            u16* const to = scratch.inverted + offset;
+            for (u32 i = thread; i <= n; i += PLAN_THREADS) {
+                const u32 from = i ? ranks[i - 1] + 1 : 0, upto = i < n ? ranks[i] : all;
+                for (u32 r = from; r < upto; ++r) to[r - i] = (u16)r;
+            }
+        }
+        __syncthreads();
+    }
+
+    // Tasks for all sequences of these kinds.
+    __device__ void make_tasks(u32 kinds) {
+        if (thread == 0) at.ntasks = 0;
+        __syncthreads();
+        if (thread < KINDS * CONTEXTS) {
+            const u32 kind = thread / CONTEXTS, c = thread % CONTEXTS;
+            Sequence& q = at.sequences[kind][c];
+            const ContextPlan& p = at.contexts[c];
+            if (kinds >> kind & 1) {
+                u32 size = 0;
+                if (kind == GAPS || kind == MAGNITUDES) size = p.n;
+                else if (kind == INVERTED_GAPS) size = 2 * p.n > p.elements ? p.elements - p.n : 0;
+                else if (kind == LARGER_GAPS || kind == LARGER_MAGNITUDES) size = p.larger;
+                else size = p.candidate ? p.n : 0;
+                if (kind == MAGNITUDES && (kinds >> GAPS & 1) && !p.larger) size = 0;  // all of magnitude 1
+                const u32 segments = (size + SEGMENT - 1) / SEGMENT, first = segments ? atomicAdd(&at.ntasks, segments) : 0;
+                for (u32 i = 0; i < segments; ++i) at.tasks[first + i] = kind << 4 | c | i << 8;
+                q.size = size;
+                q.first_task = first;
+            }
+        }
+        __syncthreads();
+    }
+
+    // The costs of all pending sequences, for the parameters in their windows.
+    __device__ void find_costs() {
+        for (u32 task = warp; task < at.ntasks; task += PLAN_WARPS) {
+            const u32 c = at.tasks[task] & 15, kind = at.tasks[task] >> 4 & 15, first = (at.tasks[task] >> 8) * SEGMENT;
+            Sequence& q = at.sequences[kind][c];
+            if (!q.pending) continue;
+            const u32 end = min(first + SEGMENT, q.size), k = q.k;
+            u32 costs[WINDOW] = {};
+            for (u32 i = first + lane; i < end; i += 32) {
+                const u64 v = value(kind, c, i);
+#pragma unroll
+                for (u32 w = 0; w < WINDOW; ++w)
+                    if (k >= w) costs[w] += WIDTH > 32 || v >> 32 ? rice_bits(v, k - w) : rice_bits((u32)v, k - w);
+            }
+#pragma unroll
+            for (u32 w = 0; w < WINDOW; ++w) {
+                costs[w] = warp_sum(costs[w]);
+                if (lane == 0) {
+                    at.task_costs[task][w] = costs[w];
+                    atomicAdd(&q.costs[w], costs[w]);
+                }
+            }
+        }
+        __syncthreads();
+    }
+
+    // §5.3 for all sequences that have tasks.
+    __device__ void choose_parameters(u32 kinds) {
+        const u32 kind = thread / CONTEXTS, c = thread % CONTEXTS;
+        const bool mine = thread < KINDS * CONTEXTS && (kinds >> kind & 1);
+        Sequence* const q = mine ? &at.sequences[kind][c] : nullptr;
+        if (mine) {
+            const ContextPlan& p = at.contexts[c];
+            u64 sum = 0;
+            u32 largest = 24;
+            if (q->size) {
+                if (kind == GAPS) sum = scratch.ranks[p.offset + q->size - 1] - (q->size - 1);
+                else if (kind == INVERTED_GAPS) sum = scratch.inverted[p.offset + q->size - 1] - (q->size - 1);
+                else if (kind == LARGER_GAPS) sum = scratch.larger[p.offset + q->size - 1] - (q->size - 1);
+                else sum = kind == MAGNITUDES ? p.sum : p.larger_sum, largest = WIDTH - 1;
+            }
+            q->k = q->size ? min(largest, bit_length(sum / q->size)) : 0;
+            if (kind == SYMBOLS_OF) q->k = at.ks;
+            q->pending = q->size != 0;
+            q->chosen = kind == SYMBOLS_OF ? at.ks : 0;
+            q->bits = 0;
+            for (u32 w = 0; w < WINDOW; ++w) q->costs[w] = 0;
+        }
+        __syncthreads();
+        for (;;) {
+            find_costs();
+            bool again = false;
+            if (mine && q->pending) {
+                q->pending = 0;
+                u32 w = 0;
+                if (kind != SYMBOLS_OF)
+                    while (w + 1 < WINDOW && q->k > w && q->costs[w + 1] < q->costs[w]) ++w;
+                q->chosen = q->k - w;
+                q->bits = q->costs[w];
+                if (w + 1 == WINDOW && q->k > w) {  // it may go on: look from here
+                    q->k -= w;
+                    q->pending = again = true;
+                    for (u32 i = 0; i < WINDOW; ++i) q->costs[i] = 0;
+                }
+            }
+            if (!__syncthreads_or(again)) break;
+        }
+    }
+
+    // §5.4 and §5.5.
+    __device__ void choose_modes() {
+        if (thread < CONTEXTS) {
+            ContextPlan& p = at.contexts[thread];
+            const Sequence &gaps = at.sequences[GAPS][thread], &inverted = at.sequences[INVERTED_GAPS][thread];
+            p.inverted = 2 * p.n > p.elements && inverted.bits + count_bits(p.elements - p.n) < gaps.bits;
+            p.mode = UNIT_MODE;
+            p.value_bits = p.n;
+            p.candidate = 0;
+            if (p.larger) {
+                const u32 direct = p.n + 6 + at.sequences[MAGNITUDES][thread].bits;
+                const u32 runs = p.n + count_bits(p.larger) + 5 + 6 + at.sequences[LARGER_GAPS][thread].bits + at.sequences[LARGER_MAGNITUDES][thread].bits;
+                p.mode = runs < direct ? RUNS : DIRECT;
+                p.value_bits = min(runs, direct);
+            }
+            p.candidate = p.n && p.value_bits > p.n * (WIDTH - 7);
+        }
+    }
+
+    // §5.6.
+    __device__ void choose_symbols() {
+        const u32 any = __syncthreads_or(thread < CONTEXTS && at.contexts[thread].candidate);
+        if (thread == 0) at.has_table = 0;
+        if (!any) {
+            __syncthreads();
+            return;
+        }
+        for (u32 i = thread; i < 256; i += PLAN_THREADS) at.frequency[i] = 0;
+        if (thread == 0) at.symbols = at.considered = 0;
+        __syncthreads();
+        for (u32 c = 0; c < contexts; ++c) {
+            if (!at.contexts[c].candidate) continue;
+            if (thread == 0) at.considered += at.contexts[c].n;
+            for (u32 i = thread; i < at.contexts[c].n; i += PLAN_THREADS) {
+                const Pair p = scratch.pairs[at.contexts[c].offset + i];
+                atomicAdd(&at.frequency[(T)(p.old ^ p.now) >> (WIDTH - 8)], 1);
+            }
+        }
+        __syncthreads();
+        if (thread < 256 && at.frequency[thread]) {
+            const u32 mine = at.frequency[thread];
+            u32 rank = 0;
+            for (u32 i = 0; i < 256; ++i) rank += at.frequency[i] > mine || (at.frequency[i] == mine && i < thread);
+            at.rank_of[thread] = (u8)rank;
+            at.table[rank] = (u8)thread;
+            atomicAdd(&at.symbols, 1);
+        }
+        __syncthreads();
+        if (warp == 0) {
+            u32 sum = 0, costs[8] = {};
+            for (u32 r = lane; r < at.symbols; r += 32) {
+                const u32 f = at.frequency[at.table[r]];
+                sum += f * r;
+#pragma unroll
+                for (u32 k = 0; k < 8; ++k) costs[k] += f * rice_bits(r, k);
+            }
+            sum = warp_sum(sum);
+            u32 k = min(7u, bit_length(sum / at.considered)), ks = k;
+            u32 best = 0;
+#pragma unroll
+            for (i32 i = 7; i >= 0; --i) {
+                const u32 cost = warp_sum(costs[i]);
+                if ((u32)i == k) best = cost;
+                else if ((u32)i + 1 == ks && (u32)i < k && cost < best) ks = i, best = cost;
+            }
+            if (lane == 0) at.ks = ks;
+        }
+        make_tasks(1u << SYMBOLS_OF);
+        // Their tasks take the place of earlier ones, whose costs are kept no longer: they are found again before writing.
+        choose_parameters(1u << SYMBOLS_OF);
+        if (thread == 0) {
+            u64 saved = 0;
+            for (u32 c = 0; c < contexts; ++c) {
+                ContextPlan& p = at.contexts[c];
+                if (!p.candidate) continue;
+                p.symbols_bits = at.sequences[SYMBOLS_OF][c].bits + p.n * (WIDTH - 8);
+                if (p.symbols_bits < p.value_bits) saved += p.value_bits - p.symbols_bits;
+                else p.candidate = 0;
+            }
+            if (saved > 11 + 8 * at.symbols) {
+                at.has_table = 1;
+                for (u32 c = 0; c < contexts; ++c)
+                    if (at.contexts[c].candidate) {
+                        at.contexts[c].mode = SYMBOLS;
+                        at.contexts[c].value_bits = at.contexts[c].symbols_bits;
+                    }
+            }
+        }
+        __syncthreads();
+        // The sequences that will be written, with the costs of their segments at the chosen parameter.
+        constexpr u32 plain = 1u << GAPS | 1u << INVERTED_GAPS | 1u << LARGER_GAPS | 1u << MAGNITUDES | 1u << LARGER_MAGNITUDES;
+        const u32 kinds = plain | (at.has_table ? 1u << SYMBOLS_OF : 0);
+        make_tasks(kinds);
+        if (thread < KINDS * CONTEXTS) {
+            Sequence& q = at.sequences[thread / CONTEXTS][thread % CONTEXTS];
+            q.pending = (kinds >> (thread / CONTEXTS) & 1) && q.size;
+            q.k = q.chosen;
+        }
+        __syncthreads();
+        find_costs();
+    }
+
+    // Where everything stands in the body, and how long it is.
+    __device__ void place_streams(u32 elements) {
+        if (thread == 0) {
+            u64 bits = 12 + (at.has_table ? 11 + 8 * at.symbols : 0);
+            for (u32 c = 0; c < contexts; ++c) {
+                const ContextPlan& p = at.contexts[c];
+                bits += count_bits(p.n);
+                if (!p.n) continue;
+                bits += 8 + (p.inverted ? count_bits(p.elements - p.n) : 0);
+                if (p.mode == RUNS) bits += count_bits(p.larger) + 11;
+                if (p.mode == DIRECT) bits += 6;
+            }
+            for (u32 c = 0; c < contexts; ++c) {
+                ContextPlan& p = at.contexts[c];
+                if (!p.n) continue;
+                p.positions_at = bits;
+                bits += at.sequences[p.inverted ? INVERTED_GAPS : GAPS][c].bits;
+                p.signs_at = bits;
+                if (p.mode != SYMBOLS) bits += p.n;
+                p.codes_at = bits;
+                if (p.mode == RUNS) bits += at.sequences[LARGER_GAPS][c].bits;
+                p.larger_at = bits;
+                if (p.mode == RUNS) bits += at.sequences[LARGER_MAGNITUDES][c].bits;
+                if (p.mode == DIRECT) bits += at.sequences[MAGNITUDES][c].bits;
+                if (p.mode == SYMBOLS) bits += p.symbols_bits;
+            }
+            const u64 bytes = (bits + 7) / 8, raw = (u64)elements * BYTES;
+            at.mode = bytes < raw ? CODED : RAW;
+            at.bytes = (u32)min(bytes, raw);
+        }
+        __syncthreads();
+    }
+
+    __device__ void write_header(u32* out) const {
+        BitCursor to{out, 0};
+        to.put(s.top, 11);
+        to.put(at.has_table, 1);
+        if (at.has_table) {
+            to.put(at.symbols - 1, 8);
+            to.put(at.ks, 3);
+            for (u32 i = 0; i < at.symbols; ++i) to.put(at.table[i], 8);
+        }
+        for (u32 c = 0; c < contexts; ++c) {
+            const ContextPlan& p = at.contexts[c];
+            to.put_count(p.n);
+            if (!p.n) continue;
+            to.put(p.inverted, 1);
+            if (p.inverted) to.put_count(p.elements - p.n);
+            to.put(at.sequences[p.inverted ? INVERTED_GAPS : GAPS][c].chosen, 5);
+            to.put(p.mode, 2);
+            if (p.mode == RUNS) {
+                to.put_count(p.larger);
+                to.put(at.sequences[LARGER_GAPS][c].chosen, 5);
+            }
+            if (p.mode == RUNS) to.put(at.sequences[LARGER_MAGNITUDES][c].chosen, 6);
+            if (p.mode == DIRECT) to.put(at.sequences[MAGNITUDES][c].chosen, 6);
+        }
+    }
+
+    __device__ void write_streams(u32* out) const {
+        for (u32 task = warp; task < at.ntasks; task += PLAN_WARPS) {
+            const u32 c = at.tasks[task] & 15, kind = at.tasks[task] >> 4 & 15, segment = at.tasks[task] >> 8, first = segment * SEGMENT;
+            const Sequence& q = at.sequences[kind][c];
+            const ContextPlan& p = at.contexts[c];
+            const bool wanted = kind == GAPS                ? !p.inverted
+                                : kind == INVERTED_GAPS     ? p.inverted != 0
+                                : kind == LARGER_GAPS       ? p.mode == RUNS
+                                : kind == MAGNITUDES        ? p.mode == DIRECT
+                                : kind == LARGER_MAGNITUDES ? p.mode == RUNS
+                                                            : p.mode == SYMBOLS;
+            const u32 end = min(first + SEGMENT, q.size), k = q.chosen;
+            if (kind == GAPS) {
+                // The task of the gaps writes the signs too: there is one such task for every 1024 changes.
+                if (p.mode != SYMBOLS)
+                    for (u32 i0 = first; i0 < end; i0 += 32) {
+                        const u32 i = i0 + lane;
+                        const u32 signs = __ballot_sync(ALL, i < end && step_of(scratch.pairs[p.offset + min(i, end - 1)], floating) >> (WIDTH - 1));
+                        if (lane == 0) put_bits(out, p.signs_at + i0, signs, min(32u, end - i0));
+                    }
+            }
+            if (!wanted) continue;
+            u64 to = kind <= INVERTED_GAPS ? p.positions_at : kind == LARGER_MAGNITUDES ? p.larger_at : p.codes_at;
+            const u32 extra = kind == SYMBOLS_OF ? WIDTH - 8 : 0;
+            for (u32 before = 0; before < segment; ++before) to += at.task_costs[task - segment + before][q.k - k] + extra * SEGMENT;
+            for (u32 i0 = first; i0 < end; i0 += 32) {
+                const u32 i = i0 + lane;
+                u64 v = 0;
+                u32 length = 0;
+                if (i < end) {
+                    v = value(kind, c, i);
+                    length = (WIDTH > 32 || v >> 32 ? rice_bits(v, k) : rice_bits((u32)v, k)) + extra;
+                }
+                const u32 upto = inclusive_scan(length, lane);
+                if (i < end) {
+                    put_rice(out, to + upto - length, k, v);
+                    if (WIDTH > 8 && kind == SYMBOLS_OF) {
+                        const Pair pair = scratch.pairs[p.offset + i];
+                        constexpr u64 low = WIDTH > 8 ? (1ull << (WIDTH - 8)) - 1 : 0;
+                        put_bits(out, to + upto - extra, (u64)(pair.old ^ pair.now) & low, extra);
+                    }
+                }
+                to += __shfl_sync(ALL, upto, 31);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
+    const Span* spans, Chunk* chunks, const u32* work, const u32* nwork, u32* taken, const u16* elements, Changes changes, PlanScratch* scratches,
+    Bodies bodies) {
+    extern __shared__ __align__(16) u8 shared[];
+    PlanSpace& at = *(PlanSpace*)shared;
+    if (*changes.cursor > changes.capacity) return;
+    for (;;) {
+        __syncthreads();
+        if (threadIdx.x == 0) at.chunk = atomicAdd(taken, 1);
+        __syncthreads();
+        if (at.chunk >= *nwork) return;
+        const u32 first_tile = work[at.chunk];
+        Chunk& chunk = chunks[first_tile];
+        const u32 tiles = chunk.tiles;
+        Planner p{at,
+                  scratches[blockIdx.x],
+                  spans[chunk.span],
+                  threadIdx.x,
+                  threadIdx.x % 32,
+                  threadIdx.x / 32,
+                  spans[chunk.span].mask ? CONTEXTS : 1,
+                  spans[chunk.span].mask != 0};
+        const u32 chunk_elements = min(tiles * TILE, p.s.count - (first_tile - p.s.tile0) * TILE);
+        p.sum_tiles(first_tile, tiles, elements, changes.counts);
+        const u32 total = at.contexts[CONTEXTS - 1].offset + at.contexts[CONTEXTS - 1].n;
+        if (!total) {
+            if (threadIdx.x == 0) chunk.mode = SAME, chunk.bytes = 0, chunk.body = 0;
+            continue;
+        }
+        p.sort_changes(first_tile, tiles, changes);
+        p.list_larger();
+        p.list_unchanged();
+        constexpr u32 plain = 1u << GAPS | 1u << INVERTED_GAPS | 1u << LARGER_GAPS | 1u << MAGNITUDES | 1u << LARGER_MAGNITUDES;
+        p.make_tasks(plain);
+        p.choose_parameters(plain);
+        p.choose_modes();
+        p.choose_symbols();
+        p.place_streams(chunk_elements);
+        if (threadIdx.x == 0) {
+            at.body = ~0ull;
+            if (at.mode == CODED) {
+                const u64 words = (at.bytes + 15) / 16 * 4, to = atomicAdd(bodies.cursor, words);
+                if (to + words <= bodies.capacity) at.body = to;
+            }
+            chunk.mode = at.mode, chunk.bytes = at.bytes, chunk.body = at.body;
+        }
+        __syncthreads();
+        if (at.body == ~0ull) continue;
+        u32* const out = bodies.words + at.body;
+        if (p.warp == PLAN_WARPS - 1 && p.lane == 0) p.write_header(out);
+        p.write_streams(out);
+    }
+}
+
+extern "C" __device__ const u32 encode_sizes[] = {4096 + SCAN_WARPS * sizeof(ScanSpace<true>), sizeof(PlanSpace), sizeof(PlanScratch)};

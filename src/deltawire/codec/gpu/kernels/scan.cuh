@@ -1,0 +1,232 @@
+// The pass over every weight. Encoding: finds the changes of each tile and ranks them in their contexts. Resolving: counts contexts only.
+// A warp works on one tile at a time, unit after unit, the next one on its way while it works on this one.
+
+constexpr u32 SCAN_WARPS = 4;
+constexpr u32 GRANT = 1024;              // slots that a warp takes from the list at a time: at least a unit's
+constexpr u32 LISTED = 256;              // changes of a unit that are worked on at a time
+constexpr u32 RANK_WORDS = 9;            // per lane, eight of them in use: no bank conflicts in rows nor in columns
+
+template <bool COMPARE>
+struct ScanSpace {
+    alignas(16) u8 stages[2][COMPARE ? 2 : 1][STAGE];
+    alignas(16) uint4 multipliers[32];
+    alignas(16) uint4 planes[COMPARE ? 32 : 1];
+    u32 ranks[COMPARE ? 32 * RANK_WORDS : 1];  // per lane: elements of each context in the tile before its run
+    u16 list[COMPARE ? LISTED : 1];
+    u32 changes[CONTEXTS];
+};
+
+// From the counts of lanes (see `count_contexts`) to those of all lanes before each, plus `seen`: left in `ranks`. `seen` and the result, which
+// counts this unit too, are those of counter `lane % 8`.
+__device__ __forceinline__ u32 rank_lanes(u32* ranks, const u32 counts[8], u32 seen, u32 lane, bool keep) {
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) ranks[lane * RANK_WORDS + i] = counts[i];
+    __syncwarp();
+    u32* const column = ranks + lane / 8 * 8 * RANK_WORDS + lane % 8;
+    u32 mine[8], total = 0;
+#pragma unroll
+    for (u32 t = 0; t < 8; ++t) total += mine[t] = column[t * RANK_WORDS];
+    u32 upto = total;
+    const u32 one = __shfl_up_sync(ALL, upto, 8);
+    if (lane >= 8) upto += one;
+    const u32 two = __shfl_up_sync(ALL, upto, 16);
+    if (lane >= 16) upto += two;
+    if (keep) {
+        u32 at = seen + upto - total;
+#pragma unroll
+        for (u32 t = 0; t < 8; ++t) {
+            column[t * RANK_WORDS] = at;
+            at += mine[t];
+        }
+    }
+    return seen + __shfl_sync(ALL, upto, 24 + lane % 8);
+}
+
+struct Changes {
+    u32* slots;      // [tiles][UNITS]: where the changes of a unit stand
+    u16* sizes;      // [tiles][UNITS]
+    u16* counts;     // [tiles][CONTEXTS]: changes by context
+    u16* ranks;      // of each change in its context, from the start of its tile
+    Pair* pairs;
+    u32 capacity;
+    u32* cursor;     // slots given away; may pass the capacity, then what is beyond was not written
+};
+
+template <bool COMPARE>
+__device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes out, Sums* sums) {
+    extern __shared__ __align__(16) u8 shared[];
+    int4* const factors = (int4*)shared;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    ScanSpace<COMPARE>& space = ((ScanSpace<COMPARE>*)(shared + 4096))[warp];
+    if (COMPARE)
+        for (u32 i = threadIdx.x; i < 256; i += blockDim.x)
+            factors[i] = make_int4(word_factor(i, 0), word_factor(i, 1), word_factor(i, 2), word_factor(i, 3));
+    WordFactors t;
+    t.load(lane);
+    __syncthreads();
+
+    u32 before[4] = {}, change[4] = {}, tensor = ALL, next_slot = 0, left = 0;
+    u64 changed = 0;
+    for (u32 tile = blockIdx.x * SCAN_WARPS + warp; tile < ntiles; tile += gridDim.x * SCAN_WARPS) {
+        const Span s = spans[span_of(spans, nspans, tile)];
+        if (s.tensor != tensor) {
+            if (tensor != ALL) flush_sums(sums + tensor, lane, before, change, changed);
+            tensor = s.tensor;
+            changed = 0;
+        }
+        const u32 offset = (tile - s.tile0) * TILE, n = min(TILE, s.count - offset), units = (n + UNIT - 1) / UNIT;
+        const u8* const base = s.base ? (const u8*)(s.base + offset) : nullptr;
+        const u8* const next = COMPARE ? (const u8*)(s.next + offset) : base;
+        const auto fetch = [&](u32 u) {
+            const u32 bytes = min(UNIT, n - u * UNIT) * BYTES;
+            fetch_unit(space.stages[u & 1][0], base ? base + u * UNIT * BYTES : nullptr, bytes, lane, (const u8*)spans);
+            if (COMPARE) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT * BYTES, bytes, lane, (const u8*)spans);
+            fetch_commit();
+        };
+        fetch(0);
+        if (COMPARE && lane < CONTEXTS) space.changes[lane] = 0;
+        const u64 digest_block = (s.first + offset) * BYTES / 512;
+        u32 own[8] = {}, seen = 0;  // elements by context, like `count_contexts`: of the lane; counter `lane % 8` of the warp, when comparing
+        for (u32 u = 0; u < units; ++u) {
+            if (u % (32 / DIGEST_BLOCKS) == 0) {
+                __syncwarp();
+                space.multipliers[lane] = block_factors(s.seed, digest_block + u * DIGEST_BLOCKS + lane);
+            }
+            if (u + 1 < units) {
+                fetch(u + 1);
+                fetch_wait<1>();
+            } else {
+                fetch_wait<0>();
+            }
+            __syncwarp();
+            const u8* const stage = space.stages[u & 1][0];
+            const uint4* const multipliers = space.multipliers + u % (32 / DIGEST_BLOCKS) * DIGEST_BLOCKS;
+#pragma unroll
+            for (u32 b = 0; b < DIGEST_BLOCKS; ++b) {
+                const u32 g = 32 * b + lane;
+                digest_words(*(const uint4*)(stage + g / PIECES * STRIDE + g % PIECES * 16), t, multipliers[b], before);
+            }
+            const u8* const row = stage + lane * STRIDE;
+            const u8* const next_row = space.stages[u & 1][COMPARE ? 1 : 0] + lane * STRIDE;
+            const Planes planes = planes_of<COMPARE>(row, next_row, s);
+            const u32 run = min(max((i32)(n - u * UNIT) - (i32)(lane * RUN), 0), (i32)RUN);
+            const u32 valid = run == RUN ? ALL : below(run);
+            u32 counts[8];
+            count_contexts(planes, valid, counts);
+            if (!COMPARE) {
+#pragma unroll
+                for (u32 i = 0; i < 8; ++i) own[i] += counts[i];
+                __syncwarp();
+                continue;
+            }
+            const u32 mine = __popc(planes.changed), upto = inclusive_scan(mine, lane), total = __shfl_sync(ALL, upto, 31);
+            seen = rank_lanes(space.ranks, counts, seen, lane, total != 0);
+            if (lane == 0) out.sizes[tile * UNITS + u] = (u16)total;
+            if (!total) {
+                __syncwarp();
+                continue;
+            }
+            space.planes[lane] = make_uint4(planes.bit[0], planes.bit[1], planes.bit[2], planes.bit[3]);
+            if (left < total) {
+                if (lane == 0) next_slot = atomicAdd(out.cursor, GRANT);
+                next_slot = __shfl_sync(ALL, next_slot, 0);
+                left = GRANT;
+            }
+            if (lane == 0) out.slots[tile * UNITS + u] = next_slot;
+            u32 pending = in_order(planes.changed), place = upto - mine;
+            for (u32 first = 0; first < total; first += LISTED) {
+                const u32 size = min(total - first, LISTED);
+                for (; pending && place < first + size; pending &= pending - 1) space.list[place++ - first] = (u16)(lane * RUN + __ffs(pending) - 1);
+                __syncwarp();
+                for (u32 i = lane; i < size; i += 32) {
+                    const u32 id = space.list[i], owner = id / RUN, e = id % RUN;
+                    const T old = *(const T*)(stage + owner * STRIDE + e * BYTES);
+                    const T now = *(const T*)(space.stages[u & 1][COMPARE ? 1 : 0] + owner * STRIDE + e * BYTES);
+                    const u32 c = context_of(old, s);
+                    const uint4 b = space.planes[owner];
+                    const Planes theirs = {{b.x, b.y, b.z, b.w}, 0};
+                    const u32 rank = ((const u16*)(space.ranks + owner * RANK_WORDS))[c] + __popc(theirs.of_context(c) & below(e));
+                    const u32 slot = next_slot + first + i;
+                    if (slot < out.capacity) {
+                        out.ranks[slot] = (u16)rank;
+                        out.pairs[slot] = {old, now};
+                    }
+                    atomicAdd(&space.changes[c], 1);
+                    digest_change(id, old, now, multipliers, factors, change);
+                }
+                __syncwarp();
+            }
+            next_slot += total;
+            left -= total;
+            changed += total;
+        }
+        if (COMPARE) {
+            if (lane < 8) ((u32*)elements)[tile * 8 + lane] = seen;
+            if (lane >= units && lane < UNITS) out.sizes[tile * UNITS + lane] = 0;
+            if (lane < CONTEXTS) out.counts[tile * CONTEXTS + lane] = (u16)space.changes[lane];
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < 8; ++i) {
+                const u32 all = warp_sum(own[i]);
+                if (lane == i) ((u32*)elements)[tile * 8 + i] = all;
+            }
+        }
+        __syncwarp();
+    }
+    if (tensor != ALL) flush_sums(sums + tensor, lane, before, change, changed);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes(
+    const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes out, Sums* sums) {
+    scan_tiles<true>(spans, nspans, ntiles, elements, out, sums);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) count_elements(
+    const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes unused, Sums* sums) {
+    scan_tiles<false>(spans, nspans, ntiles, elements, unused, sums);
+}
+
+// §2 alone: a warp takes eight digest blocks at a time, straight from global memory. `before` of each tensor's sums.
+extern "C" __global__ void __launch_bounds__(256) digest(const Span* spans, u32 nspans, u32 ntiles, Sums* sums) {
+    const u32 lane = threadIdx.x % 32;
+    WordFactors t;
+    t.load(lane);
+    u32 before[4] = {}, none[4] = {}, tensor = ALL;
+    constexpr u32 BLOCKS = TILE * BYTES / 512;  // in a tile
+    for (u32 tile = blockIdx.x * 8 + threadIdx.x / 32; tile < ntiles; tile += gridDim.x * 8) {
+        const Span s = spans[span_of(spans, nspans, tile)];
+        if (s.tensor != tensor) {
+            if (tensor != ALL) flush_sums(sums + tensor, lane, before, none, 0);
+            tensor = s.tensor;
+        }
+        const u32 offset = (tile - s.tile0) * TILE, bytes = min(TILE, s.count - offset) * BYTES;
+        const u8* const from = (const u8*)(s.base + offset);
+        const u64 first = (s.first + offset) * BYTES / 512;
+        for (u32 group = 0; group < BLOCKS && group * 512 < bytes; group += 32) {
+            const uint4 mine = block_factors(s.seed, first + group + lane);
+#pragma unroll 1
+            for (u32 b0 = 0; b0 < 32; b0 += 8) {
+                uint4 words[8];
+#pragma unroll
+                for (u32 b = 0; b < 8; ++b) {
+                    const u32 at = (group + b0 + b) * 512 + lane * 16;
+                    words[b] = make_uint4(0, 0, 0, 0);
+                    if (at + 16 <= bytes) {
+                        words[b] = __ldg((const uint4*)(from + at));
+                    } else if (at < bytes) {
+                        u32 w[4] = {};
+                        for (u32 i = 0; i < bytes - at; ++i) w[i / 4] |= (u32)from[at + i] << (8 * (i % 4));
+                        words[b] = make_uint4(w[0], w[1], w[2], w[3]);
+                    }
+                }
+#pragma unroll
+                for (u32 b = 0; b < 8; ++b) {
+                    const uint4 m = make_uint4(__shfl_sync(ALL, mine.x, b0 + b), __shfl_sync(ALL, mine.y, b0 + b),
+                                               __shfl_sync(ALL, mine.z, b0 + b), __shfl_sync(ALL, mine.w, b0 + b));
+                    digest_words(words[b], t, m, before);
+                }
+            }
+        }
+    }
+    if (tensor != ALL) flush_sums(sums + tensor, lane, before, none, 0);
+}

@@ -1,0 +1,231 @@
+"""The GPU codec against the reference: the same bytes, the same states, the same refusals. Needs an NVIDIA GPU, which CI has not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import deltawire
+from deltawire.codec import using_codec
+from deltawire.codec.base import EncodeJob, ResolveJob
+from deltawire.codec.reference import encode_job, resolve_job
+from deltawire.dtypes import DTYPES, dtype_named
+from deltawire.errors import BaseMismatch, CorruptDelta, DeltawireError, StateNotWritable
+
+torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
+from deltawire.tensors import _torch_dtypes, tensor_bits  # noqa: E402
+
+TILE = 1 << 14
+DEVICE = torch.device("cuda", 0)
+SIZES = [0, 1, 33, 1000, 1024, TILE - 1, TILE, TILE + 5, 12 * TILE + 100]
+DENSITIES = [0.0, 0.001, 0.0108, 0.3, 0.97, 1.0]
+
+
+@pytest.fixture(autouse=True)
+def reference():
+    """The host's part is the reference, so that these tests run from a source tree without the native codec."""
+    with using_codec("reference"):
+        yield
+
+
+def content(rng, kind, dtype, size):
+    if kind == "zeros":
+        return np.zeros(size, dtype.bits)
+    if kind == "weights" and dtype.exponent_bits:
+        return (rng.standard_normal(size) * (16 if dtype.width == 8 else 0.02)).astype(dtype.numpy).view(dtype.bits)
+    return rng.integers(0, 2**dtype.width, size, dtype.bits.type)
+
+
+def changed(rng, base, dtype, density):
+    one, noise = dtype.bits.type(1), rng.integers(0, 2**dtype.width, base.size, dtype.bits.type)
+    sign = np.where(rng.random(base.size) < 0.5, one, ~dtype.bits.type(0))
+    larger = np.where(rng.random(base.size) < 0.9, 1, rng.integers(2, 90, base.size)).astype(dtype.bits)
+    shift = rng.integers(0, dtype.width, base.size).astype(dtype.bits)
+    new = [base + sign, base + sign * larger, base ^ dtype.bits.type(1 << (dtype.width - 1)), base + sign * (noise >> shift), noise]
+    return np.where(rng.random(base.size) < density, new[rng.integers(len(new))], base)
+
+
+def pairs(dtype, sizes=SIZES, densities=DENSITIES):
+    rng = np.random.default_rng(dtype.code)
+    with np.errstate(all="ignore"):
+        for size in sizes:
+            for kind in ("weights", "noise", "zeros"):
+                for density in densities:
+                    base = content(rng, kind, dtype, size)
+                    yield base, changed(rng, base, dtype, density)
+
+
+def cuda(bits, dtype, shape=None):
+    """Bits as a CUDA tensor of this type."""
+    own = {known: ours for ours, known in _torch_dtypes(torch).items()}
+    flat = torch.from_numpy(bits.view(f"i{bits.itemsize}").copy()).to(DEVICE).view(own[dtype])
+    return flat if shape is None else flat.reshape(shape)
+
+
+def host(tensor):
+    return tensor_bits("w", tensor.cpu()).bits
+
+
+DTYPES_IN_TORCH = [dtype for dtype in DTYPES if dtype in _torch_dtypes(torch).values()]
+by_dtype = pytest.mark.parametrize("dtype", DTYPES_IN_TORCH, ids=lambda dtype: dtype.name)
+
+
+@by_dtype
+def test_bytes_and_digests_are_those_of_the_reference(dtype):
+    cases = list(pairs(dtype))
+    bits = [(tensor_bits("w", cuda(base, dtype)).bits, tensor_bits("w", cuda(new, dtype)).bits) for base, new in cases]
+    codec = GpuCodec(DEVICE)
+    got = codec.encode([EncodeJob(b, n, dtype, 7 * i) for i, (b, n) in enumerate(bits)], 1)
+    want = [encode_job(EncodeJob(b, n, dtype, 7 * i)) for i, (b, n) in enumerate(cases)]
+    for ours, theirs in zip(got, want, strict=True):
+        assert b"".join(ours.payload) == b"".join(theirs.payload)
+        assert (ours.changed, ours.before, ours.after) == (theirs.changed, theirs.before, theirs.after)
+    assert codec.digest([(b, 7 * i) for i, (b, _) in enumerate(bits)], 1) == [e.before for e in want]
+
+
+@by_dtype
+def test_appearing_tensors_are_coded_against_zeros(dtype):
+    cases = [new for _, new in pairs(dtype, [1, 1000, 2 * TILE + 3], [0.3])]
+    got = GpuCodec(DEVICE).encode([EncodeJob(None, tensor_bits("w", cuda(new, dtype)).bits, dtype, 5) for new in cases], 1)
+    for ours, new in zip(got, cases, strict=True):
+        theirs = encode_job(EncodeJob(None, new, dtype, 5))
+        assert b"".join(ours.payload) == b"".join(theirs.payload)
+        assert (ours.before, ours.after) == (theirs.before, theirs.after)
+
+
+@by_dtype
+def test_states_go_from_base_to_new_and_patches_say_where(dtype):
+    cases = list(pairs(dtype, [0, 1, 1000, 2 * TILE + 17], [0.0, 0.0108, 0.97]))
+    base = {f"t{i}": cuda(b, dtype) for i, (b, _) in enumerate(cases)}
+    new = {f"t{i}": cuda(n, dtype) for i, (_, n) in enumerate(cases)}
+    on_host = [{name: tensor.cpu() for name, tensor in state.items()} for state in (base, new)]
+    delta = deltawire.encode_delta(base, new)
+    assert delta == deltawire.encode_delta(*on_host)
+    assert deltawire.state_digest(base) == deltawire.state_digest(on_host[0])
+    patch = deltawire.resolve_delta(base, delta)
+    for name, part in patch.changed.items():
+        old, now = host(base[name]), host(new[name])
+        assert part.indices.is_cuda
+        assert np.array_equal(part.indices.cpu().numpy(), np.flatnonzero(old != now))
+        assert np.array_equal(host(part.values), now[old != now])
+    for write in (lambda state: deltawire.apply_delta(state, delta), patch.apply):
+        state = {name: tensor.clone() for name, tensor in base.items()}
+        write(state)
+        assert all(np.array_equal(host(state[name]), host(new[name])) for name in new)
+    patch.apply(on_host[0])  # a patch made on a GPU fits a state on the host
+    assert all(np.array_equal(host(on_host[0][name]), host(new[name])) for name in new)
+
+
+def test_slabs_and_blocks_meet_without_seams():
+    """More than a block, more than a slab: densities that jump from nothing to everything."""
+    dtype = dtype_named("BF16")
+    parts = [pair for d in (0.0, 0.0108, 1.0, 0.001, 0.3) for pair in pairs(dtype, [(1 << 22) + 100], [d])][::3]
+    base, new = (np.concatenate(side) for side in zip(*parts, strict=True))
+    facts = [EncodeJob(tensor_bits("w", cuda(b, dtype)).bits, tensor_bits("w", cuda(n, dtype)).bits, dtype, 3) for b, n in [(base, new)]]
+    ours, theirs = GpuCodec(DEVICE).encode(facts, 1)[0], encode_job(EncodeJob(base, new, dtype, 3))
+    assert b"".join(ours.payload) == b"".join(theirs.payload)
+    state = {"w": cuda(base, dtype)}
+    deltawire.apply_delta(state, deltawire.encode_delta(state, {"w": cuda(new, dtype)}))
+    assert np.array_equal(host(state["w"]), new)
+
+
+def test_any_layout_and_tied_tensors():
+    base = torch.randn(300, 400, device=DEVICE, dtype=torch.bfloat16)
+    new = base.clone()
+    new[::3, ::5] *= 1.01
+    views = lambda w: {"plain": w[:150], "turned": w[150:].t(), "odd": w[150:, 1:].flatten()[1:], "tied": w[:150]}  # noqa: E731
+    delta = deltawire.encode_delta(views(base), views(new))
+    assert delta == deltawire.encode_delta(views(base.cpu()), views(new.cpu()))
+    state = {"a": base[:150], "b": base[150:].t()}
+    deltawire.apply_delta(state, deltawire.encode_delta(state, {"a": new[:150], "b": new[150:].t()}))
+    assert torch.equal(base.view(torch.int16), new.view(torch.int16))
+
+
+def test_a_snapshot_may_stay_on_the_host():
+    new = torch.randn(100_000, device=DEVICE, dtype=torch.bfloat16)
+    snapshot = new.cpu().pin_memory()
+    new[::50] *= 1.01
+    delta = deltawire.encode_delta({"w": snapshot}, {"w": new})
+    assert delta == deltawire.encode_delta({"w": snapshot}, {"w": new.cpu()})
+    deltawire.apply_delta({"w": snapshot}, delta)
+    assert torch.equal(snapshot.view(torch.int16), new.cpu().view(torch.int16))
+
+
+def test_tensors_appear_and_vanish_on_the_gpu():
+    kept = torch.randn(5000, device=DEVICE)
+    base = {"kept": kept, "gone": torch.ones(10, device=DEVICE), "empty": torch.empty(0, device=DEVICE)}
+    new = {"kept": kept + 1, "came": torch.randn(70_000, device=DEVICE, dtype=torch.float16), "empty": torch.empty(0, device=DEVICE)}
+    delta = deltawire.encode_delta(base, new)
+    deltawire.apply_delta(base, delta)
+    assert base.keys() == new.keys()
+    assert all(base[name].is_cuda and torch.equal(base[name], new[name]) for name in new)
+
+
+@pytest.mark.parametrize("name", ["BF16", "F8_E4M3", "F32", "U64"])
+def test_bad_payloads_are_refused_as_the_reference_refuses_them(name):
+    dtype = dtype_named(name)
+    rng = np.random.default_rng(5)
+    for base, new in pairs(dtype, [3000, 2 * TILE + 3], [0.02, 0.97]):
+        payload = b"".join(encode_job(EncodeJob(base, new, dtype, 1)).payload)
+        for i in range(25):
+            bad = bytearray(payload)
+            for _ in range(rng.integers(1, 4)):
+                bad[rng.integers(9, min(len(bad), 60 if i % 2 else len(bad)))] ^= 1 << rng.integers(8)
+            if i % 7 == 0:
+                bad = bad[: -int(rng.integers(1, 9))]
+            want: object
+            try:
+                want = resolve_job(ResolveJob(base, base.size, bytes(bad), dtype, 1))[1].tobytes()
+            except DeltawireError as error:
+                want = type(error)
+            target = cuda(base, dtype)
+            got: object
+            resolution = GpuCodec(DEVICE).resolution(1, 0)
+            try:
+                resolution.add([ResolveJob(tensor_bits("w", target).bits, base.size, bytes(bad), dtype, 1, write=True)])
+                assert np.array_equal(host(target), base)
+                resolution.settle()
+                got = host(target).tobytes()
+            except DeltawireError as error:
+                got = type(error)
+                assert np.array_equal(host(target), base)
+            assert got == want
+
+
+def test_another_base_is_refused_and_left_alone():
+    base = torch.randn(100_000, device=DEVICE, dtype=torch.bfloat16)
+    new = base.clone()
+    new[::100] *= 1.01
+    delta = deltawire.encode_delta({"w": base}, {"w": new})
+    other = base.clone()
+    other[5] = 1
+    kept = other.clone()
+    with pytest.raises(BaseMismatch):
+        deltawire.apply_delta({"w": other}, delta)
+    assert torch.equal(other, kept)
+    broken = bytearray(delta)
+    broken[-1] ^= 1
+    with pytest.raises(CorruptDelta):
+        deltawire.apply_delta({"w": base}, bytes(broken))
+    with pytest.raises(StateNotWritable):
+        deltawire.apply_delta(
+            {"w": base, "part": base[:10]}, deltawire.encode_delta({"w": base, "part": base[:10]}, {"w": new, "part": base[:10]})
+        )
+
+
+def test_an_exchange_is_taken_back_by_another():
+    base = torch.randn(1_000_000, device=DEVICE, dtype=torch.bfloat16)
+    new = (base.float() * (1 + 1e-3 * torch.randn_like(base, dtype=torch.float32))).to(torch.bfloat16)
+    payload = (
+        GpuCodec(DEVICE).encode([EncodeJob(tensor_bits("w", base).bits, tensor_bits("w", new).bits, dtype_named("BF16"), 1)], 1)[0].payload
+    )
+    resolution = GpuCodec(DEVICE).deferred_resolution(1)
+    kept = base.clone()
+    resolution.add([ResolveJob(tensor_bits("w", base).bits, base.numel(), b"".join(payload), dtype_named("BF16"), 1, write=True)])
+    for state in (new, kept, new):
+        resolution.exchange()
+        assert torch.equal(base.view(torch.int16), state.view(torch.int16))
