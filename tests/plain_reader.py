@@ -73,8 +73,11 @@ def apply_files(store: Store, state: dict[str, Any], files: list[dict[str, Any]]
     names = sorted(result)
     for file in files:
         part = {name: result[name] for name in names[file["first"] : file["first"] + file["count"]]}
-        assert file["raw"] == sum(array.nbytes for array in part.values())
-        deltawire.apply_delta(part, read_file(store, file))
+        delta = read_file(store, file)
+        parts = json.loads(json.loads(delta[8 : 8 + int.from_bytes(delta[:8], "little")])["__metadata__"].get("parts", "null"))
+        spans = {name: (0, array.size) for name, array in part.items()} if parts is None else parts
+        assert file["raw"] == sum((stop - start) * part[name].itemsize for name, (start, stop) in spans.items())
+        deltawire.apply_delta(part, delta)
     return result
 
 
