@@ -15,7 +15,7 @@
     │   └── StateNotWritable        a tensor, or the mapping itself, cannot be changed in place
     ├── TensorError                 a tensor cannot be used at all
     │   ├── UnsupportedDtype        its element type is none that the format knows
-    │   ├── UnsupportedTensor       it is neither a NumPy array nor a dense torch CPU tensor
+    │   ├── UnsupportedTensor       it is neither a NumPy array nor a dense torch tensor on the CPU or a GPU
     │   └── BadTensorName           its name cannot stand in a safetensors file
     ├── CheckpointError             a checkpoint file or directory cannot be read or written
     ├── StoreError                  an object store did not do what was asked
@@ -152,9 +152,9 @@ class UnsupportedDtype(TensorError):
 
 
 class UnsupportedTensor(TensorError):
-    """The object is neither a NumPy array nor a dense torch CPU tensor."""
+    """The object is neither a NumPy array nor a dense torch tensor on the CPU or an NVIDIA GPU."""
 
-    hint = "Pass NumPy arrays or dense torch tensors on the CPU."
+    hint = "Pass NumPy arrays or dense torch tensors, on the CPU or an NVIDIA GPU."
 
 
 class BadTensorName(TensorError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import MutableMapping
 
-from .codec import default_codec
+from .codec.base import Resolution
 from .errors import CorruptDelta, StateNotWritable
 from .format import delta_file
 from .format.delta_file import DeltaBytes
 from .format.digest import Digest
 from .resolve import ResolutionPlan, mark_writes, plan_resolution, resolve_plan
-from .state import thread_count
+from .state import codec_for, thread_count
 from .tensors import Tensor
 
 
@@ -29,9 +29,8 @@ class PreparedUpdate:
     """
 
     def __init__(self, *, threads: int | None = None) -> None:
-        self._codec = default_codec()
         self._threads = thread_count(threads)
-        self._resolution = self._codec.deferred_resolution(self._threads)
+        self._resolution: Resolution | None = None
         self._is_ready = self.is_applied = False
         self._covered: dict[str, list[tuple[int, int]]] = {}
         self._met: dict[object, tuple[str, memoryview | None]] = {}
@@ -54,7 +53,10 @@ class PreparedUpdate:
         self._cover(plan)
         mark_writes(plan)
         self._write_once(plan)
-        outcomes = resolve_plan(plan, self._resolution, self._threads, self._codec, None)
+        codec = codec_for(plan.tensors)
+        if self._resolution is None:  # all parts are where the first is: on the host, or on one GPU
+            self._resolution = codec.deferred_resolution(self._threads)
+        outcomes = resolve_plan(plan, self._resolution, self._threads, codec, None)
         for index, outcome in outcomes.items():
             if plan.jobs[index].write:
                 self.changed += outcome.changed
@@ -95,7 +97,11 @@ class PreparedUpdate:
 
     def _exchange(self) -> None:
         if not self._is_ready:
-            self._resolution.compact()
+            if self._resolution is not None:
+                self._resolution.compact()
+            self._covered.clear()
+            self._met.clear()
             self._is_ready = True
         self.is_applied = not self.is_applied
-        self._resolution.exchange()
+        if self._resolution is not None:
+            self._resolution.exchange()

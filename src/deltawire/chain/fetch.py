@@ -106,7 +106,9 @@ class Fetcher:
                 for _, future in flying:
                     future.cancel()
 
-    def fetch_to_file(self, entry: FileEntry, path: Path, *, collected: WasCollected | None = None, progress: Progress | None = None) -> None:
+    def fetch_to_file(
+        self, entry: FileEntry, path: Path, *, collected: WasCollected | None = None, progress: Progress | None = None
+    ) -> None:
         """Write an object to a new file, through a window of bounded size; when this returns the file is whole and on disk.
 
         Raises as `fetch` does, `FileExistsError`, or `OSError` where it cannot be written. On any error there is no file.
