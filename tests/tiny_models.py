@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+torch.set_num_threads(1)  # such models gain nothing by more, and threads that wait for each other are slow on a busy machine
+
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,

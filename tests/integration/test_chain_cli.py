@@ -367,9 +367,20 @@ def test_only_what_a_trusted_key_signed_is_taken(checkpoints: list[Path], tmp_pa
     assert succeed("show", chain)["signature"] == {"is": "right", "key": keys[0]}
     assert succeed("verify", chain, "--trust", keys[0])["ok"]
     assert run("verify", chain, "--trust", keys[1]).returncode == 3
-    succeed("publish", checkpoints[1], chain)  # unsigned
-    fail("pull", chain, tmp_path / "unsigned", "--trust", keys[0], kind="SignatureInvalid")
     assert not (tmp_path / "untrusted").exists()
+
+
+def test_publishers_go_on_only_with_a_chain_that_is_signed_as_they_sign(checkpoints: list[Path], tmp_path: Path) -> None:
+    old, new = (succeed("keygen", tmp_path / name)["public"] for name in ("old", "new"))
+    chain = tmp_path / "chain"
+    succeed("publish", checkpoints[0], chain, "--sign", tmp_path / "old")
+    fail("publish", checkpoints[1], chain, kind="SignatureInvalid")
+    fail("publish", checkpoints[1], chain, "--sign", tmp_path / "new", kind="SignatureInvalid")
+    assert run("publish", checkpoints[1], chain, "--trust", old).returncode == 2
+    succeed("publish", checkpoints[1], chain, "--sign", tmp_path / "new", "--trust", old)
+    assert succeed("verify", chain, "--trust", old, "--trust", new)["notes"] == []
+    succeed("publish", checkpoints[0], tmp_path / "unsigned")
+    fail("pull", tmp_path / "unsigned", tmp_path / "pulled", "--trust", old, kind="SignatureInvalid")
 
 
 def test_a_key_is_never_overwritten_nor_used_if_others_can_read_it(checkpoints: list[Path], tmp_path: Path) -> None:

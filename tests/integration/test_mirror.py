@@ -33,6 +33,7 @@ from deltawire.format.signing import SigningKey
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber, mirror_replica, pull, reading_mirror
+from deltawire.subscribe.slot import boot_id
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_le
 from ..prepared import PreparedUpdate
 from ..state import state_digest
 from ..store.base import Progress
-from .fetch import WasCollected, Fetcher
+from .fetch import Fetcher, WasCollected
 from .restore import Hop
 
 Arrays = dict[str, NDArray[Any]]

@@ -84,7 +84,7 @@ def sidecar(
             reader=name,
             pin=pin,
             threads=threads,
-            on_event=print_event_as_json if json else print_event,
+            on_event=_print_as_json if json else _Listener(),
         )
         try:
             driver.run(poll=poll)
@@ -94,24 +94,36 @@ def sidecar(
             driver.close()
 
 
-def print_event_as_json(event: Event) -> None:
+def _print_as_json(event: Event) -> None:
     print_json_line(event.to_json())
 
 
-def print_event(event: Event) -> None:
-    fields = event.fields
-    if event.name == "swapped":
-        parts = [
-            f"version {fields['seq']}",
-            "" if fields["step"] is None else f"step {fields['step']}",
-            f"paused {figures.duration(float(fields['pause_seconds'] or 0))}",
-            f"{figures.duration(float(fields['behind_seconds'] or 0))} after it was published",
-            "loaded anew" if fields["loaded_anew"] else "",
-        ]
-        print_line("  ".join(filter(None, parts)))
-    elif event.name == "fenced":
-        print_notice(f"the update to version {fields['seq']} failed; the server stays paused while it is loaded anew: {fields['reason']}")
-    elif event.name == "repaired":
-        print_notice(f"version {fields['seq']} was loaded anew")
-    elif event.name in ("swap-failed", "sync-failed", "engine-lost", "report-failed"):
-        print_notice(f"will try again: {fields['reason']}")
+class _Listener:
+    """Prints a line per swap, and a notice for what goes wrong, once for as long as it does."""
+
+    def __init__(self) -> None:
+        self._told: str | None = None
+
+    def __call__(self, event: Event) -> None:
+        fields = event.fields
+        if event.name == "swapped":
+            self._told = None
+            parts = [
+                f"version {fields['seq']}",
+                "" if fields["step"] is None else f"step {fields['step']}",
+                f"paused {1e3 * float(fields['pause_seconds'] or 0):.0f} ms",
+                f"{figures.duration(float(fields['behind_seconds'] or 0))} after it was published",
+                "loaded anew" if fields["loaded_anew"] else "",
+            ]
+            print_line("  ".join(filter(None, parts)))
+        elif event.name == "fenced":
+            self._tell(f"the update to version {fields['seq']} failed; the server stays paused while it is loaded anew: {fields['reason']}")
+        elif event.name == "repaired":
+            self._tell(f"version {fields['seq']} was loaded anew")
+        elif event.name in ("swap-failed", "sync-failed", "engine-lost", "report-failed"):
+            self._tell(f"will try again: {fields['reason']}")
+
+    def _tell(self, notice: str) -> None:
+        if notice != self._told:
+            self._told = notice
+            print_notice(notice)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from ..chain.fetch import WasCollected, Fetcher
+from ..chain.fetch import Fetcher, WasCollected
 from ..chain.log import ChainLog
 from ..chain.restore import Hop
 from ..chain.routes import Routes, was_collected

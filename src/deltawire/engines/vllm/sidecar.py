@@ -23,7 +23,7 @@ from blake3 import blake3
 from ...chain.log import ChainLog
 from ...chain.reports import FENCED, REFUSED, SERVING, put_report
 from ...chain.version import Version
-from ...errors import DeltawireError, EngineError, EngineFenced, EngineRefused, StoreError
+from ...errors import DeltawireError, EngineError, EngineFenced, EngineRefused, NoChain, StoreError
 from ...events import OnEvent, emit
 from ...store import Store, StoreOptions, open_store
 from ...subscribe import Subscriber
@@ -34,6 +34,9 @@ from .routes import EngineUnreachable, PauseMode, RouteFailed, VllmRoutes
 
 FENCED_LABEL = "deltawire-fenced"
 """What the server calls its weights while nobody knows what they are."""
+
+_SLOWEST = 5
+"""How many times in a row the time between two attempts is doubled after failures."""
 
 _STAGING_LOOKS = (0.005, 0.25)
 """Seconds between two looks at whether the workers have staged a version: at first, and at most."""
@@ -88,15 +91,17 @@ class Sidecar:
             try:
                 self.step()
                 failures = 0
+            except NoChain:
+                failures = 0  # reported; there will be one, and then nobody should wait
             except EngineUnreachable as error:
                 if self.served is not None:
                     emit(self._on_event, "engine-lost", reason=str(error))
                 self.served = None
-                failures = min(failures + 1, 3)
+                failures = 1
             except DeltawireError as error:
                 if not (error.retryable or isinstance(error, EngineError)):
                     raise
-                failures += 1
+                failures = min(failures + 1, _SLOWEST)
                 emit(self._on_event, "swap-failed", error=type(error).__name__, reason=str(error))
             stop.wait(pace(poll, failures))
 

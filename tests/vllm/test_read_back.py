@@ -1,0 +1,78 @@
+"""Reading weights back through loaders, on a module that loads as models of vLLM do. Needs torch, not vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from deltawire.engines.vllm.read_back import read_back  # noqa: E402
+
+
+class Fused(torch.nn.Module):
+    """Two projections in one parameter, a vocabulary with padding, and tensors that it does not load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16), requires_grad=False)
+        self.words = torch.nn.Parameter(torch.zeros(6, 3), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in ("q", "k"):
+                place = 0 if name == "q" else 2
+                self.qk.data.narrow(0, place, 2).copy_(tensor)
+            elif name == "words":
+                assert self.words.shape[1:] == tensor.shape[1:]
+                self.words[: len(tensor)].data.copy_(tensor)
+                self.words[len(tensor) :].data.fill_(0)
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"q": torch.randn(2, 3), "k": torch.randn(2, 3), "words": torch.randn(5, 3), "unused": torch.randn(7)}
+
+
+@pytest.fixture
+def model(weights: dict[str, torch.Tensor]) -> Fused:
+    model = Fused()
+    model.load_weights(weights.items())
+    return model
+
+
+def test_what_was_loaded_reads_back_equal_in_the_type_of_the_model(model: Fused, weights: dict[str, torch.Tensor]) -> None:
+    readings = read_back(model, weights.items())
+    assert readings.equal == {"q", "k", "words"}
+    assert readings.absent == {"unused"}
+    assert not readings.different
+
+
+def test_a_single_bit_is_noticed_and_nothing_is_changed(model: Fused, weights: dict[str, torch.Tensor]) -> None:
+    weights["k"][1, 1] = 5.0
+    before = model.qk.clone()
+    readings = read_back(model, weights.items())
+    assert readings.different == {"k"}
+    assert not readings.unlike
+    assert torch.equal(model.qk, before)
+    model.words.data[5, 0] = -0.0  # equal to the padding's zero, as numbers go: padding is never looked up
+    assert "words" in read_back(model, weights.items()).equal
+
+
+def test_another_layout_is_unlike(model: Fused, weights: dict[str, torch.Tensor]) -> None:
+    model.qk.data = model.qk.data.flip(1).contiguous()
+    assert read_back(model, weights.items()).unlike >= {"q", "k"}
+    model.words = torch.nn.Parameter(torch.empty(0), requires_grad=False)  # packed elsewhere
+    readings = read_back(model, weights.items())
+    assert "words" in readings.unlike
+    assert readings.absent == {"unused"}
+
+
+def test_elements_that_are_masked_are_passed_over(model: Fused, weights: dict[str, torch.Tensor]) -> None:
+    masked = torch.full((2, 3), torch.nan)
+    masked[0, 2] = weights["q"][0, 2]
+    assert read_back(model, [("q", masked)], masked=True).equal == {"q"}
+    masked[0, 2] += 1
+    assert read_back(model, [("q", masked)], masked=True).different == {"q"}

@@ -1,0 +1,49 @@
+"""TRL's AsyncGRPO, a real vLLM server, and our transfer between them: the trainer of examples/trl_vllm_over_bucket."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from live_server import LiveServer, LiveSidecar
+from tiny_models import runtime_hashes
+
+from deltawire import Subscriber
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed"),
+]
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl_vllm_over_bucket"
+STEPS = 10
+
+
+def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_near_one(
+    tmp_path: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+) -> None:
+    model, store = tmp_path / "model", str(tmp_path / "store")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, EXAMPLE / "tiny_model.py", model], env=environment, check=True, capture_output=True)
+    server = serve(model, arguments=["--served-model-name", str(model)]).wait()
+    sidecar = follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
+    command = [sys.executable, EXAMPLE / "train.py", model, store, server.url, str(STEPS)]
+    training = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert training.returncode == 0, training.stderr[-4000:]
+    lines = [json.loads(line) for line in training.stdout.splitlines() if line.startswith('{"')]
+    ratios = [line["ratio"] for line in lines if "ratio" in line]
+    (published,) = [line["published"] for line in lines if "published" in line]
+    assert len(ratios) == STEPS
+    assert ratios == pytest.approx([1.0] * STEPS, abs=0.05)
+    assert len(published) == STEPS + 1  # one before the first step
+    assert [swap["seq"] for swap in sidecar.events("swapped")] == published  # each was served, and read back whole
+    assert not sidecar.events("fenced")
+    with Subscriber(store) as reader:
+        reader.sync()
+        assert server.routes.checksums() == runtime_hashes(dict(reader.state), 1)
