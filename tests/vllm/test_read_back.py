@@ -48,6 +48,9 @@ def test_what_was_loaded_reads_back_equal_in_the_type_of_the_model(model: Fused,
     assert readings.equal == {"q", "k", "words"}
     assert readings.absent == {"unused"}
     assert not readings.different
+    assert not readings.untouched
+    del weights["words"]
+    assert read_back(model, weights.items()).untouched == {"words"}
 
 
 def test_a_single_bit_is_noticed_and_nothing_is_changed(model: Fused, weights: dict[str, torch.Tensor]) -> None:

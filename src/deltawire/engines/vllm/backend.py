@@ -7,8 +7,8 @@
     POST /finish_weight_update {"weight_version": "VERSION"}, /resume
 
 An update that was not prepared is staged within the pause: slower, and as exact. The first one after the start loads everything, since
-nobody knows which version the server's own loading found; so does one with `"anew": true`, and one that changes a tensor that is not in
-place (see read_back.py).
+nobody knows which version the server's own loading found; so does one with `"anew": true`, one that changes a tensor that is not in place
+(see read_back.py), and every one of a model that holds tensors derived from its weights (such as the absorbed projections of MLA).
 
 **What is confirmed.** When the server starts, what it has loaded is read back, to learn which tensors are in place. After everything was
 loaded anew, each tensor in place is read back by the model's own loaders and compared, bit for bit, with the mirror, whose digest was
@@ -80,7 +80,9 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._stager: Stager | None = None
         self._live: HeldVersion | None = None
         self._in_place: set[str] = set()
-        self._transformed = self._find_transformed()
+        self._transformed: set[str] = set()
+        self._derived = _tensors_beside_parameters(self.model)
+        self._look_at_layout()
         self._is_fenced = False
         self._error: str | None = None
         self._last: dict[str, float] = {}
@@ -170,6 +172,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             "fenced": self._is_fenced,
             "error": self._error,
             "transformed": len(self._transformed),
+            "derived": len(self._derived),
             "last": dict(self._last),
         }
 
@@ -185,7 +188,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def _change(self, staged: StagedUpdate, *, anew: bool) -> None:
         weights, changes = staged.target.weights, staged.changes
         self._last = {}
-        if anew or changes is None or not loading.has_sparse_loading() or not changes.keys() <= self._in_place:
+        is_patchable = changes is not None and not self._derived and changes.keys() <= self._in_place and loading.has_sparse_loading()
+        if anew or changes is None or not is_patchable:
             self._load_all(staged)
             return
         elements, tensors = [], []
@@ -232,19 +236,23 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._transformed |= readings.different
         self._last = {"write_ms": (loaded - start) * 1e3, "confirm_ms": (time.perf_counter() - loaded) * 1e3, "loaded_anew": 1}
 
-    def _find_transformed(self) -> set[str]:
-        """The tensors that vLLM has transformed after loading them just now: those that do not read back.
+    def _look_at_layout(self) -> None:
+        """Read back what vLLM has loaded just now. What differs, it has transformed; what nothing was loaded into, it has derived.
 
-        None are known of a server that started without a checkpoint (`--load-format dummy`), or with a loader that cannot be asked again.
+        Nothing is learnt of a server that began without a checkpoint (`--load-format dummy`), or with a loader that cannot be asked twice.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
 
         loader = get_model_loader(self.vllm_config.load_config)
         if not hasattr(loader, "get_all_weights"):
-            return set()
+            return
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
-            return read_back(self.model, loader.get_all_weights(self.model_config, self.model)).unlike
+            readings = read_back(self.model, loader.get_all_weights(self.model_config, self.model))
+        self._transformed = readings.unlike
+        self._derived |= readings.untouched
+        if self._transformed or self._derived:
+            logger.info("%d tensors are transformed after loading, %d derived from others", len(self._transformed), len(self._derived))
 
     def _fence(self, staged: StagedUpdate) -> None:
         staged.target.release()
@@ -259,6 +267,16 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def _raise(self, kind: type[EngineError], message: str) -> None:
         if is_spokesman():
             raise kind(f"{message}. {self._error or ''}".rstrip())
+
+
+def _tensors_beside_parameters(model: Any) -> set[str]:
+    """Tensors that modules hold as plain attributes, but for scalars: what was computed from weights, and would go stale."""
+    return {
+        f"{module_name}.{name}"
+        for module_name, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
+    }
 
 
 def _offer_to_rpc() -> None:

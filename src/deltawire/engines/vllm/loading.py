@@ -71,7 +71,7 @@ def masked_tensors(weights: Checkpoint, changes: Iterable[tuple[str, Change]], d
     for name, change in changes:
         shape, dtype = weights.entry(name).shape, torch_dtype(weights, name)
         flat = torch.full((math.prod(shape),), torch.nan, dtype=dtype, device=device)
-        flat[torch.from_numpy(change.indices).to(device)] = as_tensor(change.values, dtype).to(device)
+        flat[torch.from_numpy(change.indices).to(device).long()] = as_tensor(change.values, dtype).to(device)
         yield name, flat.view(shape)
 
 

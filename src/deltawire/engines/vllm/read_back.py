@@ -31,6 +31,8 @@ class Readings:
     """Those of the different ones of which not even half of the elements are equal: no other version, but another layout."""
     absent: set[str] = field(default_factory=set)
     """Not held by this worker: another shard's, or a tensor that the model does not load."""
+    untouched: set[str] = field(default_factory=set)
+    """Parameters of the model, by its own names, that none of the tensors was loaded into."""
 
 
 def read_back(model: Any, weights: Iterable[tuple[str, torch.Tensor]], *, masked: bool = False) -> Readings:
@@ -57,7 +59,9 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._masked = masked
         tensors = [*model.parameters(), *model.buffers()]
-        self._owned = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+        self._owned = {_memory(tensor) for tensor in tensors} - {0}
+        self._parameters = {name: _memory(tensor) for name, tensor in model.named_parameters() if tensor.numel()}
+        self._touched: set[int] = set()
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._verdicts: dict[str, list[tuple[torch.Tensor, int]]] = {}
         """By name: how many elements are equal, and of how many."""
@@ -70,21 +74,22 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         for name, tensor in weights:
             self.current = name
             self._seen.append(name)
-            self._sources[tensor.untyped_storage().data_ptr()] = weakref.ref(tensor), name
+            self._sources[_memory(tensor)] = weakref.ref(tensor), name
             yield name, tensor
         self.current = None
 
     def readings(self) -> Readings:
-        readings = Readings()
+        counts = [count for verdicts in self._verdicts.values() for count, _ in verdicts]
+        equal_counts = iter(torch.stack(counts).tolist() if counts else [])  # one wait for the device, not thousands
+        equal = {name: sum(next(equal_counts) for _ in verdicts) for name, verdicts in self._verdicts.items()}
+        totals = {name: sum(total for _, total in verdicts) for name, verdicts in self._verdicts.items()}
+        readings = Readings(untouched={name for name, memory in self._parameters.items() if memory not in self._touched})
         for name in self._seen:
-            verdicts = self._verdicts.get(name, [])
-            equal = sum(int(count) for count, _ in verdicts)
-            total = sum(total for _, total in verdicts)
-            if name in self.refused or equal < total:
+            if name in self.refused or (name in equal and equal[name] < totals[name]):
                 readings.different.add(name)
-                if name in self.refused or 2 * equal < total:
+                if name in self.refused or 2 * equal[name] < totals[name]:
                     readings.unlike.add(name)
-            elif verdicts:
+            elif name in equal:
                 readings.equal.add(name)
             else:
                 readings.absent.add(name)
@@ -93,8 +98,9 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = _written(func, args, kwargs)
-        if written is None or written.untyped_storage().data_ptr() not in self._owned:
+        if written is None or _memory(written) not in self._owned:
             return func(*args, **kwargs)
+        self._touched.add(_memory(written))
         name = self._name(args)
         if name is not None:
             equal: torch.Tensor | None = None
@@ -112,7 +118,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         """Whose elements are written: a loader may look at several tensors before it writes the first."""
         for source in args[1:2]:
             if isinstance(source, torch.Tensor):
-                found = self._sources.get(source.untyped_storage().data_ptr())
+                found = self._sources.get(_memory(source))
                 if found is not None and found[0]() is not None:
                     return found[1]
         return self.current or (self._seen[-1] if self._seen else None)
@@ -127,6 +133,10 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         integers = _BITS[held.element_size()]
         same = held.view(integers) == source.view(integers)
         return (same | torch.isnan(source)).sum() if self._masked else same.sum()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:

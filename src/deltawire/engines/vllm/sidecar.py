@@ -6,7 +6,7 @@ the server calls its weights (`/weight_info`) are all it goes by, so that a new 
 
 A server whose update failed half-way stays paused until its weights have been loaded anew from the mirror, and its completions, should
 somebody resume it by hand, are attributed to `FENCED_LABEL`. How the engine fares is told to the publisher's side by a report in the store
-(deltawire/chain/reports.py).
+(deltawire/chain/reports.py). The routes that are used ask for no key, so the server belongs on loopback.
 """
 
 from __future__ import annotations

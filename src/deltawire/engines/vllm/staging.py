@@ -7,7 +7,7 @@ versions, however far apart and by whatever way the mirror came there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +29,9 @@ _PIECE = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Elements of a tensor that differ: flat indices (int64) and the new values, as bits (unsigned integers) of the element's size."""
+    """Elements of a tensor that differ: flat indices (int32, or int64 where that is too small) and the new values, as bits."""
 
-    indices: NDArray[np.int64]
+    indices: NDArray[np.signedinteger[Any]]
     values: NDArray[Any]
 
 
@@ -164,15 +164,9 @@ def _difference(old: NDArray[Any], new: NDArray[Any]) -> Change | None:
     if not indices:
         return None
     where = np.concatenate(indices)
-    return Change(where, after[where])
+    return Change(where.astype(np.int32) if after.size < 2**31 else where, after[where])
 
 
 def bits(array: NDArray[Any]) -> NDArray[Any]:
     """The elements as unsigned integers, flat."""
     return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
-
-
-def dense(weights: Checkpoint, names: Sequence[str]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Whole tensors, each as flat bits in memory of its own."""
-    for name in names:
-        yield name, bits(weights[name]).copy()

@@ -1,0 +1,45 @@
+"""Reports of engines, as the publisher's side reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deltawire import Publisher
+from deltawire.chain.log import ChainLog
+from deltawire.chain.reports import FENCED, SERVING, put_report, read_reports
+from deltawire.store import Store, keys, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    Publisher(tmp_path / "store").close()
+    return open_store(tmp_path / "store")
+
+
+def test_a_report_replaces_the_readers_last_one(store: Store) -> None:
+    run = ChainLog(store).run
+    put_report(store, run, "engine-1", FENCED, None, "out of memory — " + "x" * 10_000)
+    put_report(store, run, "engine-2", SERVING, 7)
+    fenced, serving = read_reports(store, run)
+    assert (fenced.reader, fenced.state, fenced.seq) == ("engine-1", FENCED, None)
+    assert fenced.error is not None
+    assert fenced.error.startswith("out of memory — x")
+    assert len(fenced.error) == 4000
+    assert (serving.reader, serving.state, serving.seq, serving.error) == ("engine-2", SERVING, 7, None)
+    put_report(store, run, "engine-1", SERVING, 8)
+    assert [report.seq for report in read_reports(store, run)] == [8, 7]
+
+
+def test_what_is_no_report_is_passed_over(store: Store) -> None:
+    run = ChainLog(store).run
+    put_report(store, run, "engine", SERVING, 7)
+    honest = store.get(keys.report_key("engine"), limit=65536)
+    store.put(keys.report_key("impostor"), honest)
+    store.put(keys.report_key("noise"), b"{}")
+    store.put(keys.report_key("dreamer"), honest.replace(b'"engine"', b'"dreamer"').replace(b'"serving"', b'"dreaming"'))
+    store.put(keys.report_key("stranger"), honest.replace(b'"engine"', b'"stranger"').replace(run.id.encode(), b"0" * 32))
+    assert [report.reader for report in read_reports(store, run)] == ["engine"]
+    with pytest.raises(ValueError, match="cannot name a reader"):
+        put_report(store, run, "../run", SERVING, 7)
