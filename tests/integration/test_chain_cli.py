@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,9 +66,15 @@ def chain(published: Path, tmp_path: Path) -> Path:
     return shutil.copytree(published, tmp_path / "chain")
 
 
-def start_following(chain: Path, mirror: Path) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def start_following(chain: Path, mirror: Path) -> Iterator[subprocess.Popen[str]]:
+    """A follower, which does not outlive its test."""
     command = [sys.executable, "-m", "deltawire.cli", "follow", str(chain), str(mirror), "--poll", "0.05", "--json"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def data_of(chain: Path, seq: int) -> list[Path]:
