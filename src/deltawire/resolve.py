@@ -222,8 +222,9 @@ def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits]) 
 def _share_memory(a: TensorBits, b: TensorBits) -> bool:
     if not (a.on_host and b.on_host):
         return True  # on a device, to reach into the same range is enough
+    shares_memory: Any = np.shares_memory  # releases of NumPy differ in how they declare its arguments
     try:
-        return np.shares_memory(a.bits, b.bits, max_work=10_000)  # type: ignore[arg-type]
+        return bool(shares_memory(a.bits, b.bits, max_work=10_000))
     except np.exceptions.TooHardError:
         return True
 

@@ -34,7 +34,7 @@ int main(int, char** arguments) {
     std::vector<uint8_t> payload{type.code};
     for (const auto& block : encoded[0].blocks) payload.insert(payload.end(), block.begin(), block.end());
 
-    Resolution resolution(2, size_t(1) << 30, kernels);
+    Resolution resolution(2, size_t(1) << 30, false, kernels);
     const auto found = resolution.add({{old, payload, true, type, 1, true}});
     resolution.settle();
     if (base != next || found[0].before != encoded[0].before || found[0].after != encoded[0].after) return 1;
