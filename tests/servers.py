@@ -105,7 +105,7 @@ def seaweedfs_server(program: str, folder: Path) -> Iterator[Server]:
     command += [f"-{name}={port}" for name, port in ports.items()]
     command += [f"-s3.config={folder / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
     command += [f"-s3.localSocket={folder / 's3.sock'}", f"-filer.localSocket={folder / 'filer.sock'}"]
-    command += ["-master.volumeSizeLimitMB=256", "-volume.max=20"]
+    command += ["-master.volumeSizeLimitMB=256", "-volume.max=100"]
     log = folder / "log"
     with running(command, log, lambda: answers(ports["s3.port"]), folder):
         create_bucket(f"http://127.0.0.1:{ports['s3.port']}", log)
