@@ -24,7 +24,7 @@ from .anchor_files import SHARD_BYTES, lay_out
 from .attachments import Attachments, read_attachments
 from .baseline import Arrays, Baseline, copy_tensors, new_arrays
 from .cadence import ChainCost, Speed
-from .commits import Attempt, ChainWriter
+from .commits import Attempt, ChainWriter, emit_published
 from .resume import read_state, version_commit
 from .segments import SEGMENT_BYTES, TensorTable, cut_segments
 from .upload import DataPlace, upload_checkpoint, upload_update
@@ -235,24 +235,8 @@ class Appender:
                 baseline.move_by_deltas(landed.deltas, at, landed.digest)
 
     def _report(self, commit: Commit, seconds: Mapping[str, float]) -> None:
-        emit(
-            self._on_event,
-            "published",
-            seq=commit.seq,
-            kind=commit.kind,
-            step=commit.step,
-            epoch=commit.epoch,
-            updates=commit.updates,
-            bytes=commit.stored_bytes,
-            state_bytes=commit.state_bytes,
-            changed=commit.changed,
-            ratio=commit.state_bytes / commit.stored_bytes if commit.stored_bytes else None,
-            encode_seconds=seconds.get("encode", 0.0),
-            upload_seconds=seconds.get("upload", 0.0),
-            wait_seconds=seconds.get("wait", 0.0),
-            commit_seconds=seconds.get("commit", 0.0),
-            total_seconds=seconds.get("before_commit", 0.0) + seconds.get("commit", 0.0),
-        )
+        phases = {f"{phase}_seconds": seconds.get(phase, 0.0) for phase in ("encode", "upload", "wait", "commit")}
+        emit_published(self._on_event, commit, **phases, total_seconds=seconds.get("before_commit", 0.0) + seconds.get("commit", 0.0))
 
     def _sound_baseline(self) -> Baseline | None:
         """The baseline; rebuilt from the store if a move of it was cut off. None on an empty chain."""

@@ -22,6 +22,7 @@ from ..errors import (
     SignatureInvalid,
     StoreError,
 )
+from ..events import OnEvent, emit
 from ..format.canonical import MAX_INTEGER
 from ..format.digest import Digest
 from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Epoch, FileEntry, Head, Limits, Run, link_targets, record_hash
@@ -292,6 +293,24 @@ class ChainWriter:
     def _halt(self, why: str) -> NoReturn:
         self._fenced = why
         raise Fenced(why)
+
+
+def emit_published(on_event: OnEvent | None, commit: Commit, **seconds: float) -> None:
+    """Tell that a version is in the chain, and how long what took."""
+    emit(
+        on_event,
+        "published",
+        seq=commit.seq,
+        kind=commit.kind,
+        step=commit.step,
+        epoch=commit.epoch,
+        updates=commit.updates,
+        bytes=commit.stored_bytes,
+        state_bytes=commit.state_bytes,
+        changed=commit.changed,
+        ratio=commit.state_bytes / commit.stored_bytes if commit.stored_bytes else None,
+        **seconds,
+    )
 
 
 def check_meta(meta: Mapping[str, str] | None) -> dict[str, str]:

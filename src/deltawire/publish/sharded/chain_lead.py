@@ -15,7 +15,7 @@ from ...format.records import Commit, FileEntry, Limits
 from ...format.signing import SigningKey
 from ...store import Store, probe
 from ..cadence import AnchorPolicy, ChainCost, Speed, anchor_due
-from ..commits import Attempt, ChainWriter, open_log, open_run
+from ..commits import Attempt, ChainWriter, emit_published, open_log, open_run
 from ..resume import cost_of
 from ..segments import TensorTable
 from ..shortcuts import ShortcutWriter
@@ -155,16 +155,4 @@ class ChainLead:
             self._cost = ChainCost()
         else:
             self._cost.add_update(commit.stored_bytes)
-        emit(
-            self._on_event,
-            "published",
-            seq=commit.seq,
-            kind=commit.kind,
-            step=commit.step,
-            epoch=commit.epoch,
-            updates=commit.updates,
-            bytes=commit.stored_bytes,
-            state_bytes=commit.state_bytes,
-            changed=commit.changed,
-            commit_seconds=seconds,
-        )
+        emit_published(self._on_event, commit, commit_seconds=seconds)
