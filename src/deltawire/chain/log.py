@@ -67,7 +67,7 @@ class ChainLog:
         if self._run is None:
             data = self._get(keys.RUN)
             if data is None:
-                raise NoChain(f"{self.store.url} holds no {keys.RUN}.")
+                raise NoChain(f"nothing is published at {self.store.url}.")
             run = Run.parse(data)
             if self._run_name is not None and run.run != self._run_name:
                 raise RunMismatch(f"{self.store.url} holds the run {run.run!r}, not {self._run_name!r}.")

@@ -61,7 +61,7 @@ def survey(log: ChainLog, keep_anchors: int, now: datetime) -> Survey:
     """Look at a chain; `now` is the store's time, by which pins expire."""
     head = log.head()
     if head is None:
-        raise NoChain(f"{log.store.url} has no commit.")
+        raise NoChain(f"nothing is published at {log.store.url}.")
     head = log.in_force(head)
     anchors = []
     for anchor in _live_anchors(log, head):

@@ -114,7 +114,7 @@ class _Check:
             self._report.versions += commit.kind != "fence"
             before = commit
         if not self._report.commits:
-            raise NoChain(f"{self._log.store.url} has no commit.")
+            raise NoChain(f"nothing is published at {self._log.store.url}.")
 
     def _check_links(self, commit: Commit) -> None:
         links = [] if commit.parent is None else [(commit.seq - 1, commit.parent), *commit.links]

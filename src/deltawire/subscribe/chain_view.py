@@ -31,12 +31,12 @@ class ChainView:
                 self.log.known = remembered
         newest = self.log.head()
         if newest is None:
-            raise NoChain(f"{self.log.store.url} holds no commit.")
+            raise NoChain(f"nothing is published at {self.log.store.url}.")
         head = self.log.in_force(newest)
         if self._seen is not None and self.log.known is not None:
             self._seen.remember(self.log.known)
         if head.state_seq is None:
-            raise NoChain(f"{self.log.store.url} holds no version yet.")
+            raise NoChain(f"no version is published at {self.log.store.url} yet.")
         self._head = head
         return head
 
