@@ -109,6 +109,7 @@ def test_a_memory_reader_cut_off_at_any_call_holds_a_whole_version() -> None:
 
 KILLER = """
 import json, os, shutil, signal, sys, threading
+from collections import Counter
 from pathlib import Path
 from publications import bits_at
 from support import bits_of
@@ -133,19 +134,20 @@ def in_child(job):
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-def killed_at(number, mirror):
+def stopping_at(point, mirror):
+    "A sync that is killed at its point, the name of a call or step and which one of that name; threads may pass points in any order."
     def job():
-        reached, dying = [0], threading.Lock()
-        def die(what):
-            reached[0] += 1
-            if reached[0] > number:
-                dying.acquire()  # for ever: of several threads one tells
-                print(json.dumps([number, str(what)]), flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
-        calls = Before(lambda call: die(call.op + " " + call.key.split("/")[0]), "crash", times=None)
+        passed, one_at_a_time = Counter(), threading.Lock()
+        def passing(what):
+            with one_at_a_time:
+                passed[str(what)] += 1
+                if point == (str(what), passed[str(what)]):
+                    os.kill(os.getpid(), signal.SIGKILL)
+        calls = Before(lambda call: passing(call.op + " " + call.key.split("/")[0]), "crash", times=None)
         with Subscriber(FaultyStore(LocalStore(store), [calls]), mirror, patience=0.0, threads=1, pin=False) as subscriber:
-            subscriber._mirrored._mirror.step = die
+            subscriber._mirrored._mirror.step = passing
             subscriber.sync()
+        (work / "passed").write_text(json.dumps(passed))
     return job
 
 def sound(mirror, must_serve):
@@ -163,18 +165,23 @@ def sound(mirror, must_serve):
         assert len(os.listdir(mirror / "slots")) <= 2
     return job
 
-number = 0
-while True:
-    mirror = work / str(number)
+def sync_and_check(point):
+    "Whether the process reached the point, and was killed there."
+    mirror = work / "mirror"
     if prepared.exists():
         shutil.copytree(prepared, mirror, symlinks=True)
-    code = in_child(killed_at(number, mirror))
+    code = in_child(stopping_at(point, mirror))
     assert code in (0, -signal.SIGKILL), code
-    assert in_child(sound(mirror, prepared.exists())) == 0, number
+    assert in_child(sound(mirror, prepared.exists())) == 0, point
     shutil.rmtree(mirror)
-    if code == 0:
-        break
-    number += 1
+    return code != 0
+
+work.mkdir(exist_ok=True)
+assert not sync_and_check(None)
+for what, times in json.loads((work / "passed").read_text()).items():
+    for time in range(1, times + 1):
+        if sync_and_check((what, time)):
+            print(json.dumps(what), flush=True)
 """
 
 
@@ -183,9 +190,9 @@ def kill_everywhere(store: LocalStore, prepared: Path, work: Path, newest: int) 
     tests = Path(__file__).resolve().parent
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PACKAGE), str(tests), str(tests.parent)]))
     command = [sys.executable, "-W", "error", "-c", KILLER, str(store.root), str(prepared), str(work), str(newest)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
-    return [json.loads(line)[1] for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def copied_to(folder: Path, store: MemoryStore) -> LocalStore:
