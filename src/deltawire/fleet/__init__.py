@@ -1,0 +1,1 @@
+"""Rollout work on the store: tasks, leases, results, and who gets how much. Imports no torch."""

@@ -1,0 +1,202 @@
+"""Shares follow what the trainer measured; newcomers ramp up; nobody wins anything by what it says of itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltawire.fleet.scheduler import Candidate, OpenTask, Scheduler
+
+NOW = 10_000.0
+
+
+def measured(rates: Mapping[str, float], **options: float) -> Scheduler:
+    """A scheduler that has seen each member deliver at its rate long enough to trust it."""
+    scheduler = Scheduler(**options)  # type: ignore[arg-type]
+    scheduler.seen(list(rates), NOW - 1000)
+    for name, rate in rates.items():
+        for second in range(0, 100, 10):
+            at = NOW - 100 + second
+            scheduler.delivered(name, tokens=round(10 * rate), offered=at, leased=at, finished=at + 10)
+    return scheduler
+
+
+def tasks(number: int, **fields: object) -> list[OpenTask]:
+    return [OpenTask(task, **fields) for task in range(number)]  # type: ignore[arg-type]
+
+
+def counts(scheduler: Scheduler, number: int, members: list[Candidate], *, oldest_step: int = 0, now: float = NOW) -> dict[str, int]:
+    return dict(Counter(scheduler.offers(tasks(number), members, oldest_step=oldest_step, now=now).values()))
+
+
+def test_shares_are_proportional_to_measured_speed() -> None:
+    scheduler = measured({"fast": 400, "slow": 100})
+    assert counts(scheduler, 10, [Candidate("fast", 0), Candidate("slow", 0)]) == {"fast": 8, "slow": 2}
+    assert scheduler.shares(["fast", "slow"]) == pytest.approx({"fast": 0.8, "slow": 0.2})
+
+
+def test_what_a_member_holds_already_counts_as_part_of_its_share() -> None:
+    scheduler = measured({"one": 100, "two": 100})
+    assert counts(scheduler, 4, [Candidate("one", 0, holding=4, since=NOW), Candidate("two", 0)]) == {"two": 4}
+
+
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 1000), min_size=1), st.integers(0, 100))
+def test_every_task_is_offered_and_shares_are_within_one_task_of_proportional(rates: dict[str, float], number: int) -> None:
+    scheduler = measured(rates)
+    given_out = counts(scheduler, number, [Candidate(name, 0) for name in rates])
+    assert sum(given_out.values()) == number
+    speeds = {name: scheduler.rate(name) or 0.0 for name in rates}
+    for name, speed in speeds.items():
+        assert abs(given_out.get(name, 0) - number * speed / sum(speeds.values())) < 1 + 1e-6
+
+
+@given(
+    st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 9)), st.integers(0, 5)), max_size=8),
+    st.integers(0, 9),
+    st.lists(st.tuples(st.sets(st.integers(0, 8)), st.sets(st.integers(0, 8))), max_size=20),
+)
+def test_only_eligible_members_get_offers_and_never_of_a_task_that_they_work_on(
+    members: list[tuple[int | None, int]], oldest: int, open_tasks: list[tuple[set[int], set[int]]]
+) -> None:
+    candidates = [Candidate(f"m{i}", step, holding) for i, (step, holding) in enumerate(members)]
+    offered = [
+        OpenTask(i, busy=frozenset(f"m{b}" for b in busy), failed=frozenset(f"m{f}" for f in failed))
+        for i, (busy, failed) in enumerate(open_tasks)
+    ]
+    scheduler = Scheduler()
+    scheduler.seen([one.name for one in candidates], NOW)
+    offers = scheduler.offers(offered, candidates, oldest_step=oldest, now=NOW)
+    eligible = {one.name for one in candidates if one.step is not None and one.step >= oldest}
+    for task in offered:
+        willing = eligible - task.busy
+        member = offers.get(task.task)
+        assert (member in willing) if willing else member is None
+        assert member not in task.failed or not willing - task.failed
+
+
+def test_a_member_too_far_behind_gets_nothing_until_it_has_caught_up() -> None:
+    scheduler = measured({"behind": 100, "there": 100})
+    assert counts(scheduler, 4, [Candidate("behind", 3), Candidate("there", 4)], oldest_step=4) == {"there": 4}
+    assert counts(scheduler, 4, [Candidate("behind", 4), Candidate("there", 4)], oldest_step=4) == {"behind": 2, "there": 2}
+    assert counts(scheduler, 4, [Candidate("new", None)]) == {}
+
+
+def test_an_offer_stays_where_it_is_while_that_is_fair() -> None:
+    scheduler = measured({"one": 100, "two": 100})
+    standing = {0: "two", 1: "one", 2: "two", 3: "one"}
+    open_tasks = [OpenTask(task, offered_to=name) for task, name in standing.items()]
+    assert scheduler.offers(open_tasks, [Candidate("one", 0), Candidate("two", 0)], oldest_step=0, now=NOW) == standing
+
+
+def test_a_joiner_holds_one_task_then_two_then_four_then_its_share() -> None:
+    scheduler = measured({"old": 100})
+    members = [Candidate("new", 0), Candidate("old", 0)]
+    scheduler.seen(["new", "old"], NOW)
+    for expected in (1, 2, 4, 10):
+        assert counts(scheduler, 20, members)["new"] == expected
+        scheduler.delivered("new", tokens=1000, offered=NOW, leased=NOW, finished=NOW + 10 * expected)
+        scheduler._records["new"].rate = 100.0  # its speed is not what is looked at here
+
+
+def test_a_rejoiner_ramps_up_again_and_its_speed_is_remembered() -> None:
+    scheduler = measured({"one": 300, "two": 100})
+    scheduler.seen(["two"], NOW)
+    scheduler.seen(["one", "two"], NOW)
+    assert counts(scheduler, 12, [Candidate("one", 0), Candidate("two", 0)]) == {"one": 1, "two": 11}
+    assert scheduler.rate("one") == pytest.approx(300)
+
+
+def test_newcomers_take_everything_if_nobody_else_is_there() -> None:
+    scheduler = Scheduler()
+    scheduler.seen(["a", "b"], NOW)
+    assert counts(scheduler, 10, [Candidate("a", 0), Candidate("b", 0)]) == {"a": 5, "b": 5}
+
+
+def test_a_member_that_vanished_gets_nothing() -> None:
+    scheduler = measured({"gone": 900, "here": 100})
+    scheduler.seen(["here"], NOW)
+    assert counts(scheduler, 5, [Candidate("gone", 0), Candidate("here", 0)]) == {"here": 5}
+
+
+def test_the_average_is_of_accepted_tokens_over_all_time_since_the_result_before() -> None:
+    scheduler = Scheduler()
+    scheduler.delivered("m", tokens=1000, offered=0, leased=0, finished=10)
+    assert scheduler.rate("m") == pytest.approx(100)
+    # 10 s of generating after 10 s of syncing to a new version: leased late, but the time before counts.
+    scheduler.delivered("m", tokens=1000, offered=10, leased=20, finished=30)
+    assert scheduler.rate("m") == pytest.approx(0.8 * 100 + 0.2 * 50)
+
+
+def test_waiting_for_work_is_not_held_against_a_member() -> None:
+    scheduler = Scheduler()
+    scheduler.delivered("m", tokens=1000, offered=0, leased=0, finished=10)
+    scheduler.delivered("m", tokens=1000, offered=500, leased=501, finished=510)
+    assert scheduler.rate("m") == pytest.approx(100)
+
+
+def test_results_made_before_the_offer_make_nobody_fast() -> None:
+    """A liar generates ahead and leases last: the time counts from the result before, or the offer, and not from the lease."""
+    scheduler = Scheduler()
+    scheduler.delivered("liar", tokens=1000, offered=0, leased=9.9, finished=10)
+    assert scheduler.rate("liar") == pytest.approx(100)
+
+
+def test_results_that_come_in_a_burst_are_measured_together() -> None:
+    scheduler = Scheduler()
+    for at in (10.0, 10.01, 10.02, 10.03):
+        scheduler.delivered("m", tokens=250, offered=0, leased=0, finished=at)
+    for at in (20.0, 20.01, 20.02, 20.03):
+        scheduler.delivered("m", tokens=250, offered=0, leased=0, finished=at)
+    assert scheduler.rate("m") == pytest.approx(0.8 * 25 + 0.2 * 100, rel=0.01)
+
+
+def test_rejected_work_is_speed_zero_and_ends_the_trust() -> None:
+    scheduler = measured({"good": 100, "poisoner": 100})
+    for at in range(10):
+        scheduler.delivered("poisoner", tokens=0, offered=NOW, leased=NOW, finished=NOW + 10 * (at + 1))
+    assert scheduler.rate("poisoner") == pytest.approx(100 * 0.8**10, rel=0.01)
+    assert counts(scheduler, 10, [Candidate("good", 0), Candidate("poisoner", 0)], now=NOW + 100).get("poisoner", 0) <= 1
+
+
+def test_a_member_that_slows_down_loses_its_share_before_it_delivers() -> None:
+    scheduler = measured({"slowing": 100, "steady": 100})
+    members = [Candidate("slowing", 0, holding=1, since=NOW), Candidate("steady", 0, holding=1, since=NOW + 995)]
+    late = counts(scheduler, 18, members, now=NOW + 1000)
+    assert late["slowing"] < late["steady"]
+
+
+def test_one_that_got_nothing_for_long_is_given_a_try() -> None:
+    scheduler = measured({"fast": 1000, "slow": 1}, rest_seconds=60)
+    members = [Candidate("fast", 0), Candidate("slow", 0)]
+    assert "slow" not in counts(scheduler, 8, members, now=NOW + 50)
+    assert counts(scheduler, 8, members, now=NOW + 100) == {"fast": 7, "slow": 1}
+    assert "slow" not in counts(scheduler, 8, members, now=NOW + 130)
+
+
+def test_a_lease_far_longer_than_others_is_a_straggler_unless_the_member_is_just_slow() -> None:
+    scheduler = measured({"m": 100})
+    assert not scheduler.is_straggler("other", NOW, NOW + 25)
+    assert scheduler.is_straggler("other", NOW, NOW + 31)
+    scheduler.delivered("slow", tokens=100, offered=NOW, leased=NOW, finished=NOW + 40)
+    assert not scheduler.is_straggler("slow", NOW, NOW + 100)
+    assert scheduler.is_straggler("slow", NOW, NOW + 121)
+    assert not Scheduler().is_straggler("anyone", 0, 1e9)
+
+
+def test_typical_durations_follow_the_recent_ones() -> None:
+    scheduler = Scheduler()
+    for at in range(100):
+        scheduler.delivered("m", tokens=1, offered=at, leased=at, finished=at + 1)
+    assert scheduler.is_straggler("other", 0, 20)
+    for at in range(100, 200):
+        scheduler.delivered("m", tokens=1, offered=at, leased=at, finished=at + 10)
+    assert not scheduler.is_straggler("other", 0, 20)
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="beta"):
+        Scheduler(beta=1.0)
