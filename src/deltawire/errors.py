@@ -50,6 +50,7 @@
     │   ├── EngineRefused           it cannot take these weights: names, types or shapes differ
     │   ├── SwapFailed              a swap failed and was taken back; the old version serves on
     │   └── EngineFenced            it is paused, since nobody knows what its weights are
+    ├── RewardError                 a reward function cannot be loaded, or returned what no reward may be
     └── CodecUnavailable            the codec that was asked for cannot run here
 
 All errors but `EngineFenced` leave the state as it was. `retryable` says whether the same call may succeed later without anything else
@@ -361,6 +362,10 @@ class EngineFenced(EngineError):
 
     hint = "The next sync loads a whole checkpoint and resumes; until then nothing is generated."
     retryable = True
+
+
+class RewardError(DeltawireError):
+    """A reward function cannot be loaded, failed, or returned what no reward may be."""
 
 
 class CodecUnavailable(DeltawireError):

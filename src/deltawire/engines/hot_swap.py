@@ -83,6 +83,11 @@ class HotSwap:
         return self._subscriber.version
 
     @property
+    def live(self) -> Version | None:
+        """The version whose weights the engine has at this moment. Inside a forward pass it is exactly the one that makes that pass."""
+        return self._spans.all()[-1].version
+
+    @property
     def is_fenced(self) -> bool:
         """Whether the engine is paused because its weights are not known to be whole."""
         return self._gate.fenced is not None

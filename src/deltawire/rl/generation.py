@@ -1,0 +1,123 @@
+"""Completions from a transformers model in this process, built from what the chain holds and kept at its newest version."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..chain.version import Version
+from ..dtypes import DType
+from ..engines import HotSwap, ModuleEngine
+from ..engines.prompts import Prompts
+from ..errors import EngineError, EngineUnavailable
+from ..events import OnEvent
+from ..fleet.generation import Draw, Generated, GeneratedSpan, Interrupted
+from ..module_tensors import named_weights
+from ..store import Store
+from ..subscribe.model_files import ModelFiles, read_model_files
+from ..tensors import to_torch
+from .sampling import Sample, Sampling, passes_of, sample
+
+
+class TransformersGenerator:
+    """A `deltawire.fleet.generation.Generator` that runs the chain's own model, on `device`.
+
+    Everything comes from the chain in `store`: config and tokenizer from the attachments of its newest whole checkpoint, the weights by
+    following it. They are swapped between two forward passes, so the version of every token is exact; keys and values that older weights
+    made stay, as `KvCache.KEEP` says.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        device: str | torch.device = "cpu",
+        trusted_keys: Collection[str] = (),
+        reader: str | None = None,
+        poll: float = 0.5,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        files = read_model_files(store, trusted_keys=trusted_keys)
+        self._prompts = Prompts.of(files)
+        self.model, self._stop_tokens = build_model(files, device)
+        self._stop_tokens |= _ids(self._prompts.tokenizer.eos_token_id)
+        self._policy = HotSwap(
+            store, ModuleEngine(self.model, name="transformers"), trusted_keys=trusted_keys, reader=reader, on_event=on_event
+        )
+        self._passes = passes_of(self._policy)
+        self._poll = poll
+        self._is_following = False
+        self.encode = self._prompts.encode
+        self.decode = self._prompts.decode
+
+    def start(self) -> None:
+        if not self._is_following:
+            self._is_following = True
+            self._policy.start(poll=self._poll)
+
+    @property
+    def version(self) -> Version | None:
+        return None if self._policy.is_fenced else self._policy.live
+
+    @property
+    def problem(self) -> Exception | None:
+        return self._policy.last_error
+
+    def generate(self, prompts: Sequence[Sequence[int]], draw: Draw, *, stop: Callable[[], bool] = lambda: False) -> list[Generated]:
+        if self.version is None:
+            raise self.problem or EngineUnavailable("the model has no version of the chain yet.")
+        repeated = [prompt for prompt in prompts for _ in range(draw.samples)]
+        sampling = Sampling(draw.max_tokens, draw.temperature, draw.top_p, self._stop_tokens)
+        chance = torch.Generator(device=next(self.model.parameters()).device).manual_seed(draw.seed)
+        samples = sample(self.model, repeated, sampling, forward_pass=self._passes, generator=chance, stop=stop)
+        if any(each.ended == "interrupted" for each in samples):
+            raise Interrupted
+        return [_generated(each) for each in samples]
+
+    def close(self) -> None:
+        self._policy.close()
+
+
+def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[Any, set[int]]:
+    """A causal language model of the form that the chain's config says, with weights of no meaning, and the tokens that end a completion.
+
+    `EngineError` if config.json is missing, or is none that transformers knows.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if "config.json" not in files.files:
+        raise EngineError("the chain holds no config.json. Publish with `attachments`: the model's directory, or its config and tokenizer.")
+    with tempfile.TemporaryDirectory(prefix="deltawire-config-") as name:
+        folder = files.write(Path(name))
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(config)
+        except (OSError, ValueError, KeyError) as error:
+            raise EngineError(f"the chain's config.json makes no causal language model: {error}.") from error
+        stop_tokens = _ids(getattr(config, "eos_token_id", None))
+        if "generation_config.json" in files.files:
+            stop_tokens |= _ids(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+    _take_types(model, files.dtypes)
+    return model.eval().requires_grad_(False), stop_tokens
+
+
+def _take_types(model: torch.nn.Module, dtypes: Mapping[str, DType]) -> None:
+    """Cast each weight to the type that it has in the chain: that is what will be written into it."""
+    for name, tensor in named_weights(model).items():
+        if name in dtypes:
+            tensor.data = tensor.data.to(to_torch(np.empty(0, dtypes[name].numpy)).dtype)
+
+
+def _ids(tokens: int | Iterable[int] | None) -> set[int]:
+    return set() if tokens is None else {tokens} if isinstance(tokens, int) else set(tokens)
+
+
+def _generated(made: Sample) -> Generated:
+    spans = tuple(GeneratedSpan(span.start, span.end, span.version) for span in made.spans)
+    return Generated(made.tokens, made.logprobs, spans, made.finished)

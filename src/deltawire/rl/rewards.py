@@ -1,0 +1,100 @@
+"""Reward functions, by TRL's convention: the same function serves TRL's trainers and this fleet.
+
+>>> def brevity(prompts, completions, **columns):
+...     return [-float(len(completion)) for completion in completions]
+
+It is called with lists as long as the completions: `prompts`, `completions`, `completion_ids` (lists of token ids), and one for each other
+column of the dataset, all by name. It returns as many numbers; None where it has no opinion. It may be asynchronous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ..errors import RewardError
+
+RewardFunction: TypeAlias = Callable[..., Any]
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """The function that `module:name` names (`name` may have dots). `RewardError` says which of the two is missing, and why."""
+    module_name, colon, name = spec.partition(":")
+    if not colon or not module_name or not name:
+        raise RewardError(f"{spec!r} does not name a reward function: write MODULE:FUNCTION.")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise RewardError(f"there is no module {error.name!r}, which {spec!r} names. Is its folder on PYTHONPATH?") from error
+        raise RewardError(f"{module_name!r} imports {error.name!r}, which is not installed.") from error
+    except Exception as error:
+        raise RewardError(f"importing {module_name!r} failed: {type(error).__name__}: {error}.") from error
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise RewardError(f"{module_name!r} has no {name!r}.") from None
+    if not callable(found):
+        raise RewardError(f"{spec!r} is no function but a {type(found).__name__}.")
+    return found  # type: ignore[no-any-return]
+
+
+def reward_name(function: RewardFunction) -> str:
+    """What its rewards are called: the function's own name."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def score(
+    functions: Sequence[RewardFunction],
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    *,
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]] | None = None,
+) -> list[tuple[float | None, ...]]:
+    """For each completion, the reward by each function.
+
+    `RewardError` if one fails, returns another number of rewards than there are completions, or anything but finite numbers and None:
+    a NaN would spread through a whole training step.
+    """
+    arguments = {**(columns or {}), "prompts": list(prompts), "completions": list(completions), "completion_ids": list(completion_ids)}
+    lists = [_ask(function, arguments, len(completions)) for function in functions]
+    return list(zip(*lists, strict=True)) if lists else [() for _ in completions]
+
+
+def _ask(function: RewardFunction, arguments: Mapping[str, Any], count: int) -> list[float | None]:
+    name = reward_name(function)
+    try:
+        result = function(**arguments)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_wait(result))
+    except Exception as error:
+        raise RewardError(f"the reward {name!r} failed: {type(error).__name__}: {error}.") from error
+    try:
+        rewards = list(result)
+    except TypeError:
+        raise RewardError(f"the reward {name!r} returned a {type(result).__name__}, not a list.") from None
+    if len(rewards) != count:
+        raise RewardError(f"the reward {name!r} returned {len(rewards)} rewards for {count} completions.")
+    return [_number(name, reward) for reward in rewards]
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+def _number(name: str, reward: Any) -> float | None:
+    if reward is None:
+        return None
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        raise RewardError(f"the reward {name!r} returned {reward!r}, which is no number.") from None
+    if not math.isfinite(number):
+        raise RewardError(f"the reward {name!r} returned {number}; rewards are finite, or None.")
+    return number

@@ -1,0 +1,207 @@
+"""Every token has the log-prob that it was drawn with, and the one version that made it, whatever happens to the weights meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_models import llama, qwen, step, torch
+
+from deltawire import Publisher
+from deltawire.chain.version import Version
+from deltawire.engines import HotSwap, ModuleEngine
+from deltawire.errors import EngineUnavailable
+from deltawire.rl.sampling import Sample, Sampling, draw, passes_of, sample
+from deltawire.store.memory import MemoryStore
+
+PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22]]
+VERSION: Any = SimpleNamespace(seq=1)
+
+
+def still() -> contextlib.AbstractContextManager[Version]:
+    """The forward pass of weights that never change."""
+    return contextlib.nullcontext(VERSION)
+
+
+def seeded(seed: int) -> Any:
+    return torch.Generator().manual_seed(seed)
+
+
+def slow_logprobs(model: Any, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
+    """Of each token given all before it: one whole forward pass a token, no cache, no padding."""
+    found = []
+    for place, token in enumerate(tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens[:place]])).logits[0, -1].double()
+        found.append(torch.log_softmax(logits / temperature, -1)[token].item())
+    return found
+
+
+@pytest.mark.parametrize("make", [qwen, llama])
+def test_logprobs_are_those_of_one_plain_forward_pass_a_token(make: Any):
+    model = make(3, dtype=torch.float32)
+    samples = sample(model, PROMPTS, Sampling(12, temperature=0.7), forward_pass=still, generator=seeded(0))
+    for prompt, made in zip(PROMPTS, samples, strict=True):
+        assert len(made.tokens) == 12
+        assert made.ended == "length"
+        assert made.logprobs.tolist() == pytest.approx(slow_logprobs(model, prompt, made.tokens.tolist(), 0.7), abs=1e-4)
+
+
+def test_rows_that_end_early_leave_the_others_as_they_were():
+    model = qwen(3, dtype=torch.float32)
+    prompts = [[token] for token in range(1, 17)]
+    stop_tokens = set(range(12))  # one of eight tokens: rows drop out all along
+    samples = sample(model, prompts, Sampling(20, stop_tokens=stop_tokens), forward_pass=still, generator=seeded(1))
+    lengths = {len(made.tokens) for made in samples}
+    assert len(lengths) > 4
+    for prompt, made in zip(prompts, samples, strict=True):
+        tokens = made.tokens.tolist()
+        assert not stop_tokens.intersection(tokens[:-1])
+        assert made.finished == (tokens[-1] in stop_tokens)
+        assert made.logprobs.tolist() == pytest.approx(slow_logprobs(model, prompt, tokens, 1.0), abs=1e-4)
+
+
+def test_temperature_zero_takes_the_most_probable_token_for_sure():
+    model = qwen(3, dtype=torch.float32)
+    (made,) = sample(model, [[1, 2, 3]], Sampling(6, temperature=0), forward_pass=still)
+    context = [1, 2, 3]
+    for token in made.tokens.tolist():
+        with torch.no_grad():
+            assert token == model(torch.tensor([context])).logits[0, -1].argmax().item()
+        context.append(token)
+    assert made.logprobs.tolist() == [0.0] * 6
+
+
+def test_the_nucleus_is_renormalised_and_nothing_outside_is_drawn():
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05])).repeat(4000, 1)
+    tokens, logprobs = draw(logits, 1.0, 0.7, seeded(2))
+    assert set(tokens.tolist()) == {0, 1}
+    expected = {0: math.log(0.5 / 0.8), 1: math.log(0.3 / 0.8)}
+    assert logprobs.tolist() == pytest.approx([expected[token] for token in tokens.tolist()], abs=1e-5)
+    assert (tokens == 0).float().mean().item() == pytest.approx(0.625, abs=0.03)
+    assert set(draw(logits, 1.0, 0.01, seeded(2))[0].tolist()) == {0}  # the most probable one is always kept
+
+
+def test_the_same_seed_gives_the_same_completions():
+    model = qwen(3, dtype=torch.float32)
+    first, second, other = (
+        [made.tokens.tolist() for made in sample(model, PROMPTS, Sampling(8), forward_pass=still, generator=seeded(seed))]
+        for seed in (5, 5, 6)
+    )
+    assert first == second != other
+
+
+def test_an_interrupted_generation_returns_what_it_has():
+    asked = iter([False, False, False, True])
+    samples = sample(qwen(), PROMPTS, Sampling(12), forward_pass=still, stop=lambda: next(asked))
+    assert [len(made.tokens) for made in samples] == [3, 3, 3]
+    assert {made.ended for made in samples} == {"interrupted"}
+
+
+def test_no_prompts_make_no_completions_and_an_empty_prompt_is_refused():
+    assert sample(qwen(), [], Sampling(4), forward_pass=still) == []
+    with pytest.raises(ValueError, match="at least one token"):
+        sample(qwen(), [[1], []], Sampling(4), forward_pass=still)
+    with pytest.raises(ValueError, match="top_p"):
+        Sampling(4, top_p=0)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def test_weights_of_no_version_make_no_rollouts(store: MemoryStore):
+    with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served := qwen(1)), pin=False) as policy:
+        with pytest.raises(EngineUnavailable, match="no version of the chain yet"):
+            sample(served, PROMPTS, Sampling(2), forward_pass=passes_of(policy))
+        publisher.publish(qwen(0).state_dict(), step=0)
+        policy.sync()
+        (made,) = sample(served, [[1]], Sampling(2), forward_pass=passes_of(policy))
+        assert [span.version for span in made.spans] == [publisher.version]
+
+
+def test_a_completion_goes_on_across_a_swap_with_the_old_versions_cache(store: MemoryStore):
+    trainer, served = qwen(0, dtype=torch.float32), qwen(1, dtype=torch.float32)
+    with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served), pin=False) as policy:
+        old = publisher.publish(trainer.state_dict(), step=0)
+        before = copy.deepcopy(trainer)
+        policy.sync()
+        one_pass, passes = passes_of(policy), 0
+
+        def swap_before_the_fourth() -> contextlib.AbstractContextManager[Version]:
+            nonlocal passes
+            if passes == 3:
+                step(trainer, 1, rate=0.1)
+                publisher.publish(trainer.state_dict(), step=1)
+                policy.sync()
+            passes += 1
+            return one_pass()
+
+        (made,) = sample(served, [[5, 6, 7]], Sampling(8), forward_pass=swap_before_the_fourth, generator=seeded(0))
+        assert [(span.start, span.end, span.version) for span in made.spans] == [(0, 3, old), (3, 8, publisher.version)]
+        tokens = made.tokens.tolist()
+        with torch.no_grad():
+            first = before(torch.tensor([[5, 6, 7, *tokens[:2]]]), use_cache=True)
+            rest = trainer(torch.tensor([tokens[2:7]]), past_key_values=first.past_key_values)
+        logits = torch.cat([first.logits[0, 2:], rest.logits[0]])
+        expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        assert made.logprobs.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+class Parrot(torch.nn.Module):
+    """Says nothing but the token that its weights name, so that every token tells which weights made it. It reads them twice a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.says = torch.nn.Parameter(torch.zeros(2, 4096), requires_grad=False)
+
+    def forward(self, input_ids: Any, **_: Any) -> Any:
+        halves = [self.says[half].clone() for half in (0, 1)]
+        assert torch.equal(*halves), "weights changed in the middle of a forward pass"
+        return SimpleNamespace(logits=halves[0].expand(len(input_ids), 1, -1), past_key_values=None)
+
+
+def test_each_token_is_attributed_to_the_version_that_made_it_while_swaps_race_with_passes(store: MemoryStore):
+    def weights(step: int) -> dict[str, Any]:
+        says = torch.zeros(2, 4096)
+        says[:, step] = 1.0
+        return {"says": says}
+
+    served, is_mixed = Parrot(), threading.Event()
+    with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served), pin=False) as policy:
+        publisher.publish(weights(0), step=0)
+        policy.sync()
+        policy.start(poll=0.001)
+
+        def publish_until_some_swap_fell_into_a_completion() -> None:
+            for number in range(1, 4096):
+                publisher.publish(weights(number), step=number)
+                if number >= 30 and is_mixed.is_set():
+                    return
+
+        training = threading.Thread(target=publish_until_some_swap_fell_into_a_completion)
+        training.start()
+        try:
+            for made in generations(served, policy, until=lambda: policy.version == publisher.version and not training.is_alive()):
+                for span in made.spans:
+                    assert set(made.tokens[span.start : span.end].tolist()) == {span.version.step}
+                assert [0, *(span.end for span in made.spans)] == [*(span.start for span in made.spans), len(made.tokens)]
+                if len(made.spans) > 1:
+                    is_mixed.set()
+        finally:
+            was_mixed = is_mixed.is_set()
+            is_mixed.set()  # else the thread goes on for long after a failure
+            training.join()
+        assert was_mixed
+
+
+def generations(model: Any, policy: HotSwap, *, until: Any) -> Iterator[Sample]:
+    while not until():
+        yield from sample(model, [[1], [2, 3]], Sampling(200, temperature=0), forward_pass=passes_of(policy))
