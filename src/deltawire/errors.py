@@ -367,6 +367,8 @@ class EngineFenced(EngineError):
 class RewardError(DeltawireError):
     """A reward function cannot be loaded, failed, or returned what no reward may be."""
 
+    hint = "deltawire.rl.rewards says what one is called with and returns."
+
 
 class CodecUnavailable(DeltawireError):
     """The codec that was asked for cannot run here."""
