@@ -1,0 +1,135 @@
+"""The loss against a slow and obvious one, and against finite differences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from tiny_models import qwen, torch
+
+from deltawire.rl.grpo import GrpoLoss, group_advantages, token_logprobs
+
+
+def slow_loss(current: Any, behaviour: Any, old: Any, advantages: Any, mask: Any, *, low: float, high: float, cap: float) -> float:
+    """One token after the other, as the formula is written."""
+    total, count = 0.0, 0
+    for row in range(len(mask)):
+        for place in range(len(mask[row])):
+            if not mask[row][place]:
+                continue
+            advantage = float(advantages[row])
+            ratio = math.exp(current[row][place] - old[row][place])
+            weight = min(math.exp(old[row][place] - behaviour[row][place]), cap)
+            clipped = min(max(ratio, 1 - low), 1 + high)
+            total -= weight * min(ratio * advantage, clipped * advantage)
+            count += 1
+    return total / count
+
+
+def random_case(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int, scale: float) -> Any:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+
+    behaviour = -numbers(6, 9, scale=1).abs()
+    old = behaviour + numbers(6, 9, scale=0.5)
+    return {
+        "behaviour": behaviour,
+        "old": old,
+        "current": old + numbers(6, 9, scale=0.3),
+        "advantages": numbers(6, scale=1),
+        "mask": torch.rand(6, 9, generator=generator) < 0.7,
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_loss_is_the_obvious_one(seed: int):
+    case = random_case(seed)
+    terms = GrpoLoss(0.1, 0.3, 1.5)(**case)
+    assert terms.loss.item() == pytest.approx(slow_loss(**{k: v.tolist() for k, v in case.items()}, low=0.1, high=0.3, cap=1.5))
+    ratio, mask = torch.exp(case["current"] - case["old"]), case["mask"]
+    gains = case["advantages"][:, None] > 0
+    cut = ((ratio > 1.3) & gains) | ((ratio < 0.9) & ~gains)
+    assert terms.clipped == int((cut & mask).sum()) > 0
+    assert terms.truncated == int(((torch.exp(case["old"] - case["behaviour"]) > 1.5) & mask).sum()) > 0
+    assert terms.tokens == int(mask.sum())
+
+
+def test_the_gradient_is_that_of_the_loss():
+    case = random_case(7)
+    current = case.pop("current").requires_grad_()
+    loss = GrpoLoss()
+    assert torch.autograd.gradcheck(lambda x: loss(x, **case).loss, (current,), eps=1e-6, atol=1e-6)
+
+
+def test_a_token_cut_off_by_the_clip_has_no_gradient_and_a_masked_one_never():
+    current = torch.tensor([[0.5, 0.0, 0.0]], requires_grad=True)
+    zeros, mask = torch.zeros(1, 3), torch.tensor([[1, 1, 0]])
+    GrpoLoss()(current, zeros, torch.tensor([1.0]), mask, old=zeros).loss.backward()
+    assert current.grad is not None
+    assert current.grad.tolist() == [[0.0, -0.5, 0.0]]
+
+
+def test_what_padding_holds_does_not_matter():
+    case = random_case(1)
+    expected = GrpoLoss()(**case).loss
+    for name in ("current", "behaviour", "old"):
+        case[name] = torch.where(case["mask"], case[name], torch.tensor([math.nan, math.inf, -math.inf] * 3))
+    current = case["current"].requires_grad_()
+    terms = GrpoLoss()(**case)
+    terms.loss.backward()
+    assert terms.loss.item() == expected.item()
+    assert current.grad is not None
+    assert current.grad.isfinite().all()
+
+
+def test_parts_of_a_batch_add_up_to_the_whole():
+    case = random_case(2)
+    whole = GrpoLoss()(**case)
+    parts = [GrpoLoss()(**{name: value[rows] for name, value in case.items()}, tokens=whole.tokens) for rows in (slice(0, 2), slice(2, 6))]
+    assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item())
+    assert sum(part.clipped for part in parts) == whole.clipped
+    assert sum(part.weight for part in parts) == pytest.approx(whole.weight)
+
+
+def test_on_its_own_tokens_the_first_update_is_the_plain_policy_gradient():
+    current = torch.tensor([[-1.0, -2.0], [-0.5, -0.1]], requires_grad=True)
+    advantages = torch.tensor([1.0, -2.0])
+    terms = GrpoLoss()(current, current.detach(), advantages, torch.ones(2, 2))
+    terms.loss.backward()
+    assert current.grad is not None
+    assert current.grad.tolist() == [[-0.25, -0.25], [0.5, 0.5]]
+    assert (terms.clipped, terms.truncated, terms.weight) == (0, 0, 4.0)
+
+
+def test_the_weight_of_a_token_that_others_made_is_capped():
+    current = torch.tensor([[0.0, 0.0]], requires_grad=True)
+    behaviour = torch.tensor([[-math.log(1.5), -math.log(10)]])
+    GrpoLoss()(current, behaviour, torch.tensor([1.0]), torch.ones(1, 2)).loss.backward()
+    assert current.grad is not None
+    assert current.grad.tolist() == [pytest.approx([-0.75, -1.0])]
+
+
+def test_advantages_compare_within_groups_only():
+    rewards = torch.tensor([1.0, 3.0, 10.0, 10.0, 5.0, math.nan, 4.0, 6.0, math.nan])
+    groups = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 3])
+    deviation = math.sqrt(2)
+    assert group_advantages(rewards, groups).tolist() == pytest.approx(
+        [-1 / deviation, 1 / deviation, 0, 0, 0, 0, -1 / deviation, 1 / deviation, 0], abs=1e-5
+    )
+
+
+def test_logprobs_of_a_padded_batch_are_those_of_each_row_alone():
+    model = qwen(3, dtype=torch.float32)
+    rows = [[1, 2, 3, 4, 5], [6, 7]]
+    ids, mask = torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 5, dtype=torch.long)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)], mask[number, : len(row)] = torch.tensor(row), 1
+    with torch.no_grad():
+        found = token_logprobs(model, ids, mask, temperature=0.8)
+        for number, row in enumerate(rows):
+            expected = torch.log_softmax(model(torch.tensor([row])).logits[0] / 0.8, -1)
+            for place in range(1, len(row)):
+                assert found[number, place - 1].item() == pytest.approx(expected[place - 1, row[place]].item(), abs=1e-5)
