@@ -51,6 +51,18 @@ class VllmRoutes:
         """A hash of each tensor of each worker, as vLLM computes them."""
         return dict(self._post("/weight_checker", {"action": "checksum"})["checksums"])
 
+    def model(self) -> str:
+        """What requests must call the model."""
+        return str(self._get("/v1/models")["data"][0]["id"])
+
+    def logprobs_mode(self) -> str | None:
+        """Which log-probs the server reports ("raw_logprobs", "processed_logprobs", …); None if it does not tell."""
+        try:
+            config = self._get("/server_info?config_format=json")["vllm_config"]
+            return str(config["model_config"]["logprobs_mode"])
+        except (RouteFailed, KeyError, TypeError):
+            return None
+
     def initialise(self, info: Mapping[str, Any]) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
 

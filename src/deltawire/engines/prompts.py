@@ -1,0 +1,64 @@
+"""Rows of a dataset as token ids, and token ids as what rewards see: TRL's convention, with the chain's own tokenizer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import EngineError
+from ..subscribe.model_files import ModelFiles
+
+
+class Prompts:
+    """What a tokenizer is needed for. `tokenizer` is one of transformers.
+
+    A row's prompt is text, or a list of messages that the tokenizer's chat template is applied to; or a list of token ids as it is.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def of(cls, files: ModelFiles) -> Prompts:
+        """With the tokenizer that is published beside the weights. `EngineError` if there is none."""
+        from transformers import AutoTokenizer
+
+        with tempfile.TemporaryDirectory(prefix="deltawire-tokenizer-") as folder:
+            try:
+                return cls(AutoTokenizer.from_pretrained(files.write(Path(folder)), local_files_only=True))
+            except (OSError, ValueError, KeyError) as error:
+                raise EngineError(
+                    f"the chain holds no tokenizer that loads: {error}. Publish with `attachments` that have one (the model's directory)."
+                ) from error
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Token ids of the rows' prompts. `EngineError` for a row without one."""
+        return [self._ids(row) for row in rows]
+
+    def decode(self, rows: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]) -> list[Any]:
+        """Completions as rewards see them: text, or for prompts of messages the assistant's message in a list."""
+        texts = self.tokenizer.batch_decode([list(map(int, each)) for each in tokens], skip_special_tokens=True)
+        return [
+            [{"role": "assistant", "content": text}] if _is_conversation(row["prompt"]) else text
+            for row, text in zip(rows, texts, strict=True)
+        ]
+
+    def _ids(self, row: Mapping[str, Any]) -> list[int]:
+        prompt = row.get("prompt")
+        if isinstance(prompt, str):
+            ids = self.tokenizer(prompt)["input_ids"]
+        elif _is_conversation(prompt):
+            ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+            ids = prompt
+        else:
+            raise EngineError(f"a row has no prompt of text, messages or token ids, but {prompt!r:.80}.")
+        if not len(ids):
+            raise EngineError(f"the prompt {prompt!r:.80} has no tokens.")
+        return [int(token) for token in ids]
+
+
+def _is_conversation(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)

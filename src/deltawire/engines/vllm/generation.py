@@ -1,0 +1,226 @@
+"""Completions from a vLLM server whose weights follow a chain, driven from this process.
+
+Which version made which token: exact, where the server tells. Since 0.27 vLLM labels every token with the name of the weights that made
+it, and its route /inference/v1/generate returns that as spans (newer ones want `--enable-scale-out` for it); the sidecar names weights by
+their place in the chain. Other servers have only /v1/completions, which tells nothing: then a whole completion is attributed to the oldest
+version that was served between sending the request and having its answer, which is conservative, since a budget of staleness counts from
+the oldest.
+
+Log-probs are those of the distribution that was drawn from, if the server runs with `--logprobs-mode processed_logprobs`. With vLLM's
+default they are those of temperature 1 and top_p 1, so a server that says it has that default is refused for any other draw.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import urllib.parse
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...chain.log import ChainLog
+from ...chain.version import Version
+from ...errors import DeltawireError, EngineError, EngineRefused, EngineUnavailable, VersionUnknown
+from ...events import OnEvent
+from ...fleet.generation import Draw, Generated, GeneratedSpan, Interrupted
+from ...store import Store
+from ...subscribe.model_files import read_model_files
+from ..prompts import Prompts
+from .routes import EngineUnreachable, RouteFailed, VllmRoutes
+from .sidecar import Sidecar
+
+_EXACT, _PLAIN = "/inference/v1/generate", "/v1/completions"
+_LOOK = 0.05
+_PATIENCE = 3600.0
+"""Seconds that the server may take for one request."""
+
+
+class VllmGenerator:
+    """A `deltawire.fleet.generation.Generator` that asks the vLLM server at `url`, and keeps it at the newest version in `store`.
+
+    The server is started as for `deltawire sidecar` (which must not run beside this: there would be two to drive it). Its requests are sent
+    one per prompt, all at once, and it batches them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        url: str,
+        mirror: Path | str,
+        *,
+        trusted_keys: Collection[str] = (),
+        reader: str | None = None,
+        poll: float = 0.5,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self._log = ChainLog(store, trusted_keys=trusted_keys)
+        self._routes = VllmRoutes(url)
+        self._prompts = Prompts.of(read_model_files(store, trusted_keys=trusted_keys))
+        self._sidecar = Sidecar(url, store, mirror, trusted_keys=tuple(trusted_keys), reader=reader, on_event=on_event)
+        self._poll = poll
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._model: str | None = None
+        self._has_exact_route = True
+        self._logprobs_mode: str | None = None
+        self.encode = self._prompts.encode
+        self.decode = self._prompts.decode
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._drive, name="deltawire-vllm-sidecar", daemon=True)
+            self._thread.start()
+
+    @property
+    def version(self) -> Version | None:
+        return self._sidecar.served
+
+    @property
+    def problem(self) -> Exception | None:
+        return self._failure
+
+    def generate(self, prompts: Sequence[Sequence[int]], draw: Draw, *, stop: Callable[[], bool] = lambda: False) -> list[Generated]:
+        before = self._served()
+        self._meet_server(draw)
+        requests = [_Request(self._routes.url, *self._body(prompt, draw, draw.seed + number)) for number, prompt in enumerate(prompts)]
+        for request in requests:
+            request.start()
+        try:
+            while not all(request.is_over.wait(_LOOK) for request in requests):
+                if stop():
+                    raise Interrupted
+            answers = [request.answer() for request in requests]
+        except RouteFailed as failure:
+            if failure.status in (403, 404) and self._has_exact_route:
+                self._has_exact_route = False
+                return self.generate(prompts, draw, stop=stop)
+            raise EngineUnavailable(str(failure)) from failure
+        finally:
+            for request in requests:
+                request.cancel()
+        return [made for answer in answers for made in self._read(answer, draw, before)]
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._sidecar.close()
+
+    def _drive(self) -> None:
+        try:
+            self._sidecar.run(poll=self._poll, stop=self._stop)
+        except Exception as error:
+            self._failure = error
+
+    def _served(self) -> Version:
+        served = self._sidecar.served
+        if served is None:
+            raise self._failure or EngineUnavailable(f"the server at {self._routes.url} has no version of the chain yet.")
+        return served
+
+    def _meet_server(self, draw: Draw) -> None:
+        """Learn what the server calls its model, and whether its log-probs are those that were drawn from."""
+        try:
+            if self._model is None:
+                self._model = self._routes.model()
+                self._logprobs_mode = self._routes.logprobs_mode()
+        except (EngineUnreachable, RouteFailed) as error:
+            raise EngineUnavailable(str(error)) from error
+        if self._logprobs_mode == "raw_logprobs" and (draw.temperature, draw.top_p) != (1.0, 1.0):
+            raise EngineRefused(
+                f"the vLLM server at {self._routes.url} reports log-probs without temperature and top_p. "
+                "Start it with --logprobs-mode processed_logprobs."
+            )
+
+    def _body(self, prompt: Sequence[int], draw: Draw, seed: int) -> tuple[str, dict[str, Any]]:
+        sampling = {"n": draw.samples, "max_tokens": draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p, "seed": seed}
+        sampling |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # a model's generation_config.json may say otherwise
+        if self._has_exact_route:
+            return _EXACT, {"model": self._model, "token_ids": list(prompt), "sampling_params": {**sampling, "logprobs": 0}}
+        return _PLAIN, {"model": self._model, "prompt": list(prompt), **sampling, "logprobs": 0, "return_token_ids": True}
+
+    def _read(self, answer: Mapping[str, Any], draw: Draw, before: Version) -> list[Generated]:
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            if len(choices) != draw.samples:
+                raise EngineError(f"the server made {len(choices)} completions of {draw.samples}.")
+            return [self._completion(choice, before) for choice in choices]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"the answer of the server at {self._routes.url} cannot be read: {error!r}.") from error
+
+    def _completion(self, choice: Mapping[str, Any], before: Version) -> Generated:
+        tokens = np.array(choice["token_ids"], np.int32)
+        told = choice["logprobs"]
+        logprobs = np.array(
+            [each["logprob"] for each in told["content"]] if "content" in told else told["token_logprobs"],
+            np.float32,
+        )
+        if logprobs.shape != tokens.shape or choice["finish_reason"] not in ("stop", "length"):
+            raise EngineUnavailable(f"the server ended a completion early ({choice['finish_reason']}).")
+        spans = choice.get("weight_versions")
+        if spans is None:
+            made = [GeneratedSpan(0, len(tokens), self._oldest_since(before))] if len(tokens) else []
+        else:
+            made = [GeneratedSpan(int(span["start"]), int(span["end"]), self._named(span["version"])) for span in spans]
+        return Generated(tokens, logprobs, tuple(made), choice["finish_reason"] == "stop")
+
+    def _oldest_since(self, before: Version) -> Version:
+        now = self._served()
+        return min(before, now, key=lambda version: version.seq)
+
+    def _named(self, label: str) -> Version:
+        """The version that the sidecar gave this label to; `EngineUnavailable` if nobody knows what made the tokens."""
+        try:
+            return self._log.version(int(label))
+        except (ValueError, VersionUnknown) as error:
+            raise EngineUnavailable(f"tokens were made by weights that are called {label!r}.") from error
+        except DeltawireError as error:
+            raise EngineUnavailable(f"it cannot be found out what version {label} is: {error}") from error
+
+
+class _Request(threading.Thread):
+    """One request on a thread that nobody need wait for. A server ends what it does for a client that has gone."""
+
+    def __init__(self, url: str, route: str, body: Mapping[str, Any]) -> None:
+        super().__init__(name="deltawire-vllm-request", daemon=True)
+        self.is_over = threading.Event()
+        parts = urllib.parse.urlsplit(url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(parts.netloc, timeout=_PATIENCE)
+        self._route = route
+        self._body = json.dumps(body).encode()
+        self._answer: Any = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._connection.request("POST", self._route, self._body, {"Content-Type": "application/json"})
+            response = self._connection.getresponse()
+            data = response.read()
+            if response.status != 200:
+                raise RouteFailed(self._route, response.status, data[:2000].decode(errors="replace"))
+            self._answer = json.loads(data)
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:  # the last: it was closed meanwhile
+            self._error = EngineUnavailable(f"the server did not answer {self._route}: {error!r}")
+        except RouteFailed as error:
+            self._error = error
+        finally:
+            self.is_over.set()
+
+    def answer(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+    def cancel(self) -> None:
+        """Hang up, if it is still waiting."""
+        sock = self._connection.sock
+        if not self.is_over.is_set() and sock is not None:
+            sock.close()
+        self._connection.close()

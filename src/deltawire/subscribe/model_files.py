@@ -1,0 +1,80 @@
+"""What a chain says about its model beside the weights: config, tokenizer, and the element type of each tensor.
+
+Enough to build an empty model of the right form, which then gets its weights by following the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..chain.fetch import Fetcher
+from ..chain.log import ChainLog
+from ..chain.restore import Hop
+from ..chain.routes import Routes, was_collected
+from ..dtypes import DType
+from ..errors import DataDamaged
+from ..format.checkpoint_copy import WEIGHT_SUFFIXES
+from ..format.records import FileEntry
+from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
+from ..store.base import Store
+from .chain_view import ChainView
+
+_MOST_BYTES = 256 << 20
+"""More than any tokenizer has. What an anchor's record claims beyond is refused, not fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """`files` are the attachments of the newest whole checkpoint by name. `dtypes` are the types of its tensors.
+
+    The files are checked against their records. The types are not: whoever loads weights into a model of these types notices (a mistake
+    shows as `EngineRefused`).
+    """
+
+    files: Mapping[str, bytes]
+    dtypes: Mapping[str, DType]
+
+    def write(self, folder: Path) -> Path:
+        """Put the files into a directory, for libraries that load from one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in self.files.items():
+            (folder / name).write_bytes(data)
+        return folder
+
+
+def read_model_files(store: Store, *, run: str | None = None, trusted_keys: Collection[str] = ()) -> ModelFiles:
+    """Read them from the checkpoint that a newcomer would start from. Raises as `Subscriber.sync` does: `NoChain` before the first version.
+
+    No weights are fetched but the first bytes of each file.
+    """
+    chain = ChainView(ChainLog(store, run=run, trusted_keys=trusted_keys))
+    target = chain.version_at(chain.head(), None)
+    hop = Routes(chain.log).find(None, target)[0]
+    fetcher = Fetcher(store, limits=chain.log.limits)
+    attachments = [entry for entry in hop.files if entry.name is not None and not entry.name.lower().endswith(WEIGHT_SUFFIXES)]
+    if sum(entry.size for entry in attachments) > _MOST_BYTES:
+        raise DataDamaged(f"the files beside the weights of version {hop.target.seq} claim more than {_MOST_BYTES:,} bytes.")
+    collected = was_collected(chain.log, hop)
+    files = {str(entry.name): bytes(data) for entry, data in fetcher.prefetch(attachments, collected=collected)}
+    return ModelFiles(files, _dtypes(store, hop))
+
+
+def _dtypes(store: Store, hop: Hop) -> dict[str, DType]:
+    found: dict[str, DType] = {}
+    for entry in hop.files:
+        if entry.name is not None and entry.name.endswith(".safetensors"):
+            found |= _types_in(store, entry)
+    return found
+
+
+def _types_in(store: Store, entry: FileEntry) -> dict[str, DType]:
+    try:
+        prefix = bytearray(min(LENGTH_BYTES, entry.size))
+        store.read_into(entry.key, memoryview(prefix))
+        text = bytearray(header_length(bytes(prefix), entry.size))
+        store.read_into(entry.key, memoryview(text), offset=LENGTH_BYTES)
+        return {name: tensor.dtype for name, tensor in parse_header(bytes(text), entry.size).entries.items()}
+    except MalformedHeader as error:
+        raise DataDamaged(f"{entry.key} in {store.url}: {error}") from error

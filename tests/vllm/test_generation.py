@@ -1,0 +1,81 @@
+"""Completions from a real vLLM server, each token attributed to the version that made it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from live_server import LiveServer, wait_until
+from tiny_models import TinyModel
+
+from deltawire.engines.vllm.generation import VllmGenerator
+from deltawire.errors import EngineRefused
+from deltawire.fleet.generation import Draw, Interrupted
+from deltawire.store import open_store
+
+pytestmark = pytest.mark.slow
+
+ROWS = [{"prompt": "w1 w2 w3"}, {"prompt": "w4"}]
+
+
+def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
+    start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer]
+) -> None:
+    run = start_run(TinyModel("dense"))
+    first = run.publish()
+    server = serve(run.checkpoint, arguments=["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]).wait()
+    with open_store(run.store) as store:
+        generator = VllmGenerator(store, server.url, run.mirror, poll=0.05)
+        try:
+            generator.start()
+            wait_until(lambda: generator.version == first, "the first version")
+            prompts = generator.encode(ROWS)
+            drawn = generator.generate(prompts, Draw(samples=3, max_tokens=12, temperature=0.7, seed=5))
+            assert len(drawn) == 6
+            for each in drawn:
+                assert 1 <= len(each.tokens) <= 12
+                assert (each.logprobs <= 0).all()
+                assert [(span.start, span.end, span.version) for span in each.spans] == [(0, len(each.tokens), first)]
+            text = generator.decode([ROWS[0]], [drawn[0].tokens.tolist()])
+            assert isinstance(text[0], str)
+
+            again = generator.generate(prompts, Draw(samples=3, max_tokens=12, temperature=0.7, seed=5))
+            assert [each.tokens.tolist() for each in again] == [each.tokens.tolist() for each in drawn]
+
+            made: list[Any] = []
+            long = Draw(samples=4, max_tokens=400, seed=9)
+            maker = threading.Thread(target=lambda: made.extend(generator.generate(prompts, long)))
+            maker.start()
+            published = [run.publish()]
+            while maker.is_alive():
+                published.append(run.publish())
+            maker.join()
+            wait_until(lambda: generator.version == published[-1], "the last version")
+            assert len(made) == 8
+            assert any(len(each.spans) > 1 for each in made)
+            for each in made:
+                places = [(span.start, span.end) for span in each.spans]
+                assert [start for start, _ in places] == [0, *(end for _, end in places[:-1])]
+                assert places[-1][1] == len(each.tokens)
+                seqs = [span.version.seq for span in each.spans]
+                assert seqs == sorted(seqs)
+
+            stop = threading.Event()
+            stop.set()
+            with pytest.raises(Interrupted):
+                generator.generate(prompts, long, stop=stop.is_set)
+
+            assert generator._has_exact_route
+            generator._has_exact_route = False  # what a server without that route comes to
+            plain = generator.generate(prompts, Draw(samples=2, max_tokens=6))
+            assert [each.spans[0].version for each in plain] == [published[-1]] * 4
+            assert all(each.logprobs.dtype == np.float32 and (each.logprobs <= 0).all() for each in plain)
+
+            generator._logprobs_mode = "raw_logprobs"  # what vLLM has by default
+            with pytest.raises(EngineRefused, match="logprobs-mode"):
+                generator.generate(prompts, Draw(samples=1, max_tokens=6, temperature=0.5))
+        finally:
+            generator.close()
