@@ -51,6 +51,10 @@
     │   ├── SwapFailed              a swap failed and was taken back; the old version serves on
     │   └── EngineFenced            it is paused, since nobody knows what its weights are
     ├── RewardError                 a reward function cannot be loaded, or returned what no reward may be
+    ├── FleetError                  the fleet's work cannot go on
+    │   ├── CorruptRollouts         a file of rollouts breaks a rule of docs/protocol.md
+    │   ├── FleetTimeout            a round did not settle in the time that was given
+    │   └── TaskExhausted           a task failed at as many attempts as have numbers
     └── CodecUnavailable            the codec that was asked for cannot run here
 
 All errors but `EngineFenced` leave the state as it was. `retryable` says whether the same call may succeed later without anything else
@@ -368,6 +372,29 @@ class RewardError(DeltawireError):
     """A reward function cannot be loaded, failed, or returned what no reward may be."""
 
     hint = "deltawire.rl.rewards says what one is called with and returns."
+
+
+class FleetError(DeltawireError):
+    """The fleet's work cannot go on."""
+
+
+class CorruptRollouts(FleetError):
+    """A file of rollouts is damaged, or breaks a rule of docs/protocol.md."""
+
+    hint = "Nothing of it is used; its task is given to another member."
+
+
+class FleetTimeout(FleetError):
+    """A round did not settle in the time that was given. What was accepted stays accepted."""
+
+    hint = "Are members alive (`deltawire fleet`), and of the version that the round asks for? Collect again to wait on."
+    retryable = True
+
+
+class TaskExhausted(FleetError):
+    """A task failed at as many attempts as have numbers."""
+
+    hint = "Look at the events \"rollout-rejected\": something is wrong with the task, or with every member."
 
 
 class CodecUnavailable(DeltawireError):

@@ -30,11 +30,11 @@ class Fields:
         self._left = dict(values)
 
     @classmethod
-    def parse(cls, data: bytes, *kinds: str) -> Fields:
+    def parse(cls, data: bytes, *kinds: str, limit: int = MAX_RECORD_BYTES) -> Fields:
         """The fields of a record of one of these kinds, `deltawire` and `version` already taken."""
         what = " or ".join(kinds)
-        if len(data) > MAX_RECORD_BYTES:
-            raise CorruptRecord(f"a {what} record has {len(data):,} bytes; {MAX_RECORD_BYTES:,} are allowed.")
+        if len(data) > limit:
+            raise CorruptRecord(f"a {what} record has {len(data):,} bytes; {limit:,} are allowed.")
         try:
             values = json.loads(data.decode("ascii"), parse_float=_no_number, parse_constant=_no_number)
             canonical = dump(values) == data
@@ -94,10 +94,14 @@ class Fields:
         return [self._nested(name, value) for value in self.items(name)]
 
     def strings(self, name: str) -> dict[str, str]:
+        return {key: self._checked_text(name, text) for key, text in self.mapping(name).items()}
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """An object whose keys are anybody's. Its values are for the caller to check."""
         value = self._take(name)
         if not isinstance(value, dict):
-            self.refuse(f"{name} must map strings to strings")
-        return {self._checked_text(name, key): self._checked_text(name, text) for key, text in value.items()}
+            self.refuse(f"{name} must map strings to values")
+        return {self._checked_text(name, key): each for key, each in value.items()}
 
     def _take(self, name: str) -> Any:
         if name not in self._left:

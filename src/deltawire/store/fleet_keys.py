@@ -1,0 +1,136 @@
+"""The names of the fleet's objects, beside those of the chain: every key is built and taken apart here (docs/protocol.md §10)."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from ..format.records import is_reader_name
+
+BOARD = "fleet/board.json"
+ROUNDS, TASKS, LEASES, ROLLOUTS = "fleet/round/", "fleet/tasks/", "fleet/lease/", "fleet/rollout/"
+ACCEPTED, BATCHES, MEMBERS = "fleet/accepted/", "fleet/batch/", "fleet/member/"
+"""Prefixes to list by."""
+
+MOST_TASKS = 10**5
+MOST_ATTEMPTS = 10**3
+"""So many have numbers of their own in keys."""
+
+_SHORT, _HASH = r"([0-9]{10})", r"([0-9a-f]{64})"
+_ROUND = re.compile(rf"fleet/round/{_SHORT}\.json")
+_TASKS = re.compile(rf"fleet/tasks/{_SHORT}/{_HASH}\.json")
+_ACCEPTED = re.compile(rf"fleet/accepted/{_SHORT}/{_HASH}\.json")
+_LEASE = re.compile(rf"fleet/lease/{_SHORT}/([0-9]{{5}})/([0-9]{{3}})\.json")
+_ROLLOUT = re.compile(rf"fleet/rollout/{_SHORT}/([0-9]{{5}})/([0-9]{{3}})-{_HASH}\.safetensors")
+_BATCH = re.compile(rf"fleet/batch/{_SHORT}/{_SHORT}\.json")
+_MEMBER = re.compile(r"fleet/member/(.+)\.json")
+
+
+class LeaseKey(NamedTuple):
+    """What the key of a lease says."""
+
+    round: int
+    task: int
+    attempt: int
+
+
+class RolloutKey(NamedTuple):
+    """What the key of a result says."""
+
+    round: int
+    task: int
+    attempt: int
+    blake3: str
+
+    @property
+    def lease(self) -> LeaseKey:
+        """The lease that the result must have."""
+        return LeaseKey(self.round, self.task, self.attempt)
+
+
+class BatchKey(NamedTuple):
+    """What the key of an acknowledgement says."""
+
+    epoch: int
+    step: int
+
+
+def round_key(number: int) -> str:
+    return f"{ROUNDS}{_digits(number, 10)}.json"
+
+
+def tasks_key(number: int, blake3: str) -> str:
+    return f"{TASKS}{_digits(number, 10)}/{blake3}.json"
+
+
+def accepted_key(number: int, blake3: str) -> str:
+    return f"{ACCEPTED}{_digits(number, 10)}/{blake3}.json"
+
+
+def lease_key(lease: LeaseKey) -> str:
+    return f"{LEASES}{_digits(lease.round, 10)}/{_digits(lease.task, 5)}/{_digits(lease.attempt, 3)}.json"
+
+
+def rollout_key(rollout: RolloutKey) -> str:
+    place = f"{_digits(rollout.round, 10)}/{_digits(rollout.task, 5)}/{_digits(rollout.attempt, 3)}"
+    return f"{ROLLOUTS}{place}-{rollout.blake3}.safetensors"
+
+
+def batch_key(epoch: int, step: int) -> str:
+    return f"{BATCHES}{_digits(epoch, 10)}/{_digits(step, 10)}.json"
+
+
+def member_key(member: str) -> str:
+    """Raises ValueError for a name that no member can have: the rules are those of readers' names."""
+    if not is_reader_name(member):
+        raise ValueError(f"{member!r} cannot name a member: letters, digits, '.', '_', '-', at most 64, no leading dot")
+    return f"{MEMBERS}{member}.json"
+
+
+def first_key_of(prefix: str, number: int) -> str:
+    """A string below all keys of this round and the later ones in one of the folders that are ordered by round, above all earlier ones."""
+    return f"{prefix}{_digits(number, 10)}"
+
+
+def parse_round_key(key: str) -> int | None:
+    """The number in a round's key; None for any other key. So too the other `parse_` functions."""
+    found = _ROUND.fullmatch(key)
+    return int(found[1]) if found else None
+
+
+def parse_tasks_key(key: str) -> tuple[int, str] | None:
+    """(round, blake3)."""
+    found = _TASKS.fullmatch(key)
+    return (int(found[1]), found[2]) if found else None
+
+
+def parse_accepted_key(key: str) -> tuple[int, str] | None:
+    """(round, blake3)."""
+    found = _ACCEPTED.fullmatch(key)
+    return (int(found[1]), found[2]) if found else None
+
+
+def parse_lease_key(key: str) -> LeaseKey | None:
+    found = _LEASE.fullmatch(key)
+    return LeaseKey(int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def parse_rollout_key(key: str) -> RolloutKey | None:
+    found = _ROLLOUT.fullmatch(key)
+    return RolloutKey(int(found[1]), int(found[2]), int(found[3]), found[4]) if found else None
+
+
+def parse_batch_key(key: str) -> BatchKey | None:
+    found = _BATCH.fullmatch(key)
+    return BatchKey(int(found[1]), int(found[2])) if found else None
+
+
+def parse_member_key(key: str) -> str | None:
+    found = _MEMBER.fullmatch(key)
+    return found[1] if found and is_reader_name(found[1]) else None
+
+
+def _digits(number: int, width: int) -> str:
+    if not 0 <= number < 10**width:
+        raise ValueError(f"{number} cannot stand in a key")
+    return f"{number:0{width}}"
