@@ -5,18 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..chain.version import Version
-from ..errors import EngineUnavailable
+from ..format.fleet_files import Row
+from ..format.fleet_records import Sampling
 
-Row = Mapping[str, Any]
-"""A row of a dataset as TRL has them: "prompt" is a string, or a list of messages; what else there is goes to the rewards."""
+Stop: TypeAlias = Callable[[], bool]
+"""Asked now and then whether to stop."""
+
+
+def never() -> bool:
+    """Do not stop."""
+    return False
 
 
 class Interrupted(Exception):
@@ -45,17 +51,6 @@ class Generated:
     finished: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How tokens are to be drawn: `samples` completions of each prompt, of at most `max_tokens` tokens."""
-
-    samples: int
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int = 0
-
-
 class Generator(Protocol):
     """An engine that follows the chain by itself, in the background, and completes prompts with what it has.
 
@@ -74,24 +69,16 @@ class Generator(Protocol):
         """Why it is not at a newer version, or cannot go on at all (an error that is not `retryable`); None if nothing is wrong."""
 
     def encode(self, rows: Sequence[Row]) -> list[list[int]]:
-        """The prompts of rows as token ids. `EngineError` for a row that has none."""
+        """The prompts of rows as token ids; "prompt" is text, or a list of messages (TRL's convention). `EngineError` for one without."""
 
     def decode(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> list[Any]:
         """Completions as rewards see them (TRL's convention): text for prompts that are text, else a list with the assistant's message."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], draw: Draw, *, stop: Callable[[], bool] = lambda: False) -> list[Generated]:
-        """`draw.samples` completions of each prompt, those of the first prompt first.
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Stop = never) -> list[Generated]:
+        """`sampling.samples` completions of each prompt, those of the first prompt first.
 
         `Interrupted` soon after `stop` says so. `EngineUnavailable` (retryable) if there is no version, or it was lost on the way.
         """
 
     def close(self) -> None:
         """Let go of engine and chain. May be called twice."""
-
-
-def required_version(generator: Generator) -> Version:
-    """The generator's version, or why there is none."""
-    version = generator.version
-    if version is None:
-        raise generator.problem or EngineUnavailable("the engine has no version of the chain yet.")
-    return version

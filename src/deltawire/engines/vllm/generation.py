@@ -7,7 +7,7 @@ version that was served between sending the request and having its answer, which
 the oldest.
 
 Log-probs are those of the distribution that was drawn from, if the server runs with `--logprobs-mode processed_logprobs`. With vLLM's
-default they are those of temperature 1 and top_p 1, so a server that says it has that default is refused for any other draw.
+default they are those of temperature 1 and top_p 1, so a server that says it has that default is refused for any other sampling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import http.client
 import json
 import threading
 import urllib.parse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from ...chain.log import ChainLog
 from ...chain.version import Version
 from ...errors import DeltawireError, EngineError, EngineRefused, EngineUnavailable, VersionUnknown
 from ...events import OnEvent
-from ...fleet.generation import Draw, Generated, GeneratedSpan, Interrupted
+from ...fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
+from ...format.fleet_records import Sampling
 from ...store import Store
 from ...subscribe.model_files import read_model_files
 from ..prompts import Prompts
@@ -84,10 +85,12 @@ class VllmGenerator:
     def problem(self) -> Exception | None:
         return self._failure
 
-    def generate(self, prompts: Sequence[Sequence[int]], draw: Draw, *, stop: Callable[[], bool] = lambda: False) -> list[Generated]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Stop = never) -> list[Generated]:
         before = self._served()
-        self._meet_server(draw)
-        requests = [_Request(self._routes.url, *self._body(prompt, draw, draw.seed + number)) for number, prompt in enumerate(prompts)]
+        self._meet_server(sampling)
+        requests = [
+            _Request(self._routes.url, *self._body(prompt, sampling, sampling.seed + number)) for number, prompt in enumerate(prompts)
+        ]
         for request in requests:
             request.start()
         try:
@@ -98,12 +101,12 @@ class VllmGenerator:
         except RouteFailed as failure:
             if failure.status in (403, 404) and self._has_exact_route:
                 self._has_exact_route = False
-                return self.generate(prompts, draw, stop=stop)
+                return self.generate(prompts, sampling, stop=stop)
             raise EngineUnavailable(str(failure)) from failure
         finally:
             for request in requests:
                 request.cancel()
-        return [made for answer in answers for made in self._read(answer, draw, before)]
+        return [made for answer in answers for made in self._read(answer, sampling, before)]
 
     def close(self) -> None:
         self._stop.set()
@@ -124,7 +127,7 @@ class VllmGenerator:
             raise self._failure or EngineUnavailable(f"the server at {self._routes.url} has no version of the chain yet.")
         return served
 
-    def _meet_server(self, draw: Draw) -> None:
+    def _meet_server(self, sampling: Sampling) -> None:
         """Learn what the server calls its model, and whether its log-probs are those that were drawn from."""
         try:
             if self._model is None:
@@ -132,24 +135,30 @@ class VllmGenerator:
                 self._logprobs_mode = self._routes.logprobs_mode()
         except (EngineUnreachable, RouteFailed) as error:
             raise EngineUnavailable(str(error)) from error
-        if self._logprobs_mode == "raw_logprobs" and (draw.temperature, draw.top_p) != (1.0, 1.0):
+        if self._logprobs_mode == "raw_logprobs" and (sampling.temperature, sampling.top_p) != (1.0, 1.0):
             raise EngineRefused(
                 f"the vLLM server at {self._routes.url} reports log-probs without temperature and top_p. "
                 "Start it with --logprobs-mode processed_logprobs."
             )
 
-    def _body(self, prompt: Sequence[int], draw: Draw, seed: int) -> tuple[str, dict[str, Any]]:
-        sampling = {"n": draw.samples, "max_tokens": draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p, "seed": seed}
-        sampling |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # a model's generation_config.json may say otherwise
+    def _body(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> tuple[str, dict[str, Any]]:
+        own = {
+            "n": sampling.samples,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": seed,
+        }
+        own |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # a model's generation_config.json may say otherwise
         if self._has_exact_route:
-            return _EXACT, {"model": self._model, "token_ids": list(prompt), "sampling_params": {**sampling, "logprobs": 0}}
-        return _PLAIN, {"model": self._model, "prompt": list(prompt), **sampling, "logprobs": 0, "return_token_ids": True}
+            return _EXACT, {"model": self._model, "token_ids": list(prompt), "sampling_params": {**own, "logprobs": 0}}
+        return _PLAIN, {"model": self._model, "prompt": list(prompt), **own, "logprobs": 0, "return_token_ids": True}
 
-    def _read(self, answer: Mapping[str, Any], draw: Draw, before: Version) -> list[Generated]:
+    def _read(self, answer: Mapping[str, Any], sampling: Sampling, before: Version) -> list[Generated]:
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-            if len(choices) != draw.samples:
-                raise EngineError(f"the server made {len(choices)} completions of {draw.samples}.")
+            if len(choices) != sampling.samples:
+                raise EngineError(f"the server made {len(choices)} completions of {sampling.samples}.")
             return [self._completion(choice, before) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"the answer of the server at {self._routes.url} cannot be read: {error!r}.") from error

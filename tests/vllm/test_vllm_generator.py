@@ -13,7 +13,8 @@ from tiny_models import TinyModel
 
 from deltawire.engines.vllm.generation import VllmGenerator
 from deltawire.errors import EngineRefused
-from deltawire.fleet.generation import Draw, Interrupted
+from deltawire.fleet.generation import Interrupted
+from deltawire.format.fleet_records import Sampling
 from deltawire.store import open_store
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
             generator.start()
             wait_until(lambda: generator.version == first, "the first version")
             prompts = generator.encode(ROWS)
-            drawn = generator.generate(prompts, Draw(samples=3, max_tokens=12, temperature=0.7, seed=5))
+            drawn = generator.generate(prompts, Sampling(samples=3, max_tokens=12, temperature=0.7, seed=5))
             assert len(drawn) == 6
             for each in drawn:
                 assert 1 <= len(each.tokens) <= 12
@@ -42,11 +43,11 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
             text = generator.decode([ROWS[0]], [drawn[0].tokens.tolist()])
             assert isinstance(text[0], str)
 
-            again = generator.generate(prompts, Draw(samples=3, max_tokens=12, temperature=0.7, seed=5))
+            again = generator.generate(prompts, Sampling(samples=3, max_tokens=12, temperature=0.7, seed=5))
             assert [each.tokens.tolist() for each in again] == [each.tokens.tolist() for each in drawn]
 
             made: list[Any] = []
-            long = Draw(samples=4, max_tokens=400, seed=9)
+            long = Sampling(samples=4, max_tokens=400, seed=9)
             maker = threading.Thread(target=lambda: made.extend(generator.generate(prompts, long)))
             maker.start()
             published = [run.publish()]
@@ -70,12 +71,12 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
 
             assert generator._has_exact_route
             generator._has_exact_route = False  # what a server without that route comes to
-            plain = generator.generate(prompts, Draw(samples=2, max_tokens=6))
+            plain = generator.generate(prompts, Sampling(samples=2, max_tokens=6))
             assert [each.spans[0].version for each in plain] == [published[-1]] * 4
             assert all(each.logprobs.dtype == np.float32 and (each.logprobs <= 0).all() for each in plain)
 
             generator._logprobs_mode = "raw_logprobs"  # what vLLM has by default
             with pytest.raises(EngineRefused, match="logprobs-mode"):
-                generator.generate(prompts, Draw(samples=1, max_tokens=6, temperature=0.5))
+                generator.generate(prompts, Sampling(samples=1, max_tokens=6, temperature=0.5))
         finally:
             generator.close()

@@ -1,0 +1,131 @@
+"""A generator that builds its model from the chain alone, and follows it while it generates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import bits, torch
+from tiny_policy import TinyPolicy
+
+from deltawire.engines.prompts import Prompts
+from deltawire.errors import EngineError, NoChain
+from deltawire.fleet.generation import Interrupted
+from deltawire.format.fleet_records import Sampling
+from deltawire.module_tensors import named_weights
+from deltawire.publish import Publisher
+from deltawire.rl.generation import TransformersGenerator, build_model
+from deltawire.store import Store, open_store
+from deltawire.subscribe.model_files import read_model_files
+
+ROWS = [{"prompt": "w1 w2 w3"}, {"prompt": [{"role": "user", "content": "w4"}]}]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(tmp_path / "store") as opened:
+        yield opened
+
+
+@pytest.fixture
+def policy(tmp_path: Path, store: Store) -> Iterator[TinyPolicy]:
+    made = TinyPolicy(tmp_path, store)
+    made.publish(0)
+    yield made
+    made.publisher.close()
+
+
+@pytest.fixture
+def generator(policy: TinyPolicy, store: Store) -> Iterator[TransformersGenerator]:
+    made = TransformersGenerator(store, poll=0.02)
+    made.start()
+    wait_until(lambda: made.version is not None, "the first version")
+    yield made
+    made.close()
+
+
+def test_the_model_is_built_from_the_chain_and_is_the_trainers_bit_for_bit(policy: TinyPolicy, generator: TransformersGenerator) -> None:
+    assert bits(named_weights(generator.model)) == bits(named_weights(policy.model))
+    version = policy.publish(1)
+    wait_until(lambda: generator.version == version, "the next version")
+    assert bits(named_weights(generator.model)) == bits(named_weights(policy.model))
+
+
+def test_each_prompt_gets_its_samples_and_each_token_the_version_that_made_it(generator: TransformersGenerator) -> None:
+    prompts = generator.encode(ROWS)
+    made = generator.generate(prompts, Sampling(samples=3, max_tokens=8, seed=4))
+    assert len(made) == 6
+    assert generator.version is not None
+    for each in made:
+        assert 1 <= len(each.tokens) <= 8
+        assert each.finished == (each.tokens[-1] == 0)
+        assert [(span.start, span.end, span.version) for span in each.spans] == [(0, len(each.tokens), generator.version)]
+    again = generator.generate(prompts, Sampling(samples=3, max_tokens=8, seed=4))
+    assert [each.tokens.tolist() for each in again] == [each.tokens.tolist() for each in made]
+
+
+def test_log_probs_are_those_of_the_policy(policy: TinyPolicy, generator: TransformersGenerator) -> None:
+    prompt = generator.encode(ROWS)[0]
+    (made,) = generator.generate([prompt], Sampling(samples=1, max_tokens=6, temperature=0.5, seed=1))
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([[*prompt, *made.tokens.tolist()]])).logits[0, len(prompt) - 1 : -1].float()
+    expected = torch.log_softmax(logits / 0.5, -1).gather(-1, torch.from_numpy(made.tokens.astype(np.int64))[:, None])[:, 0]
+    assert made.logprobs == pytest.approx(expected.numpy(), abs=0.05)
+
+
+def test_completions_are_text_for_text_and_a_message_for_messages(generator: TransformersGenerator) -> None:
+    text, conversation = generator.decode(ROWS, [[2, 3], [4, 0]])
+    assert text == "w0 w1"
+    assert conversation == [{"role": "assistant", "content": "w2"}]
+
+
+def test_generation_ends_soon_after_it_is_told_to(generator: TransformersGenerator) -> None:
+    with pytest.raises(Interrupted):
+        generator.generate(generator.encode(ROWS), Sampling(samples=2, max_tokens=50), stop=lambda: True)
+
+
+@pytest.mark.parametrize("row", [{}, {"prompt": None}, {"prompt": ""}, {"prompt": 7}, {"prompt": [1, "w1"]}, {"prompt": []}])
+def test_a_row_without_a_prompt_is_refused(generator: TransformersGenerator, row: dict[str, object]) -> None:
+    with pytest.raises(EngineError):
+        generator.encode([row])
+
+
+def test_a_prompt_may_be_token_ids(generator: TransformersGenerator) -> None:
+    assert generator.encode([{"prompt": [5, 6]}]) == [[5, 6]]
+
+
+def test_the_types_of_weights_come_from_the_chain_not_from_the_config(tmp_path: Path, store: Store, policy: TinyPolicy) -> None:
+    config = policy.model.config
+    config.dtype = torch.float32
+    files = read_model_files(store)
+    assert {dtype.name for dtype in files.dtypes.values()} == {"BF16"}
+    config.save_pretrained(tmp_path / "lying")
+    lying = type(files)({**files.files, "config.json": (tmp_path / "lying" / "config.json").read_bytes()}, files.dtypes)
+    model, stop_tokens = build_model(lying)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert stop_tokens == {0}
+
+
+def test_a_place_without_a_chain_is_said_to_be_one(store: Store) -> None:
+    with pytest.raises(NoChain):
+        read_model_files(store)
+
+
+def test_a_chain_without_config_or_tokenizer_says_what_to_publish(store: Store) -> None:
+    with Publisher(store) as publisher:
+        publisher.publish({"weight": np.zeros(4, np.float32)}, step=0)
+    files = read_model_files(store)
+    with pytest.raises(EngineError, match="attachments"):
+        build_model(files)
+    with pytest.raises(EngineError, match="attachments"):
+        Prompts.of(files)
