@@ -168,7 +168,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchRecord:
     """The acknowledgement: training step `step` of this epoch trains on exactly the results that `accepted` lists, all of one round."""
 
     id: str
@@ -181,10 +181,10 @@ class Batch:
 
     def to_bytes(self) -> bytes:
         own = {name: getattr(self, name) for name in ("id", "epoch", "step", "round", "nonce", "time")}
-        return _checked(Batch, {"deltawire": "batch", "version": 1, **own, "accepted": self.accepted.plain()})
+        return _checked(BatchRecord, {"deltawire": "batch", "version": 1, **own, "accepted": self.accepted.plain()})
 
     @classmethod
-    def parse(cls, data: bytes) -> Batch:
+    def parse(cls, data: bytes) -> BatchRecord:
         """The record with these bytes."""
         fields = Fields.parse(data, "batch")
         batch = cls(
@@ -334,7 +334,9 @@ def _check_place(fields: Fields, place: Place) -> None:
 
 
 def _checked(
-    kind: type[Round] | type[Lease] | type[Batch] | type[Heartbeat] | type[Board], plain: dict[str, Any], limit: int = MAX_RECORD_BYTES
+    kind: type[Round] | type[Lease] | type[BatchRecord] | type[Heartbeat] | type[Board],
+    plain: dict[str, Any],
+    limit: int = MAX_RECORD_BYTES,
 ) -> bytes:
     data = dump(plain)
     if len(data) > limit:

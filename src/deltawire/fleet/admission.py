@@ -1,0 +1,89 @@
+"""What the trainer accepts. Pure: a result is judged by what was read, and by nothing else.
+
+A task's first valid result wins. Everything else is refused for one of these reasons:
+
+    malformed      its bytes are not what its name says, break a rule, or do not fit the task
+    wrong-run      it is of another run
+    unleased       its member never held the lease that it was made under
+    duplicate      its own attempt was accepted before
+    late           another attempt was accepted before, or the step has been acknowledged
+    future         it was made by a version that the chain does not have, or that its own step makes
+    abandoned      it was made by a version that a rewind has abandoned
+    wrong-digest   it was made by other weights than the chain has under that version
+    stale          some of it was made by a version that is too old
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from ..format.fleet_files import AcceptedResult
+from ..format.fleet_records import Lease, Round
+from ..format.rollouts import Rollouts
+from ..store.fleet_keys import RolloutKey
+from .staleness import StalenessBudget
+from .steps import KnownVersion
+
+Reason: TypeAlias = Literal["malformed", "wrong-run", "unleased", "duplicate", "late", "future", "abandoned", "wrong-digest", "stale"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a task asks for: its round, how many rows (and so prompts) it has, and how old versions may be."""
+
+    round: Round
+    prompts: int
+    budget: StalenessBudget
+
+
+def judge_place(place: RolloutKey, accepted: AcceptedResult | None, *, closed: bool) -> Reason | None:
+    """What the name of a result says already, so that it need not be read; None if it must be."""
+    if accepted is not None:
+        return "duplicate" if accepted.attempt == place.attempt else "late"
+    return "late" if closed else None
+
+
+def judge_origin(rollouts: Rollouts, place: RolloutKey, lease: Lease | None, run: str) -> Reason | None:
+    """Whether it is of this run, of the place that it lies in, and by who held the lease."""
+    if rollouts.run != run:
+        return "wrong-run"
+    if (rollouts.round, rollouts.task, rollouts.attempt) != place[:3]:
+        return "malformed"
+    if lease is None or lease.id != run or lease.member != rollouts.member or lease.nonce != rollouts.nonce:
+        return "unleased"
+    return None
+
+
+def judge_content(rollouts: Rollouts, demand: Demand) -> Reason | None:
+    """Whether it is what the task asks for: each prompt completed as often as was asked, by as many tokens as are allowed."""
+    counts = [0] * demand.prompts
+    if len(rollouts.prompts) != demand.prompts:
+        return "malformed"
+    for completion in rollouts.completions:
+        counts[completion.prompt] += 1
+        if int(completion.mask.sum()) > demand.round.sampling.max_tokens:
+            return "malformed"
+    return None if counts == [demand.round.samples] * demand.prompts else "malformed"
+
+
+def judge_versions(rollouts: Rollouts, demand: Demand, versions: Mapping[int, KnownVersion | None]) -> Reason | None:
+    """Whether the versions that made it are of the chain as it stands, and young enough. `versions` holds all that it names."""
+    found = [(versions[seq], claimed) for seq, claimed in rollouts.versions.items()]
+    for version, claimed in found:
+        if version is None:
+            return "future"
+        if (version.digest, version.step) != (claimed.digest, claimed.step):
+            return "wrong-digest"
+    if not all(version is not None and version.live for version, _ in found):
+        return "abandoned"
+    step = demand.round.for_step
+    if any(version is not None and version.step >= step for version, _ in found):
+        return "future"
+    admitted = all(
+        version is not None and version.step >= demand.round.oldest_step and demand.budget.admits(step, version.step)
+        for version, _ in found
+    )
+    return None if admitted else "stale"

@@ -1,0 +1,94 @@
+"""Who is in the fleet, by their heartbeats and the store's clock. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..format.fleet_records import Heartbeat, Lease
+from ..store.base import ObjectInfo
+
+_COARSE = 2.0
+"""Some stores tell times in whole seconds, so an object may change without its time: one that was young when it was read is read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """A member as the trainer sees it, for views. `silent` counts seconds, by the store's clock, since its last heartbeat.
+
+    `rate` is tokens per second as the trainer has measured it, None before that; `share` the part of the work that it would get.
+    """
+
+    member: str
+    state: str
+    alive: bool
+    silent: float
+    seq: int | None
+    step: int | None
+    lag: int
+    tokens: int
+    holding: int
+    rate: float | None
+    share: float
+
+
+@dataclass(slots=True)
+class _Entry:
+    beat: Heartbeat | None
+    modified: float
+    read_at: float
+
+
+class Roster:
+    """The last heartbeat of every member that is listed."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._entries: dict[str, _Entry] = {}
+
+    def to_read(self, listed: Iterable[tuple[str, ObjectInfo]], now: float) -> list[str]:
+        """Which heartbeats must be read, given what is listed now. Forgets members that are not listed any more."""
+        unread = []
+        listed_now = set()
+        for member, info in listed:
+            modified = info.modified.timestamp()
+            entry = self._entries.get(member)
+            listed_now.add(member)
+            if entry is None or entry.modified != modified or (entry.read_at < modified + _COARSE <= now and modified % 1 == 0):
+                unread.append(member)
+        self._entries = {member: entry for member, entry in self._entries.items() if member in listed_now}
+        return unread
+
+    def heard(self, member: str, beat: Heartbeat | None, modified: float, now: float) -> None:
+        """A heartbeat was read; None for one that is no heartbeat of this run: it counts for nothing."""
+        sound = beat is not None and beat.id == self._run and beat.member == member
+        self._entries[member] = _Entry(beat if sound else None, modified, now)
+
+    def alive(self, now: float, seconds: float) -> dict[str, Heartbeat]:
+        """Members that were heard of within so many seconds, and are not on their way out."""
+        return {
+            member: entry.beat
+            for member, entry in self._entries.items()
+            if entry.beat is not None and now - entry.modified <= seconds and entry.beat.state not in ("leaving", "left")
+        }
+
+    def all(self) -> dict[str, tuple[Heartbeat, float]]:
+        """Every heartbeat there is, with its time."""
+        return {member: (entry.beat, entry.modified) for member, entry in self._entries.items() if entry.beat is not None}
+
+    def silent_since(self, before: float) -> list[str]:
+        """Members whose object was last written before this time."""
+        return [member for member, entry in self._entries.items() if entry.modified < before]
+
+    def lease_lives(self, lease: Lease, since: float, now: float, seconds: float) -> bool:
+        """Whether a lease holds: from its creation for so many seconds, and so many after every heartbeat that names it.
+
+        One of a member that has left since then does not.
+        """
+        entry = self._entries.get(lease.member)
+        if entry is not None and entry.beat is not None and entry.modified >= since:
+            if entry.beat.state == "left" and entry.modified > since:
+                return False
+            if (lease.round, lease.task, lease.attempt) in entry.beat.working:
+                since = entry.modified
+        return now - since <= seconds
