@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed")
-
 from deltawire.errors import RewardError
 from deltawire.rl.rewards import load_reward, reward_name, score
 

@@ -1,0 +1,100 @@
+"""What members made of a round's tasks, as tensors to train on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..format.rollouts import Completion, Rollouts
+from .grpo import group_advantages
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """Prompts and completions in rows, padded on the right. What is about tokens has one column less than `ids`: the first is given.
+
+    `mask` is 1 for tokens that the policy drew itself. `lag` is by how many steps, averaged over those tokens, they were made by older
+    weights than the newest that there could be; `mixed` counts completions that more than one version made.
+    """
+
+    ids: torch.Tensor
+    attention: torch.Tensor
+    behaviour: torch.Tensor
+    mask: torch.Tensor
+    rewards: torch.Tensor
+    advantages: torch.Tensor
+    lag: float
+    mixed: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are trained on."""
+        return int(self.mask.sum())
+
+    def parts(self, rows: int, device: torch.device) -> Iterator[TrainingBatch]:
+        """The batch in parts of so many rows, each cut to its own longest row."""
+        for first in range(0, len(self.ids), rows):
+            here = slice(first, first + rows)
+            width = int(self.attention[here].sum(-1).max())
+            yield TrainingBatch(
+                self.ids[here, :width].to(device),
+                self.attention[here, :width].to(device),
+                self.behaviour[here, : width - 1].to(device),
+                self.mask[here, : width - 1].to(device),
+                self.rewards[here].to(device),
+                self.advantages[here].to(device),
+                self.lag,
+                self.mixed,
+            )
+
+
+def training_batch(results: Sequence[Rollouts], *, for_step: int, weights: Mapping[str, float] | None = None) -> TrainingBatch:
+    """One row for each completion; completions of one prompt are a group. `weights` are those of rewards by name, 1 if not named."""
+    made = [(group, result, one) for group, result, one in _with_groups(results)]
+    rows = [np.concatenate([result.prompts[one.prompt], one.tokens]) for _, result, one in made]
+    height, width = len(rows), max(len(row) for row in rows)
+    ids, attention = torch.zeros((height, width), dtype=torch.long), torch.zeros((height, width), dtype=torch.long)
+    behaviour, mask = torch.zeros((height, width - 1)), torch.zeros((height, width - 1), dtype=torch.bool)
+    for number, (row, (_, _, one)) in enumerate(zip(rows, made, strict=True)):
+        drawn = slice(len(row) - len(one.tokens) - 1, len(row) - 1)
+        ids[number, : len(row)] = torch.from_numpy(row.astype(np.int64))
+        attention[number, : len(row)] = 1
+        behaviour[number, drawn] = torch.from_numpy(one.logprobs.astype(np.float32))
+        mask[number, drawn] = torch.from_numpy(one.mask.astype(bool))
+    rewards = torch.tensor([_reward(one, result.reward_names, weights or {}) for _, result, one in made], dtype=torch.float32)
+    groups = torch.tensor([group for group, _, _ in made])
+    lags = [lag for _, result, one in made for lag in _token_lags(one, result, for_step)]
+    return TrainingBatch(
+        ids,
+        attention,
+        behaviour,
+        mask,
+        rewards,
+        group_advantages(rewards, groups),
+        lag=sum(lags) / max(1, len(lags)),
+        mixed=sum(len(one.spans) > 1 for _, _, one in made),
+    )
+
+
+def _with_groups(results: Collection[Rollouts]) -> Iterator[tuple[int, Rollouts, Completion]]:
+    before = 0
+    for result in results:
+        for one in result.completions:
+            yield before + one.prompt, result, one
+        before += len(result.prompts)
+
+
+def _reward(one: Completion, names: Sequence[str], weights: Mapping[str, float]) -> float:
+    """The sum of what its rewards say; NaN if none says anything."""
+    said = [reward * weights.get(name, 1.0) for name, reward in zip(names, one.rewards, strict=True) if reward is not None]
+    return sum(said) if said else math.nan
+
+
+def _token_lags(one: Completion, result: Rollouts, for_step: int) -> Iterator[int]:
+    for span in one.spans:
+        lag = for_step - 1 - result.versions[span.seq].step
+        yield from [lag] * int(one.mask[span.start : span.end].sum())
