@@ -11,10 +11,10 @@ from typing import Annotated, TypeAlias
 import typer
 
 from .. import __version__
-from . import apply, diff, follow, gc, inspect, keygen, log, publish, pull, show, sidecar, verify
+from . import apply, diff, fleet, follow, gc, inspect, keygen, log, member, publish, pull, show, sidecar, verify
 from .terminal import interrupt_on_termination
 
-_CHAINS, _FILES = "Versions in an object store", "Delta files"
+_CHAINS, _FLEET, _FILES = "Versions in an object store", "Rollouts for a run", "Delta files"
 
 app = typer.Typer(
     name="deltawire",
@@ -35,6 +35,8 @@ app.command("show", rich_help_panel=_CHAINS)(show.show)
 app.command("verify", rich_help_panel=_CHAINS)(verify.verify)
 app.command("gc", rich_help_panel=_CHAINS)(gc.gc)
 app.command("keygen", rich_help_panel=_CHAINS)(keygen.keygen)
+app.command("member", rich_help_panel=_FLEET)(member.member)
+app.command("fleet", rich_help_panel=_FLEET)(fleet.fleet)
 app.command("diff", rich_help_panel=_FILES)(diff.diff)
 app.command("apply", rich_help_panel=_FILES)(apply.apply)
 app.command("inspect", rich_help_panel=_FILES)(inspect.inspect)

@@ -1,0 +1,124 @@
+"""`deltawire fleet N --from URL --env MODULE:FUNCTION`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .chain_options import TrustOption
+from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
+from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice
+
+if TYPE_CHECKING:
+    from ..events import Event, OnEvent
+    from ..fleet.supervision import Running
+    from ..rl.member import MemberOptions
+
+
+def fleet(
+    source: SourceOption,
+    env: EnvOption,
+    count: Annotated[
+        int | None, typer.Argument(metavar="[N]", min=1, help="So many members, as processes of this machine.", show_default=False)
+    ] = None,
+    engine: EngineOption = "transformers",
+    ray: Annotated[
+        int | None, typer.Option("--ray", min=1, metavar="N", help="So many members, as actors on a Ray cluster.", show_default=False)
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", metavar="ADDRESS", help="The cluster; by default the one that this machine is part of.")
+    ] = None,
+    cpus: Annotated[float, typer.Option("--cpus", min=0, metavar="X", help="CPUs that a member takes of a Ray node.")] = 1.0,
+    gpus: Annotated[float, typer.Option("--gpus", min=0, metavar="X", help="GPUs that a member takes of a Ray node.")] = 0.0,
+    pass_env: Annotated[
+        list[str] | None,
+        typer.Option("--pass-env", metavar="NAME", help="Give this variable of ours to members on Ray; may be given several times."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Members are called NAME-0, NAME-1, …", show_default=False, callback=check_member_name),
+    ] = None,
+    device: DeviceOption = "auto",
+    mirror: MirrorOption = None,
+    poll: PollOption = 0.5,
+    restarts: Annotated[int, typer.Option("--restarts", min=0, metavar="N", help="So often an hour a member that died is restarted.")] = 10,
+    trust: TrustOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Start several members and keep them running.
+
+    Who dies is started again, within bounds. Who leaves because the trainer said that the run is over is not: when all have left the
+    command ends, with code 0. Ctrl-C and SIGTERM let all members leave first. Ends with code 1 if one had to be given up.
+    """
+    if (count is None) == (ray is None):
+        raise typer.BadParameter("say how many: `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")
+    with exit_codes(json, one_line=True):
+        from ..fleet.supervision import Supervisor
+        from ..rl.member import MemberOptions
+        from ..subscribe.pin_keeper import reader_name
+
+        total = count or ray or 0
+        stem = name or reader_name()
+        options = {
+            f"{stem}-{number}": MemberOptions(
+                source, engine, tuple(env), f"{stem}-{number}", device, str(mirror) if mirror else None, tuple(trust or ()), poll
+            )
+            for number in range(total)
+        }
+        listener: OnEvent = _print_as_json if json else _tell
+        stop = threading.Event()
+        start, close = _on_ray(ray_address, cpus, gpus, pass_env or []) if ray else _on_this_machine(json)
+        supervisor = Supervisor(list(options), lambda each: start(options[each]), restarts=restarts, on_event=listener)
+        try:
+            is_well = supervisor.run(stop)
+        except KeyboardInterrupt:
+            return
+        finally:
+            close()
+        if not is_well:
+            raise typer.Exit(1)
+
+
+def _on_this_machine(json: bool) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
+    from ..fleet.local_members import LocalMember
+
+    def start(options: MemberOptions) -> Running:
+        arguments = ["--from", options.source, "--engine", options.engine, "--name", options.name, "--device", options.device]
+        arguments += ["--poll", str(options.poll), *(part for spec in options.env for part in ("--env", spec))]
+        arguments += [part for key in options.trust for part in ("--trust", key)]
+        arguments += ["--mirror", options.mirror] if options.mirror else []
+        return LocalMember([*arguments, *(["--json"] if json else [])])
+
+    return start, lambda: None
+
+
+def _on_ray(
+    address: str | None, cpus: float, gpus: float, pass_env: list[str]
+) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
+    from ..rl.ray_members import RayCluster
+
+    missing = [name for name in pass_env if name not in os.environ]
+    if missing:
+        raise typer.BadParameter(f"{missing[0]} is not set here.", param_hint="--pass-env")
+    cluster = RayCluster(address, cpus=cpus, gpus=gpus, environment={name: os.environ[name] for name in pass_env})
+    return cluster.start, cluster.close
+
+
+def _print_as_json(event: Event) -> None:
+    print_json_line(event.to_json())
+
+
+def _tell(event: Event) -> None:
+    who = event.fields["member"]
+    if event.name == "member-started":
+        print_line(f"{who} starts" + (" again" if event.fields["restarts"] else ""))
+    elif event.name == "member-left":
+        print_line(f"{who} has left")
+    elif event.name == "member-died":
+        print_notice(f"{who} died: {event.fields['reason']}")
+    elif event.name == "member-given-up":
+        print_notice(f"{who} died too often, and is not started again")

@@ -1,0 +1,146 @@
+"""`deltawire member --from URL --engine ENGINE --env MODULE:FUNCTION`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from . import figures
+from .chain_options import TrustOption
+from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
+from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice
+
+if TYPE_CHECKING:
+    from ..events import Event
+
+
+def member(
+    source: SourceOption,
+    env: EnvOption,
+    engine: EngineOption = "transformers",
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", metavar="NAME", help="What this member is called; nobody else's.", show_default=False, callback=check_member_name
+        ),
+    ] = None,
+    device: DeviceOption = "auto",
+    mirror: MirrorOption = None,
+    poll: PollOption = 0.5,
+    trust: TrustOption = None,
+    leave_with_stdin: Annotated[bool, typer.Option("--leave-with-stdin", hidden=True)] = False,
+    json: JsonOption = False,
+) -> None:
+    """Make rollouts for a run: join its fleet, follow its policy, lease work, generate, score, upload.
+
+    All that it needs is access to the store. It may join, leave, be killed or cut off at any time; work that it does not finish goes to
+    others. Ctrl-C and SIGTERM make it give back what it has begun, and leave, with code 0; a second one ends it on the spot. It also ends
+    when the trainer says that the run is over. With --json prints one JSON object per line.
+    """
+    with exit_codes(json, one_line=True):
+        from ..rl.member import MemberOptions, serve
+
+        sys.path.insert(0, os.getcwd())  # where the module of the rewards usually is, as for `python -m`
+        options = MemberOptions(source, engine, tuple(env), name or "", device, str(mirror) if mirror else None, tuple(trust or ()), poll)
+        stop = threading.Event()
+        _leave_on_signals(stop)
+        if leave_with_stdin:
+            threading.Thread(target=_leave_with_stdin, args=(stop,), name="deltawire-stdin", daemon=True).start()
+        if json:
+            serve(options, stop=stop, on_event=lambda event: print_json_line(event.to_json()))
+            return
+        with _View() as view:
+            serve(options, stop=stop, on_event=view)
+
+
+def _leave_on_signals(stop: threading.Event) -> None:
+    def leave(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+
+
+def _leave_with_stdin(stop: threading.Event) -> None:
+    """Whoever started us holds the other end, and has gone when it closes."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    stop.set()
+
+
+class _View:
+    """One line that says how things stand, where there is a terminal; a line for what matters; and each notice once while it holds."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._status: Status | None = self._console.status("joining") if self._console.is_terminal else None
+        self._told: str | None = None
+        self._version, self._work = "no version yet", "waiting for work"
+        self._results = self._tokens = 0
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> _View:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._take(event)
+            if self._status is not None:
+                rate = f"{self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
+                self._status.update("  ".join(filter(None, [self._version, self._work, f"{self._results} results", rate])))
+
+    def _take(self, event: Event) -> None:
+        fields = event.fields
+        if event.name == "joined":
+            self._line(f"joined as {fields['member']}")
+        elif event.name == "swapped":
+            self._told = None
+            step = "" if fields["step"] is None else f" (step {fields['step']})"
+            self._version = f"version {fields['seq']}{step}"
+            self._line(f"{self._version}  paused {1e3 * float(fields['pause_seconds'] or 0):.0f} ms")
+        elif event.name == "generating":
+            self._work = f"round {fields['round']} task {fields['task']}"
+        elif event.name == "generated":
+            self._tokens += int(fields["tokens"] or 0)
+            self._seconds += (seconds := float(fields["seconds"] or 0))
+            self._line(f"round {fields['round']} task {fields['task']}  {fields['tokens']} tokens  in {figures.duration(seconds)}")
+        elif event.name == "rollout-uploaded":
+            self._told = None
+            self._work = "waiting for work"
+            self._results += 1
+        elif event.name == "left":
+            self._line(f"left after {self._results} results")
+        elif event.name in ("waiting", "sync-failed", "swap-failed", "engine-lost", "work-failed"):
+            self._notice(f"will try again: {fields['reason']}")
+        elif event.name == "member-retrying":
+            self._notice(f"will try again: {fields['error']}")
+        elif event.name == "engine-fenced":
+            self._notice(f"nothing is generated until a whole checkpoint is loaded: {fields['reason']}")
+
+    def _line(self, text: str) -> None:
+        if self._status is None:
+            print_line(text)
+        else:
+            self._console.print(text, soft_wrap=True, markup=False)
+
+    def _notice(self, text: str) -> None:
+        if text != self._told:
+            self._told = text
+            print_notice(text)

@@ -1,0 +1,240 @@
+"""A member of the fleet as a process has it: an engine, rewards, a heartbeat, and the steps that every member takes.
+
+The steps run on a thread of their own, so that leaving never waits for a store that does not answer. What they decide is in
+`member_steps`; here is what they ask for, done.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from ..chain.log import ChainLog
+from ..chain.version import Version
+from ..errors import DeltawireError, EngineError, EngineUnavailable, RewardError
+from ..events import OnEvent, emit
+from ..format.fleet_files import Row
+from ..format.fleet_records import Place, Sampling
+from ..format.rollouts import Completion, Rollouts, Span, VersionRef
+from ..store.base import Store
+from ..store.fleet_keys import member_key
+from .generation import Generated, Generator, Interrupted
+from .member_steps import MemberState, heartbeat_steps, leave_steps, member_steps
+from .steps import FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
+
+_LOOK = 0.02
+_MOST_FAILURES = 3
+"""So many tasks in a row may fail, by rewards or rows, before the member gives up: then it is not the odd one that is wrong."""
+
+
+class Score(Protocol):
+    """Rewards for completions, `names` of them for each."""
+
+    names: tuple[str, ...]
+
+    def __call__(
+        self, rows: Sequence[Row], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]
+    ) -> list[tuple[float | None, ...]]:
+        """`rows[i]` is what `completions[i]` was made for. `RewardError` if that cannot be done."""
+
+
+class Member:
+    """Takes part in the run whose chain is in `store`, as `name`, with an engine and rewards.
+
+    `generator` is the caller's to close. `patience` is how many seconds to wait, before each task, for a version that the trainer says is
+    out; `grace` how many leaving may take while the store does not answer. `clock` is written into records for people; nothing is decided
+    by it. Events: "joined", "generating", "generated", "work-failed", "left", and those of the steps.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        generator: Generator,
+        score: Score,
+        *,
+        name: str,
+        trusted_keys: Collection[str] = (),
+        poll: float = 0.5,
+        patience: float = 1.0,
+        grace: float = 10.0,
+        clock: Callable[[], float] = time.time,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        member_key(name)  # ValueError for a name that cannot be one
+        self._store = store
+        self._generator = generator
+        self._score = score
+        self._name = name
+        self._log = ChainLog(store, trusted_keys=trusted_keys)
+        self._poll = poll
+        self._patience = patience
+        self._grace = grace
+        self._clock = clock
+        self._on_event = on_event
+        self._failures = 0
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._synced = 0.0
+
+    def run(self, stop: threading.Event) -> None:
+        """Work until `stop` is set or the trainer ends the run; then leave. Raises what does not heal by itself.
+
+        Once it is told to leave, it gives up what it generates, and is gone within `grace` seconds whatever the store does.
+        """
+        self._generator.start()
+        state = self._join(stop)
+        if state is None:
+            return
+        emit(self._on_event, "joined", member=self._name, rewards=", ".join(self._score.names))
+        beat = self._thread("heartbeat", lambda: heartbeat_steps(state), lambda seconds: self._rest(state, seconds))
+        work = self._thread("work", lambda: member_steps(state))
+        try:
+            while work.is_alive() and self._error is None and not stop.is_set():
+                stop.wait(_LOOK)
+        finally:
+            state.leaving = True
+            self._stop.set()
+            deadline = time.monotonic() + self._grace
+            work.join(self._grace)
+            state.left = True
+            beat.join(max(0.0, deadline - time.monotonic()))
+            self._thread("goodbye", lambda: leave_steps(state)).join(max(1.0, deadline - time.monotonic()))
+            emit(self._on_event, "left", member=self._name, tokens=state.tokens)
+        if self._error is not None:
+            raise self._error
+
+    def _join(self, stop: threading.Event) -> MemberState | None:
+        """As soon as the store tells what run it is; None if `stop` came first."""
+        while not stop.is_set():
+            try:
+                return self._state(self._log.run.id)
+            except DeltawireError as error:
+                if not error.retryable:
+                    raise
+                emit(self._on_event, "waiting", reason=str(error))
+                stop.wait(self._poll)
+        return None
+
+    def _state(self, run: str) -> MemberState:
+        return MemberState(
+            run=run,
+            member=self._name,
+            session=secrets.token_hex(16),
+            draw_nonce=lambda: secrets.token_hex(16),
+            clock=lambda: max(0, int(self._clock() * 1000)),
+            draw=random.random,
+            poll_seconds=self._poll,
+            on_event=self._on_event,
+        )
+
+    def _nap(self, seconds: float) -> None:
+        self._stop.wait(seconds)
+
+    def _rest(self, state: MemberState, seconds: float) -> None:
+        """Between two heartbeats; not so long once the board has said that leases are shorter."""
+        until = time.monotonic() + seconds
+        while not self._stop.is_set() and time.monotonic() < min(until, until - seconds + state.lease_seconds / 4):
+            self._stop.wait(_LOOK)
+
+    def _thread(self, title: str, steps: Callable[[], Steps[None]], sleep: Callable[[float], None] | None = None) -> threading.Thread:
+        def drive() -> None:
+            try:
+                run_steps(steps(), self._store, sleep=sleep or self._nap, perform=self._perform)
+            except BaseException as error:
+                if not self._stop.is_set():
+                    self._error = error
+
+        thread = threading.Thread(target=drive, name=f"deltawire-member-{title}", daemon=True)
+        thread.start()
+        return thread
+
+    def _perform(self, request: FindVersion | Sync | Generate) -> Any:
+        if isinstance(request, Sync):
+            return self._sync(request.step)
+        assert isinstance(request, Generate)
+        try:
+            rollouts = self._generate(request)
+        except Interrupted:
+            return None
+        except DeltawireError as error:
+            if error.retryable:
+                raise
+            self._failures += 1
+            emit(self._on_event, "work-failed", error=type(error).__name__, reason=str(error))
+            if self._failures >= _MOST_FAILURES:
+                raise
+            raise EngineUnavailable(f"a task could not be done: {error}") from error
+        self._failures = 0
+        return rollouts
+
+    def _sync(self, step: int) -> KnownVersion | None:
+        """The version at hand, after a while if that is older than wanted: the engine follows the chain by itself."""
+        started = time.monotonic()
+        while not self._stop.is_set():
+            version = self._generator.version
+            problem = self._generator.problem
+            if isinstance(problem, DeltawireError) and not problem.retryable:
+                raise problem
+            if (version is not None and _step(version) >= step) or time.monotonic() - started > self._patience:
+                break
+            self._stop.wait(_LOOK)
+        self._synced = time.monotonic() - started
+        version = self._generator.version
+        return None if version is None else KnownVersion(version.seq, _step(version), version.digest)
+
+    def _generate(self, request: Generate) -> Rollouts:
+        record, lease, rows = request.round, request.lease, request.rows
+        place: Place = (lease.round, lease.task, lease.attempt)
+        version = self._generator.version
+        if version is None or not record.oldest_step <= _step(version) < record.for_step:  # it may have moved since it was asked
+            raise EngineUnavailable(f"the engine has no version that round {record.round} may be done by.")
+        emit(self._on_event, "generating", round=place[0], task=place[1], attempt=place[2], seq=version.seq)
+        start = time.monotonic()
+        sampling = record.sampling
+        prompts = self._generator.encode(rows)
+        seeded = Sampling(sampling.samples, sampling.max_tokens, sampling.temperature, sampling.top_p, _seed(sampling.seed, place))
+        made = self._generator.generate(prompts, seeded, stop=self._stop.is_set)
+        generated = time.monotonic()
+        repeated = [row for row in rows for _ in range(sampling.samples)]
+        tokens = [each.tokens.tolist() for each in made]
+        rewards = self._score(repeated, self._generator.decode(repeated, tokens), tokens)
+        scored = time.monotonic()
+        if len(rewards) != len(made):
+            raise RewardError(f"there are {len(rewards)} rewards for {len(made)} completions.")
+        seconds = {"sync": self._synced, "generate": generated - start, "score": scored - generated}
+        emit(self._on_event, "generated", round=place[0], task=place[1], tokens=sum(map(len, tokens)), seconds=scored - start)
+        return Rollouts(
+            self._log.run.id,
+            *place,
+            member=lease.member,
+            nonce=lease.nonce,
+            prompts=tuple(np.array(prompt, np.int32) for prompt in prompts),
+            completions=tuple(_completion(index // sampling.samples, each, rewards[index]) for index, each in enumerate(made)),
+            reward_names=self._score.names,
+            versions={span.version.seq: VersionRef(_step(span.version), span.version.digest) for each in made for span in each.spans},
+            seconds=seconds,
+        )
+
+
+def _completion(prompt: int, made: Generated, rewards: tuple[float | None, ...]) -> Completion:
+    spans = tuple(Span(span.start, span.end, span.version.seq) for span in made.spans)
+    return Completion(prompt, made.tokens, made.logprobs, np.ones(len(made.tokens), np.uint8), rewards, spans, made.finished)
+
+
+def _step(version: Version) -> int:
+    if version.step is None:
+        raise EngineError(f"version {version.seq} was published without a training step, which rollouts are counted by.")
+    return version.step
+
+
+def _seed(seed: int, place: Place) -> int:
+    """Different for every attempt at every task, and the same whoever makes it."""
+    text = "/".join(map(str, (seed, *place)))
+    return int.from_bytes(blake3(text.encode()).digest()[:6], "little")

@@ -1,0 +1,147 @@
+"""A member of the fleet from beginning to end: all that `deltawire member` does, for who wants it in a process of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeltawireError, RewardError
+from ..events import OnEvent, emit
+from ..fleet.generation import Generator
+from ..fleet.member import Member
+from ..format.fleet_files import Row
+from ..store import Store, open_store
+from ..subscribe.follow import pause
+from ..subscribe.pin_keeper import reader_name
+from .rewards import RewardFunction, load_reward, reward_name, score
+
+_POLL = 0.5
+_CLOSING = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemberOptions:
+    """What a member needs to know. All of it is plain, so that it can be sent to another machine.
+
+    `engine` is "transformers", or "vllm=URL" for a server. `env` names the reward functions as MODULE:FUNCTION. `name` is the member's; no
+    two may share one. `device` is where transformers put the model ("auto": a GPU if there is one). `mirror` is the directory that
+    vLLM's workers read. `trust` are public keys, of which one must have signed what the chain holds.
+    """
+
+    source: str
+    engine: str
+    env: tuple[str, ...]
+    name: str = ""
+    device: str = "auto"
+    mirror: str | None = None
+    trust: tuple[str, ...] = ()
+    poll: float = _POLL
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> MemberOptions:
+        """The inverse."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
+        return cls(**fields)
+
+
+def parse_engine(text: str) -> str | None:
+    """The URL of the vLLM server that this engine is; None for transformers. ValueError for what is neither."""
+    if text == "transformers":
+        return None
+    kind, _, url = text.partition("=")
+    if kind != "vllm" or not url.startswith(("http://", "https://")):
+        raise ValueError(f"{text!r} is no engine: use `transformers`, or `vllm=http://127.0.0.1:8000` for a server on this machine")
+    return url
+
+
+def serve(
+    options: MemberOptions, *, stop: threading.Event, on_event: OnEvent | None = None, clock: Callable[[], float] = time.time
+) -> None:
+    """Join the fleet, work until `stop` is set or the trainer says that the run is over, and leave.
+
+    Waits for a chain that is not there yet. Raises only what does not heal by itself: a reward that cannot be loaded (`RewardError`), a
+    model that cannot be built (`EngineError`), a store that denies access, a chain that is broken.
+    """
+    scorer = RewardScorer([load_reward(spec) for spec in options.env])
+    name = options.name or reader_name()
+    with open_store(options.source) as store:
+        generator = _open_generator(options, name, store, stop, on_event)
+        if generator is None:
+            return
+        member = Member(store, generator, scorer, name=name, trusted_keys=options.trust, poll=options.poll, clock=clock, on_event=on_event)
+        try:
+            member.run(stop)
+        finally:
+            closing = threading.Thread(target=generator.close, name="deltawire-member-closing", daemon=True)
+            closing.start()
+            closing.join(_CLOSING)  # it may wait for a store that does not answer
+
+
+class RewardScorer:
+    """Reward functions as what a `Member` scores with."""
+
+    def __init__(self, functions: Sequence[RewardFunction]) -> None:
+        self._functions = functions
+        self.names = tuple(reward_name(function) for function in functions)
+        if len(set(self.names)) != len(self.names):
+            raise RewardError(f"two rewards have one name ({', '.join(self.names)}). Give one of the functions another.")
+
+    def __call__(
+        self, rows: Sequence[Row], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]
+    ) -> list[tuple[float | None, ...]]:
+        columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+        prompts = columns.pop("prompt")
+        return score(self._functions, prompts, completions, completion_ids=completion_ids, columns=columns)
+
+
+def _open_generator(options: MemberOptions, name: str, store: Store, stop: threading.Event, on_event: OnEvent | None) -> Generator | None:
+    """The engine, as soon as there is a chain; None if `stop` came first."""
+    failures = 0
+    while not stop.is_set():
+        try:
+            return _generator(options, name, store, on_event)
+        except DeltawireError as error:
+            if not error.retryable:
+                raise
+            failures += 1
+            emit(on_event, "waiting", reason=str(error))
+            stop.wait(pause(options.poll, min(failures, 4)))
+    return None
+
+
+def _generator(options: MemberOptions, name: str, store: Store, on_event: OnEvent | None) -> Generator:
+    url = parse_engine(options.engine)
+    if url is not None:
+        from ..engines.vllm.generation import VllmGenerator
+        from ..engines.vllm.sidecar import default_mirror
+
+        mirror = Path(options.mirror) if options.mirror else default_mirror(options.source)
+        return VllmGenerator(store, url, mirror, trusted_keys=options.trust, reader=name, poll=options.poll, on_event=on_event)
+    _require_transformers()
+    from .generation import TransformersGenerator
+
+    return TransformersGenerator(
+        store, device=_device(options.device), trusted_keys=options.trust, reader=name, poll=options.poll, on_event=on_event
+    )
+
+
+def _require_transformers() -> None:
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error.name} is not installed: pip install 'deltawire[transformers]'") from None
+
+
+def _device(name: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
