@@ -1,1 +1,27 @@
 """Rollout work on the store: tasks, leases, results, and who gets how much. Imports no torch."""
+
+from __future__ import annotations
+
+from ..format.fleet_records import Round, Sampling
+from ..format.rollouts import Completion, Rollouts, Span, VersionRef
+from .coordinator import Coordinator
+from .coordinator_steps import Batch
+from .options import FleetOptions
+from .roster import MemberStatus
+from .scheduler import Scheduler
+from .staleness import StalenessBudget
+
+__all__ = [
+    "Batch",
+    "Completion",
+    "Coordinator",
+    "FleetOptions",
+    "MemberStatus",
+    "Rollouts",
+    "Round",
+    "Sampling",
+    "Scheduler",
+    "Span",
+    "StalenessBudget",
+    "VersionRef",
+]

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from blake3 import blake3
 
 from ..errors import (
     CorruptRecord,
-    CorruptRollouts,
     DeltawireError,
     Fenced,
     FleetTimeout,
@@ -24,46 +23,25 @@ from ..errors import (
 )
 from ..events import OnEvent, emit
 from ..format.fleet_files import Accepted, AcceptedResult, Row, Tasks
-from ..format.fleet_records import BatchRecord, Board, Heartbeat, Lease, ObjectRef, Round, Sampling
+from ..format.fleet_records import BatchRecord, Board, ObjectRef, Round, Sampling
 from ..format.records import MAX_RECORD_BYTES
-from ..format.rollouts import RolloutLimits, Rollouts
+from ..format.rollouts import Rollouts
 from ..store import fleet_keys, keys
 from ..store.base import ObjectInfo
-from ..store.fleet_keys import RolloutKey
-from .admission import Demand, Reason, judge_content, judge_origin, judge_place, judge_versions
+from .admission import Reason
 from .board import build_board
 from .create_steps import create_and_look
+from .intake_steps import Intake
+from .options import FleetOptions
 from .resume_steps import Found, parsed_answer, read_acknowledged, read_rounds
-from .roster import MemberStatus, Roster
+from .roster import MemberStatus
 from .round_state import RoundState
 from .scheduler import Scheduler
 from .staleness import StalenessBudget
-from .steps import MOST_TOGETHER, FindVersion, Get, Head, KnownVersion, List, Put, Sleep, Steps, Together
+from .steps import Get, Head, KnownVersion, List, Put, Sleep, Steps, Together
 from .sweep_steps import sweep
 
 _LONGEST_PAUSE = 30.0
-_FILES_AT_ONCE = 8
-"""Results that are read side by side: each may be as large as `RolloutLimits.file_bytes`."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetOptions:
-    """How a fleet is run.
-
-    `lease_seconds`: how long a member may be silent before its tasks go to others. `quorum`: the part of a round's tasks that must have
-    a result before the step is trained. `poll_seconds`: how often the trainer looks. `keep_steps`: for so many training steps what was
-    acknowledged stays in the store, so that a trainer may be resumed from so far back and find it.
-    """
-
-    lease_seconds: int = 60
-    quorum: float = 1.0
-    poll_seconds: float = 0.5
-    keep_steps: int = 8
-    limits: RolloutLimits = field(default_factory=RolloutLimits)
-
-    def __post_init__(self) -> None:
-        if self.lease_seconds < 1 or not 0 < self.quorum <= 1 or self.poll_seconds <= 0 or self.keep_steps < 1:
-            raise ValueError("lease_seconds and keep_steps are at least 1, poll_seconds is positive, and quorum in (0, 1]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +81,14 @@ class CoordinatorSteps:
         self.budget = budget or StalenessBudget()
         self.scheduler = scheduler or Scheduler()
         self.options = options or FleetOptions()
-        self.rejected: Counter[Reason] = Counter()
         self.stopping = False
-        self.now = 0.0
-        """The store's time, as far as it is known: never ahead of it."""
         self.rounds: dict[int, RoundState] = {}
         """By the training step that they are for."""
         self._draw_nonce = draw_nonce
         self._clock = clock
         self._on_event = on_event
-        self._roster = Roster(run)
-        self._versions = {newest.seq: newest}
+        self._intake = Intake(run, self.budget, self.scheduler, self.options, on_event)
+        self._intake.versions[newest.seq] = newest
         self._next_round: int | None = None
         self._steps_of: dict[int, int] = {}
         self._board: Board | None = None
@@ -121,21 +96,31 @@ class CoordinatorSteps:
         self._swept: int | None = None
         self._fenced: str | None = None
 
+    @property
+    def rejected(self) -> Counter[Reason]:
+        """Results that were refused so far, by reason."""
+        return self._intake.rejected
+
+    @property
+    def now(self) -> float:
+        """The store's time in seconds, as far as it is known: never ahead of it."""
+        return self._intake.now
+
     def published(self, version: KnownVersion) -> None:
         """A version is out: its step is trained, and the next may begin."""
-        self._versions[version.seq] = version
+        self._intake.versions[version.seq] = version
         self.newest = version
         for step in [step for step in self.rounds if step < version.step]:
             del self.rounds[step]
 
     def members(self) -> list[MemberStatus]:
         """Everybody who was ever heard of and not swept, by name."""
-        alive = self._roster.alive(self.now, self.options.lease_seconds)
+        alive = self._intake.roster.alive(self.now, self.options.lease_seconds)
         shares = self.scheduler.shares(sorted(alive), self.now) if alive else {}
         holding: Counter[str] = Counter()
         for state in self.rounds.values():
             if state.taking:
-                _, held = state.survey(self._roster, self.scheduler, self.now)
+                _, held = state.survey(self._intake.roster, self.scheduler, self.now)
                 holding.update(one.lease.member for one in held if one.lease is not None)
         return [
             MemberStatus(
@@ -151,7 +136,7 @@ class CoordinatorSteps:
                 rate=self.scheduler.rate(member),
                 share=shares.get(member, 0.0),
             )
-            for member, (beat, modified) in sorted(self._roster.all().items())
+            for member, (beat, modified) in sorted(self._intake.roster.all().items())
         ]
 
     def resume(self) -> Steps[list[Round]]:
@@ -175,7 +160,7 @@ class CoordinatorSteps:
                 continue
             state = RoundState(record, rows, self.options.quorum)
             if step in acknowledged and acknowledged[step].record.round == record.round:
-                yield from self._take_up(state, acknowledged[step].accepted)
+                yield from self._intake.take_up(state, acknowledged[step].accepted)
                 own = acknowledged[step].record.epoch == self.epoch
                 if own and _results(state) == acknowledged[step].accepted.results:
                     state.sealed = acknowledged[step].data
@@ -239,17 +224,18 @@ class CoordinatorSteps:
         if state is None:
             raise ValueError(f"no round is open for training step {for_step}")
         waited, failures = 0.0, 0
-        while not state.settled:
+        while True:
             try:
-                yield from self.poll()
+                if not state.settled:
+                    yield from self.poll()
+                if state.settled:
+                    return (yield from self._acknowledge(state))
                 failures = 0
-            except StoreError as error:
+            except DeltawireError as error:
                 if not error.retryable:
                     raise
                 failures += 1
                 emit(self._on_event, "fleet-retrying", step=for_step, error=str(error))
-            if state.settled:
-                break
             if stop is not None and stop():
                 raise FleetTimeout(f"collecting for training step {for_step} was told to stop.")
             if timeout is not None and waited >= timeout:
@@ -258,7 +244,6 @@ class CoordinatorSteps:
             waited += pause
             self._slept += pause
             yield Sleep(pause)
-        return (yield from self._acknowledge(state))
 
     def poll(self) -> Steps[None]:
         """One look at the fleet: read what came in, judge it, and write the board if it says something new, or is old."""
@@ -273,12 +258,11 @@ class CoordinatorSteps:
             )
         )
         rollouts, leases, members = (_raised(found) for found in listings)
-        for info in (*rollouts, *leases, *members):
-            self.now = max(self.now, info.modified.timestamp())
+        self._intake.saw([*rollouts, *leases, *members])
         by_number = {state.record.round: state for state in watched}
-        yield from self._read_heartbeats(members)
-        yield from self._read_leases(by_number, leases, rollouts)
-        yield from self._admit_all(by_number, rollouts)
+        yield from self._intake.read_heartbeats(members)
+        yield from self._intake.read_leases(by_number, leases, rollouts)
+        yield from self._intake.admit_all(by_number, rollouts)
         yield from self._write_board()
         if self._swept != self.newest.step:
             yield from self._sweep()
@@ -306,159 +290,10 @@ class CoordinatorSteps:
             return None
         return rows if len(rows) == record.tasks else None
 
-    def _take_up(self, state: RoundState, accepted: Accepted) -> Steps[None]:
-        """Accept again what was acknowledged before, as far as it holds. That it was leased was checked then."""
-        known = [one for one in accepted.results if one.task < len(state.tasks)]
-        for start in range(0, len(known), _FILES_AT_ONCE):
-            part = known[start : start + _FILES_AT_ONCE]
-            places = [RolloutKey(state.record.round, one.task, one.attempt, one.blake3) for one in part]
-            answers = yield Together(tuple(Get(fleet_keys.rollout_key(place), self.options.limits.file_bytes) for place in places))
-            for place, one, answer in zip(places, part, answers, strict=True):
-                if isinstance(answer, DeltawireError) and answer.retryable:
-                    raise answer
-                rollouts = self._parsed(place, answer)
-                reason: Reason | None = "malformed" if rollouts is None else None
-                if rollouts is not None:
-                    reason = (yield from self._judge_substance(state, place, rollouts)) or (
-                        "unleased" if rollouts.member != one.member else None
-                    )
-                if rollouts is not None and reason is None:
-                    state.accept(place, one.size, rollouts)
-                elif reason is not None:
-                    self._refuse(state, place, reason, one.member)
-
-    def _read_heartbeats(self, listed: Sequence[ObjectInfo]) -> Steps[None]:
-        infos = {member: info for info in listed if (member := fleet_keys.parse_member_key(info.key)) is not None}
-        unread = self._roster.to_read(infos.items(), self.now)
-        for start in range(0, len(unread), MOST_TOGETHER):
-            part = unread[start : start + MOST_TOGETHER]
-            answers = yield Together(tuple(Get(fleet_keys.member_key(member), MAX_RECORD_BYTES) for member in part))
-            for member, answer in zip(part, answers, strict=True):
-                if isinstance(answer, bytes):
-                    self._roster.heard(member, parsed_answer(Heartbeat.parse, answer), infos[member].modified.timestamp(), self.now)
-
-    def _read_leases(self, rounds: dict[int, RoundState], leases: Sequence[ObjectInfo], rollouts: Sequence[ObjectInfo]) -> Steps[None]:
-        """Those that are listed; and those of results, which may be newer than the listing."""
-        times = {key: info.modified.timestamp() for info in leases if (key := fleet_keys.parse_lease_key(info.key)) is not None}
-        for info in rollouts:
-            place = fleet_keys.parse_rollout_key(info.key)
-            if place is not None and place.round in rounds and place not in rounds[place.round].seen:
-                times.setdefault(place.lease, info.modified.timestamp())
-        wanted = [key for key in times if key.round in rounds and rounds[key.round].unknown_leases([key])]
-        for start in range(0, len(wanted), MOST_TOGETHER):
-            part = wanted[start : start + MOST_TOGETHER]
-            answers = yield Together(tuple(Get(fleet_keys.lease_key(key), MAX_RECORD_BYTES) for key in part))
-            for key, answer in zip(part, answers, strict=True):
-                if isinstance(answer, bytes):
-                    lease = parsed_answer(Lease.parse, answer)
-                    sound = lease is not None and (lease.round, lease.task, lease.attempt) == tuple(key)
-                    rounds[key.round].leased(key, lease if sound else None, times[key])
-                elif isinstance(answer, LimitExceeded):
-                    rounds[key.round].leased(key, None, times[key])
-                elif not isinstance(answer, ObjectMissing):
-                    raise answer
-
-    def _admit_all(self, rounds: dict[int, RoundState], listed: Sequence[ObjectInfo]) -> Steps[None]:
-        """Judge what is new, in the order in which it came in."""
-        fresh: list[tuple[float, RolloutKey, int]] = []
-        for info in listed:
-            place = fleet_keys.parse_rollout_key(info.key)
-            state = rounds.get(place.round) if place is not None else None
-            if place is None or state is None or place in state.seen:
-                continue
-            if place.task >= len(state.tasks):
-                self._refuse(state, place, "malformed", None)
-                continue
-            fresh.append((info.modified.timestamp(), place, info.size))
-        fresh.sort()
-        for start in range(0, len(fresh), _FILES_AT_ONCE):
-            part = []
-            for arrived, place, size in fresh[start : start + _FILES_AT_ONCE]:
-                reason = self._judge_unread(rounds[place.round], place, size)
-                if reason is None:
-                    part.append((arrived, place))
-                else:
-                    self._refuse(rounds[place.round], place, reason, None)
-            if not part:
-                continue
-            limit = self.options.limits.file_bytes
-            answers = yield Together(tuple(Get(fleet_keys.rollout_key(place), limit) for _, place in part))
-            for (arrived, place), answer in zip(part, answers, strict=True):
-                if isinstance(answer, bytes):
-                    yield from self._admit(rounds[place.round], place, arrived, answer)
-                elif not isinstance(answer, (ObjectMissing, LimitExceeded)):
-                    raise answer
-                elif isinstance(answer, LimitExceeded):
-                    self._refuse(rounds[place.round], place, "malformed", None)
-
-    def _judge_unread(self, state: RoundState, place: RolloutKey, size: int) -> Reason | None:
-        reason = judge_place(place, state.tasks[place.task].accepted, closed=not state.taking)
-        return "malformed" if reason is None and size > self.options.limits.file_bytes else reason
-
-    def _admit(self, state: RoundState, place: RolloutKey, arrived: float, data: bytes) -> Steps[None]:
-        if blake3(data).hexdigest() != place.blake3:  # perhaps only on the way here: look again before somebody's work is thrown away
-            data = yield Get(fleet_keys.rollout_key(place), self.options.limits.file_bytes)
-        rollouts = self._parsed(place, data)
-        held = state.tasks[place.task].leases.get(place.attempt)
-        lease = held.lease if held is not None else None
-        reason: Reason | None = "malformed"
-        if rollouts is not None:
-            # Two results of one task may have been read side by side.
-            reason = self._judge_unread(state, place, len(data)) or judge_origin(rollouts, place, lease, self.run)
-            if reason is None:
-                reason = yield from self._judge_substance(state, place, rollouts)
-        if held is not None and lease is not None and reason not in ("duplicate", "late", "unleased"):
-            tokens = rollouts.tokens if rollouts is not None and reason is None else 0
-            self.scheduler.delivered(lease.member, tokens=tokens, offered=held.offered, leased=held.since, finished=arrived)
-        if rollouts is None or reason is not None:
-            self._refuse(state, place, reason or "malformed", lease.member if lease is not None else None)
-            return
-        state.accept(place, len(data), rollouts)
-        emit(
-            self._on_event,
-            "rollout-accepted",
-            round=place.round,
-            task=place.task,
-            attempt=place.attempt,
-            member=rollouts.member,
-            tokens=rollouts.tokens,
-            step=state.record.for_step,
-        )
-
-    def _judge_substance(self, state: RoundState, place: RolloutKey, rollouts: Rollouts) -> Steps[Reason | None]:
-        if rollouts.run != self.run:
-            return "wrong-run"
-        demand = Demand(state.record, len(state.rows[place.task]), self.budget)
-        reason = judge_content(rollouts, demand)
-        if reason is not None:
-            return reason
-        versions: dict[int, KnownVersion | None] = {}
-        for seq in rollouts.versions:
-            versions[seq] = self._versions.get(seq) or (yield FindVersion(seq))
-            found = versions[seq]
-            if found is None:
-                return "future"
-            self._versions[seq] = found
-        return judge_versions(rollouts, demand, versions)
-
-    def _parsed(self, place: RolloutKey, data: object) -> Rollouts | None:
-        if not isinstance(data, bytes) or blake3(data).hexdigest() != place.blake3:
-            return None
-        try:
-            return Rollouts.parse(data, self.options.limits)
-        except (CorruptRollouts, UnsupportedVersion):
-            return None
-
-    def _refuse(self, state: RoundState, place: RolloutKey, reason: Reason, member: str | None) -> None:
-        state.refuse(place, reason)
-        self.rejected[reason] += 1
-        fields = {"round": place.round, "task": place.task, "attempt": place.attempt, "member": member}
-        emit(self._on_event, "rollout-rejected", reason=reason, step=state.record.for_step, **fields)
-
     def _write_board(self) -> Steps[None]:
         board = build_board(
             list(self.rounds.values()),
-            self._roster,
+            self._intake.roster,
             self.scheduler,
             run=self.run,
             epoch=self.epoch,
@@ -473,21 +308,21 @@ class CoordinatorSteps:
         yield Put(fleet_keys.BOARD, board.to_bytes(), durable=False)
         self._board, self._slept = board, 0.0
         info: ObjectInfo = yield Head(fleet_keys.BOARD)
-        self.now = max(self.now, info.modified.timestamp())
+        self._intake.saw([info])
 
     def _sweep(self) -> Steps[None]:
         upto = self.newest.step - self.options.keep_steps
         kept = [number for number, step in self._steps_of.items() if step > upto]
-        gone = self._roster.silent_since(self.now - max(3600.0, 20.0 * self.options.lease_seconds))
+        gone = self._intake.roster.silent_since(self.now - max(3600.0, 20.0 * self.options.lease_seconds))
         try:
-            yield from sweep(min([*kept, (self._next_round or 1) - 1]), upto, gone)
+            yield from sweep(min([*kept, (self._next_round or 1) - 1]), self.epoch, upto, gone)
         except StoreError as error:  # a matter of space, and tried again after the next version
             emit(self._on_event, "sweep-failed", error=str(error))
         self._swept = self.newest.step
 
     def _acknowledge(self, state: RoundState) -> Steps[Batch]:
         """Write down what the step will be trained on. Only after that may it be."""
-        self._check_fence()
+        yield from self._look_for_fence()
         step = state.record.for_step
         if state.sealed is None:
             accepted = Accepted(state.record.round, _results(state)).to_bytes()

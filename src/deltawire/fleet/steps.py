@@ -133,7 +133,7 @@ def run_steps(
     steps: Steps[T],
     store: Store,
     *,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], object] = time.sleep,
     perform: Perform | None = None,
     pool: ThreadPoolExecutor | None = None,
 ) -> T:

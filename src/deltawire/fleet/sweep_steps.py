@@ -14,14 +14,15 @@ _BY_ROUND = (fleet_keys.ROLLOUTS, fleet_keys.LEASES, fleet_keys.ACCEPTED, fleet_
 _AT_ONCE = 500
 
 
-def sweep(first_kept: int, upto_step: int, members: Sequence[str]) -> Steps[None]:
+def sweep(first_kept: int, epoch: int, upto_step: int, members: Sequence[str]) -> Steps[None]:
     """Delete everything of rounds below `first_kept`, acknowledgements of training steps up to `upto_step`, and these members' heartbeats.
 
-    The record of the newest round must be kept, whatever its age: numbers are never used again.
+    The record of the newest round must be kept, whatever its age: numbers are never used again. Acknowledgements of epochs above `epoch`
+    are left alone: a trainer that wakes up after another took over must not delete what that one wrote.
     """
     listed: list[ObjectInfo] = yield List(fleet_keys.BATCHES)
     places = [(info.key, place) for info in listed if (place := fleet_keys.parse_batch_key(info.key)) is not None]
-    yield from _delete([key for key, place in places if place.step <= upto_step])
+    yield from _delete([key for key, place in places if place.step <= upto_step and place.epoch <= epoch])
     if first_kept > 0:
         for prefix in _BY_ROUND:
             listed = yield List(prefix, before=fleet_keys.first_key_of(prefix, first_kept))

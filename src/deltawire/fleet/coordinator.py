@@ -1,0 +1,193 @@
+"""The trainer's side of a fleet over a real store."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..chain.log import ChainLog
+from ..chain.version import Version
+from ..errors import DeltawireError, FleetTimeout, StoreError
+from ..events import OnEvent, emit
+from ..format.fleet_files import Row
+from ..format.fleet_records import Round, Sampling
+from ..store import Store, StoreOptions, open_store
+from .admission import Reason
+from .chain_versions import ChainVersions
+from .coordinator_steps import Batch, CoordinatorSteps
+from .options import FleetOptions
+from .roster import MemberStatus
+from .scheduler import Scheduler
+from .staleness import StalenessBudget
+from .steps import MOST_TOGETHER, FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
+
+T = TypeVar("T")
+
+
+class Coordinator:
+    """Gets rollouts from a fleet for the training steps of one run.
+
+    >>> with Publisher(url) as publisher, Coordinator(url, epoch=publisher.epoch) as fleet:
+    ...     publisher.publish(model.state_dict(), step=0)
+    ...     for step in range(1, steps + 1):
+    ...         fleet.open_round(tasks_of(step), for_step=step, sampling=Sampling(samples=8, max_tokens=256))
+    ...         batch = fleet.collect(step)
+    ...         train(model, batch.rollouts)
+    ...         fleet.published(publisher.publish(model.state_dict(), step=step))
+
+    With a staleness budget of S steps, rounds for up to S steps ahead may be open besides the one that is collected: open them before
+    collecting, and members work while the trainer trains. `epoch` is the publisher's: a trainer that takes the run over fences this one
+    off, and every method then raises `Fenced`. After a restart call `resume` first: what was acknowledged and never trained is used again.
+
+    The run must exist; its first version may be published later, but before anything else is asked. With `background` the fleet is looked
+    after while the trainer trains. May be used from several threads, one at a time; `members` and `rejected` at any time.
+    """
+
+    def __init__(
+        self,
+        url: str | Path | Store,
+        *,
+        epoch: int,
+        chain: ChainLog | None = None,
+        budget: StalenessBudget | None = None,
+        scheduler: Scheduler | None = None,
+        options: FleetOptions | None = None,
+        background: bool = True,
+        on_event: OnEvent | None = None,
+        store_options: StoreOptions | None = None,
+    ) -> None:
+        self._store = open_store(url, options=store_options)
+        self._owns_store = self._store is not url
+        self._log = chain or ChainLog(self._store)
+        self._chain = ChainVersions(self._log)
+        self._epoch = epoch
+        self._budget = budget or StalenessBudget()
+        self._scheduler = scheduler
+        self._options = options or FleetOptions()
+        self._on_event = on_event
+        self._steps: CoordinatorSteps | None = None
+        self._members: list[MemberStatus] = []
+        self._turn = threading.RLock()
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(MOST_TOGETHER, thread_name_prefix="deltawire-fleet")
+        self._thread: threading.Thread | None = None
+        if background:
+            self._thread = threading.Thread(target=self._look_after, name="deltawire-fleet-poll", daemon=True)
+            self._thread.start()
+
+    @property
+    def budget(self) -> StalenessBudget:
+        """How old what is trained on may be."""
+        return self._budget
+
+    @property
+    def rejected(self) -> Counter[Reason]:
+        """Results that were refused so far, by reason."""
+        return Counter() if self._steps is None else Counter(self._steps.rejected)
+
+    def members(self) -> list[MemberStatus]:
+        """Everybody who is or was in the fleet, as of the last poll."""
+        return self._members
+
+    def resume(self) -> list[Round]:
+        """Take up what earlier trainers left for the steps after the version in force; the rounds that are open now, by rising step."""
+        return self._run(lambda steps: steps.resume())
+
+    def open_round(self, rows: Sequence[Sequence[Row]], *, for_step: int, sampling: Sampling) -> Round:
+        """Offer work for a training step: one task for each sequence of rows of a dataset. See `CoordinatorSteps.open_round`.
+
+        Gives the round that is open for that step already, if there is one, with the rows that it has: look at `Batch.rows`.
+        """
+        return self._run(lambda steps: steps.open_round(rows, for_step=for_step, sampling=sampling))
+
+    def published(self, version: Version) -> None:
+        """A new policy is out. Tell it of every version: budget and rounds go by the newest."""
+        if version.step is None:
+            raise ValueError("a fleet goes by training steps: publish with step=…")
+        with self._turn:
+            if self._steps is not None:
+                self._steps.published(KnownVersion(version.seq, version.step, version.digest))
+
+    def collect(self, for_step: int, *, timeout: float | None = None, stop: Callable[[], bool] | None = None) -> Batch:
+        """Wait until the round for this step is settled and acknowledge it. Losses of the store are waited out.
+
+        `FleetTimeout` after `timeout` seconds, or when `stop` says so: call it again to wait on. `Fenced`; `TaskExhausted`.
+        """
+        return self._run(lambda steps: steps.collect(for_step, timeout=timeout, stop=stop))
+
+    def poll(self) -> None:
+        """Look once at the fleet: for who has no background and trains for long."""
+        self._run(lambda steps: steps.poll())
+
+    def stop(self) -> None:
+        """Tell all members to leave."""
+        self._run(lambda steps: steps.stop())
+
+    def close(self) -> None:
+        """Let go of threads and connections. The fleet is not told to leave: another trainer may take it over. May be called twice."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._pool.shutdown()
+        if self._owns_store:
+            self._store.close()
+            self._owns_store = False
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, begin: Callable[[CoordinatorSteps], Steps[T]]) -> T:
+        with self._turn:
+            steps = self._opened()
+            try:
+                return run_steps(begin(steps), self._store, sleep=self._sleep, perform=self._perform, pool=self._pool)
+            finally:
+                self._members = steps.members()
+
+    def _opened(self) -> CoordinatorSteps:
+        if self._steps is None:
+            self._steps = CoordinatorSteps(
+                run=self._log.run.id,
+                epoch=self._epoch,
+                newest=self._chain.newest(),
+                draw_nonce=lambda: secrets.token_hex(16),
+                clock=lambda: int(time.time() * 1000),
+                budget=self._budget,
+                scheduler=self._scheduler,
+                options=self._options,
+                on_event=self._on_event,
+            )
+        return self._steps
+
+    def _perform(self, request: FindVersion | Sync | Generate) -> Any:
+        if not isinstance(request, FindVersion):
+            raise TypeError(f"a trainer cannot {type(request).__name__}")
+        return self._chain.find(request.seq)
+
+    def _sleep(self, seconds: float) -> None:
+        if self._steps is not None:
+            self._members = self._steps.members()
+        if self._closing.wait(seconds):
+            raise FleetTimeout("the coordinator was closed.")
+
+    def _look_after(self) -> None:
+        """Poll while nobody else does and there is work out. What goes wrong is told, and met again by the next call that matters."""
+        while not self._closing.wait(self._options.poll_seconds):
+            with self._turn:
+                if self._steps is None or not self._steps.rounds:
+                    continue
+                try:
+                    self._run(lambda steps: steps.poll())
+                except DeltawireError as error:
+                    emit(self._on_event, "fleet-retrying", error=str(error))
+                    if not isinstance(error, StoreError):
+                        return
