@@ -159,6 +159,8 @@ def _turn(me: MemberState) -> Steps[bool]:
         policy = yield from _sync(me, record.oldest_step)
         if policy is None or not record.oldest_step <= policy.step < record.for_step:
             continue  # what we made would not be accepted
+        if place in me.tried or place in me.working:
+            continue  # other steps of this member were faster, while we looked at the task
         lease = yield from _claim(me, place, policy)
         if lease is not None:
             yield from _work(me, place, record, lease, rows)
