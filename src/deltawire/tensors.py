@@ -216,13 +216,17 @@ def _torch_bits(name: str, tensor: torch.Tensor, torch: Any) -> TensorBits:
     dtype = _torch_dtypes(torch).get(tensor.dtype)
     if dtype is None:
         raise UnsupportedDtype(str(tensor.dtype))
-    if tensor.device.type == "cuda":
+    if _is_on_gpu(tensor):
         return TensorBits(name, dtype, _cuda_bits(name, tensor.detach(), getattr(torch, f"int{dtype.width}")))
     try:
         signed = tensor.detach().view(getattr(torch, f"int{dtype.width}")).numpy()
     except RuntimeError:  # nested, or computed when it is read (lazily negated, all zeros): there is no memory that is these bits
         raise UnsupportedTensor(f"tensor {name!r} is not plain memory.") from None
     return TensorBits(name, dtype, signed.view(dtype.bits))
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return bool(tensor.device.type == "cuda")
 
 
 def _cuda_bits(name: str, tensor: torch.Tensor, integer: torch.dtype) -> Bits:

@@ -29,8 +29,7 @@ class EncodeJob:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(NamedTuple):
     """A payload in pieces (none at all where nothing changes), and the word sums (digest less the tag) of both sides.
 
     `before` is all zeros where the job had no base.

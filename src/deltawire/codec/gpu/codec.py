@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from ...dtypes import DTYPES, DType
 from .. import default_codec
 from ..base import Bits, Encoded, EncodeJob, Lanes, Outcome, Resolution, ResolveJob
+from .device import gpu_at
 from .device_bits import DeviceBits, is_device
 from .digest import digest_tensors
 from .encode import encode_tensors
-from .resolve import DevicePatch, resolve_tensors
+from .patch import DevicePatch
+from .resolve import resolve_tensors
 from .spans import Facts
 
 
@@ -47,7 +49,7 @@ class GpuCodec:
                     Facts(_address(base), _address(new), jobs[i].new.size, jobs[i].seed, jobs[i].dtype, jobs[i].base is None)
                     for i, (base, new) in zip(group, flats, strict=True)
                 ]
-                results.update(zip(group, encode_tensors(facts, device), strict=True))
+                results.update(zip(group, encode_tensors(facts, gpu_at(device)), strict=True))
                 stream.synchronize()
         return [results[i] for i in range(len(jobs))]
 
@@ -67,7 +69,7 @@ class GpuCodec:
             with _side_stream(device):
                 flats = [_flat(arrays[i][0], device) for i in group]
                 facts = [Facts(_address(flat), 0, arrays[i][0].size, arrays[i][1], dtype) for i, flat in zip(group, flats, strict=True)]
-                results.update(zip(group, digest_tensors(facts, device), strict=True))
+                results.update(zip(group, digest_tensors(facts, gpu_at(device)), strict=True))
         return [results[i] for i in range(len(arrays))]
 
     def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
@@ -122,7 +124,7 @@ class GpuResolution:
             with _side_stream(device):
                 flats = [_flat_or_zeros(jobs[i], device) for i in group]
                 facts = [Facts(_address(flat), 0, jobs[i].count, jobs[i].seed, jobs[i].dtype) for i, flat in zip(group, flats, strict=True)]
-                patch, outcomes = resolve_tensors(facts, [jobs[i].payload for i in group], device)
+                patch, outcomes = resolve_tensors(facts, [jobs[i].payload for i in group], gpu_at(device))
             results.update(zip(group, outcomes, strict=True))
             places.update({i: (len(self.groups), n) for n, i in enumerate(group)})
             self.groups.append(_Group(patch, [jobs[i] for i in group], flats))
@@ -136,7 +138,7 @@ class GpuResolution:
             assert self.host is not None
             return self.host.changes(place)
         patch = self.groups[group].patch
-        with torch.cuda.device(patch.spans.device):
+        with patch.gpu.active():
             return patch.indices(place), patch.values_of(place)
 
     def dense(self, tensor: int) -> Any:
@@ -145,7 +147,7 @@ class GpuResolution:
         found = self.groups[group]
         flat = found.flats[place]
         assert flat is not None
-        with torch.cuda.device(flat.device):
+        with found.patch.gpu.active():
             found.patch.write([flat.data_ptr() if i == place else 0 for i in range(len(found.jobs))], swap=False)
         return flat
 
@@ -168,7 +170,7 @@ class GpuResolution:
 
     def _write(self, *, swap: bool) -> None:
         for group in self.groups:
-            with torch.cuda.device(group.patch.spans.device):
+            with group.patch.gpu.active():
                 writes = [flat if job.write else None for job, flat in zip(group.jobs, group.flats, strict=True)]
                 if any(flat is not None for flat in writes):
                     group.patch.write([_address(flat) for flat in writes], swap=swap)
@@ -230,9 +232,10 @@ class _side_stream:
     """Work on this thread goes to a stream of ours. Who waits for the caller's stream later, waits for ours too."""
 
     def __init__(self, device: torch.device) -> None:
+        gpu = gpu_at(device)
         self._stream = _stream(device)
-        self._caller = torch.cuda.current_stream(device)
-        self._context: Any = torch.cuda.stream(self._stream)
+        self._caller = gpu.current()
+        self._context = gpu.using(self._stream)
 
     def __enter__(self) -> torch.cuda.Stream:
         self._stream.wait_stream(self._caller)
@@ -246,7 +249,7 @@ class _side_stream:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return gpu_at(device).stream()
 
 
 @functools.cache

@@ -9,15 +9,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import CodecUnavailable
+from .sources import kernel_source
 
-_SOURCES = ("common", "scan", "chunks", "plan", "resolve")
 _SHARED_MEMORY_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MEMORY_TYPE, _HOST_MEMORY = 2, 1  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_HOST
 _OLDEST_ARCHITECTURE = (8, 0)
@@ -32,7 +31,6 @@ class Kernels:
             raise CodecUnavailable(f"{torch.cuda.get_device_name(device)} is older than the GPU codec supports (compute capability 8.0).")
         cubin = _cubin(width, f"sm_{major}{minor}")
         self.device = device
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._driver = _driver()
         self._functions: dict[str, ctypes.c_void_p] = {}
         self._module = ctypes.c_void_p()
@@ -89,13 +87,8 @@ def copy_to_device(to: int, pinned: int, size: int, stream: torch.cuda.Stream) -
     )
 
 
-def _source() -> str:
-    folder = resources.files(__package__) / "kernels"
-    return "".join((folder / f"{name}.cuh").read_text() for name in _SOURCES)
-
-
 def _cubin(width: int, architecture: str) -> bytes:
-    source = _source()
+    source = kernel_source()
     nvrtc = _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))

@@ -5,24 +5,34 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..base import Lanes
-from .compiler import kernels
-from .spans import SUMS, Facts, lanes, place_tiles, spans_of, upload
+from .device import Gpu
+from .spans import SUMS, Facts, Table, lanes, place_tiles
+
+_BLOCKS = 3
+"""Thread blocks per processor."""
 
 
-def digest_tensors(tensors: Sequence[Facts], device: torch.device) -> list[Lanes]:
+def digest_tensors(tensors: Sequence[Facts], gpu: Gpu) -> list[Lanes]:
     """The word sums of tensors of one width, on the current stream."""
-    return lanes(start_digest(tensors, device).cpu().numpy().view(SUMS)["before"])
+    return lanes(start_digest(tensors, gpu).cpu().numpy().view(SUMS)["before"])
 
 
-def start_digest(tensors: Sequence[Facts], device: torch.device) -> torch.Tensor:
+def start_digest(tensors: Sequence[Facts], gpu: Gpu) -> torch.Tensor:
     """The same, not waited for: `SUMS` of all tensors on the device."""
-    sums = torch.zeros(len(tensors) * SUMS.itemsize, dtype=torch.uint8, device=device)
-    spans = spans_of(tensors)
-    ntiles = place_tiles(spans)
-    kernel = kernels(tensors[0].dtype.width, device.index)
-    arguments = [upload(spans, device), ctypes.c_uint32(len(spans)), ctypes.c_uint32(ntiles), sums]
-    kernel.launch("digest", min(-(-ntiles // 8), 3 * kernel.processors), 256, arguments)
+    table = Table.of(tensors)
+    sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
+    digest_spans(table.blocks(), table.width, sums, gpu)
     return sums
+
+
+def digest_spans(spans: NDArray[np.void], width: int, sums: torch.Tensor, gpu: Gpu) -> None:
+    """Add the words of these spans to the sums of their tensors."""
+    ntiles = place_tiles(spans)
+    if ntiles:
+        arguments = [gpu.upload(spans), ctypes.c_uint32(len(spans)), ctypes.c_uint32(ntiles), sums]
+        gpu.kernels(width).launch("digest", min(-(-ntiles // 8), _BLOCKS * gpu.processors), 256, arguments)

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..base import Buffer, Encoded
-from .compiler import Kernels, kernels
-from .spans import BLOCK, CONTEXTS, SUMS, TILE, UNIT, UNITS, Bodies, Changes, Facts, lanes, place_tiles, spans_of, tiles_of, upload
+from .device import Gpu
+from .spans import BLOCK, CONTEXTS, SUMS, TILE, UNIT, UNITS, Bodies, Changes, Facts, Table, lanes, place_tiles, tiles_of
 
 _SHARE = 0.006
 """Share of the weights' bytes that the list of changes may take. There is always room for one block, all of it changed."""
@@ -35,12 +35,13 @@ _GRANT = 1024
 """Slots of the list that a warp of the scan takes at a time."""
 
 
-def encode_tensors(tensors: Sequence[Facts], device: torch.device) -> list[Encoded]:
+def encode_tensors(tensors: Sequence[Facts], gpu: Gpu) -> list[Encoded]:
     """Encode tensors of one width, on the current stream. Returns when all bytes are on the host, in pinned memory."""
-    spans = spans_of(tensors)
+    table = Table.of(tensors)
+    spans = table.blocks()
     upto = np.concatenate([[0], np.cumsum(spans["count"], dtype=np.int64)])
-    work = _Workspace(kernels(tensors[0].dtype.width, device.index), tensors, device)
-    finished: list[tuple[_Slab, torch.Tensor]] = []
+    work = _Workspace(table, gpu)
+    pieces: list[list[Buffer]] = [[] for _ in tensors]
 
     def start(first: int, size: int) -> _Slab | None:
         if first == len(spans):
@@ -55,7 +56,7 @@ def encode_tensors(tensors: Sequence[Facts], device: torch.device) -> list[Encod
         following = start(slab.end, size)
         size = work.next_size(slab)
         if slab.fits:
-            finished.append((slab, work.join(slab)))
+            _hand_out(slab, work.join(slab), pieces)
         elif slab.end - slab.first == 1:
             raise AssertionError("one block does not fit the workspace")
         else:
@@ -64,17 +65,23 @@ def encode_tensors(tensors: Sequence[Facts], device: torch.device) -> list[Encod
         slab = following
     sums = work.sums.cpu().numpy().view(SUMS).reshape(-1)
     work.copies.synchronize()
-    pieces: list[list[Buffer]] = [[] if t.count else [bytes([t.dtype.code])] for t in tensors]
-    for slab, payload in finished:
-        host = memoryview(payload.numpy())
-        owners = slab.spans["tensor"]
-        last = np.flatnonzero(np.append(owners[1:] != owners[:-1], True))  # of each tensor's blocks in this slab
-        begin = 0
-        for owner, end in zip(owners[last].tolist(), slab.ends[last].tolist(), strict=True):
-            pieces[owner].append(host[begin:end])
-            begin = end
-    facts = zip(tensors, pieces, sums["changed"].tolist(), lanes(sums["before"]), lanes(sums["before"] + sums["change"]), strict=True)
-    return [Encoded(piece if changed or tensor.appears else [], changed, before, after) for tensor, piece, changed, before, after in facts]
+    for index in np.flatnonzero(table.count == 0).tolist():
+        pieces[index].append(bytes([tensors[index].dtype.code]))
+    changed = sums["changed"].tolist()
+    for index in np.flatnonzero((sums["changed"] == 0) & ~np.array(table.appears)).tolist():
+        pieces[index] = []
+    return list(map(Encoded, pieces, changed, lanes(sums["before"]), lanes(sums["before"] + sums["change"])))
+
+
+def _hand_out(slab: _Slab, payload: torch.Tensor, pieces: list[list[Buffer]]) -> None:
+    """Give each tensor its part of a slab's bytes, which are on their way."""
+    host = memoryview(payload.numpy())
+    owners = slab.spans["tensor"]
+    last = np.flatnonzero(np.append(owners[1:] != owners[:-1], True))  # of each tensor's blocks in this slab
+    begin = 0
+    for owner, end in zip(owners[last].tolist(), slab.ends[last].tolist(), strict=True):
+        pieces[owner].append(host[begin:end])
+        begin = end
 
 
 @dataclass(slots=True)
@@ -109,34 +116,36 @@ class _Slab:
 class _Workspace:
     """Device memory that all slabs of one call share."""
 
-    def __init__(self, kernels: Kernels, tensors: Sequence[Facts], device: torch.device) -> None:
-        self.kernels, self.device = kernels, device
-        self.width = tensors[0].dtype.itemsize
-        self.scan_shared, self.plan_shared, scratch = kernels.constants("encode_sizes", 3)
-        elements, units, ntiles = (sum(-(-t.count // size) for t in tensors) for size in (1, UNIT, TILE))
+    def __init__(self, table: Table, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.kernels = gpu.kernels(table.width)
+        self.width = table.itemsize
+        self.scan_shared, self.plan_shared, scratch = self.kernels.constants("encode_sizes", 3)
+        elements, units, ntiles = (int((-(-table.count // size)).sum()) for size in (1, UNIT, TILE))
         # A unit never takes more slots than it has elements, so one block always fits.
         wanted = max(int(_SHARE * elements * self.width / (2 + 2 * self.width)), BLOCK)
         self.capacity = min(wanted, units * UNIT)
-        self.encode_blocks = min(_ENCODE_BLOCKS * kernels.processors, ntiles)
-        self.ranks = self._empty(self.capacity, torch.int16)
-        self.pairs = self._empty(self.capacity * 2 * self.width, torch.uint8)
-        self.scratch = self._empty(self.encode_blocks * scratch, torch.uint8)
+        self.encode_blocks = min(_ENCODE_BLOCKS * gpu.processors, ntiles)
+        self.ranks = gpu.empty(self.capacity, torch.int16)
+        self.pairs = gpu.empty(self.capacity * 2 * self.width, torch.uint8)
+        self.scratch = gpu.empty(self.encode_blocks * scratch, torch.uint8)
         # A body is shorter than the elements of its chunk; with each rounded up, the bodies of one block always fit.
         self.body_words = max(self.capacity * 3 // 8, min(elements, BLOCK) * self.width // 4 + 4 * min(ntiles, BLOCK // TILE) + 16)
-        self.bodies = torch.zeros(self.body_words, dtype=torch.int32, device=device)
+        self.bodies = gpu.zeros(self.body_words, torch.int32)
         self.used = 0
-        self.sums = torch.zeros(len(tensors) * SUMS.itemsize, dtype=torch.uint8, device=device)
-        self.codes = upload(np.array([t.dtype.code for t in tensors], np.uint8), device)
-        self.copies = torch.cuda.Stream(device)
+        self.sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
+        self.codes = gpu.upload(table.codes)
+        self.copies = gpu.stream()
 
     def start(self, first: int, end: int, spans: NDArray[np.void]) -> _Slab:
         """Find the changes and cut them into chunks."""
         ntiles = place_tiles(spans)
-        on_device = upload(spans, self.device)
-        elements, counts = self._empty(ntiles * CONTEXTS, torch.int16), self._empty(ntiles * CONTEXTS, torch.int16)
-        slots, sizes = self._empty(ntiles * UNITS, torch.int32), self._empty(ntiles * UNITS, torch.int16)
-        chunks, work = self._empty(ntiles * 24, torch.uint8), self._empty(ntiles, torch.int32)
-        cursors = torch.zeros(4, dtype=torch.int64, device=self.device)
+        on_device = self.gpu.upload(spans)
+        empty = self.gpu.empty
+        elements, counts = empty(ntiles * CONTEXTS, torch.int16), empty(ntiles * CONTEXTS, torch.int16)
+        slots, sizes = empty(ntiles * UNITS, torch.int32), empty(ntiles * UNITS, torch.int16)
+        chunks, work = empty(ntiles * 24, torch.uint8), empty(ntiles, torch.int32)
+        cursors = self.gpu.zeros(4, torch.int64)
         pointers = (array.data_ptr() for array in (slots, sizes, counts, self.ranks, self.pairs))
         changes = Changes(*pointers, self.capacity, cursors.data_ptr())
         before = self.sums.clone()
@@ -152,7 +161,7 @@ class _Workspace:
         elements, _, _, _, chunks, work = slab.arrays
         address = slab.cursors.data_ptr()
         self.bodies[: self.used].zero_()
-        sizes = torch.zeros(slab.ntiles, dtype=torch.int64, device=self.device)
+        sizes = self.gpu.zeros(slab.ntiles, torch.int64)
         bodies = Bodies(self.bodies.data_ptr(), self.body_words, address + 8)
         arguments = [slab.on_device, chunks, work, ctypes.c_void_p(address + 16), ctypes.c_void_p(address + 24), elements]
         arguments += [slab.changes, self.scratch, bodies]
@@ -160,11 +169,10 @@ class _Workspace:
         arguments = [slab.on_device, chunks, ctypes.c_uint32(slab.ntiles), sizes, slab.changes]
         self.kernels.launch("measure_chunks", -(-slab.ntiles // 256), 256, arguments)
         slab.running = torch.cumsum(sizes, 0)
-        last = upload(np.cumsum(tiles_of(slab.spans)) - 1, self.device).view(torch.int64)
-        slab.report = torch.empty(4 + len(slab.spans), dtype=torch.int64, pin_memory=True)
+        last = self.gpu.upload(np.cumsum(tiles_of(slab.spans)) - 1).view(torch.int64)
+        slab.report = self.gpu.pinned(4 + len(slab.spans), torch.int64)
         slab.report.copy_(torch.cat([slab.cursors, slab.running[last]]), non_blocking=True)
-        slab.reported = torch.cuda.Event()
-        slab.reported.record()
+        slab.reported = self.gpu.mark()
 
     def next_size(self, slab: _Slab) -> int:
         """Wait for the report of a slab, and say how many elements to take next."""
@@ -187,22 +195,19 @@ class _Workspace:
         """Put the chunks in order and start their way to the host."""
         assert slab.running is not None
         size = int(slab.ends[-1])
-        out = self._empty(size, torch.uint8)
+        out = self.gpu.empty(size, torch.uint8)
         *_, chunks, work = slab.arrays
         nwork = ctypes.c_void_p(slab.cursors.data_ptr() + 16)
         arguments = [slab.on_device, chunks, work, nwork, slab.running, self.bodies, self.codes, out]
-        self.kernels.launch("join_chunks", min(slab.chunks, 16 * self.kernels.processors), 128, arguments)
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self.copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.copies):
+        self.kernels.launch("join_chunks", min(slab.chunks, 16 * self.gpu.processors), 128, arguments)
+        host = self.gpu.pinned(size)
+        self.copies.wait_stream(self.gpu.current())
+        with self.gpu.using(self.copies):
             host.copy_(out, non_blocking=True)
-        out.record_stream(self.copies)
+        self.gpu.keep(out, self.copies)
         slab.arrays.clear()  # what it held may serve the next
         slab.running = None
         return host
 
     def _scan_blocks(self, ntiles: int) -> int:
-        return int(min(_SCAN_BLOCKS * self.kernels.processors, -(-ntiles // 4)))
-
-    def _empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=self.device)
+        return int(min(_SCAN_BLOCKS * self.gpu.processors, -(-ntiles // 4)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ...dtypes import DType
@@ -39,41 +39,95 @@ class Bodies(ctypes.Structure):
     _fields_ = [("words", ctypes.c_void_p), ("capacity", ctypes.c_uint64), ("cursor", ctypes.c_void_p)]
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """One tensor as kernels see it; addresses 0 stand for zeros, or for no elements."""
 
     base: int
     next: int
-    count: int
+    elements: int
     seed: int
     dtype: DType
     appears: bool = False
     """It had no base: then it has a payload even if nothing changes."""
 
 
-def spans_of(tensors: Sequence[Facts], size: int = BLOCK) -> NDArray[np.void]:
-    """The blocks of all tensors, of at most `size` elements each."""
-    counts = np.array([t.count for t in tensors], np.int64)
-    blocks = -(-counts // size)
-    owner = np.repeat(np.arange(len(tensors)), blocks)
-    within = np.arange(owner.size) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-    spans = np.zeros(owner.size, SPAN)
-    if not owner.size:
+@dataclass(slots=True)
+class Table:
+    """The facts of many tensors of one width, a column each: models have thousands of tensors, and Python is slow with each of them."""
+
+    base: NDArray[np.uint64]
+    next: NDArray[np.uint64]
+    count: NDArray[np.int64]
+    seed: NDArray[np.uint64]
+    dtypes: Sequence[DType]
+    codes: NDArray[np.uint8]
+    shift: NDArray[np.uint32]
+    mask: NDArray[np.uint32]
+    appears: Sequence[bool]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Facts]) -> Table:
+        base, following, count, seed, dtypes, appears = zip(*tensors, strict=True)
+        kinds = list(set(dtypes))
+        facts = {dtype: (dtype.code, dtype.exponent_shift, (1 << dtype.exponent_bits) - 1) for dtype in kinds}
+        if len(kinds) == 1:
+            by_type = np.tile(np.array(facts[kinds[0]], np.int64), (len(tensors), 1))
+        else:
+            by_type = np.array([facts[dtype] for dtype in dtypes], np.int64)
+        return cls(
+            np.array(base, np.uint64),
+            np.array(following, np.uint64),
+            np.array(count, np.int64),
+            np.array(seed, np.uint64),
+            dtypes,
+            by_type[:, 0].astype(np.uint8),
+            by_type[:, 1].astype(np.uint32),
+            by_type[:, 2].astype(np.uint32),
+            appears,
+        )
+
+    def __len__(self) -> int:
+        return len(self.dtypes)
+
+    @property
+    def width(self) -> int:
+        """Of an element, in bits."""
+        return self.dtypes[0].width
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtypes[0].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.count.sum()) * self.itemsize
+
+    def blocks(self, which: NDArray[Any] | None = None) -> NDArray[np.void]:
+        """The blocks (2²⁴ elements at most) of all tensors, or of those whose numbers are given."""
+        numbers = np.arange(len(self)) if which is None else which
+        each = -(-self.count[numbers] // BLOCK)
+        owner = np.repeat(numbers, each)
+        first = (np.arange(owner.size) - np.repeat(np.cumsum(each) - each, each)) * BLOCK
+        spans = self.spans(owner, first)
+        spans["count"] = np.minimum(self.count[owner] - first, BLOCK)
+        for field, address in (("base", self.base), ("next", self.next)):
+            spans[field] = self.addresses(address, owner, first)
+        place_tiles(spans)
         return spans
-    first = within * size
-    width = np.array([t.dtype.itemsize for t in tensors], np.uint64)[owner]
-    for field in ("base", "next"):
-        address = np.array([getattr(t, field) for t in tensors], np.uint64)[owner]
-        spans[field] = np.where(address != 0, address + first.astype(np.uint64) * width, 0)
-    spans["seed"] = np.array([t.seed for t in tensors], np.uint64)[owner]
-    spans["first"] = first
-    spans["count"] = np.minimum(counts[owner] - first, size)
-    spans["tensor"] = owner
-    spans["shift"] = np.array([t.dtype.exponent_shift for t in tensors])[owner]
-    spans["mask"] = np.array([(1 << t.dtype.exponent_bits) - 1 for t in tensors])[owner]
-    place_tiles(spans)
-    return spans
+
+    def spans(self, owner: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.void]:
+        """Spans of these tensors from these elements on, without lengths and addresses."""
+        spans = np.zeros(owner.size, SPAN)
+        spans["seed"] = self.seed[owner]
+        spans["first"] = first
+        spans["tensor"] = owner
+        spans["shift"] = self.shift[owner]
+        spans["mask"] = self.mask[owner]
+        return spans
+
+    def addresses(self, column: NDArray[np.uint64], owner: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.uint64]:
+        start = column[owner]
+        return np.where(start != 0, start + first.astype(np.uint64) * np.uint64(self.itemsize), np.uint64(0))
 
 
 def place_tiles(spans: NDArray[np.void]) -> int:
@@ -88,13 +142,6 @@ def tiles_of(spans: NDArray[np.void]) -> NDArray[np.int64]:
     return -(-spans["count"].astype(np.int64) // TILE)
 
 
-def upload(array: NDArray[np.void] | NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """The bytes of a small array on the device, by way of pinned memory: nothing waits for the copy."""
-    pinned = torch.empty(max(array.nbytes, 1), dtype=torch.uint8, pin_memory=True)
-    pinned.numpy()[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return pinned.to(device, non_blocking=True)
-
-
 def lanes(words: NDArray[np.uint32]) -> list[Lanes]:
     """Rows of four words each."""
-    return [(a, b, c, d) for a, b, c, d in words.tolist()]
+    return list(map(tuple, words.tolist()))

@@ -92,6 +92,8 @@ struct WordFactors {
     }
 };
 
+// Two signed words times the two low bytes of `factors`, unsigned, or the two high ones, signed.
+#ifndef EMULATED
 __device__ __forceinline__ i32 dot_low(u32 words, u32 factors, i32 sum) {
     i32 out;
     asm("dp2a.lo.s32.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(words), "r"(factors), "r"(sum));
@@ -102,6 +104,7 @@ __device__ __forceinline__ i32 dot_high(u32 words, u32 factors, i32 sum) {
     asm("dp2a.hi.s32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(words), "r"(factors), "r"(sum));
     return out;
 }
+#endif
 
 // Adds eight words of a digest block to `sums`.
 __device__ __forceinline__ void digest_words(uint4 words, const WordFactors& t, uint4 m, u32 sums[4]) {
@@ -282,21 +285,26 @@ __device__ __forceinline__ void count_contexts(const Planes& p, u32 valid, u32 c
     for (u32 i = 0; i < 8; ++i) counts[i] = __popc(a[2 * i & 3] & b[i >> 1]) + (__popc(a[(2 * i & 3) + 1] & b[i >> 1]) << 16);
 }
 
-// Starts to copy `bytes` bytes to a stage, and zeros after them. `from` null: zeros only.
-__device__ __forceinline__ void fetch_unit(u8* stage, const u8* from, u32 bytes, u32 lane, const u8* any) {
-    const u32 to = (u32)__cvta_generic_to_shared(stage);
-#pragma unroll
-    for (u32 i = 0; i < PIECES; ++i) {
-        const u32 g = 32 * i + lane;
-        const u32 size = from && 16 * g < bytes ? min(bytes - 16 * g, 16u) : 0;
-        const u8* source = size ? from + 16 * g : any;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + g / PIECES * STRIDE + g % PIECES * 16), "l"(source), "r"(size));
-    }
+#ifndef EMULATED
+// Starts to copy `size` bytes to shared memory, and zeros up to 16 after them.
+__device__ __forceinline__ void fetch_16(u8* to, const u8* from, u32 size) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(size));
 }
 __device__ __forceinline__ void fetch_commit() { asm volatile("cp.async.commit_group;"); }
 template <u32 LEFT>
 __device__ __forceinline__ void fetch_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT));
+}
+#endif
+
+// Starts to copy `bytes` bytes to a stage, and zeros after them. `from` null: zeros only.
+__device__ __forceinline__ void fetch_unit(u8* stage, const u8* from, u32 bytes, u32 lane, const u8* any) {
+#pragma unroll
+    for (u32 i = 0; i < PIECES; ++i) {
+        const u32 g = 32 * i + lane;
+        const u32 size = from && 16 * g < bytes ? min(bytes - 16 * g, 16u) : 0;
+        fetch_16(stage + g / PIECES * STRIDE + g % PIECES * 16, size ? from + 16 * g : any, size);
+    }
 }
 
 // The span that a tile belongs to.

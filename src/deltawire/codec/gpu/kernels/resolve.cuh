@@ -334,13 +334,16 @@ struct StreamDecoder {
 
 // A warp per chunk.
 extern "C" __global__ void __launch_bounds__(64) decode_streams(const Span* spans, u32 nspans, Head* heads, Decoded out) {
-    const u32 i = blockIdx.x * 2 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (i >= nspans || spans[i].mode != CODED || heads[i].error) return;
-    const Span s = spans[i];
-    StreamDecoder decoder{StreamReader((const u8*)s.next, lane), heads[i], out.wide + (u64)i * MOST_WIDE, lane};
-    const u32 error = decoder.decode(s.mask ? CONTEXTS : 1, out.gaps + s.start, out.operands + s.start, out.larger + out.larger_at[i] - heads[i].most_larger);
-    __syncwarp();
-    if (lane == 0 && error) heads[i].error = error;
+    const u32 lane = threadIdx.x % 32;
+    for (u32 i = blockIdx.x * 2 + threadIdx.x / 32; i < nspans; i += gridDim.x * 2) {
+        if (spans[i].mode != CODED || heads[i].error) continue;
+        const Span s = spans[i];
+        StreamDecoder decoder{StreamReader((const u8*)s.next, lane), heads[i], out.wide + (u64)i * MOST_WIDE, lane};
+        u16* const larger = out.larger + out.larger_at[i] - heads[i].most_larger;
+        const u32 error = decoder.decode(s.mask ? CONTEXTS : 1, out.gaps + s.start, out.operands + s.start, larger);
+        __syncwarp();
+        if (lane == 0 && error) heads[i].error = error;
+    }
 }
 
 // A slab of chunks ready to be located, context after context.
@@ -400,8 +403,8 @@ __device__ __forceinline__ T unaligned(const u8* from) {
     return (T)x;
 }
 
-// Raw chunks: how many elements of each tile change. A warp per tile.
-extern "C" __global__ void __launch_bounds__(128) count_raw(const Span* spans, u32 nspans, u32 ntiles, Head* heads, u32* starts) {
+// Raw chunks: how many elements of each tile change, in place of elements of the first context. A warp per tile.
+extern "C" __global__ void __launch_bounds__(128) count_raw(const Span* spans, u32 nspans, u32 ntiles, Head* heads, u16* elements) {
     const u32 tile = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (tile >= ntiles) return;
     const u32 span = span_of(spans, nspans, tile);
@@ -413,22 +416,23 @@ extern "C" __global__ void __launch_bounds__(128) count_raw(const Span* spans, u
         changed += unaligned((const u8*)s.next + (u64)(offset + i) * BYTES) != (s.base ? s.base[offset + i] : (T)0);
     changed = warp_sum(changed);
     if (lane == 0) {
-        starts[(u64)tile * CONTEXTS] = changed;
+        elements[(u64)tile * CONTEXTS] = (u16)changed;
         atomicAdd(&heads[span].total, changed);
     }
 }
 
-// From elements (or changes, of raw chunks) in each tile to those before it in the chunk; a thread block per chunk. Checks that the elements are as
-// many as inverted contexts say.
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS) start_tiles(const Span* spans, Head* heads, const u16* elements, u32* starts) {
+// From elements (or changes, of raw chunks) in each tile to those before it in the chunk, for a slab of chunks; a thread block per chunk. `starts` are
+// those of the slab's tiles. Checks that the elements are as many as inverted contexts say.
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) start_tiles(
+    const Span* spans, u32 first_span, u32 first_tile, Head* heads, const u16* elements, u32* starts) {
     __shared__ u32 parts[32][CONTEXTS];
-    const Span& s = spans[blockIdx.x];
-    Head& h = heads[blockIdx.x];
+    const Span& s = spans[first_span + blockIdx.x];
+    Head& h = heads[first_span + blockIdx.x];
     const u32 tiles = (s.count + TILE - 1) / TILE, c = threadIdx.x % CONTEXTS, part = threadIdx.x / CONTEXTS, size = (tiles + 31) / 32;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, begin = min(part * size, tiles), end = min(begin + size, tiles);
-    const u64 first = (u64)s.tile0 * CONTEXTS + c;
+    const u64 first = (u64)s.tile0 * CONTEXTS + c, to = (u64)(s.tile0 - first_tile) * CONTEXTS + c;
     const bool raw = s.mode == RAW;
-    const auto count = [&](u32 t) { return raw ? (c ? 0 : starts[first + (u64)t * CONTEXTS]) : elements[first + (u64)t * CONTEXTS]; };
+    const auto count = [&](u32 t) { return raw && c ? 0u : (u32)elements[first + (u64)t * CONTEXTS]; };
     u32 sum = 0;
     for (u32 t = begin; t < end; ++t) sum += count(t);
     parts[part][c] = sum;
@@ -444,9 +448,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) start_tiles(const Spa
     __syncthreads();
     u32 at = parts[part][c];
     for (u32 t = begin; t < end; ++t) {
-        const u32 n = count(t);
-        starts[first + (u64)t * CONTEXTS] = at;
-        at += n;
+        starts[to + (u64)t * CONTEXTS] = at;
+        at += count(t);
     }
 }
 
@@ -510,7 +513,7 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                 if (lane == 0) patch.firsts[tile] = s.start;
                 continue;
             }
-            const u32 start = starts[(u64)tile * CONTEXTS + c];
+            const u32 start = starts[(u64)(tile - first_tile) * CONTEXTS + c];
             if (!raw && !ready) {
                 const ContextHead& p = heads[span].contexts[c];
                 n_c = p.n;

@@ -164,7 +164,7 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 nt
             if (lane < 8) ((u32*)elements)[tile * 8 + lane] = seen;
             if (lane >= units && lane < UNITS) out.sizes[tile * UNITS + lane] = 0;
             if (lane < CONTEXTS) out.counts[tile * CONTEXTS + lane] = (u16)space.changes[lane];
-        } else {
+        } else if (s.mode != RAW) {  // of raw chunks, `count_raw` counts changes there
 #pragma unroll
             for (u32 i = 0; i < 8; ++i) {
                 const u32 all = warp_sum(own[i]);

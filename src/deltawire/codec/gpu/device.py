@@ -1,0 +1,92 @@
+"""One GPU as the codec uses it: its memory, its streams, its kernels. All of CUDA that the codec needs goes through here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from . import compiler
+
+LOW_PRIORITY = 0
+"""Of a stream: CUDA's lowest, where what a training step has to do goes first."""
+HIGH_PRIORITY = -1
+
+
+class KernelSet(Protocol):
+    """The kernels for elements of one width."""
+
+    def constants(self, name: str, count: int) -> tuple[int, ...]: ...
+
+    def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any], shared: int = 0) -> None: ...
+
+
+class Gpu:
+    """A device and what can be done on it; work goes to the calling thread's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def kernels(self, width: int) -> KernelSet:
+        return compiler.kernels(width, self.device.index)
+
+    def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=self.device)
+
+    def pinned(self, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Memory of the host that the device can reach by itself. It may hold anything."""
+        return torch.empty(size, dtype=dtype, pin_memory=True)
+
+    def upload(self, array: NDArray[Any]) -> torch.Tensor:
+        """The bytes of a small array on the device, by way of pinned memory: nothing waits for the copy."""
+        pinned = self.pinned(max(array.nbytes, 1))
+        pinned.numpy()[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return pinned.to(self.device, non_blocking=True)
+
+    def stream(self, priority: int = LOW_PRIORITY) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device, priority=priority)
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """Within it, the calling thread's work goes to this stream."""
+        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return context
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Within it, this is the calling thread's current device."""
+        context: AbstractContextManager[Any] = torch.cuda.device(self.device)
+        return context
+
+    def mark(self) -> torch.cuda.Event:
+        """An event that comes when all that the current stream was given so far is done."""
+        event = torch.cuda.Event()
+        event.record(self.current())
+        return event
+
+    def keep(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Let nothing else have this memory before what `stream` was given so far is done."""
+        tensor.record_stream(stream)
+
+    def is_pinned(self, address: int) -> bool:
+        return compiler.is_pinned(address)
+
+    def copy_in(self, to: int, pinned: int, size: int, stream: torch.cuda.Stream) -> None:
+        """Start to copy pinned memory to an address on the device; may be called by any thread."""
+        compiler.copy_to_device(to, pinned, size, stream)
+
+
+@functools.cache
+def gpu_at(device: torch.device) -> Gpu:
+    """The one object for a device."""
+    return Gpu(device)

@@ -1,0 +1,13 @@
+"""The kernels' source, in the order in which its parts build on each other."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+_PARTS = ("common", "scan", "chunks", "plan", "resolve")
+
+
+def kernel_source() -> str:
+    """CUDA C++ that needs no header; compiled once per element width, with `WIDTH` defined."""
+    folder = resources.files(__package__) / "kernels"
+    return "".join((folder / f"{name}.cuh").read_text() for name in _PARTS)

@@ -1,0 +1,58 @@
+"""The kernels of `deltawire.codec.gpu` for a CPU: the same sources, compiled by the host's compiler with `cuda.hpp` in CUDA's place."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from deltawire.codec.gpu.sources import kernel_source
+
+_SHIM = Path(__file__).with_name("cuda.hpp")
+_DYNAMIC = "extern __shared__ __align__(16) u8 shared[];"
+_OPTIONS = ["-O1", "-std=c++17", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-fwrapv"]
+
+
+def compiler() -> str | None:
+    return next((found for name in (os.environ.get("CXX", "c++"), "clang++", "g++") if (found := shutil.which(name))), None)
+
+
+@functools.cache
+def library(width: int) -> Any:
+    """Compiled into the temporary folder, once per source: seconds."""
+    source = kernel_source()
+    assert _DYNAMIC in source
+    names = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\(', source)
+    text = "\n".join(
+        [
+            f"#define WIDTH {width}",
+            _SHIM.read_text(),
+            source.replace(_DYNAMIC, "u8* const shared = (u8*)(((u64)emulated::shared_memory.data() + 15) & ~15ull);"),
+            'extern "C" int emulated_launch(const char* name, u32 blocks, u32 threads, u32 shared, void** arguments, u64 seed) {',
+            *(
+                f'    if (!strcmp(name, "{name}")) return emulated::launch([](void** a) {{ emulated::call({name}, a); }}, '
+                "blocks, threads, shared, arguments, seed), 0;"
+                for name in names
+            ),
+            "    return 1;\n}",
+        ]
+    )
+    found = compiler()
+    assert found is not None
+    path = Path(tempfile.gettempdir()) / f"deltawire-emulated-{hashlib.sha256((found + text).encode()).hexdigest()[:24]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            unit = Path(folder) / "kernels.cpp"
+            unit.write_text(text)
+            subprocess.run([found, *_OPTIONS, str(unit), "-o", f"{folder}/kernels.so"], check=True)
+            part = path.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(f"{folder}/kernels.so", part)
+            part.rename(path)
+    return ctypes.CDLL(str(path))

@@ -1,0 +1,115 @@
+"""A GPU on the CPU: kernels run by `cuda.hpp`, memory that starts out as noise, streams that do everything at once."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .build import library
+
+
+class Kernels:
+    def __init__(self, width: int, seed: int) -> None:
+        self._library = library(width)
+        self._seed = seed
+
+    def constants(self, name: str, count: int) -> tuple[int, ...]:
+        return tuple((ctypes.c_uint32 * count).in_dll(self._library, name))
+
+    def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any], shared: int = 0) -> None:
+        if not blocks:
+            return
+        self._seed += 1
+        values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        failed = self._library.emulated_launch(name.encode(), blocks, threads, shared, pointers, ctypes.c_uint64(self._seed))
+        assert not failed, f"there is no kernel {name}"
+
+
+class Stream:
+    """Work is done when it is given."""
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Event:
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class EmulatedGpu:
+    """Stands in for `deltawire.codec.gpu.device.Gpu`. `seed` decides the order of threads."""
+
+    device = torch.device("cpu")
+    processors = 2
+
+    def __init__(self, seed: int = 1) -> None:
+        self._seed = seed
+        self._noise = torch.Generator().manual_seed(seed)
+        self._stream = Stream()
+
+    def kernels(self, width: int) -> Kernels:
+        return Kernels(width, self._seed)
+
+    def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = size * dtype.itemsize
+        return torch.randint(0, 256, (nbytes + 15 & ~15,), dtype=torch.uint8, generator=self._noise)[:nbytes].view(dtype)
+
+    def zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    def pinned(self, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return self.empty(size, dtype)
+
+    def upload(self, array: Any) -> torch.Tensor:
+        raw = torch.frombuffer(bytearray(array.tobytes() or b"\0"), dtype=torch.uint8)
+        return raw.clone()
+
+    def stream(self, priority: int = 0) -> Stream:
+        return Stream()
+
+    def current(self) -> Stream:
+        return self._stream
+
+    def using(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def mark(self) -> Event:
+        return Event()
+
+    def keep(self, tensor: torch.Tensor, stream: Stream) -> None: ...
+
+    def is_pinned(self, address: int) -> bool:
+        return False
+
+    def copy_in(self, to: int, pinned: int, size: int, stream: Stream) -> None:
+        ctypes.memmove(to, pinned, size)
+
+
+@contextlib.contextmanager
+def emulated(gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
+    """Within it, all torch tensors of the host count as tensors on this GPU, and GPU codecs work on it."""
+    import pytest
+
+    from deltawire import tensors
+    from deltawire.codec.gpu import codec
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "gpu_at", lambda device: gpu)
+        patch.setattr(tensors, "_is_on_gpu", lambda tensor: True)
+        codec._stream.cache_clear()
+        yield gpu
+        codec._stream.cache_clear()
