@@ -38,17 +38,19 @@ def build_board(
     surveys = [(one, *one.survey(roster, scheduler, now)) for one in live]
     holding: dict[str, int] = defaultdict(int)
     since: dict[str, float] = {}
+    latest: dict[str, float] = {}
     for _, _, held in surveys:
         for one in held:
             assert one.lease is not None
             holding[one.lease.member] += 1
             since[one.lease.member] = min(one.since, since.get(one.lease.member, one.since))
+            latest[one.lease.member] = max(one.since, latest.get(one.lease.member, one.since))
     offers: dict[str, list[Place]] = defaultdict(list)
     for state, opened, _ in surveys:
         if stop or state.record.for_step > newest_open:
             state.offer({}, now)
             continue
-        members = [Candidate(name, beat.step, holding[name], since.get(name)) for name, beat in sorted(alive.items())]
+        members = [Candidate(name, beat.step, holding[name], since.get(name), latest.get(name)) for name, beat in sorted(alive.items())]
         placed = scheduler.offers(opened, members, oldest_step=state.record.oldest_step, now=now)
         state.offer(placed, now)
         for task, member in sorted(placed.items()):

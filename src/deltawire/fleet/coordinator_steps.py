@@ -263,6 +263,7 @@ class CoordinatorSteps:
         yield from self._intake.read_heartbeats(members)
         yield from self._intake.read_leases(by_number, leases, rollouts)
         yield from self._intake.admit_all(by_number, rollouts)
+        self._intake.count_losses(watched)
         yield from self._write_board()
         if self._swept != self.newest.step:
             yield from self._sweep()

@@ -136,6 +136,13 @@ class Intake:
                 elif isinstance(answer, LimitExceeded):
                     self._refuse(rounds[place.round], place, "malformed", None)
 
+    def count_losses(self, rounds: Sequence[RoundState]) -> None:
+        """Leases that came to nothing are work without tokens: who only takes is soon offered little."""
+        for state in rounds:
+            for lost in state.newly_lost(self.roster, self.now):
+                assert lost.lease is not None
+                self.scheduler.delivered(lost.lease.member, tokens=0, offered=lost.offered, leased=lost.since, finished=self.now)
+
     def _judge_unread(self, state: RoundState, place: RolloutKey, size: int) -> Reason | None:
         reason = judge_place(place, state.tasks[place.task].accepted, closed=not state.taking)
         return "malformed" if reason is None and size > self.options.limits.file_bytes else reason

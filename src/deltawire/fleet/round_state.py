@@ -16,9 +16,6 @@ from .admission import Reason
 from .roster import Roster
 from .scheduler import OpenTask, Scheduler
 
-_MOST_AT_ONCE = 2
-"""So many members work on one task at most: the second only when the first is a straggler."""
-
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
@@ -31,10 +28,11 @@ class HeldLease:
 
 @dataclass(slots=True)
 class TaskState:
-    """One task. `ended` are the attempts whose results were refused."""
+    """One task. `ended` are the attempts whose results were refused, `lost` those that were found to have come to nothing."""
 
     leases: dict[int, HeldLease] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
     accepted: AcceptedResult | None = None
     rollouts: Rollouts | None = None
     offered_to: str | None = None
@@ -94,10 +92,10 @@ class RoundState:
         self.seen.add(place)
 
     def refuse(self, place: RolloutKey, reason: Reason) -> None:
-        """A result was refused: its task is open again."""
+        """A result was refused: its task is open again, unless it was not the lease holder's."""
         self.rejected[reason] += 1
         self.seen.add(place)
-        if place.task < len(self.tasks):
+        if place.task < len(self.tasks) and reason != "unleased":
             self.tasks[place.task].ended.add(place.attempt)
 
     def holders(self, task: TaskState, roster: Roster, now: float) -> list[HeldLease]:
@@ -110,6 +108,19 @@ class RoundState:
             and roster.lease_lives(held.lease, held.since, now, self.record.lease_seconds)
         ]
 
+    def newly_lost(self, roster: Roster, now: float) -> list[HeldLease]:
+        """Leases that came to nothing since this was asked before: they expired, or another attempt was accepted first."""
+        lost = []
+        for task in self.tasks:
+            for attempt, held in task.leases.items():
+                won = task.accepted is not None and task.accepted.attempt == attempt
+                if held.lease is None or won or attempt in task.ended or attempt in task.lost:
+                    continue
+                if task.accepted is not None or not roster.lease_lives(held.lease, held.since, now, self.record.lease_seconds):
+                    task.lost.add(attempt)
+                    lost.append(held)
+        return lost
+
     def survey(self, roster: Roster, scheduler: Scheduler, now: float) -> tuple[list[OpenTask], list[HeldLease]]:
         """The tasks that somebody should take, and the leases that hold."""
         opened, held = [], []
@@ -118,12 +129,13 @@ class RoundState:
                 continue
             holding = self.holders(task, roster, now)
             held += holding
-            slow = all(one.lease is not None and scheduler.is_straggler(one.lease.member, one.since, now) for one in holding)
-            if len(holding) >= _MOST_AT_ONCE or not slow:
+            # Each further copy is begun only after twice as long: a task that is just long is not given to the whole fleet.
+            times = 2.0 ** (len(holding) - 1)
+            if not all(one.lease is not None and scheduler.is_straggler(one.lease.member, one.since, now, times=times) for one in holding):
                 continue
             busy = frozenset(one.lease.member for one in holding if one.lease is not None)
             tried = frozenset(one.lease.member for one in task.leases.values() if one.lease is not None)
-            opened.append(OpenTask(number, task.offered_to, busy, tried - busy))
+            opened.append(OpenTask(number, task.offered_to, task.offered_at, busy, tried - busy))
         return opened, held
 
     def offer(self, offers: dict[int, str], now: float) -> None:

@@ -22,18 +22,20 @@ class Candidate:
     """A member that lives, as the trainer sees it now.
 
     `step` is the training step of the version that it has, None while it has none. `holding` counts the tasks that it has leased and not
-    delivered, `since` is when the oldest of these leases began.
+    delivered; `since` is when the oldest of these leases began, `latest` when the last one did.
     """
 
     name: str
     step: int | None
     holding: int = 0
     since: float | None = None
+    latest: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTask:
-    """A task that somebody should take. `offered_to` has it now, and keeps it if that is fair: who is reading the board need not race.
+    """A task that somebody should take. `offered_to` has had it since `offered_at`, and keeps it if that is fair: who is reading the board
+    need not race.
 
     `busy` are members that still work on an earlier attempt of it, and are never offered it again; `failed` those whose attempts expired
     or were rejected: they get it only if nobody else can.
@@ -41,6 +43,7 @@ class OpenTask:
 
     task: int
     offered_to: str | None = None
+    offered_at: float = 0.0
     busy: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
 
@@ -67,7 +70,8 @@ class Scheduler:
     the work was offered, so that syncing counts. Results that come in a burst are measured together over at least `window` seconds.
     Who joins, or comes back, holds one task at first and twice as many after each accepted result, until `ramp` of them have proven it;
     until it is measured it counts as of median speed. Who got nothing for `rest_seconds`, being slow or rejected, is offered one task to
-    show what it does now. A lease is a straggler after `straggler` times what such tasks take, the fleet or the member itself.
+    show what it does now. A lease is a straggler after `straggler` times what such tasks take, the fleet or the member itself, or after
+    `patience` seconds while nobody knows; so long too may an offer lie there while its member takes up nothing.
     """
 
     beta: float = 0.8
@@ -75,14 +79,24 @@ class Scheduler:
     ramp: int = 3
     rest_seconds: float = 60.0
     straggler: float = 3.0
+    patience: float = 120.0
     _records: dict[str, _Record] = field(default_factory=dict)
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=65))
     _sorted_durations: list[float] = field(default_factory=list)
     _tokens_per_task: float | None = None
 
     def __post_init__(self) -> None:
-        if not (0 <= self.beta < 1 and self.window > 0 and self.ramp >= 0 and self.rest_seconds >= 0 and self.straggler > 1):
-            raise ValueError("beta must be in [0, 1), window positive, ramp and rest_seconds at least 0, and straggler above 1")
+        if not (
+            0 <= self.beta < 1
+            and self.window > 0
+            and self.ramp >= 0
+            and self.rest_seconds >= 0
+            and self.straggler > 1
+            and self.patience > 0
+        ):
+            raise ValueError(
+                "beta must be in [0, 1), window positive, ramp and rest_seconds at least 0, straggler above 1, patience positive"
+            )
 
     def seen(self, live: Collection[str], now: float) -> None:
         """Tell who lives. One that was gone begins its ramp again; what was measured of it is kept."""
@@ -97,10 +111,11 @@ class Scheduler:
             record.live = name in live
 
     def delivered(self, member: str, *, tokens: int, offered: float, leased: float, finished: float) -> None:
-        """A result came in: `tokens` of it were accepted (0: it was rejected). Times are the store's of offer, lease and result.
+        """A result came in: `tokens` of it were accepted. Times are the store's of offer, lease and result.
 
-        Tell them of each member in the order in which they finished. Waiting for an offer is not held against a member; everything
-        between that and the result is, also what it did before it took the lease.
+        0 tokens: it was rejected, or was given up at `finished` as its lease expired or somebody else was faster. Tell them of each member
+        in the order in which they finished. Waiting for an offer is not held against a member; everything between that and the result
+        is, also what it did before it took the lease.
         """
         record = self._records.setdefault(member, _Record(rested=finished))
         record.tokens += tokens
@@ -130,8 +145,9 @@ class Scheduler:
     def offers(self, tasks: Sequence[OpenTask], members: Sequence[Candidate], *, oldest_step: int, now: float) -> dict[int, str]:
         """Task → member for the open tasks of one round. Every task is offered, unless nobody eligible is free to be offered it.
 
-        Members whose version is older than `oldest_step` get nothing until they have caught up. With several open rounds ask for the
-        oldest first, and count what it offers as held when asking for the next.
+        Who has let an offer lie, and done nothing else meanwhile, counts as having delivered nothing, and others come first. Members
+        whose version is older than `oldest_step` get nothing until they have caught up. With several open rounds ask for the oldest
+        first, and count what it offers as held when asking for the next.
         """
         eligible = sorted(
             (one for one in members if one.step is not None and one.step >= oldest_step and self._record(one.name).live),
@@ -142,8 +158,9 @@ class Scheduler:
         for one in eligible:
             if one.holding:
                 self._record(one.name).rested = now
-        counts = self._counts(len(tasks), eligible, now)
-        offers = _place(tasks, counts)
+        deaf = self._deaf(tasks, eligible, now)
+        counts = self._counts(len(tasks), [one for one in eligible if one.name not in deaf] or eligible, now)
+        offers = _place(tasks, counts, deaf)
         for name in offers.values():
             self._record(name).rested = now
         return offers
@@ -153,13 +170,32 @@ class Scheduler:
         weights = self._weights([Candidate(name, 0) for name in members], now)
         return {name: weight / sum(weights) for name, weight in zip(members, weights, strict=True)}
 
-    def is_straggler(self, member: str, leased: float, now: float) -> bool:
-        """Whether a lease has lasted so long that somebody else should be offered the task too. Never before anything was measured."""
+    def is_straggler(self, member: str, leased: float, now: float, *, times: float = 1.0) -> bool:
+        """Whether a lease has lasted so long, or `times` as long, that somebody else should be offered the task too."""
+        return now - leased > times * self._too_long(member)
+
+    def _too_long(self, member: str) -> float:
+        """Seconds after which a member that should deliver a task is overdue."""
         if not self._sorted_durations:
-            return False
-        own = self._record(member).seconds_per_task
+            return self.patience
         typical = self._sorted_durations[len(self._sorted_durations) // 2]
-        return now - leased > self.straggler * max(typical, own or 0.0, self.window)
+        return self.straggler * max(typical, self._record(member).seconds_per_task or 0.0, self.window)
+
+    def _deaf(self, tasks: Sequence[OpenTask], eligible: Sequence[Candidate], now: float) -> set[str]:
+        """Members that have not taken up what they were offered, nor delivered or leased anything since."""
+        offered: dict[str, float] = {}
+        for task in tasks:
+            if task.offered_to is not None:
+                offered[task.offered_to] = min(task.offered_at, offered.get(task.offered_to, task.offered_at))
+        deaf = set()
+        for one in eligible:
+            if one.name not in offered:
+                continue
+            heard = max(offered[one.name], self._record(one.name).finished, float("-inf") if one.latest is None else one.latest)
+            if now - heard > self._too_long(one.name):
+                deaf.add(one.name)
+                self.delivered(one.name, tokens=0, offered=heard, leased=heard, finished=now)
+        return deaf
 
     def _record(self, member: str) -> _Record:
         return self._records.setdefault(member, _Record())
@@ -192,12 +228,11 @@ class Scheduler:
         median = max(known[len(known) // 2], 1e-9) if known else 1.0
         weights = []
         for one in members:
-            rate = self._record(one.name).rate
-            if rate is None:
-                weights.append(median)
-                continue
+            record = self._record(one.name)
+            rate = median if record.rate is None else record.rate
             if one.since is not None and self._tokens_per_task is not None and now > one.since:
-                rate = min(rate, self._blend(rate, self._tokens_per_task / (now - one.since)))
+                at_most = self._tokens_per_task / (now - one.since)
+                rate = min(rate, at_most if self.is_straggler(one.name, one.since, now) else self._blend(rate, at_most))
             weights.append(max(rate, 1e-6 * median))
         return weights
 
@@ -216,14 +251,14 @@ class Scheduler:
             counts[index] += 1
 
 
-def _place(tasks: Sequence[OpenTask], counts: Mapping[str, int]) -> dict[int, str]:
+def _place(tasks: Sequence[OpenTask], counts: Mapping[str, int], deaf: Collection[str]) -> dict[int, str]:
     """Tasks to members, so many each; who has an offer keeps it, and nobody gets a task that it works on or failed at, if that can be."""
     left = dict(counts)
     placed: dict[int, str] = {}
     waiting: list[OpenTask] = []
     for task in tasks:
         name = task.offered_to
-        if name is not None and left.get(name, 0) > 0 and name not in task.busy and name not in task.failed:
+        if name is not None and name not in deaf and left.get(name, 0) > 0 and name not in task.busy and name not in task.failed:
             placed[task.task] = name
             left[name] -= 1
         else:

@@ -164,9 +164,9 @@ def test_rejected_work_is_speed_zero_and_ends_the_trust() -> None:
 
 def test_a_member_that_slows_down_loses_its_share_before_it_delivers() -> None:
     scheduler = measured({"slowing": 100, "steady": 100})
-    members = [Candidate("slowing", 0, holding=1, since=NOW), Candidate("steady", 0, holding=1, since=NOW + 995)]
-    late = counts(scheduler, 18, members, now=NOW + 1000)
-    assert late["slowing"] < late["steady"]
+    members = [Candidate("slowing", 0, holding=1, since=NOW), Candidate("steady", 0)]
+    assert counts(scheduler, 18, members, now=NOW + 12)["slowing"] < 9
+    assert counts(scheduler, 18, members, now=NOW + 1000) == {"steady": 18}
 
 
 def test_one_that_got_nothing_for_long_is_given_a_try() -> None:
@@ -184,7 +184,38 @@ def test_a_lease_far_longer_than_others_is_a_straggler_unless_the_member_is_just
     scheduler.delivered("slow", tokens=100, offered=NOW, leased=NOW, finished=NOW + 40)
     assert not scheduler.is_straggler("slow", NOW, NOW + 100)
     assert scheduler.is_straggler("slow", NOW, NOW + 121)
-    assert not Scheduler().is_straggler("anyone", 0, 1e9)
+    assert not scheduler.is_straggler("slow", NOW, NOW + 200, times=2)
+
+
+def test_before_anything_is_measured_patience_is_what_it_was_set_to() -> None:
+    assert not Scheduler(patience=50).is_straggler("anyone", NOW, NOW + 50)
+    assert Scheduler(patience=50).is_straggler("anyone", NOW, NOW + 51)
+
+
+def test_an_offer_that_its_member_lets_lie_goes_to_somebody_else() -> None:
+    scheduler = measured({"deaf": 100, "ready": 100})
+    members = [Candidate("deaf", 0), Candidate("ready", 0)]
+    lying = [OpenTask(task, offered_to="deaf", offered_at=NOW) for task in range(4)]
+    assert set(scheduler.offers(lying, members, oldest_step=0, now=NOW + 25).values()) == {"deaf", "ready"}
+    assert set(scheduler.offers(lying, members, oldest_step=0, now=NOW + 35).values()) == {"ready"}
+    assert (scheduler.rate("deaf") or 0.0) < 100
+
+
+def test_one_that_is_at_work_may_let_its_next_offers_lie() -> None:
+    scheduler = measured({"busy": 100, "ready": 100})
+    members = [
+        Candidate("busy", 0, holding=1, since=NOW + 30, latest=NOW + 30),
+        Candidate("ready", 0, holding=1, since=NOW + 30, latest=NOW + 30),
+    ]
+    lying = [OpenTask(task, offered_to="busy", offered_at=NOW) for task in range(2)]
+    assert set(scheduler.offers(lying, members, oldest_step=0, now=NOW + 35).values()) == {"busy", "ready"}
+
+
+def test_who_leases_and_never_delivers_is_soon_offered_almost_nothing() -> None:
+    scheduler = measured({"good": 100})
+    scheduler.seen(["good", "hog"], NOW)
+    scheduler.delivered("hog", tokens=0, offered=NOW, leased=NOW, finished=NOW + 60)
+    assert counts(scheduler, 10, [Candidate("good", 0), Candidate("hog", 0)], now=NOW + 60) == {"good": 10}
 
 
 def test_typical_durations_follow_the_recent_ones() -> None:
