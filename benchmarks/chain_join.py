@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from chain_updates import training_run
@@ -13,15 +13,15 @@ from report import Table
 import deltawire
 from deltawire.errors import ObjectMissing
 from deltawire.store import open_store
-from deltawire.store.base import Buffer, ObjectInfo, Progress, Store
+from deltawire.store.base import ObjectInfo, Progress, Store
+from deltawire.store.wrapped import WrappedStore
 
 
-class CountingStore(Store):
-    """Hands everything on, and counts what is read."""
+class CountingStore(WrappedStore):
+    """Counts what is read."""
 
     def __init__(self, inner: Store) -> None:
-        self._inner = inner
-        self.url = inner.url
+        super().__init__(inner)
         self.reset()
 
     def reset(self) -> None:
@@ -29,7 +29,7 @@ class CountingStore(Store):
 
     def get(self, key: str, *, limit: int) -> bytes:
         try:
-            data = self._inner.get(key, limit=limit)
+            data = super().get(key, limit=limit)
         except ObjectMissing:
             self.misses += 1
             raise
@@ -37,37 +37,14 @@ class CountingStore(Store):
         self.bytes += len(data)
         return data
 
-    def head(self, key: str) -> ObjectInfo:
-        return self._inner.head(key)
-
     def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
-        self._inner.read_into(key, buffer, offset=offset, progress=progress)
+        super().read_into(key, buffer, offset=offset, progress=progress)
         self.files += offset == 0
         self.bytes += buffer.nbytes
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self._inner.put_if_absent(key, data)
-
-    def put(
-        self,
-        key: str,
-        data: Buffer | Iterable[Buffer],
-        *,
-        size: int | None = None,
-        progress: Progress | None = None,
-        durable: bool = True,
-    ) -> None:
-        self._inner.put(key, data, size=size, progress=progress, durable=durable)
-
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         self.lists += 1
-        return self._inner.list(prefix, after=after)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        self._inner.delete(keys)
-
-    def close(self) -> None:
-        self._inner.close()
+        return super().list(prefix, after=after)
 
 
 def measure(elements: int, versions: int) -> Table:
