@@ -1,0 +1,69 @@
+"""A run that is trained by a stand-in: rounds, results and versions are real, only what the step does to the weights is made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tiny_policy import TinyPolicy
+
+from deltawire.fleet import Batch, Coordinator, FleetOptions, Sampling, StalenessBudget
+from deltawire.store import Store
+
+TASKS = 3
+
+
+class SmallRun:
+    """The trainer's side. `trained` is what each step was trained on, by step."""
+
+    def __init__(self, folder: Path, store: Store, *, staleness: int = 1, lease_seconds: int = 2, tokens: int = 24) -> None:
+        self.policy = TinyPolicy(folder, store)
+        self.budget = StalenessBudget(staleness)
+        self.tokens = tokens
+        self.versions = {0: self.policy.publish(0)}
+        self.trained: dict[int, Batch] = {}
+        self.step = 0
+        options = FleetOptions(lease_seconds=lease_seconds, poll_seconds=0.05)
+        self.fleet = Coordinator(store, epoch=self.policy.publisher.epoch, budget=self.budget, options=options)
+
+    def open(self, step: int) -> None:
+        rows = [[{"prompt": f"w{step} w{task}", "answer": task}] for task in range(TASKS)]
+        self.fleet.open_round(rows, for_step=step, sampling=Sampling(samples=2, max_tokens=self.tokens, seed=step))
+
+    def train(self, timeout: float = 120.0) -> Batch:
+        """The next step: rounds as far ahead as the budget allows, a batch, an update, a version."""
+        for step in range(self.step + 1, self.budget.newest_open(self.step) + 1):
+            self.open(step)
+        batch = self.fleet.collect(self.step + 1, timeout=timeout)
+        self.take(batch)
+        return batch
+
+    def take(self, batch: Batch) -> None:
+        self.step = batch.step
+        self.trained[batch.step] = batch
+        self.versions[batch.step] = self.policy.publish(batch.step)
+        self.fleet.published(self.versions[batch.step])
+
+    def check(self) -> None:
+        """Every task was trained once, by what members of the fleet made with versions of the chain that were young enough."""
+        seen: set[tuple[int, int]] = set()
+        by_seq = {version.seq: version for version in self.versions.values()}
+        assert sorted(self.trained) == list(range(1, self.step + 1))
+        for step, batch in self.trained.items():
+            assert len(batch.rollouts) == TASKS
+            for rollouts in batch.rollouts:
+                assert (rollouts.round, rollouts.task) not in seen
+                seen.add((rollouts.round, rollouts.task))
+                assert len(rollouts.completions) == 2
+                for seq, made_by in rollouts.versions.items():
+                    assert self.budget.admits(step, made_by.step)
+                    assert (made_by.step, made_by.digest) == (by_seq[seq].step, by_seq[seq].digest)
+                for completion in rollouts.completions:
+                    assert completion.rewards == (float(len(completion.tokens)),)
+
+    def members(self) -> dict[str, Any]:
+        return {status.member: status for status in self.fleet.members()}
+
+    def close(self) -> None:
+        self.fleet.close()
+        self.policy.publisher.close()
