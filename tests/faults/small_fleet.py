@@ -1,0 +1,290 @@
+"""A fleet in one thread: a trainer that publishes to a real chain, and members whose engine makes up what it generates.
+
+Members move whenever the trainer sleeps, so every run is the same, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from publications import open_publisher, repeated, state_at
+
+from deltawire import Digest
+from deltawire.chain.log import ChainLog
+from deltawire.chain.version import Version
+from deltawire.errors import DeltawireError
+from deltawire.events import Event
+from deltawire.fleet import Batch, FleetOptions, StalenessBudget
+from deltawire.fleet.chain_versions import ChainVersions
+from deltawire.fleet.coordinator_steps import CoordinatorSteps
+from deltawire.fleet.member_steps import MemberState, leave_steps, member_steps, tell
+from deltawire.fleet.steps import FindVersion, Generate, KnownVersion, Sleep, Sync, ask_store, run_steps
+from deltawire.format.fleet_files import Accepted
+from deltawire.format.fleet_records import BatchRecord, Lease, Round, Sampling
+from deltawire.format.rollouts import Completion, Rollouts, Span, VersionRef
+from deltawire.publish import Publisher
+from deltawire.store import Store, fleet_keys
+from deltawire.store.memory import MemoryStore
+from deltawire.testing import FaultyStore
+
+SAMPLING = Sampling(samples=2, max_tokens=8, temperature=0.7, seed=3)
+TASKS = 2
+LEASE = 60
+BIG = 1 << 20
+
+
+def rows_for(step: int, tasks: int = TASKS) -> list[list[dict[str, Any]]]:
+    return [[{"prompt": f"{step}.{task}", "weight": 0.5}] for task in range(tasks)]
+
+
+def nonce() -> str:
+    return secrets.token_hex(16)
+
+
+def make_rollouts(record: Round, lease: Lease, rows: Sequence[Any], version: KnownVersion, **changes: Any) -> Rollouts:
+    """What an engine with this version makes of a task: every call something else."""
+    completions = []
+    for prompt in range(len(rows)):
+        for _ in range(record.samples):
+            length = 3
+            tokens = np.frombuffer(secrets.token_bytes(4 * length), "<u4").astype(np.int64) % 50_000
+            completions.append(
+                Completion(
+                    prompt=prompt,
+                    tokens=tokens.astype(np.int32),
+                    logprobs=np.full(length, -0.5, np.float32),
+                    mask=np.ones(length, np.uint8),
+                    rewards=(1.0,),
+                    spans=(Span(0, length, version.seq),),
+                    finished=True,
+                )
+            )
+    made = Rollouts(
+        run=record.id,
+        round=lease.round,
+        task=lease.task,
+        attempt=lease.attempt,
+        member=lease.member,
+        nonce=lease.nonce,
+        prompts=tuple(np.array([1, 2], np.int32) for _ in rows),
+        completions=tuple(completions),
+        reward_names=("right",),
+        versions={version.seq: VersionRef(version.step, version.digest)},
+        seconds={"generate": 0.5},
+    )
+    return replace(made, **changes)
+
+
+class Member:
+    """One member, moved by hand. `version` is what its engine has; None follows the chain."""
+
+    def __init__(self, store: Store, name: str, log: ChainLog) -> None:
+        self.store = store
+        self.version: KnownVersion | None = None
+        self.state = MemberState(log.run.id, name, nonce(), nonce, lambda: 0, lambda: 0.5)
+        self._chain = ChainVersions(log)
+        self._steps = member_steps(self.state)
+        self._begun = False
+        self.ended = False
+
+    def move(self) -> None:
+        """Go on until it wants to sleep, after a heartbeat."""
+        if self.ended:
+            return
+        self.perform_all(tell(self.state))
+        try:
+            request = self._steps.send(None) if self._begun else next(self._steps)
+            self._begun = True
+            while not isinstance(request, Sleep):
+                try:
+                    answer = self.answer(request)
+                except DeltawireError as error:
+                    request = self._steps.throw(error)
+                else:
+                    request = self._steps.send(answer)
+        except StopIteration:
+            self.ended = True
+
+    def leave(self) -> None:
+        self.perform_all(leave_steps(self.state))
+        self.ended = True
+
+    def perform_all(self, steps: Any) -> None:
+        run_steps(steps, self.store, sleep=lambda seconds: None, perform=self.answer)
+
+    def answer(self, request: Any) -> Any:
+        if isinstance(request, Sync):
+            return self.version or self._chain.newest()
+        if isinstance(request, Generate):
+            version = self.version or self._chain.newest()
+            return make_rollouts(request.round, request.lease, request.rows, version)
+        return ask_store(self.store, request)
+
+
+@dataclass
+class Fleet:
+    """A store with a chain in it, and what happened. `time` is the store's clock, in seconds."""
+
+    inner: MemoryStore = field(default_factory=MemoryStore)
+    budget: StalenessBudget = field(default_factory=StalenessBudget)
+    options: FleetOptions = field(default_factory=lambda: FleetOptions(LEASE, keep_steps=2))
+    members: list[Member] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    collected: list[tuple[int, Batch]] = field(default_factory=list)
+    time: float = 1_000_000.0
+    meanwhile: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.store = FaultyStore(self.inner, clock=lambda: datetime.fromtimestamp(self.time, timezone.utc))
+        with open_publisher(self.inner) as publisher:
+            publisher.publish(state_at(0), step=0)
+        self.log = ChainLog(self.inner)
+
+    def join(self, *names: str) -> list[Member]:
+        new = [Member(self.store, name, self.log) for name in names]
+        self.members += new
+        for member in new:
+            member.move()
+        return new
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+        for member in self.members:
+            member.move()
+        self.meanwhile()
+
+    def trainer(self, publisher: Publisher, store: Store | None = None) -> Trainer:
+        return Trainer(self, publisher, store or self.store)
+
+    def publisher(self, **options: Any) -> Publisher:
+        return open_publisher(self.inner, **options)
+
+    def reasons(self) -> list[str]:
+        return [str(event.fields["reason"]) for event in self.events if event.name == "rollout-rejected"]
+
+
+class Trainer:
+    """A trainer of one epoch. `store` is its own way to the store, which may be a bad one."""
+
+    def __init__(self, fleet: Fleet, publisher: Publisher, store: Store) -> None:
+        self.fleet = fleet
+        self.publisher = publisher
+        self.store = store
+        self.chain = ChainVersions(ChainLog(fleet.inner))
+        self.steps = CoordinatorSteps(
+            run=fleet.log.run.id,
+            epoch=publisher.epoch,
+            newest=self.chain.newest(),
+            draw_nonce=nonce,
+            clock=lambda: 0,
+            budget=fleet.budget,
+            options=fleet.options,
+            on_event=fleet.events.append,
+        )
+
+    def go(self, steps: Any) -> Any:
+        def perform(request: Any) -> Any:
+            assert isinstance(request, FindVersion)
+            return self.chain.find(request.seq)
+
+        return run_steps(steps, self.store, sleep=self.fleet.sleep, perform=perform)
+
+    def open(self, step: int, tasks: int = TASKS) -> Round:
+        made = self.go(self.steps.open_round(rows_for(step, tasks), for_step=step, sampling=SAMPLING))
+        assert isinstance(made, Round)
+        return made
+
+    def collect(self, step: int, **options: Any) -> Batch:
+        batch = self.go(self.steps.collect(step, **options))
+        assert isinstance(batch, Batch)
+        self.fleet.collected.append((self.steps.epoch, batch))
+        return batch
+
+    def train(self, batch: Batch) -> Version:
+        """Publish the step, and with it what it was trained on."""
+        trained = json.dumps(hashes_of(batch))
+        version = self.publisher.publish(state_at(batch.step), step=batch.step, meta={"trained": trained})
+        assert isinstance(version, Version)
+        self.steps.published(KnownVersion(version.seq, batch.step, version.digest))
+        return version
+
+    def run_to(self, last: int, *, tries: int = 1) -> None:
+        """Train from where the chain stands, as far ahead as the budget allows."""
+        repeated(lambda: self.go(self.steps.resume()), tries)
+        while (step := self.steps.newest.step + 1) <= last:
+            for ahead in range(step, min(last, self.fleet.budget.newest_open(step - 1)) + 1):
+                repeated(lambda ahead=ahead: self.open(ahead), tries)
+            self.train(repeated(lambda step=step: self.collect(step), tries))
+
+
+def hashes_of(batch: Batch) -> list[str]:
+    return sorted(blake3_of(rollouts) for rollouts in batch.rollouts)
+
+
+def blake3_of(rollouts: Rollouts) -> str:
+    return blake3(rollouts.to_bytes()).hexdigest()
+
+
+def acknowledged(store: Store, epoch: int, step: int) -> list[str] | None:
+    """What a trainer acknowledged for a step, as the store has it."""
+    keys = {info.key for info in store.list(fleet_keys.BATCHES)}
+    if fleet_keys.batch_key(epoch, step) not in keys:
+        return None
+    record = BatchRecord.parse(store.get(fleet_keys.batch_key(epoch, step), limit=BIG))
+    accepted = Accepted.parse(store.get(record.accepted.key, limit=BIG))
+    return sorted(one.blake3 for one in accepted.results)
+
+
+def live_versions(store: Store) -> list[Version]:
+    """The versions of the history that leads to the head, oldest first, without rewinds."""
+    log = ChainLog(store)
+    head = log.head()
+    assert head is not None
+    versions = ChainVersions(log)
+    found = []
+    for seq in range(head.seq + 1):
+        known = versions.find(seq)
+        commit = log.read(seq)
+        if known is not None and known.live and commit is not None and commit.kind != "rewind":
+            found.append(log.version(seq))
+    return found
+
+
+def assert_one_line_of_training(store: Store, last: int) -> None:
+    """Every step once, each trained on what its trainer acknowledged for it, and no rollout in two of them."""
+    versions = live_versions(store)
+    assert [version.step for version in versions] == list(range(last + 1))
+    used: list[str] = []
+    for version in versions[1:]:
+        trained = json.loads(version.meta["trained"])
+        assert len(trained) == TASKS
+        kept = acknowledged(store, version.epoch, version.step or 0)
+        assert kept in (None, trained)  # None: swept
+        used += trained
+    assert len(set(used)) == len(used)
+
+
+def place_result(fleet: Fleet, record: Round, lease: Lease, rollouts: Rollouts, *, data: bytes | None = None) -> str:
+    """Upload a result by hand, under the lease's place. Returns its key."""
+    data = rollouts.to_bytes() if data is None else data
+    place = fleet_keys.RolloutKey(record.round, lease.task, lease.attempt, blake3(data).hexdigest())
+    fleet.store.put(fleet_keys.rollout_key(place), data)
+    return fleet_keys.rollout_key(place)
+
+
+def place_lease(fleet: Fleet, record: Round, task: int = 0, attempt: int = 0, member: str = "x") -> Lease:
+    """Take a lease by hand."""
+    lease = Lease(record.id, record.round, task, attempt, member, nonce(), 0, 0)
+    fleet.store.put_if_absent(fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, task, attempt)), lease.to_bytes())
+    return lease
+
+
+def other_digest(digest: Digest) -> Digest:
+    return digest + Digest((1, 0, 0, 0))

@@ -1,0 +1,244 @@
+"""Results that should not be trained on: each is refused for its own reason, counted, and its task done again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_fleet import Fleet, Trainer, make_rollouts, nonce, other_digest, place_lease, place_result, rows_for
+
+from deltawire.fleet import FleetOptions, Rollouts, StalenessBudget
+from deltawire.fleet.steps import KnownVersion
+from deltawire.format.fleet_records import Lease, Round
+from deltawire.format.rollouts import VersionRef
+from deltawire.store import fleet_keys
+from deltawire.testing import FaultyStore, Reading, call
+
+Make = Callable[[Fleet, Trainer, Round, Lease], Rollouts | bytes]
+
+
+def honest(trainer: Trainer, record: Round, lease: Lease, **changes: object) -> Rollouts:
+    return make_rollouts(record, lease, rows_for(record.for_step)[lease.task], trainer.steps.newest, **changes)
+
+
+def by_version(trainer: Trainer, record: Round, lease: Lease, version: KnownVersion) -> Rollouts:
+    return make_rollouts(record, lease, rows_for(record.for_step)[lease.task], version)
+
+
+def assert_refused(reason: str, make: Make, *, steps: int = 0) -> None:
+    """A result is uploaded under a lease of its own; it is refused for this reason, and an honest member does the task again."""
+    fleet = Fleet(budget=StalenessBudget(0))
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        helper = fleet.join("helper")[0]
+        trainer.run_to(steps)
+        fleet.members.clear()
+        record = trainer.open(steps + 1)
+        lease = place_lease(fleet, record)
+        made = make(fleet, trainer, record, lease)
+        data = made if isinstance(made, bytes) else made.to_bytes()
+        place_result(fleet, record, lease, honest(trainer, record, lease), data=data)
+        trainer.go(trainer.steps.poll())
+        assert fleet.reasons() == [reason]
+        assert trainer.steps.rejected == {reason: 1}
+        fleet.members.append(helper)
+        batch = trainer.collect(steps + 1)
+        assert batch.rejected == {reason: 1}
+        assert {one.member for one in batch.rollouts} == {"helper"}
+        assert [one.attempt for one in batch.rollouts] == [1, 0]  # the task of the refused result went on to its next attempt
+
+
+def test_a_result_of_another_run_is_refused() -> None:
+    assert_refused("wrong-run", lambda fleet, trainer, record, lease: honest(trainer, record, lease, run="00" * 16))
+
+
+def test_a_result_that_is_damaged_is_refused() -> None:
+    assert_refused("malformed", lambda fleet, trainer, record, lease: honest(trainer, record, lease).to_bytes()[:-1])
+
+
+def test_a_result_that_lies_in_another_place_than_it_says_is_refused() -> None:
+    assert_refused("malformed", lambda fleet, trainer, record, lease: honest(trainer, record, lease, task=1))
+
+
+def test_a_result_with_fewer_completions_than_were_asked_for_is_refused() -> None:
+    def make(fleet: Fleet, trainer: Trainer, record: Round, lease: Lease) -> Rollouts:
+        whole = honest(trainer, record, lease)
+        return replace(whole, completions=whole.completions[1:])
+
+    assert_refused("malformed", make)
+
+
+def test_a_result_with_longer_completions_than_are_allowed_is_refused() -> None:
+    def make(fleet: Fleet, trainer: Trainer, record: Round, lease: Lease) -> Rollouts:
+        whole = honest(trainer, record, lease)
+        first = whole.completions[0]
+        length = record.sampling.max_tokens + 1
+        long = replace(
+            first,
+            tokens=np.ones(length, np.int32),
+            logprobs=np.zeros(length, np.float32),
+            mask=np.ones(length, np.uint8),
+            spans=(replace(first.spans[0], end=length),),
+        )
+        return replace(whole, completions=(long, *whole.completions[1:]))
+
+    assert_refused("malformed", make)
+
+
+def test_a_result_of_who_did_not_hold_the_lease_is_refused() -> None:
+    assert_refused("unleased", lambda fleet, trainer, record, lease: honest(trainer, record, lease, nonce=nonce()))
+    assert_refused("unleased", lambda fleet, trainer, record, lease: honest(trainer, record, lease, member="y"))
+
+
+def test_a_result_by_a_version_that_does_not_exist_is_refused() -> None:
+    def make(fleet: Fleet, trainer: Trainer, record: Round, lease: Lease) -> Rollouts:
+        newest = trainer.steps.newest
+        return by_version(trainer, record, lease, replace(newest, seq=newest.seq + 1))
+
+    assert_refused("future", make)
+
+
+def test_a_result_by_other_weights_than_the_chain_has_is_refused() -> None:
+    def make(fleet: Fleet, trainer: Trainer, record: Round, lease: Lease) -> Rollouts:
+        newest = trainer.steps.newest
+        return by_version(trainer, record, lease, replace(newest, digest=other_digest(newest.digest)))
+
+    assert_refused("wrong-digest", make)
+
+
+def test_a_result_by_too_old_a_version_is_refused() -> None:
+    def make(fleet: Fleet, trainer: Trainer, record: Round, lease: Lease) -> Rollouts:
+        old = next(known for seq in range(9) if (known := trainer.chain.find(seq)) is not None)
+        assert old.step == 0
+        return by_version(trainer, record, lease, old)
+
+    assert_refused("stale", make, steps=1)
+
+
+def test_a_result_some_of_which_was_made_by_too_old_a_version_is_refused() -> None:
+    def make(fleet: Fleet, trainer: Trainer, record: Round, lease: Lease) -> Rollouts:
+        old = next(known for seq in range(9) if (known := trainer.chain.find(seq)) is not None)
+        whole = honest(trainer, record, lease)
+        first = whole.completions[0]
+        spans = (replace(first.spans[0], end=1, seq=old.seq), replace(first.spans[0], start=1))
+        versions = {old.seq: VersionRef(old.step, old.digest), **whole.versions}
+        return replace(whole, completions=(replace(first, spans=spans), *whole.completions[1:]), versions=versions)
+
+    assert_refused("stale", make, steps=1)
+
+
+def test_a_result_by_a_version_that_a_rewind_abandoned_is_refused() -> None:
+    fleet = Fleet(budget=StalenessBudget(1))
+    fleet.join("a")
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.run_to(1)
+        abandoned = trainer.steps.newest
+    fleet.members.clear()
+    with fleet.publisher(resume_from=1) as publisher:
+        trainer = fleet.trainer(publisher)
+        assert trainer.steps.newest.step == 0
+        record = trainer.open(1)  # a new round, as this trainer did not ask for what is there
+        lease = place_lease(fleet, record)
+        place_result(fleet, record, lease, by_version(trainer, record, lease, abandoned))
+        trainer.go(trainer.steps.poll())
+        assert fleet.reasons() == ["abandoned"]
+
+
+def test_a_second_result_of_one_attempt_is_a_duplicate_and_of_another_late() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1)
+        first, second = place_lease(fleet, record), place_lease(fleet, record, attempt=1, member="y")
+        place_result(fleet, record, first, honest(trainer, record, first))
+        fleet.time += 1
+        place_result(fleet, record, first, honest(trainer, record, first))
+        place_result(fleet, record, second, honest(trainer, record, second))
+        trainer.go(trainer.steps.poll())
+        assert sorted(fleet.reasons()) == ["duplicate", "late"]
+        fleet.join("helper")
+        batch = trainer.collect(1)
+        assert [(one.member, one.attempt) for one in batch.rollouts] == [("x", 0), ("helper", 0)]
+        trainer.train(batch)
+        third = place_lease(fleet, record, task=1, attempt=1, member="z")
+        place_result(fleet, record, third, honest(trainer, record, third))
+        trainer.go(trainer.steps.poll())
+        assert fleet.reasons()[-1] == "late"  # its step is trained
+
+
+def test_the_same_result_uploaded_twice_counts_once() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1)
+        lease = place_lease(fleet, record)
+        made = honest(trainer, record, lease)
+        for _ in range(2):
+            place_result(fleet, record, lease, made)
+            trainer.go(trainer.steps.poll())
+        assert [event.name for event in fleet.events].count("rollout-accepted") == 1
+        assert not fleet.reasons()
+
+
+def test_junk_under_another_members_lease_does_not_cost_it_its_result() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1)
+        lease = place_lease(fleet, record)
+        place_result(fleet, record, lease, honest(trainer, record, lease), data=b"junk")
+        trainer.go(trainer.steps.poll())
+        assert fleet.reasons() == ["malformed"]
+        place_result(fleet, record, lease, honest(trainer, record, lease))
+        trainer.go(trainer.steps.poll())
+        assert trainer.steps.rounds[1].tasks[0].accepted is not None
+
+
+def test_a_bit_that_flips_on_the_way_to_the_trainer_costs_nobody_a_result() -> None:
+    fleet = Fleet()
+    fleet.join("a")
+    store = FaultyStore(fleet.store, [Reading(call("get", fleet_keys.ROLLOUTS), "flip")])
+    with fleet.publisher() as publisher:
+        fleet.trainer(publisher, store).run_to(1)
+    assert not fleet.reasons()
+
+
+def test_objects_that_are_no_leases_heartbeats_or_results_are_passed_over() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1)
+        fleet.store.put(fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, 0, 0)), b"{}")
+        fleet.store.put(fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, 1, 0)), b"x" * 100_000)
+        fleet.store.put(fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, 99, 0)), b"{}")
+        fleet.store.put(fleet_keys.rollout_key(fleet_keys.RolloutKey(record.round, 99, 0, "00" * 32)), b"{}")
+        fleet.store.put(f"{fleet_keys.ROLLOUTS}whatever", b"{}")
+        fleet.store.put(f"{fleet_keys.MEMBERS}liar.json", b"{}")
+        fleet.store.put(f"{fleet_keys.ROUNDS}whatever.json", b"{}")
+        fleet.store.put(f"{fleet_keys.BATCHES}whatever.json", b"{}")
+        fleet.join("a")
+        batch = trainer.collect(1)
+    assert [one.attempt for one in batch.rollouts] == [1, 1]
+    assert batch.rejected == {"malformed": 1}
+
+
+@pytest.mark.parametrize("quorum", [0.5, 1.0])
+def test_a_round_settles_with_its_quorum_and_no_result_after_that_is_taken(quorum: float) -> None:
+    fleet = Fleet(options=FleetOptions(60, quorum=quorum))
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1)
+        for task in range(2):
+            lease = place_lease(fleet, record, task=task)
+            place_result(fleet, record, lease, honest(trainer, record, lease))
+            if quorum == 0.5:
+                break
+        assert len(trainer.collect(1).rollouts) == round(2 * quorum)
+        if quorum == 0.5:
+            lease = place_lease(fleet, record, task=1)
+            place_result(fleet, record, lease, honest(trainer, record, lease))
+            trainer.go(trainer.steps.poll())
+            assert fleet.reasons() == ["late"]

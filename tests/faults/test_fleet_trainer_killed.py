@@ -1,0 +1,204 @@
+"""A trainer dies, or is left without an answer, at every single call that it makes for its fleet. Another one takes over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from small_fleet import Fleet, acknowledged, assert_one_line_of_training, hashes_of, live_versions
+
+from deltawire.errors import Fenced, FleetTimeout
+from deltawire.fleet import FleetOptions, StalenessBudget
+from deltawire.format.fleet_records import Board
+from deltawire.store import fleet_keys
+from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, call
+from deltawire.testing.faulty_store import Failure
+
+LAST = 3
+Fault = type[Before] | type[After]
+
+
+def small_fleet(staleness: int = 1) -> Fleet:
+    fleet = Fleet(budget=StalenessBudget(staleness), options=FleetOptions(60, keep_steps=1))
+    fleet.join("a", "b")
+    return fleet
+
+
+def calls_of_a_trainer() -> list[Call]:
+    """What a trainer asks of a store on which nothing fails."""
+    fleet = small_fleet()
+    store = FaultyStore(fleet.store)
+    with fleet.publisher() as publisher:
+        fleet.trainer(publisher, store).run_to(LAST)
+    made = {each.key.split("/")[1] for each in store.calls if each.key.startswith("fleet/")}
+    assert made == {"round", "tasks", "lease", "rollout", "accepted", "batch", "member", "board.json"}  # all that there is
+    assert {each.op for each in store.calls} >= {"get", "put", "put_if_absent", "list", "head", "delete"}
+    return store.calls
+
+
+def fleets_with(fault: Fault, kind: Failure) -> Iterator[tuple[Fleet, FaultyStore]]:
+    """A fleet per call of a trainer, whose way to the store fails at that call."""
+    for each in calls_of_a_trainer():
+        print(each)  # the last one printed is the one that a failure is about
+        unanswered = kind == "unknown" and each.op != "put_if_absent"  # of other calls a store says so in other words
+        fleet = small_fleet()
+        yield fleet, FaultyStore(fleet.store, [fault(each.index, "unavailable" if unanswered else kind)])
+
+
+def assert_death_loses_nothing(fault: Fault) -> None:
+    for fleet, store in fleets_with(fault, "crash"):
+        with contextlib.suppress(ProcessDied), fleet.publisher() as publisher:
+            epoch = publisher.epoch
+            fleet.trainer(publisher, store).run_to(LAST)
+        assert store.died
+        trained = {version.step for version in live_versions(fleet.inner)}
+        owed = {step: found for step in range(1, LAST + 1) if (found := acknowledged(fleet.inner, epoch, step)) and step not in trained}
+        returned = {batch.step: hashes_of(batch) for _, batch in fleet.collected if batch.step not in trained}
+        assert returned.items() <= owed.items()  # nobody trains on what is not written down
+        with fleet.publisher() as publisher:
+            fleet.trainer(publisher).run_to(LAST)
+        assert_one_line_of_training(fleet.inner, LAST)
+        used = {version.step: json.loads(version.meta["trained"]) for version in live_versions(fleet.inner)[1:]}
+        for step, hashes in owed.items():
+            assert used[step] == hashes
+
+
+def assert_errors_lose_nothing(fault: Fault, kind: Failure) -> None:
+    for fleet, store in fleets_with(fault, kind):
+        with fleet.publisher() as publisher:
+            fleet.trainer(publisher, store).run_to(LAST, tries=2)
+        assert_one_line_of_training(fleet.inner, LAST)
+        assert not fleet.reasons()
+
+
+def test_a_trainer_killed_before_any_call_loses_no_acknowledged_rollout_and_trains_on_none_twice() -> None:
+    assert_death_loses_nothing(Before)
+
+
+def test_a_trainer_killed_after_any_call_loses_no_acknowledged_rollout_and_trains_on_none_twice() -> None:
+    assert_death_loses_nothing(After)
+
+
+def test_a_fleet_goes_on_when_a_call_of_its_trainer_was_done_but_not_answered() -> None:
+    assert_errors_lose_nothing(After, "unknown")
+
+
+def test_a_fleet_goes_on_when_a_call_of_its_trainer_was_neither_done_nor_answered() -> None:
+    assert_errors_lose_nothing(Before, "unknown")
+
+
+def test_a_trainer_sits_out_a_loss_of_the_store_while_it_collects() -> None:
+    fleet = small_fleet()
+    store = FaultyStore(fleet.store, [Before(call("list", fleet_keys.ROLLOUTS), "unavailable", times=20)])
+    with fleet.publisher() as publisher:
+        fleet.trainer(publisher, store).run_to(LAST)
+    assert_one_line_of_training(fleet.inner, LAST)
+    assert [event.name for event in fleet.events].count("fleet-retrying") == 20
+
+
+def test_a_trainer_that_was_taken_over_halts_wherever_the_other_comes_in() -> None:
+    """At each call of the first, the second takes over, and trains to the end; the first then gets nothing done."""
+    for each in calls_of_a_trainer():
+        print(each)
+        fleet = small_fleet()
+        store = FaultyStore(fleet.store, [Before(_takeover(fleet, each.index), "unavailable")])
+        first = fleet.publisher()
+        with contextlib.suppress(Fenced):
+            fleet.trainer(first, store).run_to(LAST, tries=2)
+        with contextlib.suppress(Fenced):
+            first.close()
+        assert_one_line_of_training(fleet.inner, LAST)
+
+
+def _takeover(fleet: Fleet, index: int) -> Callable[[Call], bool]:
+    def strikes(each: Call) -> bool:
+        if each.index == index:
+            with fleet.publisher() as publisher:
+                fleet.trainer(publisher).run_to(LAST)
+        return False
+
+    return strikes
+
+
+def test_a_trainer_that_was_taken_over_writes_no_board() -> None:
+    fleet = small_fleet()
+    first = fleet.publisher()
+    old = fleet.trainer(first)
+    old.open(1)
+    with fleet.publisher() as publisher:
+        new = fleet.trainer(publisher)
+        new.go(new.steps.resume())
+        new.go(new.steps.poll())
+        for steps in (old.steps.poll(), old.steps.stop(), old.steps.collect(1)):
+            with pytest.raises(Fenced):
+                old.go(steps)
+        with pytest.raises(Fenced):
+            old.open(2)
+    board = Board.parse(fleet.inner.get(fleet_keys.BOARD, limit=1 << 20))
+    assert (board.epoch, board.stop) == (new.steps.epoch, False)
+
+
+def test_a_round_of_a_later_trainer_in_ones_own_place_is_a_takeover() -> None:
+    fleet = small_fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1)
+        rows = replace(record.rows, key=fleet_keys.tasks_key(1, record.rows.blake3))
+        later = replace(record, round=1, epoch=record.epoch + 1, rows=rows)
+        fleet.store.put_if_absent(fleet_keys.round_key(1), later.to_bytes())
+        for _ in range(2):
+            with pytest.raises(Fenced):
+                trainer.open(2)
+
+
+def test_a_round_in_ones_own_place_by_an_earlier_trainer_only_takes_up_the_number() -> None:
+    fleet = small_fleet()
+    with fleet.publisher() as publisher:
+        fleet.trainer(publisher).open(1)
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.steps._next_round = 0  # as a listing that is old makes it believe
+        assert trainer.open(1).round == 1
+
+
+def test_results_by_versions_that_a_rewind_abandoned_are_not_trained_on_and_older_ones_are_used_again() -> None:
+    fleet = Fleet(budget=StalenessBudget(1), options=FleetOptions(60, keep_steps=8))
+    fleet.join("a")
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.run_to(2)
+        first = {version.step: version for version in live_versions(fleet.inner)}
+        trainer.open(3)
+        lost = trainer.collect(3)  # acknowledged, made by versions 1 or 2
+    made_by = {seq for rollouts in lost.rollouts for seq in rollouts.versions}
+    assert made_by == {first[2].seq}
+    with fleet.publisher(resume_from=first[1].seq) as publisher:
+        trainer = fleet.trainer(publisher)
+        adopted = trainer.go(trainer.steps.resume())
+        assert [record.for_step for record in adopted] == [2, 3]
+        assert trainer.steps.rejected == {"abandoned": 2}
+        # step 2 was made by version 0 or 1, which both still hold: it is used again as it was acknowledged
+        assert trainer.steps.rounds[2].settled
+        assert not trainer.steps.rounds[3].settled
+        trainer.run_to(4)
+    assert_one_line_of_training(fleet.inner, 4)
+    again = {version.step: version.meta.get("trained") for version in live_versions(fleet.inner)}
+    assert again[2] == first[2].meta["trained"]
+    assert again[3] != json.dumps(hashes_of(lost))
+
+
+def test_a_trainer_that_is_told_to_stop_waiting_can_wait_on() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1)
+        with pytest.raises(FleetTimeout):
+            trainer.collect(1, timeout=5)
+        with pytest.raises(FleetTimeout):
+            trainer.collect(1, stop=lambda: True)
+        fleet.join("a")
+        assert trainer.collect(1).round == record
+        assert trainer.collect(1).round == record  # what is acknowledged is acknowledged
