@@ -1,0 +1,96 @@
+"""A trainer and members small enough for tests: a real model, a real tokenizer, and a reward that is quickly learned.
+
+Importing this skips the test file where torch or transformers are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import SIZES, qwen, torch
+
+from deltawire.fleet.member import Member
+from deltawire.fleet.options import FleetOptions
+from deltawire.rl.generation import TransformersGenerator
+from deltawire.rl.member import RewardScorer
+from deltawire.rl.trainer import GrpoSettings, GrpoTrainer
+from deltawire.store import Store
+
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+SETTINGS = GrpoSettings(prompts=4, samples=4, tasks=2, max_tokens=6, learning_rate=1e-2, staleness=0, checkpoint_every=2)
+FLEET = FleetOptions(lease_seconds=30, poll_seconds=0.01, keep_steps=64)
+ROWS = [{"prompt": f"w{number} w{number + 1}"} for number in range(1, 40)]
+
+
+def low_words(completions: list[str], **_: Any) -> list[float]:
+    """Of a completion's words, the share that is one of w0 to w19."""
+    words = [completion.split() for completion in completions]
+    return [sum(int(word[1:]) < 20 for word in each) / max(1, len(each)) for each in words]
+
+
+def attachments() -> dict[str, bytes]:
+    """What members build the model and its tokenizer from: a token a word, w0 to w95."""
+    from transformers import PreTrainedTokenizerFast
+
+    words = tokenizers.models.WordLevel({f"w{number}": number for number in range(SIZES["vocab_size"])}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    with tempfile.TemporaryDirectory() as folder:
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+        model().config.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def model(seed: int = 0) -> Any:
+    return qwen(seed, dtype=torch.float32, bos_token_id=None, eos_token_id=None)
+
+
+def trainer(store: Any, checkpoints: Path | None, *, seed: int = 0, **options: Any) -> GrpoTrainer:
+    options = {"settings": SETTINGS, "fleet": FLEET, "attachments": attachments(), **options}
+    return GrpoTrainer(model(seed), ROWS, store, checkpoints=checkpoints, **options)
+
+
+@contextlib.contextmanager
+def members(store: Store, count: int = 1) -> Iterator[None]:
+    """So many members on threads. They wait for the chain, and leave at the end."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def serve(name: str) -> None:
+        try:
+            generator = open_generator(store, name, stop)
+            if generator is not None:
+                with contextlib.closing(generator):
+                    Member(store, generator, RewardScorer([low_words]), name=name, poll=0.01).run(stop)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=serve, args=(f"member-{number}",)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not errors, errors
+
+
+def open_generator(store: Store, name: str, stop: threading.Event) -> TransformersGenerator | None:
+    from deltawire.errors import DeltawireError
+
+    while not stop.wait(0.01):
+        try:
+            return TransformersGenerator(store, reader=name, poll=0.01)
+        except DeltawireError as error:  # there is no chain yet
+            if not error.retryable:
+                raise
+    return None

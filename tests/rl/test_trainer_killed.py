@@ -1,0 +1,120 @@
+"""A trainer dies at any point and another one goes on: chain, tasks and accepted rollouts fit together afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from learning_run import members, trainer
+from tiny_models import torch
+
+from deltawire.chain.log import ChainLog
+from deltawire.chain.verify import verify
+from deltawire.fleet.chain_versions import ChainVersions
+from deltawire.format.fleet_files import MAX_ACCEPTED_BYTES, Accepted
+from deltawire.format.fleet_records import BatchRecord
+from deltawire.format.records import MAX_RECORD_BYTES
+from deltawire.format.rollouts import Rollouts
+from deltawire.store import Store, fleet_keys, open_store
+from deltawire.store.fleet_keys import RolloutKey
+from deltawire.store.memory import MemoryStore
+from deltawire.testing import After, Before, FaultyStore, ProcessDied
+
+STEPS = 5
+
+
+def assert_consistent(store: Store, *, steps: int) -> None:
+    """Every step of the final history has one acknowledgement in force, of results that are whole, made by versions of that history,
+    within the budget, and trained on in no other step."""
+    assert verify(store, deep=True).problems == []
+    versions = ChainVersions(ChainLog(store))
+    assert versions.newest().step == steps
+    in_force: dict[int, BatchRecord] = {}
+    for info in store.list(fleet_keys.BATCHES):
+        record = BatchRecord.parse(store.get(info.key, limit=MAX_RECORD_BYTES))
+        if record.step not in in_force or record.epoch > in_force[record.step].epoch:
+            in_force[record.step] = record
+    assert in_force.keys() == set(range(1, steps + 1))
+    used: set[RolloutKey] = set()
+    for step, record in in_force.items():
+        accepted = Accepted.parse(store.get(record.accepted.key, limit=MAX_ACCEPTED_BYTES))
+        assert [one.task for one in accepted.results] == [0, 1]
+        for one in accepted.results:
+            key = RolloutKey(record.round, one.task, one.attempt, one.blake3)
+            assert key not in used
+            used.add(key)
+            rollouts = Rollouts.parse(store.get(fleet_keys.rollout_key(key), limit=one.size))
+            for seq, reference in rollouts.versions.items():
+                version = versions.find(seq)
+                assert version is not None
+                assert version.live
+                assert version.digest == reference.digest
+                assert version.step == step - 1
+
+
+def calls_of_a_run(tmp_path: Path) -> int:
+    store = FaultyStore(MemoryStore())
+    with members(store.inner), trainer(store, tmp_path) as learning:
+        learning.train(until=STEPS)
+    return len(store.calls)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the death of a process is that of all its threads
+@pytest.mark.parametrize("fault", [Before, After])
+def test_a_trainer_that_dies_at_any_call_of_the_store_is_followed_by_one_that_goes_on(fault: type[Before], tmp_path: Path):
+    chance = random.Random(3)
+    calls = calls_of_a_run(tmp_path / "whole")
+    for number in range(4):
+        inner, checkpoints = MemoryStore(), tmp_path / str(number)
+        with members(inner):
+            deaths = 0
+            for moment in (chance.randrange(calls // 2), chance.randrange(calls)):
+                store = FaultyStore(inner, [fault(moment, "crash")])
+                print(f"run {number}: {fault.__name__} call {moment}")  # what a failure is about
+                with contextlib.suppress(ProcessDied), trainer(store, checkpoints) as learning:
+                    learning.train(until=STEPS)
+                deaths += store.died
+            with trainer(inner, checkpoints) as learning:
+                learning.train(until=STEPS)
+            assert deaths
+        assert_consistent(inner, steps=STEPS)
+
+
+def test_trainers_that_are_killed_outright_are_followed_by_one_that_goes_on(tmp_path: Path):
+    with open_store(tmp_path / "store") as store, members(store):
+        for lines in (4, 9):  # events that it gets to tell of
+            with subprocess.Popen(
+                [sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=child_environment()
+            ) as child:
+                assert child.stdout is not None
+                for _ in range(lines):
+                    assert child.stdout.readline(), "the trainer ended by itself"
+                child.send_signal(signal.SIGKILL)
+                assert child.wait() == -signal.SIGKILL
+        with trainer(store, tmp_path / "checkpoints") as learning:
+            assert learning.step < STEPS * 2
+            learning.train(until=STEPS * 2)
+        assert_consistent(store, steps=STEPS * 2)
+
+
+def child_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    told = ("round-opened", "round-adopted", "published", "trained")
+    with trainer(
+        folder / "store", folder / "checkpoints", on_event=lambda event: print(event.name, flush=True) if event.name in told else None
+    ) as learning:
+        learning.train(until=10**6)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
