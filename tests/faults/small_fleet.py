@@ -5,6 +5,7 @@ Members move whenever the trainer sleeps, so every run is the same, and nothing 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from publications import open_publisher, repeated, state_at
 from deltawire import Digest
 from deltawire.chain.log import ChainLog
 from deltawire.chain.version import Version
-from deltawire.errors import DeltawireError
+from deltawire.errors import DeltawireError, StoreUnavailable
 from deltawire.events import Event
 from deltawire.fleet import Batch, FleetOptions, StalenessBudget
 from deltawire.fleet.chain_versions import ChainVersions
@@ -98,7 +99,8 @@ class Member:
         """Go on until it wants to sleep, after a heartbeat."""
         if self.ended:
             return
-        self.perform_all(tell(self.state))
+        with contextlib.suppress(StoreUnavailable):
+            self.perform_all(tell(self.state))
         try:
             request = self._steps.send(None) if self._begun else next(self._steps)
             self._begun = True

@@ -143,6 +143,7 @@ def _turn(me: MemberState) -> Steps[bool]:
     """One look at the board, and at most one task. Whether there was something to do."""
     board = yield from _board(me)
     if board is None:
+        yield from _sync(me, 0)  # so that the first board can have offers for us
         return False
     me.lease_seconds = board.lease_seconds
     if board.stop:

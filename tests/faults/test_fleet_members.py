@@ -1,0 +1,373 @@
+"""Members that die, freeze, leave, lose the store or lose a race: their tasks go on to others, and nothing is trained on twice."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from small_fleet import LEASE, Fleet, Member, Trainer, assert_one_line_of_training, make_rollouts, place_lease, place_result, rows_for
+
+from deltawire.errors import StoreDenied
+from deltawire.fleet import StalenessBudget
+from deltawire.fleet.member_steps import tell
+from deltawire.fleet.steps import Generate, Sync
+from deltawire.format.fleet_records import Board, Heartbeat
+from deltawire.store import Store, fleet_keys
+from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, Reading, call
+from deltawire.testing.faulty_store import Failure
+
+LAST = 2
+
+
+def board_of(fleet: Fleet) -> Board:
+    return Board.parse(fleet.inner.get(fleet_keys.BOARD, limit=1 << 20))
+
+
+def offers(fleet: Fleet) -> dict[str, list[tuple[int, int]]]:
+    """Task and attempt of what each is offered."""
+    return {member: [place[1:] for place in places] for member, places in board_of(fleet).offers.items()}
+
+
+def poll(fleet: Fleet, trainer: Trainer, seconds: float = 0.0) -> None:
+    """So much later the trainer looks, and looks again with the store's time at hand."""
+    fleet.time += seconds
+    trainer.steps._slept = LEASE
+    trainer.go(trainer.steps.poll())
+    trainer.steps._slept = LEASE
+    trainer.go(trainer.steps.poll())
+
+
+def claimed(fleet: Fleet, trainer: Trainer, name: str, task: int = 0) -> Member:
+    """A member that lives, and holds the task's first lease."""
+    member = fleet.join(name)[0]
+    fleet.members.remove(member)
+    record = trainer.steps.rounds[1].record
+    place_lease(fleet, record, task, member=name)
+    member.state.working.add((record.round, task, 0))
+    member.perform_all(tell(member.state))
+    return member
+
+
+def test_a_task_of_a_silent_member_goes_to_another_after_the_lease() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1, tasks=1)
+        claimed(fleet, trainer, "frozen")
+        other = fleet.join("other")[0]
+        fleet.members.clear()
+        poll(fleet, trainer)
+        assert offers(fleet) == {}
+        poll(fleet, trainer, LEASE - 1)
+        assert offers(fleet) == {}
+        other.perform_all(tell(other.state))
+        poll(fleet, trainer, 2)
+        assert offers(fleet) == {"other": [(0, 1)]}
+        fleet.members.append(other)
+        assert [one.attempt for one in trainer.collect(1).rollouts] == [1]
+        assert record.tasks == 1
+
+
+def test_heartbeats_that_name_a_lease_keep_it_and_others_do_not() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.open(1, tasks=2)
+        busy, idle = claimed(fleet, trainer, "busy", 0), claimed(fleet, trainer, "idle", 1)
+        idle.state.working.clear()
+        for _ in range(4):
+            for member in (busy, idle):
+                member.perform_all(tell(member.state))
+            poll(fleet, trainer, LEASE / 2)
+        assert list(offers(fleet).values()) == [[(1, 1)]]
+
+
+def test_a_member_that_wakes_up_after_its_lease_may_still_be_first() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1, tasks=1)
+        lease = place_lease(fleet, record, member="frozen")
+        fleet.join("other")
+        fleet.members.clear()
+        poll(fleet, trainer, 2 * LEASE)
+        second = place_lease(fleet, record, attempt=1, member="other")
+        rows = rows_for(1)[0]
+        place_result(fleet, record, lease, make_rollouts(record, lease, rows, trainer.steps.newest))
+        poll(fleet, trainer)
+        fleet.time += 1
+        place_result(fleet, record, second, make_rollouts(record, second, rows, trainer.steps.newest))
+        poll(fleet, trainer)
+        assert [one.member for one in trainer.collect(1).rollouts] == ["frozen"]
+        assert fleet.reasons() == ["late"]
+
+
+def test_tasks_of_a_member_that_leaves_are_offered_again_at_once() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.open(1, tasks=1)
+        member = claimed(fleet, trainer, "leaver")
+        fleet.join("other")
+        fleet.members.clear()
+        poll(fleet, trainer, 1)
+        assert offers(fleet) == {}
+        member.leave()
+        poll(fleet, trainer)
+        assert offers(fleet) == {"other": [(0, 1)]}
+        assert Heartbeat.parse(fleet.inner.get(fleet_keys.member_key("leaver"), limit=9999)).state == "left"
+
+
+def test_clocks_of_members_and_trainer_decide_nothing() -> None:
+    fleet = Fleet()
+    wrong = [member.state for member in fleet.join("past", "future")]
+    wrong[0].clock, wrong[1].clock = lambda: 0, lambda: 10**15
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.steps._clock = lambda: 10**14
+        trainer.run_to(LAST)
+    assert_one_line_of_training(fleet.inner, LAST)
+    assert not fleet.reasons()
+    assert {member.state.tokens > 0 for member in fleet.members} == {True}
+
+
+def test_a_straggler_gets_company_and_the_first_to_finish_wins() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1, tasks=3)
+        slow = claimed(fleet, trainer, "slow")
+        fast = fleet.join("fast")[0]
+        for _ in range(3):
+            poll(fleet, trainer, 1)
+            slow.perform_all(tell(slow.state))
+        assert (0, 1) not in offers(fleet).get("fast", [])
+        for _ in range(20):
+            fleet.time += 5
+            for member in (slow, fast):
+                member.perform_all(tell(member.state))
+            fast.move()
+            poll(fleet, trainer)
+        assert trainer.steps.rounds[1].settled
+        lease = trainer.steps.rounds[1].tasks[0].leases[0].lease
+        assert lease is not None
+        place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest))
+        poll(fleet, trainer)
+        assert [one.member for one in trainer.collect(1).rollouts] == ["fast"] * 3
+        assert fleet.reasons() == ["late"]
+
+
+def test_a_member_behind_the_budget_is_offered_nothing_and_takes_nothing() -> None:
+    fleet = Fleet(budget=StalenessBudget(0))
+    fleet.join("a")
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.run_to(1)
+        old = fleet.join("old")[0]
+        old.version = trainer.chain.find(1)
+        assert old.version is not None
+        assert old.version.step == 0
+        trainer.open(2)
+        fleet.members.remove(fleet.members[0])
+        for _ in range(3):
+            fleet.sleep(1)
+            poll(fleet, trainer)
+        assert offers(fleet).get("old") is None
+        # even where the board lies
+        board = board_of(fleet)
+        lie = Board(board.id, board.epoch, board.seq, board.step, board.lease_seconds, {"old": ((1, 0, 0), (1, 1, 0), (7, 0, 0))}, False)
+        fleet.store.put(fleet_keys.BOARD, lie.to_bytes())
+        old.move()
+        assert not list(fleet.inner.list(fleet_keys.first_key_of(fleet_keys.LEASES, 1) + "/"))
+        old.version = None
+        old.move()
+        assert list(fleet.inner.list(fleet_keys.first_key_of(fleet_keys.LEASES, 1) + "/"))
+
+
+class Mortal(Member):
+    """A member with a way of its own to the store."""
+
+    def __init__(self, fleet: Fleet, name: str, store: Store) -> None:
+        super().__init__(store, name, fleet.log)
+
+
+def calls_of_a_member() -> list[Call]:
+    fleet = Fleet()
+    store = FaultyStore(fleet.store)
+    fleet.members.append(Mortal(fleet, "a", store))
+    with fleet.publisher() as publisher:
+        fleet.trainer(publisher).run_to(LAST)
+    assert {each.op for each in store.calls} == {"get", "put", "put_if_absent"}
+    return store.calls
+
+
+def assert_member_faults_lose_nothing(fault: type[Before] | type[After], kind: Failure) -> None:
+    for each in calls_of_a_member():
+        print(each)
+        unanswered = kind == "unknown" and each.op != "put_if_absent"
+        fleet = Fleet()
+        store = FaultyStore(fleet.store, [fault(each.index, "unavailable" if unanswered else kind)])
+        mortal = Mortal(fleet, "a", store)
+        moves: list[int] = []
+
+        def live(mortal: Mortal = mortal, fleet: Fleet = fleet, moves: list[int] = moves) -> None:
+            """It works until it dies, or else fails; then there is another."""
+            if not mortal.ended:
+                try:
+                    mortal.move()
+                except ProcessDied:
+                    mortal.ended = True
+                    fleet.join("heir")
+                except Exception:
+                    mortal.ended = True
+                    raise
+            moves.append(1)
+            assert len(moves) < 2000
+            if len(moves) > 20:
+                fleet.time += LEASE  # nothing happens any more until a lease ends
+
+        fleet.meanwhile = live
+        with fleet.publisher() as publisher:
+            fleet.trainer(publisher).run_to(LAST)
+        assert_one_line_of_training(fleet.inner, LAST)
+        assert not fleet.reasons()
+
+
+def test_a_member_killed_before_any_call_costs_its_lease_and_nothing_else() -> None:
+    assert_member_faults_lose_nothing(Before, "crash")
+
+
+def test_a_member_killed_after_any_call_costs_its_lease_and_nothing_else() -> None:
+    assert_member_faults_lose_nothing(After, "crash")
+
+
+def test_a_member_whose_call_was_done_but_not_answered_goes_on() -> None:
+    assert_member_faults_lose_nothing(After, "unknown")
+
+
+def test_a_member_whose_call_was_neither_done_nor_answered_goes_on() -> None:
+    assert_member_faults_lose_nothing(Before, "unknown")
+
+
+def test_a_member_sits_out_a_loss_of_the_store_and_uploads_what_it_had() -> None:
+    fleet = Fleet()
+    store = FaultyStore(fleet.store, [Before(call("put", fleet_keys.ROLLOUTS), "unavailable", times=12)])
+    member = Mortal(fleet, "a", store)
+    pauses: list[float] = []
+    member.state.on_event = lambda event: pauses.append(member.state.pause(int(event.fields.get("failures") or 0)))
+    fleet.members.append(member)
+    with fleet.publisher() as publisher:
+        fleet.trainer(publisher).run_to(1)
+    assert_one_line_of_training(fleet.inner, 1)
+    assert len(pauses) >= 12
+    assert max(pauses) <= member.state.longest_pause
+
+
+def test_a_member_that_may_not_write_says_so_and_ends() -> None:
+    fleet = Fleet()
+
+    class Denied(Mortal):
+        def answer(self, request: object) -> object:
+            if isinstance(request, (Sync, Generate)) or not hasattr(request, "data"):
+                return super().answer(request)
+            if getattr(request, "key", "").startswith(fleet_keys.LEASES):
+                raise StoreDenied("no.")
+            return super().answer(request)
+
+    fleet.members.append(Denied(fleet, "a", fleet.store))
+    with fleet.publisher() as publisher, pytest.raises(StoreDenied):
+        fleet.trainer(publisher).run_to(1)
+
+
+def test_a_412_for_ones_own_lease_is_a_success() -> None:
+    fleet = Fleet()
+
+    class Retried(Mortal):
+        """Its creations are sent twice on the way: the second meets the first."""
+
+        def answer(self, request: object) -> object:
+            if type(request).__name__ == "Create":
+                super().answer(request)
+            return super().answer(request)
+
+    fleet.members.append(Retried(fleet, "a", fleet.store))
+    with fleet.publisher() as publisher:
+        fleet.trainer(publisher).run_to(1)
+    assert [info.key[-8:] for info in fleet.inner.list(fleet_keys.LEASES)] == ["000.json"] * 2
+
+
+def test_of_two_members_that_are_offered_one_task_one_takes_it() -> None:
+    fleet = Fleet()
+    first, second = fleet.join("a", "b")
+    fleet.members.clear()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1, tasks=1)
+        board = Board(record.id, publisher.epoch, 1, 0, LEASE, {"a": ((0, 0, 0),), "b": ((0, 0, 0),)}, False)
+        fleet.store.put(fleet_keys.BOARD, board.to_bytes())
+        first.move()
+        second.move()
+        assert (first.state.tokens > 0, second.state.tokens) == (True, 0)
+        assert not second.state.working
+        trainer.collect(1)
+
+
+def test_a_wrong_or_hostile_board_wastes_nothing_but_requests() -> None:
+    fleet = Fleet()
+    member = fleet.join("a")[0]
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.open(1)
+        fleet.members.clear()
+        good = Board(fleet.log.run.id, 1, 1, 0, LEASE, {}, False)
+        for data in (b"", b"{}", b"x" * (2 << 20), good.to_bytes()[:-1], Board("00" * 16, 1, 1, 0, LEASE, {}, True).to_bytes()):
+            fleet.store.put(fleet_keys.BOARD, data)
+            member.move()
+            assert not member.ended
+        fleet.members.append(member)
+        trainer.collect(1)
+    assert not fleet.reasons()
+
+
+def test_rows_that_are_damaged_on_the_way_are_read_again() -> None:
+    fleet = Fleet()
+    store = FaultyStore(fleet.store, [Reading(call("get", fleet_keys.TASKS), "flip"), Reading(call("get", fleet_keys.ROUNDS), "truncate")])
+    fleet.members.append(Mortal(fleet, "a", store))
+    with fleet.publisher() as publisher:
+        fleet.trainer(publisher).run_to(1)
+    assert not fleet.reasons()
+
+
+def test_members_leave_when_the_trainer_stops_the_fleet() -> None:
+    fleet = Fleet()
+    fleet.join("a", "b")
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.run_to(1)
+        trainer.go(trainer.steps.stop())
+        with contextlib.suppress(StopIteration):
+            fleet.sleep(1)
+    assert [member.ended for member in fleet.members] == [True, True]
+
+
+def test_what_old_rounds_left_is_swept_and_numbers_are_never_used_again() -> None:
+    fleet = Fleet()
+    fleet.join("a")
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.run_to(8)
+        fleet.time += 10**6
+        fleet.join("young")
+        poll(fleet, trainer)
+        trainer.steps._swept = None
+        poll(fleet, trainer)
+    objects = [info.key for info in fleet.inner.list("fleet/")]
+    kept = sorted({parsed for key in objects if (parsed := fleet_keys.parse_round_key(key)) is not None})
+    assert kept == [6, 7]  # for steps 7 and 8: keep_steps is 2
+    assert {key.split("/")[2] for key in objects if key.count("/") > 2 and "/batch/" not in key} == {"0000000006", "0000000007"}
+    assert fleet_keys.member_key("a") not in objects
+    assert fleet_keys.member_key("young") in objects
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        assert trainer.go(trainer.steps.resume()) == []
+        assert trainer.open(9).round == 8
