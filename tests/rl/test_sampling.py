@@ -17,7 +17,9 @@ from deltawire import Publisher
 from deltawire.chain.version import Version
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.errors import EngineUnavailable
-from deltawire.rl.sampling import Sample, Sampling, draw, passes_of, sample
+from deltawire.fleet.generation import Generated, Interrupted
+from deltawire.format.fleet_records import Sampling
+from deltawire.rl.sampling import draw, passes_of, sample
 from deltawire.store.memory import MemoryStore
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22]]
@@ -46,10 +48,10 @@ def slow_logprobs(model: Any, prompt: list[int], tokens: list[int], temperature:
 @pytest.mark.parametrize("make", [qwen, llama])
 def test_logprobs_are_those_of_one_plain_forward_pass_a_token(make: Any):
     model = make(3, dtype=torch.float32)
-    samples = sample(model, PROMPTS, Sampling(12, temperature=0.7), forward_pass=still, generator=seeded(0))
+    samples = sample(model, PROMPTS, Sampling(1, 12, temperature=0.7), forward_pass=still)
     for prompt, made in zip(PROMPTS, samples, strict=True):
         assert len(made.tokens) == 12
-        assert made.ended == "length"
+        assert not made.finished
         assert made.logprobs.tolist() == pytest.approx(slow_logprobs(model, prompt, made.tokens.tolist(), 0.7), abs=1e-4)
 
 
@@ -57,7 +59,7 @@ def test_rows_that_end_early_leave_the_others_as_they_were():
     model = qwen(3, dtype=torch.float32)
     prompts = [[token] for token in range(1, 17)]
     stop_tokens = set(range(12))  # one of eight tokens: rows drop out all along
-    samples = sample(model, prompts, Sampling(20, stop_tokens=stop_tokens), forward_pass=still, generator=seeded(1))
+    samples = sample(model, prompts, Sampling(1, 20, seed=1), forward_pass=still, stop_tokens=stop_tokens)
     lengths = {len(made.tokens) for made in samples}
     assert len(lengths) > 4
     for prompt, made in zip(prompts, samples, strict=True):
@@ -69,7 +71,7 @@ def test_rows_that_end_early_leave_the_others_as_they_were():
 
 def test_temperature_zero_takes_the_most_probable_token_for_sure():
     model = qwen(3, dtype=torch.float32)
-    (made,) = sample(model, [[1, 2, 3]], Sampling(6, temperature=0), forward_pass=still)
+    (made,) = sample(model, [[1, 2, 3]], Sampling(1, 6, temperature=0), forward_pass=still)
     context = [1, 2, 3]
     for token in made.tokens.tolist():
         with torch.no_grad():
@@ -91,25 +93,36 @@ def test_the_nucleus_is_renormalised_and_nothing_outside_is_drawn():
 def test_the_same_seed_gives_the_same_completions():
     model = qwen(3, dtype=torch.float32)
     first, second, other = (
-        [made.tokens.tolist() for made in sample(model, PROMPTS, Sampling(8), forward_pass=still, generator=seeded(seed))]
-        for seed in (5, 5, 6)
+        [made.tokens.tolist() for made in sample(model, PROMPTS, Sampling(2, 8, seed=seed), forward_pass=still)] for seed in (5, 5, 6)
     )
     assert first == second != other
 
 
-def test_an_interrupted_generation_returns_what_it_has():
-    asked = iter([False, False, False, True])
-    samples = sample(qwen(), PROMPTS, Sampling(12), forward_pass=still, stop=lambda: next(asked))
-    assert [len(made.tokens) for made in samples] == [3, 3, 3]
-    assert {made.ended for made in samples} == {"interrupted"}
+def test_several_samples_of_a_prompt_stand_together():
+    prompts = [[5, 6, 7], [8]]
+    samples = sample(qwen(dtype=torch.float32), prompts, Sampling(3, 6), forward_pass=still)
+    assert len({tuple(made.tokens.tolist()) for made in samples}) == 6
+    for number, made in enumerate(samples):
+        expected = slow_logprobs(qwen(dtype=torch.float32), prompts[number // 3], made.tokens.tolist(), 1.0)
+        assert made.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_generation_can_be_interrupted_between_two_passes():
+    passes, asked = [], iter([False, False, False, True])
+
+    def counted() -> contextlib.AbstractContextManager[Version]:
+        passes.append(1)
+        return still()
+
+    with pytest.raises(Interrupted):
+        sample(qwen(), PROMPTS, Sampling(1, 12), forward_pass=counted, stop=lambda: next(asked))
+    assert len(passes) == 3
 
 
 def test_no_prompts_make_no_completions_and_an_empty_prompt_is_refused():
-    assert sample(qwen(), [], Sampling(4), forward_pass=still) == []
+    assert sample(qwen(), [], Sampling(1, 4), forward_pass=still) == []
     with pytest.raises(ValueError, match="at least one token"):
-        sample(qwen(), [[1], []], Sampling(4), forward_pass=still)
-    with pytest.raises(ValueError, match="top_p"):
-        Sampling(4, top_p=0)
+        sample(qwen(), [[1], []], Sampling(1, 4), forward_pass=still)
 
 
 @pytest.fixture
@@ -120,10 +133,10 @@ def store() -> MemoryStore:
 def test_weights_of_no_version_make_no_rollouts(store: MemoryStore):
     with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served := qwen(1)), pin=False) as policy:
         with pytest.raises(EngineUnavailable, match="no version of the chain yet"):
-            sample(served, PROMPTS, Sampling(2), forward_pass=passes_of(policy))
+            sample(served, PROMPTS, Sampling(1, 2), forward_pass=passes_of(policy))
         publisher.publish(qwen(0).state_dict(), step=0)
         policy.sync()
-        (made,) = sample(served, [[1]], Sampling(2), forward_pass=passes_of(policy))
+        (made,) = sample(served, [[1]], Sampling(1, 2), forward_pass=passes_of(policy))
         assert [span.version for span in made.spans] == [publisher.version]
 
 
@@ -144,7 +157,7 @@ def test_a_completion_goes_on_across_a_swap_with_the_old_versions_cache(store: M
             passes += 1
             return one_pass()
 
-        (made,) = sample(served, [[5, 6, 7]], Sampling(8), forward_pass=swap_before_the_fourth, generator=seeded(0))
+        (made,) = sample(served, [[5, 6, 7]], Sampling(1, 8), forward_pass=swap_before_the_fourth)
         assert [(span.start, span.end, span.version) for span in made.spans] == [(0, 3, old), (3, 8, publisher.version)]
         tokens = made.tokens.tolist()
         with torch.no_grad():
@@ -202,6 +215,6 @@ def test_each_token_is_attributed_to_the_version_that_made_it_while_swaps_race_w
         assert was_mixed
 
 
-def generations(model: Any, policy: HotSwap, *, until: Any) -> Iterator[Sample]:
+def generations(model: Any, policy: HotSwap, *, until: Any) -> Iterator[Generated]:
     while not until():
-        yield from sample(model, [[1], [2, 3]], Sampling(200, temperature=0), forward_pass=passes_of(policy))
+        yield from sample(model, [[1], [2, 3]], Sampling(1, 200, temperature=0), forward_pass=passes_of(policy))

@@ -16,13 +16,13 @@ from ..engines import HotSwap, ModuleEngine
 from ..engines.prompts import Prompts
 from ..errors import EngineError, EngineUnavailable
 from ..events import OnEvent
-from ..fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
+from ..fleet.generation import Generated, Stop, never
 from ..format.fleet_records import Sampling
 from ..module_tensors import named_weights
 from ..store import Store
 from ..subscribe.model_files import ModelFiles, read_model_files
 from ..tensors import to_torch
-from . import sampling as drawing
+from .sampling import passes_of, sample
 
 
 class TransformersGenerator:
@@ -50,7 +50,7 @@ class TransformersGenerator:
         self._policy = HotSwap(
             store, ModuleEngine(self.model, name="transformers"), trusted_keys=trusted_keys, reader=reader, on_event=on_event
         )
-        self._passes = drawing.passes_of(self._policy)
+        self._passes = passes_of(self._policy)
         self._poll = poll
         self._is_following = False
         self.encode = self._prompts.encode
@@ -72,13 +72,7 @@ class TransformersGenerator:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Stop = never) -> list[Generated]:
         if self.version is None:
             raise self.problem or EngineUnavailable("the model has no version of the chain yet.")
-        repeated = [prompt for prompt in prompts for _ in range(sampling.samples)]
-        how = drawing.Sampling(sampling.max_tokens, sampling.temperature, sampling.top_p, self._stop_tokens)
-        chance = torch.Generator(device=next(self.model.parameters()).device).manual_seed(sampling.seed)
-        samples = drawing.sample(self.model, repeated, how, forward_pass=self._passes, generator=chance, stop=stop)
-        if any(each.ended == "interrupted" for each in samples):
-            raise Interrupted
-        return [_generated(each) for each in samples]
+        return sample(self.model, prompts, sampling, forward_pass=self._passes, stop_tokens=self._stop_tokens, stop=stop)
 
     def close(self) -> None:
         self._policy.close()
@@ -117,8 +111,3 @@ def _take_types(model: torch.nn.Module, dtypes: Mapping[str, DType]) -> None:
 
 def _ids(tokens: int | Iterable[int] | None) -> set[int]:
     return set() if tokens is None else {tokens} if isinstance(tokens, int) else set(tokens)
-
-
-def _generated(made: drawing.Sample) -> Generated:
-    spans = tuple(GeneratedSpan(span.start, span.end, span.version) for span in made.spans)
-    return Generated(made.tokens, made.logprobs, spans, made.finished)

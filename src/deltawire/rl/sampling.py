@@ -9,58 +9,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..chain.version import Version
 from ..engines import HotSwap, ModuleEngine
 from ..errors import EngineUnavailable
+from ..fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
+from ..format.fleet_records import Sampling
 
 ForwardPass = Callable[[], contextlib.AbstractContextManager[Version]]
 """Entered around every forward pass: says which version's weights make it, and holds them still until it is left."""
-
-Ending = Literal["stop", "length", "interrupted"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are drawn. `temperature` 0 takes the most probable. A completion ends with the first of `stop_tokens`, included."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop_tokens: Collection[int] = ()
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError("max_tokens must be at least 1, temperature not negative, and top_p above 0 and at most 1")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSpan:
-    """Tokens `start` to `end` (exclusive) of a completion were made by one version."""
-
-    start: int
-    end: int
-    version: Version
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion. `logprobs` are those of the distribution really drawn from: after temperature and top_p, renormalised."""
-
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    spans: tuple[TokenSpan, ...]
-    ended: Ending
-
-    @property
-    def finished(self) -> bool:
-        """Whether it ended of its own accord, by a stop token."""
-        return self.ended == "stop"
 
 
 def passes_of(policy: HotSwap) -> ForwardPass:
@@ -89,33 +50,36 @@ def sample(
     sampling: Sampling,
     *,
     forward_pass: ForwardPass,
-    generator: torch.Generator | None = None,
-    stop: Callable[[], bool] | None = None,
-) -> list[Sample]:
-    """One completion for each prompt (of at least one token), all in one batch. For several of a prompt, name it several times.
+    stop_tokens: Collection[int] = (),
+    stop: Stop = never,
+) -> list[Generated]:
+    """`sampling.samples` completions of each prompt (of at least one token), those of the first prompt first, all in one batch.
 
-    The KV cache outlives swaps: a completion that a swap falls into is a mix, and its spans say of what. `stop` is asked between passes;
-    once it says yes, what is unfinished is returned as it is, "interrupted".
+    A completion ends with the first of `stop_tokens`, included. Temperature 0 takes the most probable token. The KV cache outlives swaps: a
+    completion that a swap falls into is a mix, and its spans say of what. `stop` is asked before each pass; `Interrupted` if it says yes.
     """
-    if not prompts:
-        return []
     if not all(len(prompt) for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
-    batch = _Batch(model, prompts)
-    rows = [_Row() for _ in prompts]
-    live = list(rows)
-    stop_tokens = frozenset(sampling.stop_tokens)
+    repeated = [prompt for prompt in prompts for _ in range(sampling.samples)]
+    rows = [_Row() for _ in repeated]
+    if not rows:
+        return []
+    batch = _Batch(model, repeated)
+    chance = torch.Generator(device=batch.device).manual_seed(sampling.seed)
     with torch.inference_mode():
-        while live and not (stop is not None and stop()):
+        while any(row.is_live for row in rows):
+            if stop():
+                raise Interrupted
             with forward_pass() as version:
                 logits = batch.forward()
-            tokens, logprobs = draw(logits, sampling.temperature, sampling.top_p, generator)
+            tokens, logprobs = draw(logits, sampling.temperature, sampling.top_p, chance)
             for row, token, logprob in zip(batch.rows(rows), tokens.tolist(), logprobs.tolist(), strict=True):
-                if row.ended is None:
-                    row.add(token, logprob, version, is_stop=token in stop_tokens, max_tokens=sampling.max_tokens)
-            live = [row for row in live if row.ended is None]
-            batch.advance(tokens, [row.ended is None for row in batch.rows(rows)])
-    return [row.sample() for row in rows]
+                if row.is_live:
+                    row.add(token, logprob, version)
+                    row.finished = token in stop_tokens
+                    row.is_live = not row.finished and len(row.tokens) < sampling.max_tokens
+            batch.advance(tokens, [row.is_live for row in batch.rows(rows)])
+    return [row.generated() for row in rows]
 
 
 def draw(
@@ -141,24 +105,21 @@ class _Row:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[TokenSpan] = field(default_factory=list)
-    ended: Ending | None = None
+    spans: list[GeneratedSpan] = field(default_factory=list)
+    is_live: bool = True
+    finished: bool = False
 
-    def add(self, token: int, logprob: float, version: Version, *, is_stop: bool, max_tokens: int) -> None:
+    def add(self, token: int, logprob: float, version: Version) -> None:
         place = len(self.tokens)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.spans and self.spans[-1].version.seq == version.seq:
-            self.spans[-1] = TokenSpan(self.spans[-1].start, place + 1, version)
+            self.spans[-1] = GeneratedSpan(self.spans[-1].start, place + 1, version)
         else:
-            self.spans.append(TokenSpan(place, place + 1, version))
-        if is_stop:
-            self.ended = "stop"
-        elif len(self.tokens) == max_tokens:
-            self.ended = "length"
+            self.spans.append(GeneratedSpan(place, place + 1, version))
 
-    def sample(self) -> Sample:
-        return Sample(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), tuple(self.spans), self.ended or "interrupted")
+    def generated(self) -> Generated:
+        return Generated(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), tuple(self.spans), self.finished)
 
 
 class _Batch:
@@ -169,9 +130,9 @@ class _Batch:
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
         self._model = model
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         width = max(len(prompt) for prompt in prompts)
-        self._input = torch.zeros((len(prompts), width), dtype=torch.long, device=self._device)
+        self._input = torch.zeros((len(prompts), width), dtype=torch.long, device=self.device)
         self._mask = torch.zeros_like(self._input)
         for row, prompt in enumerate(prompts):
             self._input[row, width - len(prompt) :] = torch.as_tensor(prompt, dtype=torch.long)
@@ -205,7 +166,7 @@ class _Batch:
         self._positions = self._positions[:, -1:] + 1
         if 0 < sum(is_live) <= len(is_live) // 2:
             kept = [row for row, lives in enumerate(is_live) if lives]
-            index = torch.tensor(kept, device=self._device)
+            index = torch.tensor(kept, device=self.device)
             self._input, self._mask, self._positions = self._input[index], self._mask[index], self._positions[index]
             self._cache.batch_select_indices(index)
             self._members = [self._members[row] for row in kept]
