@@ -63,7 +63,7 @@ class Member:
         trusted_keys: Collection[str] = (),
         poll: float = 0.5,
         patience: float = 1.0,
-        grace: float = 10.0,
+        grace: float = 5.0,
         clock: Callable[[], float] = time.time,
         on_event: OnEvent | None = None,
     ) -> None:

@@ -20,7 +20,7 @@ from ..subscribe.pin_keeper import reader_name
 from .rewards import RewardFunction, load_reward, reward_name, score
 
 _POLL = 0.5
-_CLOSING = 10.0
+_CLOSING = 3.0
 
 
 @dataclass(frozen=True, slots=True)
