@@ -269,7 +269,7 @@ def _check_values(arrays: Mapping[str, NDArray[Any]], prompts: int) -> None:
     # NaN compares false. Probabilities a little above 1 are what rounding makes of 1.
     if not bool((arrays["logprobs"] <= 1e-3).all()) or not bool(np.isfinite(arrays["logprobs"]).all()):
         raise MalformedHeader("a log-prob is no finite number up to 0.")
-    if not bool(np.isfinite(arrays["rewards"]).all()) or bool(arrays["rewards"][arrays["scored"] == 0].any()):
+    if not bool(np.isfinite(arrays["rewards"]).all()) or bool(arrays["rewards"][arrays["scored"] == 0].view("<i8").any()):
         raise MalformedHeader("a reward is not finite, or there is one that is not there.")
 
 

@@ -1,0 +1,140 @@
+"""Records of a fleet that break a rule: refused by name, never half understood."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
+from deltawire.format.fleet_files import Accepted, AcceptedResult, Tasks
+from deltawire.format.fleet_records import BatchRecord, Board, Heartbeat, Lease, ObjectRef, Round, Sampling
+
+ID, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32
+SAMPLING = Sampling(samples=8, max_tokens=256, temperature=0.7, top_p=0.9, seed=11)
+ROUND = Round(ID, 7, 2, NONCE, 5, 3, 4, ObjectRef(f"fleet/tasks/0000000007/{HASH}.json", 99, HASH), 60, SAMPLING, 1)
+LEASE = Lease(ID, 7, 3, 1, "gpu-7", NONCE, 12, 1)
+BATCH = BatchRecord(ID, 2, 5, 7, NONCE, ObjectRef(f"fleet/accepted/0000000007/{HASH}.json", 99, HASH), 1)
+BEAT = Heartbeat(ID, "gpu-7", NONCE, "working", 12, 4, 1, 1000, 20, ((7, 3, 1), (7, 2, 0)), 1)
+BOARD = Board(ID, 2, 12, 4, 60, {"gpu-7": ((7, 3, 2), (8, 0, 0)), "b": ()}, False)
+ACCEPTED = Accepted(7, (AcceptedResult(0, 1, HASH, 99, "gpu-7"), AcceptedResult(2, 0, HASH, 98, "b")))
+RECORDS = [ROUND, LEASE, BATCH, BEAT, BOARD, ACCEPTED]
+
+
+def edited(record: Any, **changes: Any) -> bytes:
+    plain = json.loads(record.to_bytes()) | changes
+    return json.dumps({name: value for name, value in plain.items() if value is not ...}, sort_keys=True, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_comes_back_as_it_was_written(record: Any) -> None:
+    assert type(record).parse(record.to_bytes()) == record
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_that_is_cut_or_spelt_otherwise_is_refused(record: Any) -> None:
+    data = record.to_bytes()
+    for length in range(len(data)):
+        with pytest.raises(CorruptRecord):
+            type(record).parse(data[:length])
+    for wrong in (data + b" ", data.replace(b":", b": ", 1), edited(record, more=1), edited(record, deltawire="other"), b"[]"):
+        with pytest.raises(CorruptRecord):
+            type(record).parse(wrong)
+    with pytest.raises(UnsupportedVersion):
+        type(record).parse(edited(record, version=2))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_every_field_is_needed_and_of_its_type(record: Any) -> None:
+    for name in json.loads(record.to_bytes()):
+        for value in (..., {"x": 1.5}, [None], -1):
+            with pytest.raises(CorruptRecord):
+                type(record).parse(edited(record, **{name: value}))
+
+
+WRONG: list[tuple[Any, dict[str, Any]]] = [
+    (ROUND, {"tasks": 0}),
+    (ROUND, {"tasks": 10**5 + 1}),
+    (ROUND, {"lease_seconds": 0}),
+    (ROUND, {"oldest_step": 5}),
+    (ROUND, {"round": 8}),
+    (ROUND, {"rows": BATCH.accepted.plain()}),
+    (ROUND, {"rows": {"key": f"fleet/tasks/0000000007/{'00' * 32}.json", "size": 1, "blake3": HASH}}),
+    (ROUND, {"sampling": SAMPLING.plain() | {"samples": 0}}),
+    (ROUND, {"sampling": SAMPLING.plain() | {"temperature": "nan"}}),
+    (ROUND, {"sampling": SAMPLING.plain() | {"temperature": "-1.0"}}),
+    (ROUND, {"sampling": SAMPLING.plain() | {"temperature": "0.70"}}),
+    (ROUND, {"sampling": SAMPLING.plain() | {"top_p": "0.0"}}),
+    (ROUND, {"sampling": SAMPLING.plain() | {"top_p": "1.5"}}),
+    (LEASE, {"member": "../x"}),
+    (LEASE, {"task": 10**5}),
+    (LEASE, {"attempt": 1000}),
+    (BATCH, {"round": 8}),
+    (BEAT, {"state": "dead"}),
+    (BEAT, {"seq": None}),
+    (BEAT, {"working": [[7, 3]]}),
+    (BEAT, {"working": [[7, 3, -1]]}),
+    (BEAT, {"working": [[7, 3, True]]}),
+    (BEAT, {"working": [[7, 3, 1]] * 257}),
+    (BOARD, {"stop": 2}),
+    (BOARD, {"lease_seconds": 0}),
+    (BOARD, {"offers": {"../x": []}}),
+    (BOARD, {"offers": {"x": [[1, 2, 3, 4]]}}),
+    (BOARD, {"offers": {"x": {}}}),
+    (ACCEPTED, {"results": [[0, 1, HASH, 99, "x"], [0, 2, HASH, 99, "x"]]}),
+    (ACCEPTED, {"results": [[0, 1, "x", 99, "x"]]}),
+    (ACCEPTED, {"results": [[0, 1, HASH, -1, "x"]]}),
+    (ACCEPTED, {"results": [[0, 1, HASH, 99, ""]]}),
+]
+
+
+@pytest.mark.parametrize(("record", "changes"), WRONG)
+def test_what_contradicts_itself_is_refused(record: Any, changes: dict[str, Any]) -> None:
+    with pytest.raises(CorruptRecord):
+        type(record).parse(edited(record, **changes))
+
+
+def test_a_writer_refuses_what_a_reader_would() -> None:
+    with pytest.raises(CorruptRecord):
+        replace(ROUND, tasks=0).to_bytes()
+    with pytest.raises(LimitExceeded):
+        replace(BOARD, offers={f"member-{index}": ((1, 2, 3),) * 16 for index in range(10_000)}).to_bytes()
+
+
+def test_rows_may_hold_what_json_can() -> None:
+    rows = ({"prompt": [{"role": "user", "content": "größer"}], "answer": 0.1, "nothing": None, "many": [1, [2.5]]},)
+    assert Tasks.parse(Tasks((rows, rows)).to_bytes()).rows == (rows, rows)
+
+
+@pytest.mark.parametrize("rows", [(), ((),), (({"x": float("nan")},),), (({"x": object()},),), (({"x": b"bytes"},),)])
+def test_rows_that_json_cannot_hold_are_refused_by_the_writer(rows: Any) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  the message is json's own
+        Tasks(rows).to_bytes()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"deltawire":"tasks","version":1,"tasks":[]}',
+        b'{"deltawire":"tasks","version":1,"tasks":[[]]}',
+        b'{"deltawire":"tasks","version":1,"tasks":[[1]]}',
+        b'{"deltawire":"tasks","version":1,"tasks":[[{"x":1e999}]]}',
+        b'{"deltawire":"tasks","version":1,"tasks":[[{"x":NaN}]]}',
+        b'{"deltawire":"tasks","version":1,"tasks":[[{"x":1,"x":2}]]}',
+        b'{"deltawire":"other","version":1,"tasks":[[{}]]}',
+        b'{"deltawire":"tasks","version":1,"tasks":[[{}]],"more":1}',
+    ],
+)
+def test_files_of_tasks_that_are_none_are_refused(data: bytes) -> None:
+    with pytest.raises(CorruptRecord):
+        Tasks.parse(data)
+
+
+def test_a_later_version_of_tasks_is_called_by_its_name() -> None:
+    with pytest.raises(UnsupportedVersion):
+        Tasks.parse(b'{"deltawire":"tasks","version":2,"tasks":[[{}]]}')

@@ -1,0 +1,126 @@
+"""What is accepted, as a table: the rules of docs/protocol.md §10, one row each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from deltawire import Digest
+from deltawire.fleet import Completion, Rollouts, Round, Sampling, Span, StalenessBudget, VersionRef
+from deltawire.fleet.admission import Demand, Reason, judge_content, judge_origin, judge_place, judge_versions
+from deltawire.fleet.steps import KnownVersion
+from deltawire.format.fleet_files import AcceptedResult
+from deltawire.format.fleet_records import Lease, ObjectRef
+from deltawire.store.fleet_keys import RolloutKey
+
+RUN, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32
+ROUND = Round(RUN, 7, 1, NONCE, 5, 3, 2, ObjectRef(f"fleet/tasks/0000000007/{HASH}.json", 9, HASH), 60, Sampling(2, 4), 0)
+LEASE = Lease(RUN, 7, 1, 0, "a", NONCE, 8, 0)
+PLACE = RolloutKey(7, 1, 0, HASH)
+DIGEST = Digest((1, 2, 3, 4))
+
+
+def completion(prompt: int = 0, length: int = 3, own: int | None = None) -> Completion:
+    mask = np.array([1] * (length if own is None else own) + [0] * (0 if own is None else length - own), np.uint8)
+    return Completion(
+        prompt, np.ones(length, np.int32), np.zeros(length, np.float32), mask, (1.0,), (Span(0, 1, 8), Span(1, length, 9)), True
+    )
+
+
+GOOD = Rollouts(
+    run=RUN,
+    round=7,
+    task=1,
+    attempt=0,
+    member="a",
+    nonce=NONCE,
+    prompts=(np.ones(2, np.int32),),
+    completions=(completion(), completion()),
+    reward_names=("right",),
+    versions={8: VersionRef(3, DIGEST), 9: VersionRef(4, DIGEST)},
+)
+CHAIN = {8: KnownVersion(8, 3, DIGEST), 9: KnownVersion(9, 4, DIGEST)}
+DEMAND = Demand(ROUND, 1, StalenessBudget(1))
+
+
+def test_a_good_result_passes_every_test() -> None:
+    assert judge_place(PLACE, None, closed=False) is None
+    assert judge_origin(GOOD, PLACE, LEASE, RUN) is None
+    assert judge_content(GOOD, DEMAND) is None
+    assert judge_versions(GOOD, DEMAND, CHAIN) is None
+
+
+@pytest.mark.parametrize(
+    ("accepted", "closed", "reason"),
+    [
+        (None, True, "late"),
+        (AcceptedResult(1, 0, "00" * 32, 1, "a"), False, "duplicate"),
+        (AcceptedResult(1, 0, "00" * 32, 1, "a"), True, "duplicate"),
+        (AcceptedResult(1, 1, "00" * 32, 1, "b"), False, "late"),
+    ],
+)
+def test_only_the_first_result_of_a_task_is_looked_at(accepted: AcceptedResult | None, closed: bool, reason: Reason) -> None:
+    assert judge_place(PLACE, accepted, closed=closed) == reason
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "lease", "reason"),
+    [
+        (replace(GOOD, run="00" * 16), LEASE, "wrong-run"),
+        (replace(GOOD, round=8), LEASE, "malformed"),
+        (replace(GOOD, task=0), LEASE, "malformed"),
+        (replace(GOOD, attempt=1), LEASE, "malformed"),
+        (GOOD, None, "unleased"),
+        (GOOD, replace(LEASE, member="b"), "unleased"),
+        (GOOD, replace(LEASE, nonce="00" * 16), "unleased"),
+        (GOOD, replace(LEASE, id="00" * 16), "unleased"),
+    ],
+)
+def test_a_result_is_of_its_run_place_and_lease(rollouts: Rollouts, lease: Lease | None, reason: Reason) -> None:
+    assert judge_origin(rollouts, PLACE, lease, RUN) == reason
+
+
+@pytest.mark.parametrize(
+    ("completions", "reason"),
+    [
+        ((completion(),), "malformed"),
+        ((completion(),) * 3, "malformed"),
+        ((completion(), completion(length=5)), "malformed"),
+        ((completion(), completion(length=9, own=4)), None),
+    ],
+)
+def test_a_result_is_what_was_asked_for(completions: tuple[Completion, ...], reason: Reason | None) -> None:
+    assert judge_content(replace(GOOD, completions=completions), DEMAND) == reason
+
+
+def test_a_result_has_the_prompts_of_its_task() -> None:
+    assert judge_content(GOOD, replace(DEMAND, prompts=2)) == "malformed"
+    two = replace(GOOD, prompts=GOOD.prompts * 2, completions=(completion(0), completion(1), completion(1), completion(0)))
+    assert judge_content(two, replace(DEMAND, prompts=2)) is None
+    assert judge_content(replace(two, completions=(completion(0),) * 3 + (completion(1),)), replace(DEMAND, prompts=2)) == "malformed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({9: None}, "future"),
+        ({9: KnownVersion(9, 4, Digest())}, "wrong-digest"),
+        ({9: KnownVersion(9, 5, DIGEST)}, "wrong-digest"),
+        ({9: KnownVersion(9, 4, DIGEST, live=False)}, "abandoned"),
+        ({8: KnownVersion(8, 3, DIGEST, live=False)}, "abandoned"),
+    ],
+)
+def test_all_versions_of_a_result_are_the_chains(changes: dict[int, KnownVersion | None], reason: Reason) -> None:
+    assert judge_versions(GOOD, DEMAND, {**CHAIN, **changes}) == reason
+
+
+@pytest.mark.parametrize(
+    ("for_step", "oldest_step", "staleness", "reason"),
+    [(5, 3, 1, None), (5, 3, 0, "stale"), (6, 3, 1, "stale"), (5, 4, 1, "stale"), (4, 3, 1, "future"), (5, 2, 9, None)],
+)
+def test_the_oldest_and_the_newest_token_count(for_step: int, oldest_step: int, staleness: int, reason: Reason | None) -> None:
+    """It was made by the versions of steps 3 and 4. Both the round's own bound and this trainer's budget hold."""
+    demand = Demand(replace(ROUND, for_step=for_step, oldest_step=oldest_step), 1, StalenessBudget(staleness))
+    assert judge_versions(GOOD, demand, CHAIN) == reason
