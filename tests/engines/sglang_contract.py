@@ -1,7 +1,7 @@
-"""A server that answers SGLang's weight routes as its source says (http_server.py, io_struct.py), since SGLang does not run on CPUs.
+"""A server that answers SGLang's weight routes as sglang_contract.json has them recorded, since SGLang does not run on CPUs.
 
-`/pause_generation {mode}`, `/continue_generation`, `/update_weights_from_disk {model_path, weight_version, flush_cache, keep_pause, …}`
-(400 and `success: false` if it fails), `/get_weight_version`. With `in_place`, flushing the cache fails while requests run.
+What is asked of it must be in the record, to the letter: another route, method, field or type fails the request, as do answers of its own
+that are not of the recorded shape. What is recorded in words (`rules`) is what it does.
 """
 
 from __future__ import annotations
@@ -18,32 +18,22 @@ from safetensors.numpy import load_file
 from deltawire.engines import KvCache
 from deltawire.engines.forward_gate import ForwardGate
 
-MODES = {"abort", "retract", "in_place"}
-FIELDS = {
-    "model_path",
-    "load_format",
-    "abort_all_requests",
-    "weight_version",
-    "is_async",
-    "torch_empty_cache",
-    "keep_pause",
-    "recapture_cuda_graph",
-    "token_step",
-    "flush_cache",
-    "manifest",
-}
+CONTRACT = json.loads(Path(__file__).with_suffix(".json").read_text())
+_TYPES = {"string": str, "boolean": bool, "integer": int, "object": dict}
 
 
 class SglangContract:
-    """One server with weights. `log` is what it was asked, `broken` makes the next reloads fail."""
+    """One server with weights. `log` is what it was asked, `broken` makes the next reloads fail, `breaches` are requests it does not know."""
 
-    def __init__(self, weights: Mapping[str, Any], api_key: str | None = None) -> None:
+    def __init__(self, weights: Mapping[str, Any], api_key: str | None = None, admin_api_key: str | None = None) -> None:
         self.weights = dict(weights)
         self.weight_version = "default"
+        self.model_path = "/models/first"
         self.log: list[tuple[str, dict[str, Any]]] = []
+        self.breaches: list[str] = []
         self.broken = 0
         self.requests_running = 1
-        self._api_key = api_key
+        self._keys = {"user": api_key, "admin": admin_api_key or api_key}
         self._mode: str | None = None
         self._gate = ForwardGate()
         handler = type("Handler", (_Handler,), {"contract": self})
@@ -64,55 +54,83 @@ class SglangContract:
         self._server.server_close()
         self._thread.join()
 
-    def answer(self, route: str, body: dict[str, Any], key: str | None) -> tuple[int, Any]:
-        if self._api_key is not None and key != f"Bearer {self._api_key}":
+    def answer(self, method: str, route: str, body: dict[str, Any], key: str | None) -> tuple[int, Any]:
+        recorded = CONTRACT["routes"].get(route)
+        if recorded is None or recorded["method"] != method:
+            return self._breach(f"{method} {route} is not recorded")
+        wanted = self._keys[recorded["key"]]
+        if wanted is not None and key != f"Bearer {wanted}":
             return 401, {"error": "Unauthorized"}
+        if wrong := _misfits(body, recorded["request"]):
+            return self._breach(f"{route}: {wrong}")
         self.log.append((route, body))
+        status, content = self._do(route, {name: field.get("default") for name, field in recorded["request"].items()} | body)
+        shape = recorded["answers"][str(status)]
+        assert content.keys() == shape.keys()
+        assert all(isinstance(content[name], _TYPES[kind]) for name, kind in shape.items())
+        return status, content
+
+    def _breach(self, what: str) -> tuple[int, Any]:
+        self.breaches.append(what)
+        return 422, {"detail": what}
+
+    def _do(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if route == "/pause_generation":
-            if body.get("mode", "abort") not in MODES:
-                return 400, {"message": "Invalid mode"}
-            self._mode = body.get("mode", "abort")
+            self._mode = body["mode"]
             self._gate.close(KvCache.KEEP, 60)
-            return 200, {"message": "Generation paused successfully.", "status": "ok"}
+            return 200, {"message": "paused", "status": "ok"}
         if route == "/continue_generation":
             self._gate.open()
-            return 200, {"message": "Generation continued successfully.", "status": "ok"}
-        if route == "/get_weight_version":
-            return 200, {"weight_version": self.weight_version}
+            return 200, {"message": "goes on", "status": "ok"}
+        if route == "/model_info":
+            return 200, {"model_path": self.model_path, "served_model_name": self.model_path, "weight_version": self.weight_version}
         if route == "/update_weights_from_disk":
             return self._update(body)
-        return 404, {"detail": "Not Found"}
+        return 404, {"detail": "gone"}
 
-    def _update(self, body: dict[str, Any]) -> tuple[int, Any]:
-        assert body.keys() <= FIELDS
+    def _update(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         failure = None
         if self.broken:
             self.broken -= 1
-            failure = "Failed to update weights: out of memory."
-        elif body.get("flush_cache", True) and self._mode == "in_place" and self.requests_running:
-            failure = "Cache flush failed after updating weights"
+            failure = "out of memory"
+        else:
+            for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
+                self.weights.update(load_file(file))
+            if body["flush_cache"] and self._mode == "in_place" and self.requests_running:
+                failure = "the cache is in use"
         if failure is not None:
             return 400, {"success": False, "message": failure, "num_paused_requests": 0}
-        for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
-            self.weights.update(load_file(file))
-        if body.get("weight_version") is not None:
+        self.model_path = body["model_path"]
+        if body["weight_version"] is not None:
             self.weight_version = body["weight_version"]
-        if not body.get("keep_pause"):
-            self._gate.open()
-        return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        return 200, {"success": True, "message": "loaded", "num_paused_requests": 0}
+
+
+def _misfits(body: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
+    """What is wrong with a request, by the record."""
+    for name, field in fields.items():
+        if field.get("required") and name not in body:
+            return f"{name} is missing"
+    for name, value in body.items():
+        if name not in fields:
+            return f"there is no field {name}"
+        field = fields[name]
+        if type(value) is not _TYPES[field["type"]] or value not in field.get("values", [value]):
+            return f"{name} cannot be {value!r}"
+    return None
 
 
 class _Handler(BaseHTTPRequestHandler):
     contract: SglangContract
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-        self._reply(*self.contract.answer(self.path, body, self.headers.get("Authorization")))
+        self._reply("POST", json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}"))
 
     def do_GET(self) -> None:
-        self._reply(*self.contract.answer(self.path, {}, self.headers.get("Authorization")))
+        self._reply("GET", {})
 
-    def _reply(self, status: int, content: Any) -> None:
+    def _reply(self, method: str, body: dict[str, Any]) -> None:
+        status, content = self.contract.answer(method, self.path, body, self.headers.get("Authorization"))
         data = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -68,8 +68,8 @@ class TestDiskEngine(EngineConformance):
 class SglangRig(EngineRig):
     def __init__(self, mirror: Path) -> None:
         self._states = states()
-        self.server = SglangContract({name: array * 0 for name, array in self._states[0].items()}, api_key="secret")
-        self.engine = SglangEngine(self.server.url, mirror, api_key="secret")
+        self.server = SglangContract({name: array * 0 for name, array in self._states[0].items()}, "secret", "more secret")
+        self.engine = SglangEngine(self.server.url, mirror, api_key="secret", admin_api_key="more secret")
 
     def state(self, number: int) -> Any:
         return self._states[number]
@@ -87,6 +87,7 @@ class TestSglang(EngineConformance):
         rig = SglangRig(tmp_path / "mirror")
         yield rig
         rig.server.close()
+        assert rig.server.breaches == []
 
 
 @pytest.fixture
@@ -94,6 +95,7 @@ def server() -> Iterator[SglangContract]:
     server = SglangContract({name: array * 0 for name, array in first_state().items()})
     yield server
     server.close()
+    assert server.breaches == []
 
 
 @pytest.mark.parametrize(("kv_cache", "mode"), [(KvCache.KEEP, "in_place"), (KvCache.DROP, "retract")])
@@ -105,12 +107,42 @@ def test_sglang_is_asked_for_what_the_cache_policy_says(server: SglangContract, 
     assert [route for route, _ in server.log] == [
         "/pause_generation",
         "/update_weights_from_disk",
-        "/get_weight_version",
+        "/model_info",
         "/continue_generation",
     ]
     assert server.log[0][1] == {"mode": mode}
     assert server.log[1][1]["flush_cache"] is (kv_cache is KvCache.DROP)
     assert server.weight_version == str(version.seq)
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "body"),
+    [
+        ("POST", "/pause_generation", {"mode": "wait"}),
+        ("POST", "/update_weights_from_disk", {"weight_version": "1"}),
+        ("POST", "/update_weights_from_disk", {"model_path": "/x", "weight_version": 1}),
+        ("POST", "/update_weights_from_disk", {"model_path": "/x", "version": "1"}),
+        ("GET", "/continue_generation", {}),
+        ("POST", "/reload", {}),
+    ],
+)
+def test_the_recorded_contract_of_sglang_refuses_what_is_not_in_it(method: str, route: str, body: dict[str, Any]) -> None:
+    server = SglangContract({})
+    assert server.answer(method, route, body, None)[0] == 422
+    assert len(server.breaches) == 1
+    server.close()
+
+
+def test_one_api_key_of_an_sglang_is_enough_where_there_is_no_other(tmp_path: Path) -> None:
+    server = SglangContract({name: array * 0 for name, array in first_state().items()}, "secret")
+    store = MemoryStore()
+    with Publisher(store) as publisher:
+        publisher.publish(first_state())
+        with HotSwap(store, SglangEngine(server.url, tmp_path / "with", api_key="secret")) as swap:
+            swap.sync()
+        with HotSwap(store, SglangEngine(server.url, tmp_path / "without")) as swap, pytest.raises(EngineUnavailable, match="401"):
+            swap.sync()
+    server.close()
 
 
 def test_an_sglang_that_cannot_load_goes_on_with_the_old_version(server: SglangContract, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """SGLang, by its HTTP routes: pause, reload from a mirror directory, look at the version, continue.
 
-SGLang has no build for CPUs, so this adapter was **not run against a real server**: it is tested against a small server that answers as
-SGLang's source says (tests/engines/sglang_contract.py). The server must see the mirror's directory under the same path.
+SGLang has no build for CPUs, so this adapter was **not run against a real server**: it is tested against a recorded contract, which was
+read from SGLang's source (tests/engines/sglang_contract.json names the commit). The server must see the mirror's directory under the same
+path, and calls its model by the path that it has loaded last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class SglangEngine(DiskEngine):
     """A running SGLang server. Versions are told apart by its `weight_version`, which is set to the sequence number.
 
     With `KvCache.KEEP` requests in flight stay where they are and go on with their caches; with `DROP` they go back to the queue and are
-    computed anew. `api_key` is the server's, if it has one. A reload may take up to `timeout` seconds.
+    computed anew. `api_key` and `admin_api_key` are the server's, if it has them. A reload may take up to `timeout` seconds.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class SglangEngine(DiskEngine):
         mirror: Path | str,
         *,
         api_key: str | None = None,
+        admin_api_key: str | None = None,
         timeout: float = 600.0,
         loaded: int | None = None,
         threads: int | None = None,
@@ -47,7 +49,7 @@ class SglangEngine(DiskEngine):
             name=name,
         )
         self._url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._user_key, self._admin_key = api_key, admin_api_key or api_key
         self._timeout = timeout
         self._kv_cache = KvCache.DROP
 
@@ -62,20 +64,22 @@ class SglangEngine(DiskEngine):
                 "model_path": str(path.resolve()),
                 "weight_version": str(version.seq),
                 "flush_cache": self._kv_cache is KvCache.DROP,
-                "keep_pause": True,
+                "keep_pause": True,  # as it is anyway where a server that is paused is updated
             },
         )
         if not answer.get("success"):
             raise EngineError(f"{self.name} did not load version {version.seq}: {answer.get('message')}")
 
     def _check(self, version: Version) -> None:
-        found = self._call("/get_weight_version").get("weight_version")
+        found = self._call("/model_info").get("weight_version")
         if found != str(version.seq):
             raise EngineError(f"{self.name} says that it has version {found}, not {version.seq}.")
 
     def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + route, data, self._headers, method="GET" if body is None else "POST")
+        key = self._user_key if body is None else self._admin_key  # what changes the server is the administrator's
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(self._url + route, data, headers, method="GET" if body is None else "POST")
         try:
             with urllib.request.urlopen(request, timeout=self._timeout) as response:
                 answer = response.read()
