@@ -20,6 +20,8 @@ from .state import state_digest
 if typing.TYPE_CHECKING:
     from .chain.version import Version as Version
     from .events import Event as Event
+    from .pending import PendingDelta as PendingDelta
+    from .pending import start_delta as start_delta
     from .publish import AnchorPolicy as AnchorPolicy
     from .publish import Publisher as Publisher
     from .subscribe import Subscriber as Subscriber
@@ -30,6 +32,7 @@ __all__ = [
     "DeltawireError",
     "Digest",
     "Event",
+    "PendingDelta",
     "Publisher",
     "ResolvedPatch",
     "Subscriber",
@@ -39,6 +42,7 @@ __all__ = [
     "encode_delta",
     "pull",
     "resolve_delta",
+    "start_delta",
     "state_digest",
 ]
 __version__ = "0.1.0"
@@ -47,10 +51,12 @@ __version__ = "0.1.0"
 _LATER = {
     "AnchorPolicy": ".publish",
     "Event": ".events",
+    "PendingDelta": ".pending",
     "Publisher": ".publish",
     "Subscriber": ".subscribe",
     "Version": ".chain.version",
     "pull": ".subscribe",
+    "start_delta": ".pending",
 }
 
 

@@ -28,7 +28,8 @@ LiveTensors = Callable[[], "dict[str, torch.Tensor]"]
 
 
 class LiveReplica(MemoryReplica):
-    """A module's weights on the CPU, changed in place. They are themselves the state that deltas are decoded against: there is no copy.
+    """A module's weights on the CPU or on one GPU, changed in place. They are themselves the state that deltas are decoded against, where
+    they are: there is no copy.
 
     Decoding reads every weight of the parts that a delta changes and compares them with their digest. So a weight there that something else
     has changed is noticed before anything is written, and mended from a whole checkpoint; elsewhere it is noticed when a swap is confirmed
@@ -189,7 +190,7 @@ class Exchange:
     def __init__(
         self,
         replica: LiveReplica,
-        pairs: list[tuple[NDArray[Any], NDArray[Any]]],
+        pairs: list[tuple[Any, NDArray[Any]]],
         live: Mapping[str, torch.Tensor],
         others: Tensors,
         target: Commit,
@@ -221,10 +222,17 @@ class Exchange:
             raise BaseMismatch("the live weights are not what they were.")
 
 
-def _exchange(a: NDArray[Any], b: NDArray[Any]) -> None:
-    kept = a.copy()
-    np.copyto(a, b)
-    np.copyto(b, kept)
+def _exchange(live: Any, new: NDArray[Any]) -> None:
+    """Bits of a tensor, here or on a GPU, and of an array change places."""
+    if isinstance(live, np.ndarray):
+        kept = live.copy()
+        np.copyto(live, new)
+    else:
+        import torch
+
+        kept = live.tensor.to("cpu", copy=True).numpy().view(new.dtype)
+        live.tensor.copy_(torch.from_numpy(np.asarray(new, order="C").view(f"i{new.itemsize}")))
+    np.copyto(new, kept)
 
 
 def check_fits(live: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[Any]], *, keep_others: bool) -> None:
@@ -245,8 +253,9 @@ def check_fits(live: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[An
 
 
 def _array(name: str, tensor: Any) -> NDArray[Any]:
-    bits = tensor_bits(name, tensor)
-    return bits.bits.view(bits.dtype.numpy)
+    """A tensor as an array; of one on a GPU, only its type and shape."""
+    found = tensor_bits(name, tensor)
+    return found.bits.view(found.dtype.numpy) if found.on_host else np.broadcast_to(np.zeros((), found.dtype.numpy), found.shape)
 
 
 def _same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:

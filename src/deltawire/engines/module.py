@@ -64,7 +64,7 @@ class ModuleEngine(Engine):
         return named_weights(self._module, self._names, bundle=self._bundle)
 
     def replica(self, swap: Swap) -> Replica:
-        kind = LiveReplica if all(_is_plain(tensor) for tensor in self.weights().values()) else DeviceReplica
+        kind = LiveReplica if _are_plain(list(self.weights().values())) else DeviceReplica
         return kind(self.weights, swap, **self._options)
 
     def pause(self, kv_cache: KvCache) -> None:
@@ -97,7 +97,10 @@ class ModuleEngine(Engine):
         self._gate.leave()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _are_plain(tensors: list[torch.Tensor]) -> bool:
+    """Whether the codec can work on them where they are: all on the CPU, or all on one NVIDIA GPU."""
     import torch
 
-    return tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    devices = {tensor.device for tensor in tensors}
+    works = all(device.type == "cpu" or (device.type == "cuda" and not torch.version.hip) for device in devices)
+    return works and len(devices) <= 1 and all(type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for tensor in tensors)

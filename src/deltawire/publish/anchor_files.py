@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..format.checkpoint import INDEX_FILE, SINGLE_FILE
 from ..format.safetensors_header import build_header, place_in_order
 from .segments import Segment, TensorTable
+from .snapshots import host_array
 
 SHARD_BYTES = 5_000_000_000
 """What Hugging Face libraries write, too."""
@@ -24,7 +24,7 @@ _MOST_SHARDS = 64
 """Of a checkpoint so large that it would have more, shards are larger: a record has to name them all."""
 
 _PIECE = 8 << 20
-SegmentSource = Callable[[int], Mapping[str, NDArray[Any]]]
+SegmentSource = Callable[[int], Mapping[str, Any]]
 """Gives the tensors of a segment, by its index; C-contiguous, and not changed by anybody while they are in use."""
 
 
@@ -45,11 +45,11 @@ class Shard:
         """The bytes of the file. Holds one segment of the source at a time."""
         yield memoryview(self.header)
         held: int | None = None
-        tensors: Mapping[str, NDArray[Any]] = {}
+        tensors: Mapping[str, Any] = {}
         for name, segment in self.order:
             if segment != held:
                 tensors, held = source(segment), segment
-            flat = tensors[name].reshape(-1).view(np.uint8).data
+            flat = host_array(name, tensors[name]).reshape(-1).view(np.uint8).data
             for start in range(0, len(flat), _PIECE):
                 yield flat[start : start + _PIECE]
 

@@ -22,11 +22,12 @@ from ..store.base import Store
 from ..tensors import State
 from .anchor_files import SHARD_BYTES, lay_out
 from .attachments import Attachments, read_attachments
-from .baseline import Arrays, Baseline, copy_tensors, new_arrays
+from .baseline import Baseline
 from .cadence import ChainCost, Speed
 from .commits import Attempt, ChainWriter, emit_published
 from .resume import read_state, version_commit
 from .segments import SEGMENT_BYTES, TensorTable, cut_segments
+from .snapshots import Arrays, Place, copy_tensors, new_arrays
 from .upload import DataPlace, upload_checkpoint, upload_update
 
 Recycle = Callable[[Arrays], None]
@@ -66,6 +67,7 @@ class Appender:
         remember: bool = True,
         on_event: OnEvent | None = None,
         recycle: Recycle = lambda arrays: None,
+        snapshot: Place = "host",
         segment_bytes: int = SEGMENT_BYTES,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
@@ -78,6 +80,7 @@ class Appender:
         self._remember = remember
         self._on_event = on_event
         self._recycle = recycle
+        self._place_of_copies: Place = snapshot
         self._segment_bytes = segment_bytes
         self._shard_bytes = shard_bytes
         self._unsettled: Unsettled | None = None
@@ -153,6 +156,7 @@ class Appender:
             baseline = self._sound_baseline()
             if baseline is None or baseline.table != table:
                 return None
+            baseline.settle_beside(state, self._place_of_copies)
             update = upload_update(self._place(), baseline, state, self._threads, limit=table.state_bytes)
             if update is None:
                 return None
@@ -182,7 +186,7 @@ class Appender:
         """A whole checkpoint, uploaded and proposed."""
         attachments = read_attachments(self._attachments)
         if arrays is None:
-            arrays = new_arrays(table)
+            arrays = new_arrays(table, state, self._place_of_copies)
             copy_tensors(state, arrays)
         own = arrays
         segments = cut_segments(table.sizes, segment_bytes=self._segment_bytes)

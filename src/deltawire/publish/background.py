@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..chain.version import Version
 from ..errors import PublisherClosed
 from ..events import OnEvent, emit
+from ..handover import Handover
 from ..tensors import State
-from .baseline import Arrays, copy_tensors, new_arrays
 from .segments import TensorTable
+from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
 
 Append = Callable[[Arrays, TensorTable, "int | None", Mapping[str, str]], Version]
 
@@ -53,7 +54,9 @@ class _Snapshot:
     table: TensorTable
     step: int | None
     meta: Mapping[str, str]
-    handle: PendingVersion = field(default_factory=PendingVersion)
+    copied: Handover
+    """Taken when the copy is complete: a GPU may still be at it."""
+    handle: PendingVersion
 
 
 class BackgroundPublisher:
@@ -64,11 +67,18 @@ class BackgroundPublisher:
     """
 
     def __init__(
-        self, append: Append, keeps: Callable[[Arrays], bool], afterwards: Callable[[], None], *, on_event: OnEvent | None = None
+        self,
+        append: Append,
+        keeps: Callable[[Arrays], bool],
+        afterwards: Callable[[], None],
+        *,
+        snapshot: Place = "host",
+        on_event: OnEvent | None = None,
     ) -> None:
         self._append = append
         self._keeps = keeps
         self._afterwards = afterwards
+        self._place: Place = snapshot
         self._on_event = on_event
         self._changed = threading.Condition()
         self._waiting: _Snapshot | None = None
@@ -88,10 +98,10 @@ class BackgroundPublisher:
             superseded, self._waiting = self._waiting, None  # its memory is needed for the newer one
             arrays = superseded.arrays if superseded is not None else self._free.pop() if self._free else {}
         try:
-            if not arrays or TensorTable.of(arrays) != table:
-                arrays = new_arrays(table)
+            if not arrays or TensorTable.of(arrays) != table or not is_kept_like(arrays, state, self._place):
+                arrays = new_arrays(table, state, self._place)
             copy_tensors(state, arrays)
-            snapshot = _Snapshot(arrays, table, step, meta, PendingVersion(self._forget_error))
+            snapshot = _Snapshot(arrays, table, step, meta, Handover(state), PendingVersion(self._forget_error))
             with self._changed:
                 if self._closing:  # while the state was copied: nobody would publish it any more
                     raise PublisherClosed("the publisher was closed.")
@@ -150,7 +160,8 @@ class BackgroundPublisher:
 
     def _publish(self, snapshot: _Snapshot) -> None:
         try:
-            version = self._append(snapshot.arrays, snapshot.table, snapshot.step, snapshot.meta)
+            with snapshot.copied.taken():
+                version = self._append(snapshot.arrays, snapshot.table, snapshot.step, snapshot.meta)
         except BaseException as error:  # not swallowed: the next call, or whoever asks for the result, raises it
             with self._changed:
                 self._error = error

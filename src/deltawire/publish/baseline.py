@@ -9,21 +9,15 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..encode import encode_delta, encode_with_summary
 from ..format.digest import Digest
 from ..format.records import CommitRef
 from ..resolve import apply_delta
-from ..tensors import State, tensor_bits
+from ..tensors import State
 from .history import History, Reverse
 from .segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
-
-Arrays = dict[str, NDArray[Any]]
-"""Tensors by name, C-contiguous and owned by the publisher."""
+from .snapshots import Arrays, Place, copy_of, copy_tensors, is_kept_like, new_arrays
 
 _HISTORY_SHARE, _LEAST_HISTORY = 4, 1 << 20
 """Reverse deltas may take the fourth part of the state's own size. In training at small steps it is a few per cent."""
@@ -114,6 +108,14 @@ class Baseline:
             self._history = History(at, max(self.table.state_bytes // _HISTORY_SHARE, _LEAST_HISTORY))
             self.intact = True
 
+    def settle_beside(self, state: State, place: Place) -> None:
+        """Bring the arrays to where they are kept for such a state: after a resume they are on the host."""
+        if not is_kept_like(self.arrays, state, place):
+            arrays = new_arrays(self.table, state, place)
+            copy_tensors(self.arrays, arrays)
+            with self._lock:
+                self.arrays = arrays
+
     def hold(self) -> None:
         """Keep the present version within the reach of `segment_at`, until `release`."""
         with self._lock:
@@ -128,7 +130,7 @@ class Baseline:
         """A copy of a segment as it was at version `seq`, which is held. Raises `Forgotten` if the baseline has started again since."""
         with self._lock:
             way = self._history.way_back(seq)
-            part = {name: array.copy() for name, array in self.part(index).items()}
+            part = {name: copy_of(array) for name, array in self.part(index).items()}
         for reverse in way:
             if index in reverse.deltas:
                 apply_delta(part, reverse.deltas[index], threads=self._threads)
@@ -156,7 +158,7 @@ class Baseline:
         size = 0
         for index in sorted({index for part in parts for index in part.deltas}):
             now = self.part(index)
-            then = {name: array.copy() for name, array in now.items()}
+            then = {name: copy_of(array) for name, array in now.items()}
             for part in parts:
                 if index in part.deltas:
                     apply_delta(then, part.deltas[index], threads=self._threads)
@@ -188,14 +190,3 @@ class Baseline:
             else:
                 self._history.advance(at, back, size)
             self.intact = True
-
-
-def new_arrays(table: TensorTable) -> Arrays:
-    """Memory for a state with this table; what is in it is undefined."""
-    return {name: np.empty(shape, dtype.numpy) for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True)}
-
-
-def copy_tensors(source: State, target: Mapping[str, NDArray[Any]]) -> None:
-    """Copy every tensor of `source` to the array of its name, bit for bit."""
-    for name, tensor in source.items():
-        np.copyto(tensor_bits(name, target[name]).bits, tensor_bits(name, tensor).bits)

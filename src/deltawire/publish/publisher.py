@@ -22,12 +22,12 @@ from .anchor_files import SHARD_BYTES
 from .append import Appender
 from .attachments import Attachments, read_attachments
 from .background import BackgroundPublisher, PendingVersion
-from .baseline import Arrays
 from .cadence import AnchorPolicy
 from .commits import ChainWriter, check_meta, check_step, open_log, open_run
 from .resume import version_commit
 from .segments import SEGMENT_BYTES, TensorTable
 from .shortcuts import ShortcutWriter
+from .snapshots import Arrays, Place
 from .upkeep import Helper, Upkeep
 
 _STREAMS = 4
@@ -47,7 +47,9 @@ class Publisher:
     abandoned.
 
     It holds a copy of the state of its own. With `background`, `publish` takes another copy (a third if the store is slower than training)
-    and returns at once. Skips cost some per cent of the state in memory, anchors (see `AnchorPolicy`) nothing.
+    and returns at once. Skips cost some per cent of the state in memory, anchors (see `AnchorPolicy`) nothing. Copies of weights on a GPU
+    are kept in pinned memory of the host, or with `snapshot="device"` beside them: then changes are found and encoded on the GPU, and only
+    deltas cross the bus. In the background that is done on a stream of its own; training waits for nothing but the copy.
 
     `attachments` (config.json, tokenizer: a directory, or names with bytes or paths) go into every anchor, so that each is a complete
     Hugging Face checkpoint. `auto_collect` deletes what nobody needs any more after every anchor, with so many seconds of grace.
@@ -67,6 +69,7 @@ class Publisher:
         run: str | None = None,
         *,
         background: bool = False,
+        snapshot: Place = "host",
         threads: int | None = None,
         signing_key: SigningKey | None = None,
         trusted_keys: Collection[str] = (),
@@ -113,6 +116,7 @@ class Publisher:
                 remember=skips,
                 on_event=on_event,
                 recycle=self._recycle,
+                snapshot=snapshot,
                 segment_bytes=segment_bytes,
                 shard_bytes=shard_bytes,
             )
@@ -134,7 +138,9 @@ class Publisher:
                 collect=None if auto_collect is None else self._collect_garbage,
             )
             if background:
-                self._background = BackgroundPublisher(self._append, self._appender.keeps, self._upkeep.after_append, on_event=on_event)
+                self._background = BackgroundPublisher(
+                    self._append, self._appender.keeps, self._upkeep.after_append, snapshot=snapshot, on_event=on_event
+                )
             self._opened = opened.pop_all()
 
     @property
@@ -153,7 +159,7 @@ class Publisher:
         return self._last_error or self._upkeep.last_error
 
     def publish(self, state: State, *, step: int | None = None, meta: Mapping[str, str] | None = None) -> Version | PendingVersion:
-        """Publish a state (names to NumPy arrays or torch CPU tensors, which are never changed); `step` and `meta` go with it.
+        """Publish a state (names to NumPy arrays or torch tensors, which are never changed); `step` and `meta` go with it.
 
         In the foreground it returns the `Version`, which readers can see by then. In the background it returns a `PendingVersion` as soon
         as the state is copied; where an earlier publication has failed it raises that error instead, once, and takes nothing.

@@ -14,8 +14,8 @@ from ..chain.routes import Routes
 from ..errors import VersionUnknown
 from ..events import OnEvent
 from ..format.records import Commit
-from .baseline import Arrays
 from .cadence import ChainCost, Replay
+from .snapshots import Arrays
 
 
 @dataclass(frozen=True, slots=True)

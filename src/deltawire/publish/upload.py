@@ -19,8 +19,8 @@ from ..store.base import Buffer, Store
 from ..store.keys import data_key
 from ..tensors import State
 from .anchor_files import Layout, SegmentSource, Shard
-from .baseline import Arrays
 from .segments import Segment
+from .snapshots import Arrays
 
 _IN_FLIGHT = 8
 """Uploads that wait or run; beyond them encoding waits, so that deltas do not pile up in memory."""

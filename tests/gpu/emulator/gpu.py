@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from .build import library
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Kernels:
@@ -26,7 +29,8 @@ class Kernels:
         self._seed += 1
         values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        failed = self._library.emulated_launch(name.encode(), blocks, threads, shared, pointers, ctypes.c_uint64(self._seed))
+        with _ONE_AT_A_TIME:
+            failed = self._library.emulated_launch(name.encode(), blocks, threads, shared, pointers, ctypes.c_uint64(self._seed))
         assert not failed, f"there is no kernel {name}"
 
 
@@ -105,10 +109,11 @@ def emulated(gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
     import pytest
 
     from deltawire import tensors
-    from deltawire.codec.gpu import codec
+    from deltawire.codec.gpu import codec, device
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "gpu_at", lambda device: gpu)
+        for module in (codec, device):
+            patch.setattr(module, "gpu_at", lambda device: gpu)
         patch.setattr(tensors, "_is_on_gpu", lambda tensor: True)
         codec._stream.cache_clear()
         yield gpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...dtypes import DTYPES, DType
+from ...dtypes import DTYPES
 from .. import default_codec
 from ..base import Bits, Encoded, EncodeJob, Lanes, Outcome, Resolution, ResolveJob
-from .device import gpu_at
+from .device import Gpu, gpu_at
 from .device_bits import DeviceBits, is_device
 from .digest import digest_tensors
 from .encode import encode_tensors
@@ -42,14 +42,16 @@ class GpuCodec:
         results: dict[int, Encoded] = {}
         if theirs:
             results.update(zip(theirs, default_codec().encode([jobs[i] for i in theirs], threads), strict=True))
-        for (device, _), group in _groups(ours, [_device(jobs[i].new, jobs[i].base) for i in ours], [jobs[i].dtype for i in ours]).items():
+        devices, sizes = [_device(jobs[i].new, jobs[i].base) for i in ours], [jobs[i].dtype.itemsize for i in ours]
+        for (device, _), group in _groups(ours, devices, sizes).items():
             with _side_stream(device) as stream:
-                flats = [(_flat(jobs[i].base, device), _flat(jobs[i].new, device)) for i in group]
-                facts = [
-                    Facts(_address(base), _address(new), jobs[i].new.size, jobs[i].seed, jobs[i].dtype, jobs[i].base is None)
-                    for i, (base, new) in zip(group, flats, strict=True)
-                ]
-                results.update(zip(group, encode_tensors(facts, gpu_at(device)), strict=True))
+                for part in _parts(group, device, lambda i: (jobs[i].base, jobs[i].new)):
+                    flats = [(_flat(jobs[i].base, device), _flat(jobs[i].new, device)) for i in part]
+                    facts = [
+                        Facts(_address(base), _address(new), jobs[i].new.size, jobs[i].seed, jobs[i].dtype, jobs[i].base is None)
+                        for i, (base, new) in zip(part, flats, strict=True)
+                    ]
+                    results.update(zip(part, encode_tensors(facts, gpu_at(device)), strict=True))
                 stream.synchronize()
         return [results[i] for i in range(len(jobs))]
 
@@ -64,12 +66,14 @@ class GpuCodec:
         results: dict[int, Lanes] = {}
         if theirs:
             results.update(zip(theirs, default_codec().digest([arrays[i] for i in theirs], threads), strict=True))
-        types = [_INTEGERS[arrays[i][0].itemsize] for i in ours]
-        for (device, dtype), group in _groups(ours, [_device(arrays[i][0]) for i in ours], types).items():
+        sizes = [arrays[i][0].itemsize for i in ours]
+        for (device, size), group in _groups(ours, [_device(arrays[i][0]) for i in ours], sizes).items():
             with _side_stream(device):
-                flats = [_flat(arrays[i][0], device) for i in group]
-                facts = [Facts(_address(flat), 0, arrays[i][0].size, arrays[i][1], dtype) for i, flat in zip(group, flats, strict=True)]
-                results.update(zip(group, digest_tensors(facts, gpu_at(device)), strict=True))
+                for part in _parts(group, device, lambda i: (arrays[i][0],)):
+                    flats = [_flat(arrays[i][0], device) for i in part]
+                    numbers = zip(part, flats, strict=True)
+                    facts = [Facts(_address(flat), 0, arrays[i][0].size, arrays[i][1], _INTEGERS[size]) for i, flat in numbers]
+                    results.update(zip(part, digest_tensors(facts, gpu_at(device)), strict=True))
         return [results[i] for i in range(len(arrays))]
 
     def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
@@ -86,6 +90,12 @@ class GpuCodec:
             target.view(-1)[at] = new
         else:
             target[torch.unravel_index(at, target.shape)] = new
+
+
+def marks(tensors: Iterable[Bits]) -> list[tuple[Gpu, torch.cuda.Event]]:
+    """The GPUs that these are on, each with an event that comes when what the current stream was given so far is done."""
+    devices = dict.fromkeys(_device(bits) for bits in tensors if is_device(bits))
+    return [(gpu_at(device), gpu_at(device).mark()) for device in devices]
 
 
 @dataclass(slots=True)
@@ -120,7 +130,7 @@ class GpuResolution:
             places.update({i: (-1, self.host_tensors + n) for n, i in enumerate(theirs)})
             self.host_tensors += len(theirs)
         devices = [self.device if jobs[i].base is None else _device(jobs[i].base) for i in ours]
-        for (device, _), group in _groups(ours, devices, [jobs[i].dtype for i in ours]).items():
+        for (device, _), group in _groups(ours, devices, [jobs[i].dtype.itemsize for i in ours]).items():
             with _side_stream(device):
                 flats = [_flat_or_zeros(jobs[i], device) for i in group]
                 facts = [Facts(_address(flat), 0, jobs[i].count, jobs[i].seed, jobs[i].dtype) for i, flat in zip(group, flats, strict=True)]
@@ -158,8 +168,10 @@ class GpuResolution:
             self.host.settle()
 
     def exchange(self) -> None:
-        """See `codec.base.Resolution`; on the current stream of each device."""
+        """See `codec.base.Resolution`; on the current stream of each device, and waited for: then any stream may read the weights."""
         self._write(swap=True)
+        for gpu in {id(group.patch.gpu): group.patch.gpu for group in self.groups}.values():
+            gpu.current().synchronize()
         if self.host is not None:
             self.host.exchange()
 
@@ -184,6 +196,9 @@ class GpuResolution:
             self.host.revert()
 
 
+_MOST_COPIED = 256 << 20
+"""Bytes of tensors that are brought to the device, or into plain memory there, at a time."""
+
 _INTEGERS = {dtype.itemsize: dtype for dtype in DTYPES if dtype.name in ("U8", "U16", "U32", "U64")}
 
 
@@ -195,12 +210,34 @@ def _split(ours: Any) -> tuple[list[int], list[int]]:
     return parts
 
 
-def _groups(items: Sequence[int], devices: Sequence[torch.device], dtypes: Sequence[DType]) -> dict[tuple[torch.device, DType], list[int]]:
-    """Items by device and width; widths are named by the unsigned type."""
-    groups: dict[tuple[torch.device, DType], list[int]] = {}
-    for item, device, dtype in zip(items, devices, dtypes, strict=True):
-        groups.setdefault((device, _INTEGERS[dtype.itemsize]), []).append(item)
+def _groups(items: Sequence[int], devices: Sequence[torch.device], sizes: Sequence[int]) -> dict[tuple[torch.device, int], list[int]]:
+    """Items by device and size of an element."""
+    groups: dict[tuple[torch.device, int], list[int]] = {}
+    for item, device, size in zip(items, devices, sizes, strict=True):
+        groups.setdefault((device, size), []).append(item)
     return groups
+
+
+def _parts(items: Sequence[int], device: torch.device, tensors: Callable[[int], Sequence[Any]]) -> Iterator[list[int]]:
+    """Items such that no part copies more than `_MOST_COPIED` bytes to the device, unless a single one does."""
+    part: list[int] = []
+    size = 0
+    for item in items:
+        more = sum(_copied(bits, device) for bits in tensors(item))
+        if part and size + more > _MOST_COPIED:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += more
+    if part:
+        yield part
+
+
+def _copied(bits: Any, device: torch.device) -> int:
+    """Bytes that `_flat` copies."""
+    if bits is None or (isinstance(bits, DeviceBits) and bits.plain and bits.tensor.device == device):
+        return 0
+    return int(bits.nbytes)
 
 
 def _device(*bits: Any) -> torch.device:

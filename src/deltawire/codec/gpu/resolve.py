@@ -170,16 +170,8 @@ class _Work:
         row = min(max((end_tile - first_tile) // (8 * _LOCATE_BLOCKS * self.gpu.processors), 1), _LONGEST_ROW)
         blocks = min(-(-(end_tile - first_tile) // (4 * row)), _LOCATE_BLOCKS * self.gpu.processors)
         patch = Patch(self.firsts.data_ptr(), self.places.data_ptr(), self.values.data_ptr())
-        arguments = [
-            self.placed,
-            self.nspans,
-            *map(ctypes.c_uint32, (first_tile, end_tile, row)),
-            self.heads,
-            starts,
-            targets,
-            patch,
-            self.sums,
-        ]
+        arguments = [self.placed, self.nspans, *map(ctypes.c_uint32, (first_tile, end_tile, row))]
+        arguments += [self.heads, starts, targets, patch, self.sums]
         launch("locate", blocks, 128, arguments, self.locate_shared)
 
     def result(self) -> tuple[DevicePatch, list[Outcome]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...dtypes import DType
+from ...dtypes import DTYPES, DType
 from ..base import Lanes
 
 BLOCK, TILE, UNIT = 1 << 24, 1 << 14, 1 << 10
@@ -21,6 +21,10 @@ SPAN = np.dtype(
     + [(name, "u4") for name in ("count", "tile0", "tensor", "top", "shift", "mask", "start", "mode")]
 )
 SUMS = np.dtype([("changed", "u8"), ("before", "u4", 4), ("change", "u4", 4)])
+
+_SHIFTS = np.array([dtype.exponent_shift for dtype in DTYPES], np.uint32)
+_MASKS = np.array([(1 << dtype.exponent_bits) - 1 for dtype in DTYPES], np.uint32)
+"""By code of the type."""
 
 
 class Changes(ctypes.Structure):
@@ -68,21 +72,16 @@ class Table:
     @classmethod
     def of(cls, tensors: Sequence[Facts]) -> Table:
         base, following, count, seed, dtypes, appears = zip(*tensors, strict=True)
-        kinds = list(set(dtypes))
-        facts = {dtype: (dtype.code, dtype.exponent_shift, (1 << dtype.exponent_bits) - 1) for dtype in kinds}
-        if len(kinds) == 1:
-            by_type = np.tile(np.array(facts[kinds[0]], np.int64), (len(tensors), 1))
-        else:
-            by_type = np.array([facts[dtype] for dtype in dtypes], np.int64)
+        codes = np.array([dtype.code for dtype in dtypes], np.uint8)
         return cls(
             np.array(base, np.uint64),
             np.array(following, np.uint64),
             np.array(count, np.int64),
             np.array(seed, np.uint64),
             dtypes,
-            by_type[:, 0].astype(np.uint8),
-            by_type[:, 1].astype(np.uint32),
-            by_type[:, 2].astype(np.uint32),
+            codes,
+            _SHIFTS[codes],
+            _MASKS[codes],
             appears,
         )
 

@@ -1,0 +1,87 @@
+"""The publisher's own copies of states: where they are, and how weights get there.
+
+Of weights on a GPU a copy may be on the GPU too, where it is compared at the speed of its memory, or in pinned memory of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..dtypes import DType
+from ..tensors import State, tensor_bits, typed
+from .segments import TensorTable
+
+Arrays = dict[str, Any]
+"""Tensors by name, C-contiguous and owned by the publisher: arrays, or torch tensors on a GPU."""
+
+Place: TypeAlias = Literal["host", "device"]
+"""Where copies of weights are kept that are on a GPU. Those of other weights are on the host."""
+
+
+def new_arrays(table: TensorTable, state: State, place: Place) -> Arrays:
+    """Memory for a state like this one; what is in it is undefined."""
+    each = zip(table.names, table.dtypes, table.shapes, strict=True)
+    return {name: _new_array(dtype, shape, tensor_bits(name, state[name]).bits, place) for name, dtype, shape in each}
+
+
+def is_kept_like(arrays: Mapping[str, Any], state: State, place: Place) -> bool:
+    """Whether these arrays are where `new_arrays` would put them."""
+    return all(
+        is_on_gpu(tensor_bits(name, arrays[name]).bits) == (place == "device" and is_on_gpu(tensor_bits(name, tensor).bits))
+        for name, tensor in state.items()
+    )
+
+
+def copy_tensors(source: State, target: Mapping[str, Any]) -> None:
+    """Copy every tensor of `source` to the memory of its name, bit for bit.
+
+    What comes from a GPU, comes when the current stream gets to it: see `Handover`.
+    """
+    for name, tensor in source.items():
+        to, bits = tensor_bits(name, target[name]).bits, tensor_bits(name, tensor).bits
+        if is_on_gpu(bits) or is_on_gpu(to):
+            _as_tensor(to).copy_(_as_tensor(bits), non_blocking=True)
+        else:
+            np.copyto(to, bits)
+
+
+def copy_of(array: Any) -> Any:
+    """The same, in memory of its own, where it is."""
+    return array.detach().clone() if hasattr(array, "detach") else array.copy()
+
+
+def host_array(name: str, array: Any) -> NDArray[Any]:
+    """An array as it is, or one made from a tensor on a GPU."""
+    if isinstance(array, np.ndarray):
+        return array
+    tensor = tensor_bits(name, array)
+    found: NDArray[Any] = typed(_as_tensor(tensor.bits).cpu().numpy(), tensor.dtype, tensor.shape)
+    return found
+
+
+def is_on_gpu(bits: Any) -> bool:
+    return not isinstance(bits, np.ndarray)
+
+
+def _new_array(dtype: DType, shape: tuple[int, ...], like: Any, place: Place) -> Any:
+    if not is_on_gpu(like):
+        return np.empty(shape, dtype.numpy)
+    from ..codec.gpu.device import gpu_at
+
+    gpu, integer, size = gpu_at(like.tensor.device), like.tensor.dtype, like.size
+    if place == "device":
+        return typed(gpu.empty(size, integer), dtype, shape)
+    return gpu.pinned(size, integer).numpy().view(dtype.numpy).reshape(shape)
+
+
+def _as_tensor(bits: Any) -> Any:
+    """Bits as a torch tensor of signed integers, of the same memory."""
+    if is_on_gpu(bits):
+        return bits.tensor
+    import torch
+
+    return torch.from_numpy(cast("NDArray[Any]", bits).view(f"i{bits.itemsize}"))

@@ -1,0 +1,97 @@
+"""Engines whose weights are on a GPU: they keep every engine's promises, decode against the live weights, and hold no copy of them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from emulator.build import compiler
+
+from deltawire.engines import HotSwap
+from deltawire.engines.live_weights import LiveReplica
+from deltawire.engines.module import ModuleEngine
+from deltawire.publish import Publisher
+from deltawire.store.memory import MemoryStore
+from deltawire.testing import EngineConformance, EngineRig
+
+torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
+REAL = torch.cuda.is_available()
+if not REAL and compiler() is None:
+    pytest.skip("needs an NVIDIA GPU, or a C++ compiler to emulate one", allow_module_level=True)
+
+from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
+
+DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    with contextlib.nullcontext() if REAL else emulated(EmulatedGpu()):
+        yield
+
+
+class Net(torch.nn.Module):
+    """Tied weights in bf16, and whatever else a module may have: strides, integers, no elements, no dimensions."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(40, 16, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(16, 40, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.embed.weight
+        self.turned = torch.nn.Parameter(torch.randn(7, 5).t())
+        self.scale = torch.nn.Parameter(torch.randn(()))
+        self.empty = torch.nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("counts", torch.randint(0, 100, (9,)))
+
+    def forward(self, ids: Any) -> Any:
+        return self.head(self.embed(ids)).float() * self.scale + self.turned.sum() + self.counts.sum()
+
+
+def changed(module: Any) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, device=DEVICE).to(parameter.dtype))
+
+
+class NetRig(EngineRig):
+    def __init__(self) -> None:
+        trainer, self.module = Net(0).to(DEVICE), Net(99).to(DEVICE)
+        self._states = []
+        for _ in range(6):
+            self._states.append({name: tensor.clone() for name, tensor in trainer.state_dict().items()})
+            changed(trainer)
+        self.engine = ModuleEngine(self.module)
+
+    def state(self, number: int) -> Any:
+        return self._states[number]
+
+    def weights(self) -> Any:
+        return self.module.state_dict()
+
+    def generate(self) -> bytes:
+        with torch.no_grad():
+            return self.module(torch.arange(40, device=DEVICE)).cpu().numpy().tobytes()
+
+
+class TestModuleOnAGpu(EngineConformance):
+    @pytest.fixture
+    def rig(self) -> NetRig:
+        return NetRig()
+
+
+def test_weights_on_a_gpu_are_changed_where_they_are():
+    """In place, by the patch that was made there: the module's tensors are the state, and their memory stays the same."""
+    store = MemoryStore()
+    trainer, served = Net(0).to(DEVICE), Net(1).to(DEVICE)
+    addresses = [p.data_ptr() for p in served.parameters()]
+    with Publisher(store, snapshot="device") as publisher, contextlib.closing(HotSwap(store, ModuleEngine(served), pin=False)) as swap:
+        for step in range(3):
+            publisher.publish(trainer.state_dict(), step=step)
+            swap.sync()
+            assert all(torch.equal(a, b) for a, b in zip(trainer.state_dict().values(), served.state_dict().values(), strict=True))
+            changed(trainer)
+        replica = ModuleEngine(served).replica(lambda change, target: None)
+        assert type(replica) is LiveReplica
+    assert addresses == [p.data_ptr() for p in served.parameters()]

@@ -1,0 +1,84 @@
+"""A publisher of weights on a GPU: copies beside them or on the host, in the foreground and the background; readers get the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from emulator.build import compiler
+
+import deltawire
+from deltawire.codec import using_codec
+
+torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
+REAL = torch.cuda.is_available()
+if not REAL and compiler() is None:
+    pytest.skip("needs an NVIDIA GPU, or a C++ compiler to emulate one", allow_module_level=True)
+
+from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
+
+DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    with using_codec("reference"), contextlib.nullcontext() if REAL else emulated(EmulatedGpu()):
+        yield
+
+
+def weights():
+    random = torch.Generator().manual_seed(3)
+    state = {
+        "a": torch.randn(60, 80, generator=random).bfloat16(),
+        "b": torch.randn(3000, generator=random),
+        "flag": torch.ones((), dtype=torch.bool),
+    }
+    return {name: tensor.to(DEVICE) for name, tensor in state.items()}
+
+
+def step(state):
+    """What training does: in place."""
+    for tensor in state.values():
+        if tensor.is_floating_point():
+            tensor.mul_(1 + 1e-3)
+
+
+def bits(tensor):
+    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().copy()
+
+
+def read(place, expected):
+    with deltawire.Subscriber(place) as subscriber:
+        subscriber.sync()
+        state = subscriber.state
+        assert state.keys() == expected.keys()
+        for name in expected:
+            assert np.array_equal(np.ascontiguousarray(state[name]).reshape(-1).view(np.uint8), expected[name]), name
+
+
+@pytest.mark.parametrize("snapshot", ["host", "device"])
+@pytest.mark.parametrize("background", [False, True])
+def test_readers_get_what_was_on_the_gpu(tmp_path, snapshot, background):
+    state = weights()
+    with deltawire.Publisher(tmp_path, snapshot=snapshot, background=background) as publisher:
+        for version in range(3):
+            publisher.publish(state, step=version)
+            expected = {name: bits(tensor) for name, tensor in state.items()}
+            step(state)  # at once: what is published is what was there when `publish` was called
+            publisher.flush()
+            read(tmp_path, expected)
+
+
+def test_a_publisher_that_resumes_goes_on_beside_the_weights(tmp_path):
+    state = weights()
+    with deltawire.Publisher(tmp_path, snapshot="device") as publisher:
+        publisher.publish(state, step=0)
+    step(state)
+    with deltawire.Publisher(tmp_path, snapshot="device") as publisher:
+        version = publisher.publish(state, step=1)
+        assert version.kind == "delta"
+        step(state)
+        publisher.publish(state, step=2)
+        assert all(isinstance(array, torch.Tensor) for array in publisher._appender.baseline.arrays.values())
+    read(tmp_path, {name: bits(tensor) for name, tensor in state.items()})
