@@ -1,0 +1,87 @@
+"""What a member generates with: an engine that takes its time, follows the chain as well as it can, and swaps in the middle of things."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from ...fleet.steps import Generate, KnownVersion, Sync
+from ...format.rollouts import Completion, Rollouts, Span, VersionRef
+from .chain_model import ChainModel
+from .kernel import Kernel, Strand
+
+_LONGEST = 8
+
+
+class EngineModel:
+    """Answers `Sync` and `Generate`. `rate` is in tokens per second. A pinned engine stays at the first version that it got, and claims
+    to have whatever is newest."""
+
+    def __init__(
+        self, kernel: Kernel, random: Random, chain: ChainModel, *, rate: float, sync_seconds: float, pinned: bool = False
+    ) -> None:
+        self._kernel = kernel
+        self._random = random
+        self._chain = chain
+        self.rate = rate
+        self.sync_seconds = sync_seconds
+        self._pinned = pinned
+        self.version: KnownVersion | None = None
+
+    def sync(self, strand: Strand, request: Sync) -> None:
+        """Fetch what is newest now; it may be old by the time that it has arrived."""
+        target = self._chain.head()
+        behind = target is not None and (self.version is None or self.version.seq != target.seq)
+        wanted = self.version is None or self.version.step < request.step or self._random.random() < 0.5
+        if behind and wanted and not (self._pinned and self.version is not None):
+            self._kernel.later(self.sync_seconds * (0.5 + self._random.random()), self._synced, strand, target)
+        else:
+            self._kernel.later(0.0, strand.resume, target if self._pinned else self.version)
+
+    def generate(self, strand: Strand, request: Generate) -> None:
+        """Complete every prompt. What is published meanwhile may be swapped in half-way."""
+        lengths = [1 + self._random.randrange(_LONGEST) for _ in range(len(request.rows) * request.round.samples)]
+        self._kernel.later(sum(lengths) / self.rate, self._generated, strand, request, lengths, self.version)
+
+    def _synced(self, strand: Strand, version: KnownVersion) -> None:
+        if strand.process.running(self._synced, strand, version):
+            self.version = version
+            strand.resume(version)
+
+    def _generated(self, strand: Strand, request: Generate, lengths: list[int], first: KnownVersion | None) -> None:
+        if not strand.process.running(self._generated, strand, request, lengths, first):
+            return
+        assert first is not None
+        newest = self._chain.head()
+        if newest is not None and newest.seq != first.seq and not self._pinned and self._random.random() < 0.5:
+            self.version = newest
+        strand.resume(self._rollouts(request, lengths, [first, self.version or first]))
+
+    def _rollouts(self, request: Generate, lengths: list[int], made_by: list[KnownVersion]) -> Rollouts:
+        lease, samples = request.lease, request.round.samples
+        completions = tuple(
+            self._completion(index // samples, length, made_by, swapped=index == len(lengths) - 1) for index, length in enumerate(lengths)
+        )
+        used = {span.seq for one in completions for span in one.spans}
+        return Rollouts(
+            run=request.round.id,
+            round=lease.round,
+            task=lease.task,
+            attempt=lease.attempt,
+            member=lease.member,
+            nonce=lease.nonce,
+            prompts=tuple(np.array([1], np.int32) for _ in request.rows),
+            completions=completions,
+            reward_names=("simulated",),
+            versions={version.seq: VersionRef(version.step, version.digest) for version in made_by if version.seq in used},
+        )
+
+    def _completion(self, prompt: int, length: int, made_by: list[KnownVersion], *, swapped: bool) -> Completion:
+        first, last = made_by
+        spans: tuple[Span, ...] = (Span(0, length, first.seq),)
+        if swapped and length > 1 and first.seq != last.seq:
+            spans = (Span(0, length // 2, first.seq), Span(length // 2, length, last.seq))
+        tokens: Any = np.array([self._random.getrandbits(31) for _ in range(length)], np.int32)
+        return Completion(prompt, tokens, np.zeros(length, np.float32), np.ones(length, np.uint8), (0.0,), spans, True)

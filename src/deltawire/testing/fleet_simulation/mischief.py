@@ -1,0 +1,118 @@
+"""Members that do not play by the rules: what they really send, given what the honest logic asked them to send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from ...fleet.steps import Put
+from ...format.digest import Digest
+from ...format.fleet_records import Heartbeat
+from ...format.rollouts import Rollouts, Span, VersionRef
+from ...store import fleet_keys
+from ...store.fleet_keys import RolloutKey
+from .chain_model import ChainModel
+from .store_model import Objects
+
+Sent = list[Any]
+"""The first takes the place of what was asked for, and is answered; others go out beside it, unheard."""
+
+
+class Mischief:
+    """One way of misbehaving, now and then."""
+
+    def __init__(self, kind: str, random: Random, chain: ChainModel, objects: Objects) -> None:
+        self.kind = kind
+        self._random = random
+        self._chain = chain
+        self._objects = objects
+        self._ways: dict[str, Callable[[Rollouts, RolloutKey], Sent]] = {
+            "duplicate": self._duplicate,
+            "forge": self._forge,
+            "future": self._future,
+            "foreign": self._foreign,
+            "garble": self._garble,
+            "thief": self._steal,
+        }
+
+    def sends(self, request: Any) -> Sent:
+        """What goes out instead of a request to the store."""
+        if not isinstance(request, Put) or self._random.random() < 0.3:
+            return [request]
+        place = fleet_keys.parse_rollout_key(request.key)
+        if place is not None and self.kind in self._ways:
+            return self._ways[self.kind](Rollouts.parse(request.data), place)
+        if self.kind == "boast" and request.key.startswith(fleet_keys.MEMBERS):
+            return [Put(request.key, replace(Heartbeat.parse(request.data), tokens=10**15, busy_ms=1, lag=0).to_bytes())]
+        return [request]
+
+    def _duplicate(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
+        """The result, the same again, another one of the same lease, and the first one as if of the next attempt."""
+        changed = tuple(replace(one, tokens=(one.tokens + 1) % np.int32(2**31 - 1)) for one in rollouts.completions)
+        later = place.attempt + 1
+        elsewhere = rollouts.to_bytes()
+        key = fleet_keys.rollout_key(RolloutKey(place.round, place.task, later, blake3(elsewhere).hexdigest()))
+        return [
+            _put(rollouts),
+            _put(rollouts),
+            _put(replace(rollouts, completions=changed)),
+            _put(replace(rollouts, attempt=later)),
+            Put(key, elsewhere),
+        ]
+
+    def _forge(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
+        """Weights that are not those of the version that it names."""
+        wrong = Digest.from_hex(f"{self._random.getrandbits(128):032x}")
+        return [_put(replace(rollouts, versions={seq: VersionRef(ref.step, wrong) for seq, ref in rollouts.versions.items()}))]
+
+    def _future(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
+        """A version that is not there yet, or any that ever was."""
+        every = self._chain.every()
+        if self._random.random() < 0.5:
+            version = self._random.choice(every)
+            return [_put(_relabelled(rollouts, version.seq, VersionRef(version.step, version.digest)))]
+        unknown = VersionRef(every[-1].step + 1, Digest.from_hex(f"{self._random.getrandbits(128):032x}"))
+        return [_put(_relabelled(rollouts, every[-1].seq + 1 + self._random.randrange(3), unknown))]
+
+    def _foreign(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
+        """Another run's."""
+        return [_put(replace(rollouts, run="f" * 32))]
+
+    def _garble(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
+        """Bytes that are no rollouts, under their own hash or under another's."""
+        data = bytearray(rollouts.to_bytes())
+        for _ in range(3):
+            data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+        garbled = bytes(data[: self._random.randrange(1, len(data) + 1)])
+        shown = blake3(garbled if self._random.random() < 0.5 else bytes(data)).hexdigest()
+        return [Put(fleet_keys.rollout_key(place._replace(blake3=shown)), garbled)]
+
+    def _steal(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
+        """Its own result, and the same for leases that others hold, or that nobody does."""
+        sent = [_put(rollouts)]
+        for key in self._objects.keys(fleet_keys.LEASES)[-4:]:
+            lease = fleet_keys.parse_lease_key(key)
+            assert lease is not None
+            attempt = lease.attempt + (self._random.random() < 0.3)
+            sent.append(_put(replace(rollouts, round=lease.round, task=lease.task, attempt=attempt)))
+        return sent
+
+
+KINDS = ("duplicate", "forge", "future", "foreign", "garble", "thief", "boast", "pinned", "hog")
+"""Those that `Mischief` knows; a pinned engine, which lies about its version; and who leases and never delivers."""
+
+
+def _put(rollouts: Rollouts) -> Put:
+    data = rollouts.to_bytes()
+    key = RolloutKey(rollouts.round, rollouts.task, rollouts.attempt, blake3(data).hexdigest())
+    return Put(fleet_keys.rollout_key(key), data)
+
+
+def _relabelled(rollouts: Rollouts, seq: int, version: VersionRef) -> Rollouts:
+    completions = tuple(replace(one, spans=(Span(0, len(one.tokens), seq),)) for one in rollouts.completions)
+    return replace(rollouts, completions=completions, versions={seq: version})

@@ -1,0 +1,138 @@
+"""What must hold, judged from outside by an observer who sees everything, with none of the code that it judges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...fleet.staleness import StalenessBudget
+from ...format.fleet_files import Accepted, AcceptedResult
+from ...format.fleet_records import BatchRecord, Lease, Round
+from ...format.rollouts import Rollouts
+from ...store import fleet_keys
+from ...store.fleet_keys import LeaseKey, RolloutKey
+from .chain_model import ChainModel
+from .store_model import Objects
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One line of history: what the weights of a trainer at `step` were trained on. Copied into checkpoints, and out of them."""
+
+    step: int = 0
+    trained: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def copy(self) -> Line:
+        return Line(self.step, dict(self.trained))
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """A batch record as it landed."""
+
+    epoch: int
+    step: int
+    round: int
+    results: tuple[AcceptedResult, ...]
+    writer_epoch: int
+    """The chain's epoch at that moment: above `epoch`, a zombie wrote it."""
+
+
+class Oracle:
+    """Watches the store and the trainers. Raises `Violation`."""
+
+    def __init__(self, run: str, chain: ChainModel, objects: Objects, budget: StalenessBudget) -> None:
+        self._run = run
+        self._chain = chain
+        self._objects = objects
+        self._budget = budget
+        self.acknowledged: dict[tuple[int, int], Acknowledged] = {}
+        self.accepted = 0
+        self.tokens = 0
+        objects.created = self._created
+
+    def _created(self, key: str, data: bytes) -> None:
+        place = fleet_keys.parse_batch_key(key)
+        if place is None:
+            return
+        batch = BatchRecord.parse(data)
+        listed = self._objects.read(batch.accepted.key)
+        if listed is None:
+            raise Violation(f"step {place.step} of epoch {place.epoch} is acknowledged, and what it trains on is listed nowhere.")
+        accepted = Accepted.parse(listed)
+        self.acknowledged[place] = Acknowledged(place.epoch, place.step, batch.round, accepted.results, self._chain.epoch)
+
+    def trains(self, line: Line, epoch: int, step: int, rollouts: Sequence[Rollouts]) -> None:
+        """A trainer of this epoch is about to train a step on these. Whatever a zombie trains is judged as well, in its own line."""
+        what = f"step {step} of epoch {epoch}"
+        ack = self.acknowledged.get((epoch, step))
+        if ack is None:
+            raise Violation(f"{what} is trained and was not acknowledged.")
+        if step != line.step + 1:
+            raise Violation(f"{what} is trained after step {line.step}.")
+        if sorted((one.task, one.attempt, one.member) for one in rollouts) != [(r.task, r.attempt, r.member) for r in ack.results]:
+            raise Violation(f"{what} is trained on other rollouts than were acknowledged.")
+        self._judge_round(ack.round, step, what)
+        by_task = {one.task: one for one in rollouts}
+        for result in ack.results:
+            self._judge(by_task[result.task], result, ack, what, zombie=epoch != self._chain.epoch)
+            before = line.trained.get((ack.round, result.task))
+            if before is not None:
+                raise Violation(f"{what} trains on task {result.task} of round {ack.round}, as step {before} of the same line did.")
+        self._judge_loss(line, ack, what)
+        for result in ack.results:
+            line.trained[ack.round, result.task] = step
+        line.step = step
+        self.accepted += len(ack.results)
+        self.tokens += sum(one.tokens for one in rollouts)
+
+    def _judge_round(self, number: int, step: int, what: str) -> None:
+        record = self._objects.read(fleet_keys.round_key(number))
+        if record is None or Round.parse(record).for_step != step:
+            raise Violation(f"{what} trains on round {number}, which is not for it.")
+
+    def _judge(self, rollouts: Rollouts, result: AcceptedResult, ack: Acknowledged, what: str, *, zombie: bool) -> None:
+        place = f"task {result.task} of round {ack.round}, by {result.member}"
+        data = self._objects.read(fleet_keys.rollout_key(RolloutKey(ack.round, result.task, result.attempt, result.blake3)))
+        if data is None and not zombie:
+            raise Violation(f"{what} acknowledges {place}, which is not in the store.")
+        if data is not None and Rollouts.parse(data).versions != rollouts.versions:
+            raise Violation(f"{what} trains on something else than lies in the store for {place}.")
+        if rollouts.run != self._run:
+            raise Violation(f"{what} trains on a rollout of another run: {place}.")
+        lease = self._objects.read(fleet_keys.lease_key(LeaseKey(ack.round, result.task, result.attempt)))
+        if lease is not None and (Lease.parse(lease).member, Lease.parse(lease).nonce) != (rollouts.member, rollouts.nonce):
+            raise Violation(f"{what} trains on {place}, whose lease was somebody else's.")
+        for seq, claimed in rollouts.versions.items():
+            version = self._chain.find(seq)
+            if version is None or version.digest != claimed.digest or version.step != claimed.step:
+                raise Violation(f"{what} trains on {place}, made by a version {seq} that the chain does not have.")
+            if not self._budget.admits(ack.step, version.step):
+                raise Violation(f"{what} trains on {place}, made by the version of step {version.step}: out of the budget.")
+            if not version.live and not zombie:
+                raise Violation(f"{what} trains on {place}, made by version {seq}, which was abandoned.")
+
+    def _judge_loss(self, line: Line, ack: Acknowledged, what: str) -> None:
+        """What an earlier writer acknowledged for this step is trained on again, as far as it is still of this history and young enough."""
+        earlier = [one for (epoch, step), one in self.acknowledged.items() if step == ack.step and epoch < ack.epoch]
+        if not earlier or ack.epoch != self._chain.epoch or any(one.writer_epoch != one.epoch for one in earlier):
+            return
+        newest = max(earlier, key=lambda one: one.epoch)
+        kept = {(ack.round, result.task, result.blake3) for result in ack.results}
+        for result in newest.results:
+            if (newest.round, result.task, result.blake3) not in kept and self._still_valid(newest, result, line):
+                lost = f"task {result.task} of round {newest.round}, by {result.member}"
+                raise Violation(f"{what} lost {lost}, which epoch {newest.epoch} had acknowledged for it and which still holds.")
+
+    def _still_valid(self, ack: Acknowledged, result: AcceptedResult, line: Line) -> bool:
+        data = self._objects.read(fleet_keys.rollout_key(RolloutKey(ack.round, result.task, result.attempt, result.blake3)))
+        if (ack.round, result.task) in line.trained:
+            return False
+        if data is None:
+            raise Violation(f"a rollout that epoch {ack.epoch} acknowledged for step {ack.step} was deleted while it could be needed.")
+        versions = [self._chain.find(seq) for seq in Rollouts.parse(data).versions]
+        return all(version is not None and version.live and self._budget.admits(ack.step, version.step) for version in versions)
