@@ -56,7 +56,7 @@ def tokenizer() -> Any:
     letters = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}, unk_token=" "))
     letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     letters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=letters, unk_token=" ", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(tokenizer_object=letters, clean_up_tokenization_spaces=False)  # no special ones: they would be left out
 
 
 def main() -> None:
