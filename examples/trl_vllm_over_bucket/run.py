@@ -34,12 +34,13 @@ def main(steps: int) -> None:
     processes = []
     try:
         processes.append(start(folder / "s3.log", ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(s3)], {}))
-        wait_for(f"http://127.0.0.1:{s3}/moto-api/", folder / "s3.log")
+        wait_for(f"http://127.0.0.1:{s3}/moto-api/", processes[-1])
         urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{s3}/policy", method="PUT")).close()
         backend = ["--weight-transfer-config", '{"backend": "deltawire"}', "--enforce-eager", "--max-model-len", "256"]
+        backend += ["--enable-scale-out"]  # so that samples can be labelled with the versions that made them
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(vllm), "--host", "127.0.0.1", *backend]
         processes.append(start(folder / "vllm.log", command, VLLM))
-        wait_for(f"{server}/health", folder / "vllm.log")
+        wait_for(f"{server}/health", processes[-1])
         command = ["-m", "deltawire.cli", "sidecar", "--engine", server, "--from", url, "--mirror", str(folder / "mirror"), "--poll", "0.1"]
         processes.append(start(folder / "sidecar.log", command, bucket))
         command = [sys.executable, HERE / "train.py", model, url, server, str(steps)]
@@ -61,15 +62,15 @@ def start(log: Path, arguments: list[str], environment: Mapping[str, str]) -> su
         return subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True)
 
 
-def wait_for(url: str, log: Path, seconds: float = 300) -> None:
+def wait_for(url: str, process: subprocess.Popen[bytes], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
             urllib.request.urlopen(url, timeout=5).close()
             return
         except OSError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{url} does not answer: {log.read_text(errors='replace')[-3000:]}") from None
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise TimeoutError(f"{url} does not answer") from None
             time.sleep(0.2)
 
 

@@ -2,7 +2,7 @@
 
     python train.py MODEL_DIR BUCKET_URL VLLM_URL [STEPS]
 
-All that deltawire takes is the line with `weight_transfer`.
+All that deltawire takes is the line with `weight_transfer`; those with `label_samples` tell which versions made a sample.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from deltawire.trainers.trl import DeltaWireTransfer
+from deltawire.trainers.trl_samples import label_samples
 
 
 def many_short_words(prompts: list, completions: list, **_: object) -> list[float]:
@@ -52,7 +54,7 @@ def main(model: str, bucket: str, server: str, steps: int) -> None:
             learning_rate=1e-4,
             per_device_train_batch_size=4,
             num_generations=4,
-            max_completion_length=16,
+            max_completion_length=64,
             weight_sync_steps=1,
             max_staleness=2,
             max_inflight_tasks=8,
@@ -65,7 +67,10 @@ def main(model: str, bucket: str, server: str, steps: int) -> None:
         callbacks=[PrintMetrics()],
         weight_transfer=transfer,
     )
+    samples: Counter[str] = Counter()
+    label_samples(trainer, lambda sample: samples.update([" ".join(map(str, sample.versions))]))
     trainer.train()
+    print(json.dumps({"samples by the versions that made them": samples}), flush=True)
     print(json.dumps({"published": [version.seq for version in transfer.versions]}), flush=True)
 
 

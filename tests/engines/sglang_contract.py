@@ -23,7 +23,7 @@ _TYPES = {"string": str, "boolean": bool, "integer": int, "object": dict}
 
 
 class SglangContract:
-    """One server with weights. `log` is what it was asked, `broken` makes the next reloads fail, `breaches` are requests it does not know."""
+    """One server with weights. `log` is what it was asked, `broken` makes the next reloads fail, `breaches` what is not in the record."""
 
     def __init__(self, weights: Mapping[str, Any], api_key: str | None = None, admin_api_key: str | None = None) -> None:
         self.weights = dict(weights)

@@ -31,7 +31,7 @@ def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_n
     model, store = tmp_path / "model", str(tmp_path / "store")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     subprocess.run([sys.executable, EXAMPLE / "tiny_model.py", model], env=environment, check=True, capture_output=True)
-    server = serve(model, arguments=["--served-model-name", str(model)]).wait()
+    server = serve(model, arguments=["--served-model-name", str(model), "--enable-scale-out"]).wait()
     sidecar = follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
     command = [sys.executable, EXAMPLE / "train.py", model, store, server.url, str(STEPS)]
     training = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
@@ -39,9 +39,16 @@ def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_n
     lines = [json.loads(line) for line in training.stdout.splitlines() if line.startswith('{"')]
     ratios = [line["ratio"] for line in lines if "ratio" in line]
     (published,) = [line["published"] for line in lines if "published" in line]
+    (samples,) = [line["samples by the versions that made them"] for line in lines if len(line) == 1 and "published" not in line]
+    made_by = [[int(seq) for seq in versions.split()] for versions in samples]
     assert len(ratios) == STEPS
     assert ratios == pytest.approx([1.0] * STEPS, abs=0.05)
     assert len(published) == STEPS + 1  # one before the first step
+    for versions in made_by:  # each sample was made by one version, or by several that were live one after the other
+        first = published.index(versions[0])
+        assert versions == published[first : first + len(versions)]
+    assert max(map(len, made_by)) > 1  # some were being generated when weights were swapped
+    assert min(map(len, made_by)) == 1
     assert [swap["seq"] for swap in sidecar.events("swapped")] == published  # each was served, and read back whole
     assert not sidecar.events("fenced")
     with Subscriber(store) as reader:

@@ -9,6 +9,8 @@
     cpu.py         on CPUs, keeps vLLM from packing weights where no loader finds them
     routes.py      a client of the server's HTTP routes
     sidecar.py     follows a chain beside a server, and drives it
+    token_route.py which weights made which token: the route that tells, what to ask it and how to read its answer
+    generation.py  completions for a member of a fleet, from a server that it drives
 
-Only `routes` and `sidecar` are used outside of vLLM's processes; they need neither vLLM nor torch.
+Only the last four are used outside of vLLM's processes; they need neither vLLM nor torch.
 """

@@ -1,10 +1,8 @@
 """Completions from a vLLM server whose weights follow a chain, driven from this process.
 
-Which version made which token: exact, where the server tells. Since 0.27 vLLM labels every token with the name of the weights that made
-it, and its route /inference/v1/generate returns that as spans (newer ones want `--enable-scale-out` for it); the sidecar names weights by
-their place in the chain. Other servers have only /v1/completions, which tells nothing: then a whole completion is attributed to the oldest
-version that was served between sending the request and having its answer, which is conservative, since a budget of staleness counts from
-the oldest.
+Which version made which token: exact, where the server tells (token_route.py); the sidecar names weights by their place in the chain.
+Other servers have only /v1/completions, which tells nothing: then a whole completion is attributed to the oldest version that was served
+between sending the request and having its answer, which is conservative, since a budget of staleness counts from the oldest.
 
 Log-probs are those of the distribution that was drawn from, if the server runs with `--logprobs-mode processed_logprobs`. With vLLM's
 default they are those of temperature 1 and top_p 1, so a server that says it has that default is refused for any other sampling.
@@ -33,8 +31,9 @@ from ...subscribe.model_files import read_model_files
 from ..prompts import Prompts
 from .routes import EngineUnreachable, RouteFailed, VllmRoutes
 from .sidecar import Sidecar
+from .token_route import TOKEN_ROUTE, read_choice, token_request
 
-_EXACT, _PLAIN = "/inference/v1/generate", "/v1/completions"
+_PLAIN = "/v1/completions"
 _LOOK = 0.05
 _PATIENCE = 3600.0
 """Seconds that the server may take for one request."""
@@ -151,7 +150,7 @@ class VllmGenerator:
         }
         own |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # a model's generation_config.json may say otherwise
         if self._has_exact_route:
-            return _EXACT, {"model": self._model, "token_ids": list(prompt), "sampling_params": {**own, "logprobs": 0}}
+            return TOKEN_ROUTE, token_request(self._model, prompt, own)
         return _PLAIN, {"model": self._model, "prompt": list(prompt), **own, "logprobs": 0, "return_token_ids": True}
 
     def _read(self, answer: Mapping[str, Any], sampling: Sampling, before: Version) -> list[Generated]:
@@ -164,20 +163,12 @@ class VllmGenerator:
             raise EngineError(f"the answer of the server at {self._routes.url} cannot be read: {error!r}.") from error
 
     def _completion(self, choice: Mapping[str, Any], before: Version) -> Generated:
-        tokens = np.array(choice["token_ids"], np.int32)
-        told = choice["logprobs"]
-        logprobs = np.array(
-            [each["logprob"] for each in told["content"]] if "content" in told else told["token_logprobs"],
-            np.float32,
-        )
-        if logprobs.shape != tokens.shape or choice["finish_reason"] not in ("stop", "length"):
-            raise EngineUnavailable(f"the server ended a completion early ({choice['finish_reason']}).")
-        spans = choice.get("weight_versions")
-        if spans is None:
-            made = [GeneratedSpan(0, len(tokens), self._oldest_since(before))] if len(tokens) else []
+        drawn = read_choice(choice)
+        if drawn.spans is None:
+            made = [GeneratedSpan(0, len(drawn.tokens), self._oldest_since(before))] if drawn.tokens else []
         else:
-            made = [GeneratedSpan(int(span["start"]), int(span["end"]), self._named(span["version"])) for span in spans]
-        return Generated(tokens, logprobs, tuple(made), choice["finish_reason"] == "stop")
+            made = [GeneratedSpan(span.start, span.end, self._named(span.label)) for span in drawn.spans]
+        return Generated(np.array(drawn.tokens, np.int32), np.array(drawn.logprobs, np.float32), tuple(made), drawn.finished)
 
     def _oldest_since(self, before: Version) -> Version:
         now = self._served()

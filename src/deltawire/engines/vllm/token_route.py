@@ -1,0 +1,66 @@
+"""The route of a vLLM server that tells which weights made which token: what to ask it, and how to read its answer. Pure.
+
+Since 0.27 vLLM labels every token with the name of the weights that made it, and `POST /inference/v1/generate` returns that as spans (newer
+ones want `--enable-scale-out` for it). Weights change only while the server is paused, so the spans are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import EngineError, EngineUnavailable
+
+TOKEN_ROUTE = "/inference/v1/generate"
+NEEDED_FLAG = "--enable-scale-out"
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledSpan:
+    """Tokens `start` to `end` (exclusive) were made by the weights that the server calls `label`."""
+
+    start: int
+    end: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledTokens:
+    """One completion. `spans` cover all of its tokens, in order; None where the server does not tell."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    spans: tuple[LabelledSpan, ...] | None
+    finished: bool
+    """Whether it ended of its own accord, not at the limit of tokens."""
+
+    def labels(self) -> list[str]:
+        """The label of each token."""
+        assert self.spans is not None
+        return [span.label for span in self.spans for _ in range(span.start, span.end)]
+
+
+def token_request(model: str | None, prompt: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """What to post to `TOKEN_ROUTE`. `sampling` has the fields of vLLM's sampling parameters."""
+    return {"model": model, "token_ids": list(prompt), "sampling_params": {**sampling, "logprobs": 0}}
+
+
+def read_choice(choice: Mapping[str, Any]) -> LabelledTokens:
+    """One of the choices of an answer, also of one by /v1/completions with `return_token_ids` and `logprobs`.
+
+    `EngineUnavailable` if it was cut short, `EngineError` if it cannot be read.
+    """
+    try:
+        tokens = [int(token) for token in choice["token_ids"]]
+        told, reason = choice["logprobs"], choice["finish_reason"]
+        logprobs = [float(each["logprob"]) for each in told["content"]] if "content" in told else list(map(float, told["token_logprobs"]))
+        found = choice.get("weight_versions")
+        spans = None if found is None else tuple(LabelledSpan(int(one["start"]), int(one["end"]), str(one["version"])) for one in found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"the answer of the vLLM server cannot be read: {error!r}.") from error
+    if len(logprobs) != len(tokens) or reason not in ("stop", "length"):
+        raise EngineUnavailable(f"the vLLM server ended a completion early ({reason}).")
+    if spans is not None and [place for span in spans for place in range(span.start, span.end)] != list(range(len(tokens))):
+        raise EngineError("the vLLM server does not tell of all tokens which weights made them.")
+    return LabelledTokens(tokens, logprobs, spans, reason == "stop")
