@@ -1,0 +1,116 @@
+"""A whole run on one machine: a trainer, members that come and go, a live view, and a report. `make demo` runs it.
+
+`python examples/demo --help` says what can be changed. Everything that is written goes to one folder (and the store, if another is given).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from conductor import Conductor, Plan
+from report import write_report
+from rich.console import Console
+from story import Story
+from view import JsonView, LineView, LiveView, View
+
+from deltawire.cli.terminal import Terminated, interrupt_on_termination
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
+    parser.add_argument(
+        "--store", default="", metavar="URL", help="where trainer and members meet, such as s3://BUCKET/PREFIX; a folder by default"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "demo", metavar="DIR", help="for the report and all else; emptied first"
+    )
+    parser.add_argument("--steps", type=int, default=120, help="training steps")
+    parser.add_argument("--pretraining", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--json", action="store_true", help="print every event as a line of JSON, a summary last")
+    arguments = parser.parse_args()
+    interrupt_on_termination()
+    plan = _plan(arguments)
+    console = Console(highlight=False)
+    view: View = JsonView() if arguments.json else LiveView(console) if console.is_terminal else LineView(console)
+    conductor = Conductor(plan, view)
+    try:
+        with view:
+            story = conductor.run()
+    except KeyboardInterrupt as error:
+        Console(stderr=True).print("interrupted; all processes of the demo have ended", style="yellow")
+        return error.exit_code if isinstance(error, Terminated) else 130
+    report = arguments.out / "report.html"
+    write_report(story, report)
+    if arguments.json:
+        print(json.dumps(summary(story, report)))
+    else:
+        _say(console, story, plan, report)
+    for who, words in conductor.failures().items():
+        Console(stderr=True).print(f"{who} failed:\n{words}", style="red", markup=False)
+    return 0 if story.proof is not None and story.proof.holds else 1
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    """What an earlier run has left in its folder goes; in a store of the user's each run has a place of its own."""
+    out: Path = arguments.out
+    if out.exists() and not (out / "demo").is_file() and any(out.iterdir()):
+        raise SystemExit(f"{out} is not empty, and no folder of this demo's. Name another with --out.")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / "demo").write_text("This folder is emptied by the next run of the demo.\n")
+    store = f"{arguments.store.rstrip('/')}/demo-{time.strftime('%Y%m%d-%H%M%S')}" if arguments.store else _short(out / "store")
+    return Plan(store, out / "logs", arguments.steps, arguments.pretraining)
+
+
+def _short(path: Path) -> str:
+    """As people on the spot would write it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def summary(story: Story, report: Path) -> dict[str, Any]:
+    """The run in numbers."""
+    proof = story.proof
+    return {
+        "event": "summary",
+        "seconds": story.now,
+        "steps": len(story.steps),
+        "reward": [story.first_reward, story.last_reward],
+        "density": median(story.densities) if story.densities else None,
+        "reduction": story.reduction,
+        "fetched_bytes": story.fetched[0],
+        "fetched_bytes_as_full_weights": story.fetched[1],
+        "pause_seconds": median(story.pauses) if story.pauses else None,
+        "accepted": story.accepted,
+        "rejected": dict(story.rejected),
+        "takeovers": [{"from": name, "round": work.round, "task": work.task, "by": by} for name, work, by in story.takeovers],
+        "bit_identical": proof is not None and proof.holds,
+        "proof": proof.line() if proof is not None else "the run did not come to its end",
+        "report": str(report),
+    }
+
+
+def _say(console: Console, story: Story, plan: Plan, report: Path) -> None:
+    style = "green" if story.proof is not None and story.proof.holds else "red"
+    console.print(
+        story.proof.line() if story.proof is not None else "NOT PROVEN: the run did not come to its end", style=style, soft_wrap=True
+    )
+    if story.steps:
+        density = (
+            f"{100 * median(story.densities):.2f}% of the weights changed in a step, {story.reduction:.0f}× fewer bytes than full weights"
+        )
+        console.print(f"reward {story.first_reward:.2f} → {story.last_reward:.2f} in {len(story.steps)} steps; {density}", soft_wrap=True)
+    console.print(f"report     {_short(report)}", soft_wrap=True)
+    console.print(f"the store  deltawire log {plan.store}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""What has happened in a run of the demo, put together from what its processes told. Pure: the view and the report only read it.
+
+Every event is a dict: "event" is its name, "from" the process that told it, "at" when, in seconds since the demo was started.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Told = Mapping[str, Any]
+TRAINER, CONDUCTOR = "trainer", "demo"
+"""The two who tell something and are no members; the conductor is who starts all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One step of the trainer, and what its weights cost on the wire."""
+
+    at: float
+    step: int
+    reward: float
+    tokens: int
+    lag: float
+    changed: int
+    bytes: int
+    state_bytes: int
+    idle_seconds: float
+    train_seconds: float
+    publish_seconds: float
+
+
+@dataclass(slots=True)
+class Work:
+    """A lease: one member at one task. `end` is None while it works; `outcome` says what became of it."""
+
+    round: int
+    task: int
+    attempt: int
+    start: float
+    end: float | None = None
+    tokens: int = 0
+    outcome: str = "working"
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """New weights in a member, and how long it could not generate because of that."""
+
+    at: float
+    step: int
+    pause_seconds: float
+
+
+@dataclass(slots=True)
+class MemberStory:
+    """One member. `lag` holds (time, steps behind the newest policy) at every change of either."""
+
+    name: str
+    part: str
+    started: float
+    is_late: bool = False
+    ended: float | None = None
+    ending: str = "starting"
+    step: int | None = None
+    lag: list[tuple[float, int]] = field(default_factory=list)
+    swaps: list[Swap] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    fetched_bytes: int = 0
+    syncs: int = 0
+    rate: float | None = None
+    share: float = 0.0
+    digest: str | None = None
+
+    @property
+    def is_living(self) -> bool:
+        return self.ended is None
+
+    @property
+    def tokens(self) -> int:
+        """Of all work that was uploaded."""
+        return sum(work.tokens for work in self.works if work.outcome == "uploaded")
+
+    def tokens_per_second(self, until: float) -> float:
+        """From its first lease on, waiting included."""
+        if not self.works:
+            return 0.0
+        last = until if self.ended is None else self.ended
+        return self.tokens / max(1e-9, last - self.works[0].start)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The end of the story: digests of all weights, each computed anew from the weights themselves. Holds if all are one."""
+
+    step: int
+    trainer: str
+    published: str
+    members: Mapping[str, str | None]
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.members) and {self.trainer, self.published, *self.members.values()} == {self.trainer}
+
+    def line(self) -> str:
+        """In words. Names who differs, if anybody does."""
+        if self.holds:
+            count = len(self.members)
+            return f"{'every member is' if count > 1 else 'the member is'} bit-identical to the trainer: {count} × digest {self.trainer}"
+        if not self.members:
+            return "NOT PROVEN: there was no member left to compare with the trainer"
+        if self.published != self.trainer:
+            return f"NOT BIT-IDENTICAL: the trainer has {self.trainer}, but published {self.published}"
+        wrong = [f"{name} has {digest or 'not told'}" for name, digest in self.members.items() if digest != self.trainer]
+        return f"NOT BIT-IDENTICAL: the trainer has {self.trainer}; {'; '.join(wrong)}"
+
+
+@dataclass(slots=True)
+class Story:
+    """All of it so far. `tell` takes the next event; events that it does not know are ignored."""
+
+    place: str = ""
+    goal: int = 0
+    now: float = 0.0
+    stage: str = "starting"
+    weights: int = 0
+    state_bytes: int = 0
+    reward_name: str = "reward"
+    pretraining: tuple[float, float] = (0.0, 0.0)
+    """How much of it is done, and the loss in nats per token."""
+    steps: list[TrainedStep] = field(default_factory=list)
+    newest_step: int = 0
+    shipped: Counter[str] = field(default_factory=Counter)
+    """Bytes that the trainer has put into the store, by what they are."""
+    members: dict[str, MemberStory] = field(default_factory=dict)
+    accepted: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    accepted_by: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Who made what was accepted, by round and task."""
+    marks: list[tuple[float, str]] = field(default_factory=list)
+    """What a spectator should notice."""
+    samples: list[tuple[int, str, str, float]] = field(default_factory=list)
+    """(step, prompt, completion, reward) of some completions."""
+    proof: Proof | None = None
+    _end: Told | None = None
+
+    def tell(self, event: Told) -> None:
+        self.now = max(self.now, float(event["at"]))
+        take = getattr(self, "_on_" + event["event"].replace("-", "_"), None)
+        if take is not None:
+            take(event)
+
+    @property
+    def first_reward(self) -> float:
+        """The mean of the first tenth of the steps: single ones are noisy."""
+        return _mean([step.reward for step in self.steps[: max(1, len(self.steps) // 10)]])
+
+    @property
+    def last_reward(self) -> float:
+        return _mean([step.reward for step in self.steps[-max(1, len(self.steps) // 10) :]])
+
+    @property
+    def densities(self) -> list[float]:
+        """Of each step, the share of the weights that changed."""
+        return [step.changed / self.weights for step in self.steps] if self.weights else []
+
+    @property
+    def reduction(self) -> float:
+        """By how much the deltas of all steps are smaller than full weights at each."""
+        return sum(step.state_bytes for step in self.steps) / max(1, sum(step.bytes for step in self.steps))
+
+    @property
+    def fetched(self) -> tuple[int, int]:
+        """Bytes that members fetched, whole checkpoints at joining included, and what full weights at each sync would have been."""
+        syncs = sum(member.syncs for member in self.members.values())
+        return sum(member.fetched_bytes for member in self.members.values()), syncs * self.state_bytes
+
+    @property
+    def pauses(self) -> list[float]:
+        return [swap.pause_seconds for member in self.members.values() for swap in member.swaps]
+
+    @property
+    def takeovers(self) -> list[tuple[str, Work, str]]:
+        """Tasks that a member was at when it was killed and that others have done: (the killed, its lease, who took over)."""
+        lost = [(member.name, work) for member in self.members.values() for work in member.works if work.outcome == "lost"]
+        done = [(name, work, self.accepted_by.get((work.round, work.task))) for name, work in lost]
+        return [(name, work, by) for name, work, by in done if by is not None and by != name]
+
+    def _on_demo(self, event: Told) -> None:
+        self.place, self.goal = event["store"], event["steps"]
+
+    def _on_process_started(self, event: Told) -> None:
+        if event["who"] != TRAINER:
+            self.members[event["who"]] = MemberStory(event["who"], event["part"], event["at"], event["late"])
+            if event["late"]:
+                self._mark(event, f"{event['who']} was started, to join half-way")
+
+    def _on_process_ended(self, event: Told) -> None:
+        member = self.members.get(event["who"])
+        if event["who"] == TRAINER and event["code"]:
+            self._mark(event, f"the trainer failed with code {event['code']}")
+        if member is None or not member.is_living:
+            return
+        member.ended = event["at"]
+        member.ending = "left" if event["code"] == 0 else "killed" if event["killed"] else f"failed ({event['code']})"
+        for work in member.works:
+            if work.outcome == "working":
+                work.end, work.outcome = event["at"], "lost"
+                how = "was killed (SIGKILL)" if event["killed"] else "ended"
+                self._mark(event, f"{member.name} {how} with task {work.task} of round {work.round} in its hands")
+
+    def _on_pretraining(self, event: Told) -> None:
+        self.stage = "pre-training"
+        self.pretraining = event["share"], event["loss"]
+
+    def _on_model(self, event: Told) -> None:
+        self.weights, self.state_bytes, self.reward_name = event["weights"], event["state_bytes"], event["reward"]
+
+    def _on_published(self, event: Told) -> None:
+        self.shipped["whole checkpoints" if event["kind"] == "anchor" else "deltas"] += event["bytes"]
+        self.stage = "training"
+        self.newest_step = max(self.newest_step, event["step"] or 0)
+        for member in self.members.values():
+            self._note_lag(member, event["at"])
+
+    def _on_anchored(self, event: Told) -> None:
+        self.shipped["whole checkpoints"] += event["bytes"]
+
+    def _on_skip_made(self, event: Told) -> None:
+        self.shipped["skips"] += event["bytes"]
+
+    def _on_trained(self, event: Told) -> None:
+        self.steps.append(TrainedStep(**{name: event[name] for name in TrainedStep.__slots__}))
+
+    def _on_sample(self, event: Told) -> None:
+        self.samples.append((event["step"], event["prompt"], event["completion"], event["reward"]))
+
+    def _on_fleet(self, event: Told) -> None:
+        for seen in event["members"]:
+            if seen["member"] in self.members:
+                member = self.members[seen["member"]]
+                member.rate, member.share = seen["rate"], seen["share"]
+
+    def _on_rollout_accepted(self, event: Told) -> None:
+        self.accepted += 1
+        place, by = (event["round"], event["task"]), event["member"]
+        self.accepted_by[place] = by
+        for name, work, taker in self.takeovers:
+            if (work.round, work.task) == place:
+                self._mark(event, f"{taker} took over task {work.task} of round {work.round}, which {name} left behind")
+
+    def _on_rollout_rejected(self, event: Told) -> None:
+        self.rejected[event["reason"]] += 1
+
+    def _on_joined(self, event: Told) -> None:
+        self.members[event["from"]].ending = "in the fleet"
+
+    def _on_synced(self, event: Told) -> None:
+        member = self.members[event["from"]]
+        member.fetched_bytes += event["bytes"]
+        member.syncs += 1
+
+    def _on_swapped(self, event: Told) -> None:
+        member = self.members[event["from"]]
+        if member.step is None and member.is_late:
+            self._mark(event, f"{member.name} has joined, at step {event['step']}")
+        member.step = event["step"]
+        member.swaps.append(Swap(event["at"], event["step"], event["pause_seconds"]))
+        self._note_lag(member, event["at"])
+
+    def _on_generating(self, event: Told) -> None:
+        works = self.members[event["from"]].works
+        works.append(Work(event["round"], event["task"], event["attempt"], event["at"]))
+
+    def _on_generated(self, event: Told) -> None:
+        work = self._work(event)
+        if work is not None:
+            work.tokens, work.end = event["tokens"], event["at"]
+
+    def _on_rollout_uploaded(self, event: Told) -> None:
+        work = self._work(event)
+        if work is not None:
+            work.end, work.outcome = event["at"], "uploaded"
+
+    def _on_left(self, event: Told) -> None:
+        member = self.members[event["from"]]
+        for work in member.works:
+            if work.outcome == "working":
+                work.end, work.outcome = event["at"], "given up"
+
+    def _on_weights(self, event: Told) -> None:
+        self.members[event["from"]].digest = event["digest"]
+
+    def _on_finished(self, event: Told) -> None:
+        self.stage = "proving"
+        self._end = event
+
+    def _on_ended(self, event: Told) -> None:
+        """All processes have. Only now is it clear who was there at the end, and should have the last weights."""
+        self.stage = "over"
+        if self._end is not None:
+            living = {member.name: member.digest for member in self.members.values() if member.ending != "killed"}
+            self.proof = Proof(self._end["step"], self._end["digest"], self._end["published"], living)
+
+    def _work(self, event: Told) -> Work | None:
+        works = self.members[event["from"]].works
+        return next((work for work in reversed(works) if (work.round, work.task) == (event["round"], event["task"])), None)
+
+    def _note_lag(self, member: MemberStory, at: float) -> None:
+        if member.step is not None and member.is_living:
+            member.lag.append((at, max(0, self.newest_step - member.step)))
+
+    def _mark(self, event: Told, text: str) -> None:
+        self.marks.append((event["at"], text))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

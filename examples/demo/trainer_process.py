@@ -1,0 +1,125 @@
+"""The demo's trainer: makes a model, has it read the documentation, trains it by GRPO with the fleet, and tells its last digest."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import policy
+import task
+import torch
+from child import tell, tell_event, told_to_stop
+from train import FLEET, SETTINGS, model_files
+
+from deltawire.rl.trainer import GrpoTrainer
+from deltawire.state import state_digest
+from deltawire.trainers import WeightSource
+
+SHOWN = 3
+"""So many prompts are completed before and after training, to be looked at."""
+PATIENCE = 120.0
+"""So many seconds members get to arrive at the last version."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--pretraining", type=float, required=True, metavar="SECONDS")
+    parser.add_argument("--members", type=int, required=True, help="so many should be there at the end")
+    arguments = parser.parse_args()
+    stop = told_to_stop()
+    torch.set_num_threads(os.cpu_count() or 1)  # members have nothing to do yet
+    model = policy.new_model()
+    weights = sum(weight.numel() for weight in model.parameters())
+    tell("model", weights=weights, state_bytes=2 * weights, reward=task.known_words.__name__)
+    policy.pretrain(model, arguments.pretraining, _progress())
+    torch.set_num_threads(1)
+    _show(model, 0)
+    with GrpoTrainer(
+        model, task.rows(), arguments.url, settings=SETTINGS, attachments=_attachments(model), fleet=FLEET, on_event=tell_event
+    ) as trainer:
+        with _told_every_second(trainer):
+            trainer.train(until=arguments.steps, stop=stop.is_set)
+            if trainer.step == arguments.steps:
+                _wait_for_members(trainer, arguments.members, stop)
+        if trainer.step == arguments.steps:
+            digest = state_digest(WeightSource(model, dtype=torch.bfloat16).snapshot())  # anew, from the weights themselves
+            tell("finished", step=trainer.step, digest=str(digest), published=str(trainer.version.digest))
+            _show(model, trainer.step)
+        trainer.stop_members()
+
+
+def _progress() -> Any:
+    last = 0.0
+
+    def on_progress(share: float, loss: float) -> None:
+        nonlocal last
+        if time.monotonic() - last > 0.5:
+            last = time.monotonic()
+            tell("pretraining", share=share, loss=loss)
+
+    return on_progress
+
+
+def _attachments(model: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory(prefix="deltawire-demo-") as folder:
+        model.config.save_pretrained(folder)
+        task.tokenizer().save_pretrained(folder)
+        return model_files(Path(folder))
+
+
+@contextmanager
+def _told_every_second(trainer: GrpoTrainer) -> Iterator[None]:
+    """How the trainer sees the fleet."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            tell("fleet", members=[asdict(member) for member in trainer.coordinator.members()])
+
+    thread = threading.Thread(target=watch, name="demo-fleet")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _wait_for_members(trainer: GrpoTrainer, count: int, stop: threading.Event) -> None:
+    """Until so many have the last version. Who has not by the end of our patience will be found out."""
+    deadline = time.monotonic() + PATIENCE
+    while not stop.wait(0.1) and time.monotonic() < deadline:
+        trainer.coordinator.poll()
+        alive = [member for member in trainer.coordinator.members() if member.alive]
+        if len(alive) >= count and all(member.seq == trainer.version.seq for member in alive):
+            return
+
+
+def _show(model: Any, step: int) -> None:
+    """Complete the same prompts with the same random numbers each time."""
+    tokenizer = task.tokenizer()
+    rows = task.rows()
+    for number in range(SHOWN):
+        prompt = rows[number * len(rows) // SHOWN]["prompt"]
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        chance = torch.Generator().manual_seed(number)
+        with torch.inference_mode():
+            for _ in range(2 * SETTINGS.max_tokens):
+                chances = model(input_ids=ids).logits[0, -1].softmax(-1)
+                ids = torch.cat([ids, torch.multinomial(chances, 1, generator=chance)[None]], -1)
+        completion = tokenizer.decode(ids[0, len(tokenizer(prompt)["input_ids"]) :])
+        tell("sample", step=step, prompt=prompt, completion=completion, reward=task.known_words([completion])[0])
+
+
+if __name__ == "__main__":
+    main()
