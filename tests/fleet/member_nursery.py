@@ -122,6 +122,12 @@ def command(arguments: list[str]) -> None:
     main()
 
 
+def until_the_pipe_closes(arguments: list[str]) -> None:
+    """As a fleet starts it: what the environment names is its standard input."""
+    os.dup2(os.open(os.environ["DELTAWIRE_TEST_PIPE"], os.O_RDONLY), 0)
+    command([*arguments, "--leave-with-stdin"])
+
+
 def an_hour_late(arguments: list[str]) -> None:
     _serve(arguments, clock=lambda: time.time() - 3600)
 
@@ -164,7 +170,7 @@ def _serve(arguments: list[str], clock: Callable[[], float]) -> None:
 
 # The other end
 
-WAYS = {way.__name__: way for way in (command, an_hour_late, an_hour_early, everything_twice)}
+WAYS = {way.__name__: way for way in (command, until_the_pipe_closes, an_hour_late, an_hour_early, everything_twice)}
 
 
 def _start(how: str, arguments: list[str], log: str, environment: dict[str, str]) -> int:

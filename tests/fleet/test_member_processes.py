@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -139,6 +140,18 @@ def test_a_member_that_is_told_to_leave_gives_back_its_task_at_once(tmp_path: Pa
     run.train()
     run.check()
     end(run, [other])
+
+
+def test_a_member_leaves_when_the_fleet_that_started_it_is_gone(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:
+    run = SmallRun(tmp_path, store)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    member = nursery.start("orphan", *place(store), *LENGTH, how="until_the_pipe_closes", environment={"DELTAWIRE_TEST_PIPE": str(pipe)})
+    with pipe.open("wb"):
+        run.train()
+    assert member.ended() == 0, member.log()
+    assert heartbeat(store, "orphan").state == "left"
+    run.close()
 
 
 def test_rewards_that_always_fail_end_the_member_with_the_reason(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:

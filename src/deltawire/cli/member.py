@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,29 +53,34 @@ def member(
         sys.path.insert(0, os.getcwd())  # where the module of the rewards usually is, as for `python -m`
         options = MemberOptions(source, engine, tuple(env), name or "", device, str(mirror) if mirror else None, tuple(trust or ()), poll)
         stop = threading.Event()
-        _leave_on_signals(stop)
         if leave_with_stdin:
             threading.Thread(target=_leave_with_stdin, args=(stop,), name="deltawire-stdin", daemon=True).start()
-        if json:
-            serve(options, stop=stop, on_event=lambda event: print_json_line(event.to_json()))
-            return
-        with _View() as view:
-            serve(options, stop=stop, on_event=view)
+        with _leaving_on_signals(stop):
+            if json:
+                serve(options, stop=stop, on_event=lambda event: print_json_line(event.to_json()))
+                return
+            with _View() as view:
+                serve(options, stop=stop, on_event=view)
 
 
-def _leave_on_signals(stop: threading.Event) -> None:
+@contextmanager
+def _leaving_on_signals(stop: threading.Event) -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, leave)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave_with_stdin(stop: threading.Event) -> None:
-    """Whoever started us holds the other end, and has gone when it closes."""
-    while sys.stdin.buffer.read(4096):
+    """Whoever started us holds the other end, and has gone when it closes. Past Python's buffers, whose locks must be free at exit."""
+    while os.read(0, 4096):
         pass
     stop.set()
 
