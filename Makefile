@@ -64,7 +64,7 @@ lint: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/python examples/codec_demo.py
 
-bench: $(VENV)/.installed $(VENV)/.torch
+bench: $(VENV)/.installed $(VENV)/.trainers
 	$(BIN)/python benchmarks/run.py --trace "$(TRACE)"
 
 fuzz:

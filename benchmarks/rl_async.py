@@ -1,0 +1,177 @@
+"""Asynchronous against synchronous training, deltas against whole weights, and who gets how much work, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from report import Table, publish
+
+HERE = Path(__file__).resolve().parent
+DEMO = HERE.parent / "examples" / "demo"
+LATENCY, BANDWIDTH = 0.03, 1.5e6
+_LAST = 5
+"""Steps whose mean is the reward at the end."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run after its first step: `busy` is each member's share of time spent on tasks, `waiting` the trainer's on rollouts."""
+
+    seconds: float
+    steps: int
+    tokens: int
+    first_reward: float
+    reward: float
+    lag: float
+    bytes: float
+    state_bytes: int
+    changed: float
+    waiting: float
+    busy: list[float]
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def run(model: Path, rates: Sequence[float], **settings: Any) -> Outcome:
+    """A trainer and as many members as there are rates, over a fresh local store behind an emulated link."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        common = {
+            "store": f"{folder}/store",
+            "model": str(model),
+            "latency": LATENCY,
+            "bandwidth": BANDWIDTH,
+            "equal": False,
+            "full": False,
+        }
+        outputs = []
+        children = []
+        roles = [("trainer", common | settings)]
+        roles += [("member", common | {"name": f"member-{number}", "rate": rate}) for number, rate in enumerate(rates)]
+        for number, (role, arguments) in enumerate(roles):
+            output = Path(folder, f"{number}.jsonl")
+            file = stack.enter_context(output.open("wb"))
+            command = [sys.executable, str(HERE / "rl_processes.py"), role, json.dumps(arguments)]
+            children.append(stack.enter_context(subprocess.Popen(command, stdout=file, env=os.environ | {"PYTHONPATH": str(DEMO)})))
+            stack.callback(children[-1].kill)
+            outputs.append(output)
+        for child in children:
+            if child.wait(timeout=settings["seconds"] + 300):
+                raise RuntimeError(f"{child.args!r} failed")
+        return _outcome([[json.loads(line) for line in output.read_text().splitlines()] for output in outputs])
+
+
+def _outcome(events: list[list[dict[str, Any]]]) -> Outcome:
+    warm, *steps = [event for event in events[0] if event["event"] == "trained"]
+    begin, end = warm["at"], steps[-1]["at"]
+    generated = [[event for event in each if event["event"] == "generated" and begin < event["at"] <= end] for each in events[1:]]
+
+    def mean(name: str, chosen: Sequence[dict[str, Any]] = steps) -> float:
+        return float(sum(event[name] for event in chosen) / len(chosen))
+
+    return Outcome(
+        seconds=end - begin,
+        steps=len(steps),
+        tokens=sum(event["tokens"] for event in steps),
+        first_reward=mean("reward", [warm, *steps][:_LAST]),
+        reward=mean("reward", steps[-_LAST:]),
+        lag=mean("lag"),
+        bytes=mean("bytes"),
+        state_bytes=steps[-1]["state_bytes"],
+        changed=mean("changed") * 2 / steps[-1]["state_bytes"],
+        waiting=sum(event["idle_seconds"] for event in steps) / (end - begin),
+        busy=[min(1.0, sum(event["seconds"] for event in each) / (end - begin)) for each in generated],
+    )
+
+
+@contextmanager
+def pretrained(seconds: float) -> Iterator[Path]:
+    """The demo's policy, in a directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(DEMO / "policy.py"), folder, "--seconds", str(seconds)]
+        subprocess.run(command, check=True, capture_output=True)
+        yield Path(folder)
+
+
+def measure_modes(seconds: float, pretraining: float) -> Table:
+    """The four combinations, each for so many seconds after its first step."""
+    rate, count = 600, 2
+    with pretrained(pretraining) as model:
+        runs = {
+            (mode, weights): run(model, [rate] * count, seconds=seconds, staleness=staleness, full=full, prompts=6)
+            for mode, staleness in (("synchronous", 0), ("asynchronous", 1))
+            for weights, full in (("whole", True), ("deltas", False))
+        }
+    fast, slow = runs["asynchronous", "deltas"], runs["synchronous", "whole"]
+    table = Table(
+        "rl-async",
+        f"The same GRPO run for {seconds:.0f} seconds: {count} members of {rate} tokens/s, a line of "
+        f"{BANDWIDTH / 1e6:g} MB/s and {1000 * LATENCY:.0f} ms each (both emulated)",
+        ["mode", "weights sent", "per step", "steps", "tokens/s", "members idle", "trainer waits", "lag in steps", "reward, first → last"],
+    )
+    for (mode, weights), one in runs.items():
+        idle = 1 - sum(one.busy) / len(one.busy)
+        table.rows.append(
+            [
+                mode,
+                weights,
+                f"{one.bytes / 1e3:,.0f} kB",
+                str(one.steps),
+                f"{one.rate:,.0f}",
+                f"{idle:.0%}",
+                f"{one.waiting:.0%}",
+                f"{one.lag:.2f}",
+                f"{one.first_reward:.3f} → {one.reward:.3f}",
+            ]
+        )
+    table.notes += [
+        f"{fast.state_bytes / 1e6:.1f} MB of bf16 weights, of which {fast.changed:.1%} change per step: "
+        f"{fast.state_bytes / fast.bytes:,.0f} × less to send.",
+        "Real processes over the local store, whose requests wait as long as they would on that line; members wait, too, to keep to "
+        "their speed. Asynchronous is a staleness budget of 1 step, synchronous one of 0: else they are the same code. "
+        f"Rewards are means over {_LAST} steps.",
+    ]
+    for weights in ("whole", "deltas"):
+        gain = runs["asynchronous", weights].rate / runs["synchronous", weights].rate
+        table.check(f"asynchronous is faster with {weights} ({gain:.2f} times the tokens)", gain > 1)
+    table.check(f"deltas and asynchrony together at least double the tokens ({fast.rate / slow.rate:.1f} times)", fast.rate > 2 * slow.rate)
+    table.check("and the reward at equal time is higher", fast.reward > slow.reward)
+    return table
+
+
+def measure_shares(seconds: float) -> Table:
+    """One member four times slower than the other two: shares by speed against equal shares."""
+    rates = [400, 400, 100]
+    with pretrained(1) as model:  # what it writes does not matter here
+        runs = {
+            name: run(model, rates, seconds=seconds, staleness=1, equal=equal, prompts=12)
+            for name, equal in (("equal shares", True), ("measured speed", False))
+        }
+    table = Table(
+        "rl-shares",
+        f"Members of {', '.join(map(str, rates))} tokens/s (emulated), 12 tasks a step, for {seconds:.0f} seconds",
+        ["tasks go to members by", "steps", "tokens/s", "of what they could", *(f"busy, {rate} tokens/s" for rate in rates)],
+    )
+    for name, one in runs.items():
+        busy = [f"{share:.0%}" for share in one.busy]
+        table.rows.append([name, str(one.steps), f"{one.rate:,.0f}", f"{one.rate / sum(rates):.0%}", *busy])
+    gain = runs["measured speed"].rate / runs["equal shares"].rate
+    table.notes.append("Equal shares are dealt out in turn and stay where they were dealt.")
+    table.check(f"shares by speed are at least 1.5 times as fast ({gain:.2f} times)", gain >= 1.5)
+    return table
+
+
+if __name__ == "__main__":
+    quick = "--quick" in sys.argv
+    publish(measure_modes(8, 5) if quick else measure_modes(45, 30))
+    publish(measure_shares(12 if quick else 45))
