@@ -19,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 WIDTH, LAYERS = 192, 4
 ROWS, COLUMNS = 24, 96
 LEARNING_RATE = 2e-3
+STEPS_PER_SECOND = 3.5
+"""What two cores manage. On a busier machine reading takes longer, for who has read less knows no words to be rewarded for."""
 
 
 def new_model(seed: int = 0) -> Any:
@@ -41,7 +43,7 @@ def new_model(seed: int = 0) -> Any:
 
 
 def pretrain(model: Any, seconds: float, on_progress: Callable[[float, float], object] = lambda share, loss: None) -> float:
-    """Read the documentation, letter by letter, for so many seconds. Returns the last loss in nats per letter."""
+    """Read the documentation, letter by letter, for so many seconds of two free cores. Returns the last loss in nats per letter."""
     letters = torch.tensor(task.tokenizer()(task.text())["input_ids"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -53,7 +55,7 @@ def pretrain(model: Any, seconds: float, on_progress: Callable[[float, float], o
 
     start, step, loss = time.monotonic(), 0, torch.tensor(0.0)
     torch.set_num_threads(_fastest(lambda: batch_loss().backward()))
-    while (share := (time.monotonic() - start) / seconds) < 1:
+    while (share := min((time.monotonic() - start) / seconds, step / (STEPS_PER_SECOND * seconds))) < 1:
         step += 1
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, step / 20) * (1 - 0.95 * share)
