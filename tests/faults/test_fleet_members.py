@@ -296,6 +296,21 @@ def test_a_412_for_ones_own_lease_is_a_success() -> None:
     assert [info.key[-8:] for info in fleet.inner.list(fleet_keys.LEASES)] == ["000.json"] * 2
 
 
+def test_a_lease_whose_creation_was_in_doubt_is_recognised_when_it_is_offered_again() -> None:
+    fleet = Fleet()
+    lost = [After(call("put_if_absent"), "unknown", 5), Before(call("get", fleet_keys.LEASES), "unavailable", 5)]
+    member = Mortal(fleet, "a", FaultyStore(fleet.store, lost))
+    member.move()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1, tasks=1)
+        trainer.go(trainer.steps.poll())
+        for _ in range(9):
+            member.move()
+        assert [info.key for info in fleet.inner.list(fleet_keys.LEASES)] == [fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, 0, 0))]
+        assert [one.attempt for one in trainer.collect(1).rollouts] == [0]
+
+
 def test_of_two_members_that_are_offered_one_task_one_takes_it() -> None:
     fleet = Fleet()
     first, second = fleet.join("a", "b")

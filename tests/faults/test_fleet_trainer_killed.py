@@ -8,10 +8,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from small_fleet import Fleet, acknowledged, assert_one_line_of_training, hashes_of, live_versions
+from small_fleet import (
+    Fleet,
+    acknowledged,
+    assert_one_line_of_training,
+    hashes_of,
+    live_versions,
+    make_rollouts,
+    place_decoys,
+    place_lease,
+    place_result,
+    rows_for,
+)
 
 from deltawire.errors import Fenced, FleetTimeout
 from deltawire.fleet import FleetOptions, StalenessBudget
+from deltawire.fleet.steps import run_steps
+from deltawire.fleet.sweep_steps import sweep
 from deltawire.format.fleet_records import Board
 from deltawire.store import fleet_keys
 from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, call
@@ -58,6 +71,7 @@ def assert_death_loses_nothing(fault: Fault) -> None:
         owed = {step: found for step in range(1, LAST + 1) if (found := acknowledged(fleet.inner, epoch, step)) and step not in trained}
         returned = {batch.step: hashes_of(batch) for _, batch in fleet.collected if batch.step not in trained}
         assert returned.items() <= owed.items()  # nobody trains on what is not written down
+        place_decoys(fleet)
         with fleet.publisher() as publisher:
             fleet.trainer(publisher).run_to(LAST)
         assert_one_line_of_training(fleet.inner, LAST)
@@ -188,6 +202,46 @@ def test_results_by_versions_that_a_rewind_abandoned_are_not_trained_on_and_olde
     again = {version.step: version.meta.get("trained") for version in live_versions(fleet.inner)}
     assert again[2] == first[2].meta["trained"]
     assert again[3] != json.dumps(hashes_of(lost))
+
+
+def test_an_acknowledged_round_is_preferred_to_a_later_one_for_its_step() -> None:
+    fleet = small_fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.open(1)
+        first = trainer.collect(1)
+    with fleet.publisher() as publisher:
+        assert fleet.trainer(publisher).open(1).round == 1  # it did not ask what was there
+    with fleet.publisher() as publisher:
+        fleet.trainer(publisher).run_to(1)
+    assert json.loads(live_versions(fleet.inner)[-1].meta["trained"]) == hashes_of(first)
+
+
+def test_what_comes_in_while_an_acknowledgement_is_in_doubt_is_not_taken() -> None:
+    fleet = Fleet(options=FleetOptions(60, quorum=0.5))
+    fleet.join("a")
+    unanswered = [After(call("put_if_absent", fleet_keys.BATCHES), "unknown", 5), Before(call("get", fleet_keys.BATCHES), "unavailable", 5)]
+    store = FaultyStore(fleet.store, unanswered)
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher, store)
+        record = trainer.open(1)
+        with pytest.raises(FleetTimeout):
+            trainer.collect(1, stop=lambda: any(event.name == "fleet-retrying" for event in fleet.events))
+        lease = place_lease(fleet, record, 1, attempt=5)
+        place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[1], trainer.steps.newest))
+        trainer.go(trainer.steps.poll())
+        batch = trainer.collect(1)
+    assert hashes_of(batch) == acknowledged(fleet.inner, batch.round.epoch, 1)
+
+
+def test_a_trainer_that_wakes_up_while_it_sweeps_leaves_later_acknowledgements_alone() -> None:
+    fleet = small_fleet()
+    for epoch in (1, 2, 3):
+        for step in (5, 6):
+            fleet.store.put_if_absent(fleet_keys.batch_key(epoch, step), b"{}")
+    run_steps(sweep(0, 2, 5, []), fleet.store)
+    left = [fleet_keys.parse_batch_key(info.key) for info in fleet.inner.list(fleet_keys.BATCHES)]
+    assert left == [(1, 6), (2, 6), (3, 5), (3, 6)]
 
 
 def test_a_trainer_that_is_told_to_stop_waiting_can_wait_on() -> None:
