@@ -15,6 +15,7 @@ import json
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,17 @@ from typing import Any
 import torch
 from workloads import BF16, FP8_E4M3, update_size
 
+import deltawire
+from deltawire.codec.gpu.device import gpu_at
 from deltawire.codec.gpu.digest import start_digest
 from deltawire.codec.gpu.encode import encode_tensors
 from deltawire.codec.gpu.resolve import resolve_tensors
 from deltawire.codec.gpu.spans import Facts
 from deltawire.dtypes import dtype_named
+from deltawire.handover import Handover
 
 DEVICE = torch.device("cuda", 0)
+GPU = gpu_at(DEVICE)
 TYPES = {
     "bf16": (torch.bfloat16, torch.int16, dtype_named("BF16"), BF16, 0.02),
     "fp8": (torch.float8_e4m3fn, torch.int8, dtype_named("F8_E4M3"), FP8_E4M3, 16.0),
@@ -51,6 +56,7 @@ class Row:
     encode_ms: float = 0
     encode_kernels_ms: float = 0
     encode_memory: float = 0
+    masters_ms: float = 0
     resolve_ms: float = 0
     resolve_pinned_ms: float = 0
     resolve_kernels_ms: float = 0
@@ -58,6 +64,8 @@ class Row:
     patch_memory: float = 0
     scatter_ms: float = 0
     digest_ms: float = 0
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Milliseconds by kernel, of one call each of encode and resolve."""
 
 
 def weights(elements: int, density: float, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,18 +96,20 @@ def median_ms(work: Callable[[], object], rounds: int = 7) -> float:
     return statistics.median(times[1:])
 
 
-def kernels_ms(work: Callable[[], object]) -> float:
-    """Time during which at least one kernel ran; copies do not count."""
+def kernels_ms(work: Callable[[], object], each: dict[str, float] | None = None) -> float:
+    """Time during which at least one kernel ran; copies do not count. Adds the time of each kernel to `each`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
         work()
         torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and "emcpy" not in event.name
-    )
+    found = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA and "emcpy" not in e.name]
+    if each is not None:
+        times: Counter[str] = Counter()
+        for event in found:
+            name = event.name if event.name.isidentifier() else "torch"
+            times[name] += (event.time_range.end - event.time_range.start) / 1000
+        each.update({name: round(ms, 2) for name, ms in times.most_common() if ms >= 0.01})
     total = end = 0.0
-    for first, last in spans:
+    for first, last in sorted((event.time_range.start, event.time_range.end) for event in found):
         total += max(0.0, last - max(first, end))
         end = max(end, last)
     return total / 1000
@@ -156,17 +166,17 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
         row.nonzero_ms = median_ms(lambda: nonzero(base, new, integer), 3)
         row.nonzero_copy_ms = median_ms(lambda: [(i.cpu(), v.cpu()) for i, v in found], 2)
         del found
-    encoded, row.encode_memory = peak(lambda: encode_tensors(facts, DEVICE), nbytes)
+    encoded, row.encode_memory = peak(lambda: encode_tensors(facts, GPU), nbytes)
     row.changed = sum(e.changed for e in encoded)
     payloads = [b"".join(e.payload) or None for e in encoded]
     row.payload_bytes = sum(len(payload) for payload in payloads if payload)
     pinned = in_pinned_memory(payloads)
     afters = [e.after for e in encoded]
     del encoded
-    row.encode_ms = median_ms(lambda: encode_tensors(facts, DEVICE))
-    row.encode_kernels_ms = kernels_ms(lambda: encode_tensors(facts, DEVICE))
-    row.digest_ms = median_ms(lambda: start_digest(facts, DEVICE))
-    (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(facts, payloads, DEVICE), nbytes)
+    row.encode_ms = median_ms(lambda: encode_tensors(facts, GPU))
+    row.encode_kernels_ms = kernels_ms(lambda: encode_tensors(facts, GPU), row.kernels)
+    row.digest_ms = median_ms(lambda: start_digest(facts, GPU))
+    (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(facts, payloads, GPU), nbytes)
     assert [o.after for o in outcomes] == afters, "resolving does not lead to the new weights"
     row.patch_memory = patch.nbytes / nbytes
     bases = [f.base for f in facts]
@@ -174,36 +184,43 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     assert torch.equal(base.view(integer), new.view(integer)), "the scatter is not exact"
     row.scatter_ms = median_ms(lambda: patch.write(bases, swap=True), 6)  # an even number of swaps in all: the old weights are back
     assert not row.changed or not torch.equal(base.view(integer), new.view(integer))
-    row.resolve_ms = median_ms(lambda: resolve_tensors(facts, payloads, DEVICE), 5)
-    row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(facts, pinned, DEVICE), 5)
-    row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(facts, payloads, DEVICE))
+    row.resolve_ms = median_ms(lambda: resolve_tensors(facts, payloads, GPU), 5)
+    row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(facts, pinned, GPU), 5)
+    row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(facts, pinned, GPU), row.kernels)
+    if peers and kind == "bf16":
+        row.masters_ms = masters_ms(facts, new)
     return row
 
 
-def training_step(parts: int, layers: int = 22, width: int = 2048, heads: int = 16, batch: int = 8, length: int = 2048) -> dict[str, float]:
-    """Steps of a decoder of 1.1 B parameters with and without a delta of each: encoded on a thread, while the next step runs.
+def masters_ms(facts: list[Facts], new: torch.Tensor) -> float:
+    """Encoding from float32 that rounds to the new weights."""
+    masters = torch.empty(new.numel(), dtype=torch.float32, device=DEVICE)
+    for start in range(0, new.numel(), 1 << 30):
+        masters[start : start + (1 << 30)] = new[start : start + (1 << 30)]
+    wide = [fact._replace(next=masters.data_ptr() + 2 * (fact.next - new.data_ptr()), masters=True) for fact in facts]
+    assert [e.after for e in encode_tensors(wide, GPU)] == [e.after for e in encode_tensors(facts, GPU)]
+    return median_ms(lambda: encode_tensors(wide, GPU), 5)
 
-    A step accumulates gradients over `parts` batches of 16,384 tokens.
+
+def training_step(parts: int, layers: int = 22, width: int = 2048, heads: int = 16, batch: int = 8, length: int = 2048) -> dict[str, float]:
+    """Steps of a decoder of 1.1 B parameters with and without a delta of each: made on a thread and a stream beside the next step.
+
+    A step accumulates gradients over `parts` batches of 16,384 tokens. Training has a stream of higher priority than publishing.
     """
     layer = torch.nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True, norm_first=True, bias=False)
     model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(DEVICE, torch.bfloat16)
-    parameters = [p for p in model.parameters() if p.numel()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+    weights = {name: p.detach() for name, p in model.named_parameters() if p.numel()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=1e-6, fused=True)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(length, device=DEVICE, dtype=torch.bfloat16)
     x = torch.randn(batch, length, width, device=DEVICE, dtype=torch.bfloat16)
-    snapshot = [p.detach().clone() for p in parameters]
-    dtype = dtype_named("BF16")
-    facts = [Facts(s.data_ptr(), p.data_ptr(), p.numel(), i, dtype) for i, (s, p) in enumerate(zip(snapshot, parameters, strict=True))]
-    stream = torch.cuda.Stream()
+    snapshot = {name: tensor.clone() for name, tensor in weights.items()}
     sizes: list[int] = []
 
-    def publish(ready: torch.cuda.Event) -> None:
-        torch.cuda.set_device(DEVICE)
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            sizes.append(sum(len(piece) for e in encode_tensors(facts, DEVICE) for piece in e.payload))
-            torch._foreach_copy_(snapshot, [p.detach() for p in parameters])
-            stream.synchronize()
+    def publish(handover: Handover) -> None:
+        with handover.taken():
+            sizes.append(len(deltawire.encode_delta(snapshot, weights)))
+            torch._foreach_copy_(list(snapshot.values()), list(weights.values()))
+            torch.cuda.current_stream().synchronize()
 
     def steps(count: int, publishing: bool) -> float:
         torch.cuda.synchronize()
@@ -217,27 +234,27 @@ def training_step(parts: int, layers: int = 22, width: int = 2048, heads: int = 
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             if publishing:
-                ready = torch.cuda.Event()
-                ready.record()
-                worker = threading.Thread(target=publish, args=(ready,))
+                worker = threading.Thread(target=publish, args=(Handover(weights),))
                 worker.start()
         if worker:
             worker.join()
         torch.cuda.synchronize()
         return (time.perf_counter() - start) / count
 
-    steps(3, True)
-    plain, published = [], []
-    for _ in range(3):
-        plain.append(steps(max(8 // parts, 3), False))
-        published.append(steps(max(8 // parts, 3), True))
+    with torch.cuda.stream(torch.cuda.Stream(DEVICE, priority=-1)):
+        steps(3, True)
+        plain, published = [], []
+        for _ in range(5):
+            plain.append(steps(max(6 // parts, 2), False))
+            published.append(steps(max(6 // parts, 2), True))
     a, b = statistics.median(plain), statistics.median(published)
-    count = sum(p.numel() for p in parameters)
     return {
-        "parameters": count,
+        "parameters": sum(tensor.numel() for tensor in weights.values()),
         "tokens": parts * batch * length,
         "step_ms": 1e3 * a,
+        "step_ms_spread": 1e3 * (max(plain) - min(plain)),
         "publishing_ms": 1e3 * b,
+        "publishing_ms_spread": 1e3 * (max(published) - min(published)),
         "cost": b / a - 1,
         "delta_bytes": statistics.median(sizes),
     }
@@ -268,6 +285,8 @@ def main() -> None:
         results["rows"].append(row)
         print(json.dumps(row), flush=True)
         torch.cuda.empty_cache()
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
     if not options.no_training:
         results["training"] = [training_step(parts) for parts in (1, 4)]
         print(json.dumps(results["training"]), flush=True)

@@ -17,6 +17,7 @@ from .format import delta_file
 from .format.delta_file import Parts, Structure
 from .format.digest import Digest
 from .format.staged_output import StagedOutput
+from .masters import Rounding
 from .state import Progress, batches, codec_for, digest_tensors, thread_count
 from .tensors import State, TensorBits, check_name, tensor_bits
 
@@ -34,21 +35,24 @@ class DeltaSummary:
     after: Digest
 
 
-def encode_delta(base: State, new: State, *, threads: int | None = None) -> bytes:
+def encode_delta(base: State, new: State, *, masters: bool = False, threads: int | None = None) -> bytes:
     """The delta file that turns the state `base` into the state `new`, bit for bit.
 
     States map names to NumPy arrays (bf16 and fp8 as `ml_dtypes`) or torch tensors on the CPU or a GPU, of any shape and strides. Beyond
     its inputs it needs about twice the size of the result, and on a GPU about 0.3 GB there, or 2% of the weights if that is more
     (docs/gpu.md). The same states give the same bytes, wherever they are and whatever the number of threads.
+
+    With `masters`, a tensor of `new` that is float32 where the base has bfloat16 counts as the bfloat16 that it rounds to: an optimizer's
+    master weights against a snapshot of the model, in one pass on a GPU.
     Raises a `TensorError` for what cannot be encoded.
     """
-    return encode_with_summary(base, new, threads=threads)[0]
+    return encode_with_summary(base, new, masters=masters, threads=threads)[0]
 
 
-def encode_with_summary(base: State, new: State, *, threads: int | None = None) -> tuple[bytes, DeltaSummary]:
+def encode_with_summary(base: State, new: State, *, masters: bool = False, threads: int | None = None) -> tuple[bytes, DeltaSummary]:
     """Like `encode_delta`, with what the one pass over both states found on its way: their digests, and how much changed."""
     pieces: list[Buffer] = []
-    header, summary = _encode(base, new, thread_count(threads), pieces.append, None)
+    header, summary = _encode(base, new, thread_count(threads), pieces.append, None, masters=masters)
     return b"".join([header, *pieces]), summary
 
 
@@ -83,7 +87,7 @@ class _Pair:
 
 
 def _encode(
-    base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None
+    base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None, *, masters: bool = False
 ) -> tuple[bytes, DeltaSummary]:
     """Hand the data section to `write`, piece by piece, and return the header that belongs before it."""
     for name in (*base, *new):
@@ -92,9 +96,12 @@ def _encode(
     added: dict[str, tuple[TensorBits, None]] = {}
     gone: list[TensorBits] = []
     pairs: list[_Pair] = []
+    rounding = Rounding() if masters else None
     for name in names:
         old = tensor_bits(name, base[name]) if name in base else None
         now = tensor_bits(name, new[name]) if name in new else None
+        if now is not None and rounding is not None:
+            now = rounding.follow(old, now)
         if old is not None and (now is None or old.identity != now.identity):
             gone.append(old)
             old = None

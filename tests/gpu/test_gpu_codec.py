@@ -255,3 +255,40 @@ def test_an_exchange_is_taken_back_by_another():
     for state in (new, kept, new):
         resolution.exchange()
         assert torch.equal(base.view(torch.int16), state.view(torch.int16))
+
+
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.97])
+def test_master_weights_are_rounded_on_the_way(density):
+    """Halfway cases, infinities and NaNs among them; and so many changes that chunks are raw."""
+    random = np.random.default_rng(7)
+    masters = {}
+    base = {}
+    for name, size in {"a": 3 * TILE + 77, "b": 1001, "c": 1, "d": 0, "tied": 1001}.items():
+        wide = (random.standard_normal(size) * 0.02).astype(np.float32)
+        base[name] = torch.from_numpy(wide).to(torch.bfloat16).to(DEVICE)
+        noise = random.standard_normal(size).astype(np.float32) * (30 if density > 0.5 else 0.02)
+        moved = np.where(random.random(size) < density, noise, wide)
+        words = moved.astype(np.float32).view(np.uint32)
+        if size > 100 and density:
+            words[:8] = [0x3F808000, 0x3F818000, 0x3F808001, 0x7F800000, 0xFF800000, 0x7FC00001, 0xFF800001, 0x7F7FFFFF]
+        masters[name] = torch.from_numpy(words.view(np.float32).copy()).to(DEVICE)
+    base["tied"], masters["tied"] = base["b"], masters["b"]
+    arrays, wide = on_host(base), {name: tensor.cpu().numpy() for name, tensor in masters.items()}
+    arrays["tied"], wide["tied"] = arrays["b"], wide["b"]
+    delta = deltawire.encode_delta(base, masters, masters=True)
+    assert delta == deltawire.encode_delta(arrays, wide, masters=True)
+    deltawire.apply_delta(base, delta)
+    for name, tensor in masters.items():
+        expected, is_number = tensor.to(torch.bfloat16), ~tensor.isnan()
+        assert torch.equal(base[name].view(torch.int16)[is_number], expected.view(torch.int16)[is_number])
+        assert base[name][~is_number].isnan().all()
+
+
+def test_a_delta_can_be_made_beside_other_work():
+    base = {"w": torch.randn(50_000, device=DEVICE, dtype=torch.bfloat16)}
+    new = {"w": base["w"] * 1.01}
+    pending = deltawire.start_delta(base, new)
+    assert pending.result(60) == deltawire.encode_delta(base, new)
+    assert pending.done()
+    with pytest.raises(deltawire.DeltawireError):
+        deltawire.start_delta({"w": object()}, new).result(60)

@@ -15,7 +15,7 @@ from ...dtypes import DTYPES
 from .. import default_codec
 from ..base import Bits, Encoded, EncodeJob, Lanes, Outcome, Resolution, ResolveJob
 from .device import Gpu, gpu_at
-from .device_bits import DeviceBits, is_device
+from .device_bits import DeviceBits, MasterBits, is_device
 from .digest import digest_tensors
 from .encode import encode_tensors
 from .patch import DevicePatch
@@ -42,13 +42,22 @@ class GpuCodec:
         results: dict[int, Encoded] = {}
         if theirs:
             results.update(zip(theirs, default_codec().encode([jobs[i] for i in theirs], threads), strict=True))
-        devices, sizes = [_device(jobs[i].new, jobs[i].base) for i in ours], [jobs[i].dtype.itemsize for i in ours]
-        for (device, _), group in _groups(ours, devices, sizes).items():
+        devices = [_device(jobs[i].new, jobs[i].base) for i in ours]
+        kinds = [jobs[i].dtype.itemsize + _MASTERS * isinstance(jobs[i].new, MasterBits) for i in ours]
+        for (device, kind), group in _groups(ours, devices, kinds).items():
             with _side_stream(device) as stream:
                 for part in _parts(group, device, lambda i: (jobs[i].base, jobs[i].new)):
                     flats = [(_flat(jobs[i].base, device), _flat(jobs[i].new, device)) for i in part]
                     facts = [
-                        Facts(_address(base), _address(new), jobs[i].new.size, jobs[i].seed, jobs[i].dtype, jobs[i].base is None)
+                        Facts(
+                            _address(base),
+                            _address(new),
+                            jobs[i].new.size,
+                            jobs[i].seed,
+                            jobs[i].dtype,
+                            jobs[i].base is None,
+                            kind > _MASTERS,
+                        )
                         for i, (base, new) in zip(part, flats, strict=True)
                     ]
                     results.update(zip(part, encode_tensors(facts, gpu_at(device)), strict=True))
@@ -62,6 +71,7 @@ class GpuCodec:
         return GpuResolution(self.device, default_codec().deferred_resolution(threads) if _host_codec_works() else None)
 
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
+        arrays = [(bits.rounded() if isinstance(bits, MasterBits) else bits, seed) for bits, seed in arrays]
         ours, theirs = _split(is_device(bits) for bits, _ in arrays)
         results: dict[int, Lanes] = {}
         if theirs:
@@ -196,6 +206,9 @@ class GpuResolution:
             self.host.revert()
 
 
+_MASTERS = 16
+"""Added to the size of an element, to keep master weights apart."""
+
 _MOST_COPIED = 256 << 20
 """Bytes of tensors that are brought to the device, or into plain memory there, at a time."""
 
@@ -210,11 +223,11 @@ def _split(ours: Any) -> tuple[list[int], list[int]]:
     return parts
 
 
-def _groups(items: Sequence[int], devices: Sequence[torch.device], sizes: Sequence[int]) -> dict[tuple[torch.device, int], list[int]]:
-    """Items by device and size of an element."""
+def _groups(items: Sequence[int], devices: Sequence[torch.device], kinds: Sequence[int]) -> dict[tuple[torch.device, int], list[int]]:
+    """Items by device and by what else must be the same to work on them together: the size of an element."""
     groups: dict[tuple[torch.device, int], list[int]] = {}
-    for item, device, size in zip(items, devices, sizes, strict=True):
-        groups.setdefault((device, size), []).append(item)
+    for item, device, kind in zip(items, devices, kinds, strict=True):
+        groups.setdefault((device, kind), []).append(item)
     return groups
 
 

@@ -33,6 +33,7 @@ class Kernels:
         self.device = device
         self._driver = _driver()
         self._functions: dict[str, ctypes.c_void_p] = {}
+        self._constants: dict[str, tuple[int, ...]] = {}
         self._module = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes sure that the device has its context
@@ -40,11 +41,13 @@ class Kernels:
 
     def constants(self, name: str, count: int) -> tuple[int, ...]:
         """Numbers that only the compiler knows: sizes of structures."""
+        if name in self._constants:  # read once: the copy waits for all that the default stream has to do
+            return self._constants[name]
         address, size = ctypes.c_void_p(), ctypes.c_size_t()
         _check(self._driver.cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), self._module, name.encode()))
         values = (ctypes.c_uint32 * count)()
         _check(self._driver.cuMemcpyDtoH_v2(values, address, ctypes.sizeof(values)))
-        return tuple(values)
+        return self._constants.setdefault(name, tuple(values))
 
     def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any], shared: int = 0) -> None:
         """Start a kernel on the current stream. Arguments are ctypes values, or tensors: these stand for their address."""

@@ -56,5 +56,21 @@ class DeviceBits:
         return self.tensor.view(-1) if self.plain else self.tensor.clone(memory_format=torch.contiguous_format).view(-1)
 
 
+class MasterBits(DeviceBits):
+    """A float32 tensor that counts as the bfloat16 it rounds to (to nearest, to even in between), element by element as it is read."""
+
+    __slots__ = ()
+
+    @property
+    def itemsize(self) -> int:
+        return 2
+
+    def rounded(self) -> DeviceBits:
+        """The same as a tensor of its own."""
+        numbers = self.tensor.view(torch.float32)
+        halves = numbers.to(torch.bfloat16).view(torch.int16)
+        return DeviceBits(torch.where(numbers.isnan(), torch.tensor(0x7FC0, dtype=torch.int16, device=halves.device), halves))
+
+
 def is_device(bits: Any) -> bool:
     return isinstance(bits, DeviceBits)

@@ -120,7 +120,9 @@ class _Workspace:
         self.gpu = gpu
         self.kernels = gpu.kernels(table.width)
         self.width = table.itemsize
-        self.scan_shared, self.plan_shared, scratch = self.kernels.constants("encode_sizes", 3)
+        self.masters = table.masters
+        scan_shared, self.plan_shared, scratch, masters_shared = self.kernels.constants("encode_sizes", 4)
+        self.scan, self.scan_shared = ("find_changes_of_masters", masters_shared) if table.masters else ("find_changes", scan_shared)
         elements, units, ntiles = (int((-(-table.count // size)).sum()) for size in (1, UNIT, TILE))
         # A unit never takes more slots than it has elements, so one block always fits.
         wanted = max(int(_SHARE * elements * self.width / (2 + 2 * self.width)), BLOCK)
@@ -152,7 +154,7 @@ class _Workspace:
         nspans, tiles = ctypes.c_uint32(len(spans)), ctypes.c_uint32(ntiles)
         launch = self.kernels.launch
         launch("choose_tops", len(spans), 256, [on_device])
-        launch("find_changes", self._scan_blocks(ntiles), 128, [on_device, nspans, tiles, elements, changes, self.sums], self.scan_shared)
+        launch(self.scan, self._scan_blocks(ntiles), 128, [on_device, nspans, tiles, elements, changes, self.sums], self.scan_shared)
         launch("cut_chunks", len(spans), 32, [on_device, counts, chunks, work, ctypes.c_void_p(cursors.data_ptr() + 16)])
         return _Slab(first, end, spans, ntiles, on_device, [elements, counts, slots, sizes, chunks, work], cursors, changes, before)
 
@@ -198,7 +200,8 @@ class _Workspace:
         out = self.gpu.empty(size, torch.uint8)
         *_, chunks, work = slab.arrays
         nwork = ctypes.c_void_p(slab.cursors.data_ptr() + 16)
-        arguments = [slab.on_device, chunks, work, nwork, slab.running, self.bodies, self.codes, out]
+        arguments = [slab.on_device, chunks, work, nwork, slab.running, self.bodies, self.codes]
+        arguments += [ctypes.c_uint32(self.masters), out]
         self.kernels.launch("join_chunks", min(slab.chunks, 16 * self.gpu.processors), 128, arguments)
         host = self.gpu.pinned(size)
         self.copies.wait_stream(self.gpu.current())

@@ -19,7 +19,7 @@ from .device import HIGH_PRIORITY, Gpu, KernelSet
 from .digest import digest_spans
 from .patch import DevicePatch, Patch
 from .payloads import RAW, SAME, Chunks, Payloads
-from .spans import CONTEXTS, SUMS, Changes, Facts, Table, lanes, place_tiles
+from .spans import CONTEXTS, SUMS, Changes, Facts, Table, addresses, lanes, place_tiles
 
 _MOST_WIDE = 256
 _SHARE = 0.004
@@ -27,7 +27,7 @@ _LEAST_SLAB, _MOST_SLABS = 1 << 20, 12
 """Changes that are located at a time: so many that their lists take this share of the weights' bytes, or a twelfth of all."""
 
 _LONGEST_ROW = 8
-_COUNT_BLOCKS, _DECODE_BLOCKS, _LOCATE_BLOCKS = 7, 12, 6
+_COUNT_BLOCKS, _DECODE_BLOCKS, _LOCATE_BLOCKS = 5, 12, 6
 """Thread blocks per processor."""
 
 _TOTAL, _ERROR, _LARGER = 1, 2, 4
@@ -125,13 +125,14 @@ class _Work:
         self.kernels.launch("read_heads", -(-len(self.changing) // 64), 64, [self.spans, self.nspans, self.heads])
         if (self.changing["mode"] == RAW).any():
             self.kernels.launch("count_raw", -(-self.ntiles // 4), 128, [self.spans, self.nspans, self.tiles, self.heads, self.elements])
-        totals = self.columns[:, [_TOTAL, _ERROR, _LARGER]].to(torch.int64).cpu().numpy()
-        _check(totals[:, 1])
-        self.ends, self.larger_ends = np.cumsum(totals[:, 0]), np.cumsum(totals[:, 2])
+        words = self.columns[:, : _LARGER + 1].cpu().numpy().astype(np.int64)
+        _check(words[:, _ERROR])
+        totals = words[:, _TOTAL]
+        self.ends, self.larger_ends = np.cumsum(totals), np.cumsum(words[:, _LARGER])
         self.total = int(self.ends[-1]) if self.ends.size else 0
         if self.total >= 2**32:
             raise ShapeMismatch("a delta of 2^32 changes or more cannot be resolved on a GPU at once.")
-        self.changing["start"] = self.ends - totals[:, 0]
+        self.changing["start"] = self.ends - totals
         self.slab_size = max(int(_SHARE * self.table.nbytes / (4 + self.table.itemsize)), self.total // _MOST_SLABS, _LEAST_SLAB)
 
     def decode(self, user: torch.cuda.Stream) -> None:
@@ -206,7 +207,7 @@ def _spans(table: Table, chunks: Chunks, payloads: NDArray[np.int64]) -> tuple[N
     `payloads` are the addresses of payloads on the device.
     """
     spans = table.spans(chunks.tensor, chunks.first)
-    spans["base"] = table.addresses(table.base, chunks.tensor, chunks.first)
+    spans["base"] = addresses(table.base, chunks.tensor, chunks.first, table.itemsize)
     spans["next"] = (payloads[chunks.tensor] + chunks.start).astype(np.uint64)
     spans["count"] = chunks.elements
     spans["top"] = chunks.top

@@ -53,6 +53,8 @@ class Facts(NamedTuple):
     dtype: DType
     appears: bool = False
     """It had no base: then it has a payload even if nothing changes."""
+    masters: bool = False
+    """`next` are float32, to be rounded to the type (bfloat16). All tensors of a call, or none."""
 
 
 @dataclass(slots=True)
@@ -68,10 +70,11 @@ class Table:
     shift: NDArray[np.uint32]
     mask: NDArray[np.uint32]
     appears: Sequence[bool]
+    masters: bool
 
     @classmethod
     def of(cls, tensors: Sequence[Facts]) -> Table:
-        base, following, count, seed, dtypes, appears = zip(*tensors, strict=True)
+        base, following, count, seed, dtypes, appears, masters = zip(*tensors, strict=True)
         codes = np.array([dtype.code for dtype in dtypes], np.uint8)
         return cls(
             np.array(base, np.uint64),
@@ -83,6 +86,7 @@ class Table:
             _SHIFTS[codes],
             _MASKS[codes],
             appears,
+            masters[0],
         )
 
     def __len__(self) -> int:
@@ -109,8 +113,8 @@ class Table:
         first = (np.arange(owner.size) - np.repeat(np.cumsum(each) - each, each)) * BLOCK
         spans = self.spans(owner, first)
         spans["count"] = np.minimum(self.count[owner] - first, BLOCK)
-        for field, address in (("base", self.base), ("next", self.next)):
-            spans[field] = self.addresses(address, owner, first)
+        spans["base"] = addresses(self.base, owner, first, self.itemsize)
+        spans["next"] = addresses(self.next, owner, first, 4 if self.masters else self.itemsize)
         place_tiles(spans)
         return spans
 
@@ -124,9 +128,11 @@ class Table:
         spans["mask"] = self.mask[owner]
         return spans
 
-    def addresses(self, column: NDArray[np.uint64], owner: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.uint64]:
-        start = column[owner]
-        return np.where(start != 0, start + first.astype(np.uint64) * np.uint64(self.itemsize), np.uint64(0))
+
+def addresses(column: NDArray[np.uint64], owner: NDArray[np.int64], first: NDArray[np.int64], itemsize: int) -> NDArray[np.uint64]:
+    """Of these elements of tensors that start where the column says."""
+    start = column[owner]
+    return np.where(start != 0, start + first.astype(np.uint64) * np.uint64(itemsize), np.uint64(0))
 
 
 def place_tiles(spans: NDArray[np.void]) -> int:

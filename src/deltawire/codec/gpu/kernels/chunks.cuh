@@ -89,9 +89,11 @@ extern "C" __global__ void __launch_bounds__(256) measure_chunks(
     sizes[tile] = size;
 }
 
-// Writes the chunks, headers and all, in order. `ends` are the running sums of `sizes`; `codes` the element type of each tensor.
+// Writes the chunks, headers and all, in order. `ends` are the running sums of `sizes`; `codes` the element type of each tensor; `masters`: the new
+// elements are float32, to be rounded.
 extern "C" __global__ void __launch_bounds__(128) join_chunks(
-    const Span* spans, const Chunk* chunks, const u32* work, const u32* nwork, const u64* ends, const u32* bodies, const u8* codes, u8* out) {
+    const Span* spans, const Chunk* chunks, const u32* work, const u32* nwork, const u64* ends, const u32* bodies, const u8* codes, u32 masters,
+    u8* out) {
     for (u32 w = blockIdx.x; w < *nwork; w += gridDim.x) {
         const u32 tile = work[w];
         const Chunk c = chunks[tile];
@@ -101,14 +103,20 @@ extern "C" __global__ void __launch_bounds__(128) join_chunks(
         if (threadIdx.x < 8) out[begin - 8 + threadIdx.x] = (u8)((threadIdx.x < 4 ? elements | c.mode << 30 : c.bytes) >> (8 * (threadIdx.x & 3)));
         if (threadIdx.x == 8 && s.first == 0 && s.tile0 == tile) out[begin - 9] = codes[s.tensor];
         const u32* const from = c.mode == RAW ? (const u32*)(s.next + offset) : bodies + c.body;  // 16-byte aligned
-        const u8* const bytes = (const u8*)from;
+        const bool rounds = masters && c.mode == RAW;
+        const u32* const floats = (const u32*)s.next + offset;
+        const auto word = [&](u32 i) {
+            if (!rounds) return from[i];
+            return rounded(floats[2 * i]) | (2 * i + 1 < elements ? rounded(floats[2 * i + 1]) << 16 : 0);
+        };
+        const auto byte = [&](u32 i) { return rounds ? (u8)(rounded(floats[i / 2]) >> (8 * (i % 2))) : ((const u8*)from)[i]; };
         const u32 lead = min((u32)(-(u64)(out + begin)) & 3, c.bytes), words = (c.bytes - lead) / 4, tail = lead + 4 * words;
-        if (threadIdx.x < lead) out[begin + threadIdx.x] = bytes[threadIdx.x];
-        if (threadIdx.x < c.bytes - tail) out[begin + tail + threadIdx.x] = bytes[tail + threadIdx.x];
+        if (threadIdx.x < lead) out[begin + threadIdx.x] = byte(threadIdx.x);
+        if (threadIdx.x < c.bytes - tail) out[begin + tail + threadIdx.x] = byte(tail + threadIdx.x);
         u32* const to = (u32*)(out + begin + lead);
         for (u32 i = threadIdx.x; i < words; i += 128) {
-            const u32 a = from[i];
-            to[i] = lead ? __funnelshift_r(a, 4 * (i + 1) < c.bytes ? from[i + 1] : 0, 8 * lead) : a;
+            const u32 a = word(i);
+            to[i] = lead ? __funnelshift_r(a, 4 * (i + 1) < c.bytes ? word(i + 1) : 0, 8 * lead) : a;
         }
     }
 }

@@ -41,7 +41,7 @@ struct Pair {
 // A stretch of one tensor whose elements are ranked with one `top`: a block when encoding, a chunk when resolving.
 struct Span {
     const T* base;   // null: zeros
-    const T* next;   // encoding only
+    const T* next;   // encoding only; of master weights, their float32
     u64 seed;
     u64 first;       // its first element within the tensor
     u32 count;
@@ -155,6 +155,9 @@ __device__ __forceinline__ T unordered(T x, bool floating) {
     constexpr T top = (T)((T)1 << (WIDTH - 1));
     return floating ? (T)(x ^ (x & top ? top : (T)~(T)0)) : x;
 }
+
+// A float32 as a bfloat16: to the nearest, to even in between; all NaNs become one.
+__device__ __forceinline__ u32 rounded(u32 x) { return (x & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (x + 0x7fff + (x >> 16 & 1)) >> 16; }
 
 __device__ __forceinline__ u32 bit_length(u64 x) { return 64 - __clzll(x); }
 __device__ __forceinline__ u32 count_bits(u32 n) { return 5 + (n ? 31 - __clz(n) : 0); }

@@ -629,4 +629,5 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
     }
 }
 
-extern "C" __device__ const u32 encode_sizes[] = {4096 + SCAN_WARPS * sizeof(ScanSpace<true>), sizeof(PlanSpace), sizeof(PlanScratch)};
+extern "C" __device__ const u32 encode_sizes[] = {4096 + SCAN_WARPS * sizeof(ScanSpace<true>), sizeof(PlanSpace), sizeof(PlanScratch),
+                                                   4096 + SCAN_WARPS * sizeof(MasterSpace)};

@@ -16,6 +16,39 @@ struct ScanSpace {
     u32 changes[CONTEXTS];
 };
 
+// Master weights: float32, rounded to bfloat16 before they are compared. Their units come here, and go on to a stage.
+struct MasterSpace : ScanSpace<true> {
+    alignas(16) u8 masters[2][UNIT * 4];
+};
+template <bool COMPARE, bool MASTERS>
+struct SpaceOf {
+    typedef ScanSpace<COMPARE> type;
+};
+template <>
+struct SpaceOf<true, true> {
+    typedef MasterSpace type;
+};
+
+__device__ __forceinline__ void fetch_masters(u8* to, const u8* from, u32 bytes, u32 lane, const u8* any) {
+#pragma unroll
+    for (u32 i = 0; i < UNIT * 4 / 512; ++i) {
+        const u32 at = 16 * (32 * i + lane), size = at < bytes ? min(bytes - at, 16u) : 0;
+        fetch_16(to + at, size ? from + at : any, size);
+    }
+}
+
+// A lane rounds what it has itself fetched.
+__device__ __forceinline__ void round_masters(u8* stage, const u8* masters, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < UNIT * 4 / 512; ++i) {
+        const u32 piece = 32 * i + lane;
+        const uint4 x = *(const uint4*)(masters + 16 * piece);
+        u32* const to = (u32*)(stage + piece / 8 * STRIDE + piece % 8 * 8);
+        to[0] = rounded(x.x) | rounded(x.y) << 16;
+        to[1] = rounded(x.z) | rounded(x.w) << 16;
+    }
+}
+
 // From the counts of lanes (see `count_contexts`) to those of all lanes before each, plus `seen`: left in `ranks`. `seen` and the result, which
 // counts this unit too, are those of counter `lane % 8`.
 __device__ __forceinline__ u32 rank_lanes(u32* ranks, const u32 counts[8], u32 seen, u32 lane, bool keep) {
@@ -52,12 +85,13 @@ struct Changes {
     u32* cursor;     // slots given away; may pass the capacity, then what is beyond was not written
 };
 
-template <bool COMPARE>
+template <bool COMPARE, bool MASTERS>
 __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes out, Sums* sums) {
     extern __shared__ __align__(16) u8 shared[];
     int4* const factors = (int4*)shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    ScanSpace<COMPARE>& space = ((ScanSpace<COMPARE>*)(shared + 4096))[warp];
+    typedef typename SpaceOf<COMPARE, MASTERS>::type Space;
+    Space& space = ((Space*)(shared + 4096))[warp];
     if (COMPARE)
         for (u32 i = threadIdx.x; i < 256; i += blockDim.x)
             factors[i] = make_int4(word_factor(i, 0), word_factor(i, 1), word_factor(i, 2), word_factor(i, 3));
@@ -76,11 +110,12 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 nt
         }
         const u32 offset = (tile - s.tile0) * TILE, n = min(TILE, s.count - offset), units = (n + UNIT - 1) / UNIT;
         const u8* const base = s.base ? (const u8*)(s.base + offset) : nullptr;
-        const u8* const next = COMPARE ? (const u8*)(s.next + offset) : base;
+        const u8* const next = MASTERS ? (const u8*)((const u32*)s.next + offset) : COMPARE ? (const u8*)(s.next + offset) : base;
         const auto fetch = [&](u32 u) {
             const u32 bytes = min(UNIT, n - u * UNIT) * BYTES;
             fetch_unit(space.stages[u & 1][0], base ? base + u * UNIT * BYTES : nullptr, bytes, lane, (const u8*)spans);
-            if (COMPARE) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT * BYTES, bytes, lane, (const u8*)spans);
+            if constexpr (MASTERS) fetch_masters(space.masters[u & 1], next + u * UNIT * 4, 4 * min(UNIT, n - u * UNIT), lane, (const u8*)spans);
+            else if (COMPARE) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT * BYTES, bytes, lane, (const u8*)spans);
             fetch_commit();
         };
         fetch(0);
@@ -98,6 +133,8 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 nt
             } else {
                 fetch_wait<0>();
             }
+            u8* const next_stage = space.stages[MASTERS ? 0 : u & 1][COMPARE ? 1 : 0];
+            if constexpr (MASTERS) round_masters(next_stage, space.masters[u & 1], lane);
             __syncwarp();
             const u8* const stage = space.stages[u & 1][0];
             const uint4* const multipliers = space.multipliers + u % (32 / DIGEST_BLOCKS) * DIGEST_BLOCKS;
@@ -107,7 +144,7 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 nt
                 digest_words(*(const uint4*)(stage + g / PIECES * STRIDE + g % PIECES * 16), t, multipliers[b], before);
             }
             const u8* const row = stage + lane * STRIDE;
-            const u8* const next_row = space.stages[u & 1][COMPARE ? 1 : 0] + lane * STRIDE;
+            const u8* const next_row = next_stage + lane * STRIDE;
             const Planes planes = planes_of<COMPARE>(row, next_row, s);
             const u32 run = min(max((i32)(n - u * UNIT) - (i32)(lane * RUN), 0), (i32)RUN);
             const u32 valid = run == RUN ? ALL : below(run);
@@ -141,7 +178,7 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 nt
                 for (u32 i = lane; i < size; i += 32) {
                     const u32 id = space.list[i], owner = id / RUN, e = id % RUN;
                     const T old = *(const T*)(stage + owner * STRIDE + e * BYTES);
-                    const T now = *(const T*)(space.stages[u & 1][COMPARE ? 1 : 0] + owner * STRIDE + e * BYTES);
+                    const T now = *(const T*)(next_stage + owner * STRIDE + e * BYTES);
                     const u32 c = context_of(old, s);
                     const uint4 b = space.planes[owner];
                     const Planes theirs = {{b.x, b.y, b.z, b.w}, 0};
@@ -178,12 +215,19 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 nt
 
 extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes(
     const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes out, Sums* sums) {
-    scan_tiles<true>(spans, nspans, ntiles, elements, out, sums);
+    scan_tiles<true, false>(spans, nspans, ntiles, elements, out, sums);
 }
+
+#if WIDTH == 16
+extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes_of_masters(
+    const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes out, Sums* sums) {
+    scan_tiles<true, true>(spans, nspans, ntiles, elements, out, sums);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) count_elements(
     const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes unused, Sums* sums) {
-    scan_tiles<false>(spans, nspans, ntiles, elements, unused, sums);
+    scan_tiles<false, false>(spans, nspans, ntiles, elements, unused, sums);
 }
 
 // §2 alone: a warp takes eight digest blocks at a time, straight from global memory. `before` of each tensor's sums.
