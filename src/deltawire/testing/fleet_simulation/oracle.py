@@ -49,7 +49,7 @@ class Oracle:
         self._run = run
         self._chain = chain
         self._objects = objects
-        self._budget = budget
+        self._budget_steps = budget.steps
         self.acknowledged: dict[tuple[int, int], Acknowledged] = {}
         self.accepted = 0
         self.tokens = 0
@@ -111,7 +111,7 @@ class Oracle:
             version = self._chain.find(seq)
             if version is None or version.digest != claimed.digest or version.step != claimed.step:
                 raise Violation(f"{what} trains on {place}, made by a version {seq} that the chain does not have.")
-            if not self._budget.admits(ack.step, version.step):
+            if not self._young_enough(ack.step, version.step):
                 raise Violation(f"{what} trains on {place}, made by the version of step {version.step}: out of the budget.")
             if not version.live and not zombie:
                 raise Violation(f"{what} trains on {place}, made by version {seq}, which was abandoned.")
@@ -135,4 +135,7 @@ class Oracle:
         if data is None:
             raise Violation(f"a rollout that epoch {ack.epoch} acknowledged for step {ack.step} was deleted while it could be needed.")
         versions = [self._chain.find(seq) for seq in Rollouts.parse(data).versions]
-        return all(version is not None and version.live and self._budget.admits(ack.step, version.step) for version in versions)
+        return all(version is not None and version.live and self._young_enough(ack.step, version.step) for version in versions)
+
+    def _young_enough(self, step: int, made_by: int) -> bool:
+        return step - 1 - self._budget_steps <= made_by <= step - 1

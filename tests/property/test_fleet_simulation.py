@@ -1,0 +1,145 @@
+"""The fleet in virtual time: what must hold does, over some hundred seeds; and where the fleet is broken on purpose, a seed tells.
+
+For as many others as there is time for:
+
+    python -m deltawire.testing.fleet_simulation --seeds 10000
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deltawire.fleet import coordinator_steps, intake_steps
+from deltawire.fleet.admission import REASONS
+from deltawire.fleet.scheduler import Scheduler
+from deltawire.testing.fleet_simulation import Outcome, simulate
+from deltawire.testing.fleet_simulation import __main__ as command
+
+COMMAND = [sys.executable, "-m", "deltawire.testing.fleet_simulation"]
+
+
+def test_small_fleets_hold_whatever_befalls_them() -> None:
+    outcomes = [simulate(seed) for seed in range(250)]
+    assert [(one.seed, one.violation) for one in outcomes if one.violation is not None] == []
+    refused: Counter[str] = Counter()
+    for one in outcomes:
+        refused.update(one.rejected)
+    assert set(refused) == set(REASONS)  # else something is not looked at any more
+    assert sum(one.trainers for one in outcomes) > 1.5 * len(outcomes)
+
+
+@pytest.mark.parametrize(("seed", "members"), [(1, 200), (2, 600)])
+def test_large_fleets_hold(seed: int, members: int) -> None:
+    outcome = simulate(seed, members=members)
+    assert outcome.violation is None
+    assert outcome.members >= members
+
+
+def test_a_seed_gives_the_same_run_in_every_process() -> None:
+    def digest() -> str:
+        trace = hashlib.sha256()
+        simulate(11, trace=lambda line: trace.update(line.encode() + b"\n"))
+        return trace.hexdigest()
+
+    command = [*COMMAND, "--first", "11", "--seeds", "1", "--trace", "--json"]
+    other = subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}).stdout
+    events, _, summary = other.partition(b"{\n")
+    assert hashlib.sha256(events).hexdigest() == digest() == digest()
+    assert json.loads(b"{" + summary)["failed"] == []
+
+
+def blind_to(reason: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A trainer that does not mind results of one sort."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        for judge in ("judge_place", "judge_origin", "judge_versions"):
+            honest = getattr(intake_steps, judge)
+            monkeypatch.setattr(intake_steps, judge, lambda *a, honest=honest, **k: None if (r := honest(*a, **k)) == reason else r)
+
+    return patch
+
+
+def take_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    blind_to("wrong-run")(monkeypatch)
+    honest = intake_steps.Intake._judge_substance
+    monkeypatch.setattr(intake_steps.Intake, "_judge_substance", lambda self, s, p, r: honest(self, s, p, replace(r, run=self.run)))
+
+
+def take_several_results_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_steps, "judge_place", lambda *arguments, **options: None)
+
+
+def begin_anew_when_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resume(self: coordinator_steps.CoordinatorSteps) -> Generator[Any, Any, list[Any]]:
+        yield from self._look_at_rounds()
+        return []
+
+    monkeypatch.setattr(coordinator_steps.CoordinatorSteps, "resume", resume)
+
+
+def train_before_it_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = coordinator_steps.create_and_look
+
+    def create(key: str, data: bytes) -> Generator[Any, Any, bytes]:
+        return data if key.startswith("fleet/batch/") else (yield from honest(key, data))
+
+    monkeypatch.setattr(coordinator_steps, "create_and_look", create)
+
+
+def sweep_what_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = coordinator_steps.sweep
+    monkeypatch.setattr(coordinator_steps, "sweep", lambda first, epoch, upto, gone: honest(first + 2, epoch, upto, gone))
+
+
+def wait_for_stragglers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "is_straggler", lambda *arguments, **options: False)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "told"),
+    [
+        pytest.param(blind_to("stale"), "out of the budget", id="stale results"),
+        pytest.param(blind_to("abandoned"), "which was abandoned", id="results of abandoned versions"),
+        pytest.param(blind_to("wrong-digest"), "that the chain does not have", id="results of other weights"),
+        pytest.param(blind_to("unleased"), "lease was somebody else's", id="results without a lease"),
+        pytest.param(take_any_run, "of another run", id="results of other runs"),
+        pytest.param(take_several_results_of_a_task, "nobody foresaw", id="several results of a task"),
+        pytest.param(begin_anew_when_resumed, "had acknowledged for it", id="acknowledged results dropped"),
+        pytest.param(train_before_it_is_acknowledged, "was not acknowledged", id="training before the acknowledgement"),
+        pytest.param(sweep_what_is_still_needed, "not in the store|not for it|deleted while|does not go on", id="sweeping too much"),
+        pytest.param(wait_for_stragglers, "does not go on", id="waiting for stragglers"),
+    ],
+)
+def test_a_fleet_that_is_broken_is_found_out(
+    break_it: Callable[[pytest.MonkeyPatch], None], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    found = next((one for one in map(simulate, range(400)) if one.violation is not None), None)
+    assert found is not None
+    assert re.search(told, found.violation or ""), found.violation
+    assert simulate(found.seed).violation == found.violation
+
+
+def test_a_failing_seed_is_printed_with_the_command_that_replays_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(seeds: range, members: int | None, jobs: int) -> list[Outcome]:
+        return [replace(simulate(seed), violation="it broke") for seed in seeds]
+
+    monkeypatch.setattr(command, "simulate_many", fail)
+    monkeypatch.setattr(sys, "argv", ["simulation", "--seeds", "1", "--first", "5"])
+    assert command.main() == 1
+    printed = capsys.readouterr().out
+    assert "seed 5 FAILED: it broke" in printed
+    assert "python -m deltawire.testing.fleet_simulation --first 5 --seeds 1 --trace" in printed
