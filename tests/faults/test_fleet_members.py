@@ -308,7 +308,7 @@ def test_a_lease_whose_creation_was_in_doubt_is_recognised_when_it_is_offered_ag
         for _ in range(9):
             member.move()
         assert [info.key for info in fleet.inner.list(fleet_keys.LEASES)] == [fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, 0, 0))]
-        assert [one.attempt for one in trainer.collect(1).rollouts] == [0]
+        assert [one.attempt for one in trainer.collect(1, timeout=5).rollouts] == [0]
 
 
 def test_of_two_members_that_are_offered_one_task_one_takes_it() -> None:

@@ -219,19 +219,22 @@ def test_an_acknowledged_round_is_preferred_to_a_later_one_for_its_step() -> Non
 
 def test_what_comes_in_while_an_acknowledgement_is_in_doubt_is_not_taken() -> None:
     fleet = Fleet(options=FleetOptions(60, quorum=0.5))
-    fleet.join("a")
     unanswered = [After(call("put_if_absent", fleet_keys.BATCHES), "unknown", 5), Before(call("get", fleet_keys.BATCHES), "unavailable", 5)]
-    store = FaultyStore(fleet.store, unanswered)
     with fleet.publisher() as publisher:
-        trainer = fleet.trainer(publisher, store)
+        trainer = fleet.trainer(publisher, FaultyStore(fleet.store, unanswered))
         record = trainer.open(1)
-        with pytest.raises(FleetTimeout):
-            trainer.collect(1, stop=lambda: any(event.name == "fleet-retrying" for event in fleet.events))
-        lease = place_lease(fleet, record, 1, attempt=5)
-        place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[1], trainer.steps.newest))
+        for task in (0, 1):
+            lease = place_lease(fleet, record, task)
+            place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[task], trainer.steps.newest))
+            if task == 0:
+                with pytest.raises(FleetTimeout):
+                    trainer.collect(1, stop=lambda: True)
+                assert acknowledged(fleet.inner, publisher.epoch, 1) is not None  # which it could not see
         trainer.go(trainer.steps.poll())
         batch = trainer.collect(1)
-    assert hashes_of(batch) == acknowledged(fleet.inner, batch.round.epoch, 1)
+    assert [one.task for one in batch.rollouts] == [0]
+    assert hashes_of(batch) == acknowledged(fleet.inner, publisher.epoch, 1)
+    assert fleet.reasons() == ["late"]
 
 
 def test_a_trainer_that_wakes_up_while_it_sweeps_leaves_later_acknowledgements_alone() -> None:
