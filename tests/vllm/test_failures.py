@@ -1,16 +1,20 @@
-"""What fails, and what then happens: sidecars and servers that are killed, updates that fail half-way."""
+"""What fails, and what then happens: sidecars, servers and trainers that are killed, updates that fail half-way."""
 
 from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from live_server import LiveServer, LiveSidecar, wait_until
+from live_server import LiveServer, LiveSidecar, load, wait_until
 from tiny_models import TinyModel, runtime_hashes
 
 from deltawire import Subscriber
@@ -18,8 +22,12 @@ from deltawire.chain.log import ChainLog
 from deltawire.chain.reports import FENCED, SERVING, read_reports
 from deltawire.engines.vllm.routes import RouteFailed
 from deltawire.engines.vllm.sidecar import FENCED_LABEL
+from deltawire.errors import NoChain
 from deltawire.store import open_store
+from deltawire.store.memory import MemoryStore
 
+torch = pytest.importorskip("torch", reason="torch is not installed")
+killable_trainer = pytest.importorskip("killable_trainer", reason="transformers is not installed")
 pytestmark = pytest.mark.slow
 
 DENSE = TinyModel("dense")
@@ -156,3 +164,48 @@ def test_a_trainer_drives_the_routes_by_itself_and_a_version_that_cannot_be_had_
     with Subscriber(run.store) as reader:
         reader.sync(version.seq - 1)
         assert routes.checksums() == runtime_hashes(dict(reader.state), 2)
+
+
+def test_a_trainer_that_is_killed_at_any_moment_comes_back_by_itself_and_the_server_ends_exact(
+    tmp_path: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+) -> None:
+    """Trainer, sidecar and server are processes that share nothing but a store; requests are answered all the while."""
+    steps, rng = 12, random.Random(4)
+    model = DENSE.save(tmp_path / "model", DENSE.state())
+    store = str(tmp_path / "store")
+    expected: dict[str, Any] = {}
+    killable_trainer.train(model, MemoryStore(), tmp_path / "undisturbed", steps, lambda step, weights: expected.update(_arrays(weights)))
+
+    server = serve(model).wait()
+    follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
+    command = [sys.executable, killable_trainer.__file__, str(model), store, str(tmp_path / "checkpoints"), str(steps)]
+    ended: list[int] = []
+    deaths = 0
+    with load(server, ended):
+        for _ in range(5):
+            before = _versions(store)
+            trainer = subprocess.Popen([*command, str(rng.randrange(10, 80))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            wait_until(lambda: trainer.poll() is not None or _versions(store) >= before + 3, "progress", 300)  # noqa: B023
+            trainer.kill()  # unless it has killed itself before a call of the store
+            deaths += trainer.wait() == -signal.SIGKILL
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        with Subscriber(store) as reader:
+            newest = reader.sync()
+        wait_until(lambda: is_at(server, newest.seq), "the newest version")
+    assert deaths >= 3
+    assert newest.step == steps
+    assert server.routes.checksums() == runtime_hashes(expected, 1)
+    assert ended
+    assert set(ended) == {150}  # no request was lost
+
+
+def _versions(url: str) -> int:
+    with open_store(url) as store:
+        try:
+            return sum(commit.kind != "fence" for commit in ChainLog(store).tail(-1))
+        except NoChain:
+            return 0
+
+
+def _arrays(weights: Any) -> dict[str, Any]:
+    return {name: tensor.contiguous().view(torch.int16).numpy().copy() for name, tensor in weights.items()}

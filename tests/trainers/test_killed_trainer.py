@@ -1,0 +1,65 @@
+"""A trainer is killed, as a process, at several moments. Started again it goes on by itself, and who follows it ends with exact weights."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import killable_trainer
+import pytest
+from tiny_models import bits, qwen
+
+from deltawire import state_digest
+from deltawire.chain.log import ChainLog
+from deltawire.chain.verify import verify
+from deltawire.engines import HotSwap, ModuleEngine
+from deltawire.store import open_store
+from deltawire.store.memory import MemoryStore
+from deltawire.testing import FaultyStore
+
+STEPS = 8
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    qwen(0).config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_trainer_that_is_killed_at_any_moment_goes_on_by_itself_and_its_follower_is_exact(tmp_path: Path, model_dir: Path) -> None:
+    digests: dict[int, Any] = {}
+    last: dict[str, Any] = {}
+
+    def note(step: int, weights: Any) -> None:
+        digests[step] = state_digest(weights)
+        last.clear()
+        last.update({name: tensor.clone() for name, tensor in weights.items()})
+
+    whole = FaultyStore(MemoryStore())
+    killable_trainer.train(model_dir, whole, tmp_path / "undisturbed", STEPS, note)
+    calls = len(whole.calls)
+    moments = [3, calls // 4, calls // 2, 9]  # while it takes over, in the middle, later, and while it takes over from one that was killed
+
+    url = str(tmp_path / "store")
+    command = [sys.executable, killable_trainer.__file__, str(model_dir), url, str(tmp_path / "checkpoints"), str(STEPS)]
+    killed = [subprocess.run([*command, str(moment)], check=False, capture_output=True).returncode for moment in moments[:2]]
+    served = qwen(5)
+    with open_store(url) as store, HotSwap(store, ModuleEngine(served)) as policy:
+        policy.start(poll=0.02)
+        killed += [subprocess.run([*command, str(moment)], check=False, capture_output=True).returncode for moment in moments[2:]]
+        assert killed == [-signal.SIGKILL] * len(moments)
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        newest = ChainLog(store).head()
+        assert newest is not None
+        policy.wait_for(newest.seq, timeout=120)
+        assert newest.step == STEPS
+        published = {name: tensor for name, tensor in served.state_dict().items() if name in last}
+        assert bits(published) == bits(last)
+        assert verify(store, deep=True).problems == []
+        versions = [commit for commit in ChainLog(store).tail(-1) if commit.kind != "fence"]
+        assert len(versions) > STEPS + 1  # some steps were made again, from an older checkpoint
+        assert all(commit.digest == digests[commit.step] for commit in versions if commit.step is not None)
