@@ -12,7 +12,7 @@ from types import TracebackType
 from ..chain.collect import Collected, collect
 from ..chain.log import ChainLog
 from ..chain.version import Version
-from ..errors import Fenced, PublisherClosed, PublishError, VersionUnknown
+from ..errors import Fenced, PublisherClosed, PublishError
 from ..events import OnEvent, emit
 from ..format.records import Limits
 from ..format.signing import SigningKey
@@ -24,7 +24,7 @@ from .attachments import Attachments, read_attachments
 from .background import BackgroundPublisher, PendingVersion
 from .cadence import AnchorPolicy
 from .commits import ChainWriter, check_meta, check_step, open_log, open_run
-from .resume import version_commit
+from .resume import require_version
 from .segments import SEGMENT_BYTES, TensorTable
 from .shortcuts import ShortcutWriter
 from .snapshots import Arrays, Place
@@ -103,7 +103,7 @@ class Publisher:
             log = open_log(self._store, run, signing_key, trusted_keys)
             self._trusted_keys = log.trusted_keys
             if resume_from is not None:
-                _require_version(log, resume_from)
+                require_version(log, resume_from)
             self._writer = ChainWriter(self._store, log, signing_key=signing_key, resumed_from=resume_from)
             pool = opened.enter_context(ThreadPoolExecutor(_STREAMS, thread_name_prefix="deltawire-upload"))
             self._appender = Appender(
@@ -257,11 +257,3 @@ class Publisher:
     def _check_open(self) -> None:
         if self._closed:
             raise PublisherClosed("the publisher was closed.")
-
-
-def _require_version(log: ChainLog, seq: int) -> None:
-    """Before anybody is fenced off: is there such a version?"""
-    head = log.head()
-    if head is None:
-        raise VersionUnknown(f"nothing is published yet at {log.store.url}.")
-    version_commit(log, head, seq)

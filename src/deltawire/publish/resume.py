@@ -37,6 +37,14 @@ def version_commit(log: ChainLog, tip: Commit, seq: int) -> Commit:
     return commit
 
 
+def require_version(log: ChainLog, seq: int) -> None:
+    """Before anybody is fenced off: is there such a version? `VersionUnknown` if not."""
+    head = log.head()
+    if head is None:
+        raise VersionUnknown(f"nothing is published yet at {log.store.url}.")
+    version_commit(log, head, seq)
+
+
 def read_state(log: ChainLog, target: Commit, *, threads: int | None, on_event: OnEvent | None) -> Resumed:
     """The state of a version, bit for bit as it was published. Raises what `rebuild` does."""
     state = MemoryState(threads=threads)

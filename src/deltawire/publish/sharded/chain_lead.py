@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...format.signing import SigningKey
 from ...store import Store, probe
 from ..cadence import AnchorPolicy, ChainCost, Speed, anchor_due
 from ..commits import Attempt, ChainWriter, emit_published, open_log, open_run
-from ..resume import cost_of
+from ..resume import cost_of, require_version, version_commit
 from ..segments import TensorTable
 from ..shortcuts import ShortcutWriter
 
@@ -32,13 +32,17 @@ class ChainLead:
         *,
         limits: Limits | None,
         signing_key: SigningKey | None,
+        trusted_keys: Collection[str],
+        resume_from: int | None,
         policy: AnchorPolicy,
         on_event: OnEvent | None,
     ) -> None:
         probe(store)
         open_run(store, run, limits)
-        self._log = open_log(store, run, signing_key)
-        self._writer = ChainWriter(store, self._log, signing_key=signing_key)
+        self._log = open_log(store, run, signing_key, trusted_keys)
+        if resume_from is not None:
+            require_version(self._log, resume_from)
+        self._writer = ChainWriter(store, self._log, signing_key=signing_key, resumed_from=resume_from)
         self._shortcuts = ShortcutWriter(store, pool, self._writer.run, self._writer.epoch, signing_key)
         self._policy = policy
         self._on_event = on_event
@@ -50,6 +54,11 @@ class ChainLead:
         self._not_before = 0
         fence = self._writer.fence
         self._commit = None if fence.state_seq is None else self._log.state_commit(fence)
+        self._is_to_rewind = resume_from is not None and (self._commit is None or self._commit.seq != resume_from)
+        """Whether `_commit` is not what the chain's head leaves in force, but an older version, which is to be taken up first."""
+        if self._is_to_rewind:
+            assert resume_from is not None
+            self._commit = version_commit(self._log, fence, resume_from)
 
     def opening(self) -> dict[str, Any]:
         """What the others have to know from the start."""
@@ -59,6 +68,7 @@ class ChainLead:
             "id": self._writer.run.id,
             "limits": [limits.state_bytes, limits.tensors, limits.file_bytes],
             "commit": None if self._commit is None else self._commit.to_bytes().decode(),
+            "rewind": self._is_to_rewind,
         }
 
     def settle(self, table: TensorTable | None) -> dict[str, Any]:
@@ -69,12 +79,34 @@ class ChainLead:
         landed = None if self._attempt is None else self._land(self._attempt)
         return {"landed": landed, "seq": self._writer.next_seq}
 
+    def rewind(self) -> str | None:
+        """Go back to the version that was asked for, of which it is known by now that it can be rebuilt. Returns the record.
+
+        None where what it was rebuilt from is announced to go: a collector that hung may be about to delete it, so the head cannot rest on
+        it, and the next version has to be a checkpoint.
+        """
+        assert self._commit is not None
+        mark = self._log.mark()
+        if mark is not None and min(hop.target.seq for hop in self._hops) <= mark.floor:
+            return None
+        self._attempt = self._writer.propose(
+            "rewind",
+            base=self._log.ref(self._commit),
+            digest=self._commit.digest,
+            state_bytes=self._commit.state_bytes,
+            tensors=self._commit.tensors,
+            step=self._commit.step,
+            meta=self._commit.meta,
+        )
+        return self._land(self._attempt)
+
     def commit_delta(
         self, table: TensorTable, files: Sequence[FileEntry], difference: Digest, changed: int, step: int | None, meta: Mapping[str, str]
     ) -> dict[str, Any]:
         """Commit a delta over the version at the head. Returns its record, and whether an anchor is due."""
         assert self._commit is not None
         assert self._commit.digest is not None
+        assert not self._is_to_rewind
         self._attempt = self._writer.propose(
             "delta",
             base=self._writer.tip,
@@ -151,6 +183,7 @@ class ChainLead:
 
     def _take(self, commit: Commit, seconds: float) -> None:
         self._commit = commit
+        self._is_to_rewind = False
         if commit.kind == "anchor":
             self._cost = ChainCost()
         else:

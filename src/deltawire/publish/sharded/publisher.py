@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -57,9 +57,12 @@ class ShardedPublisher:
     All processes open it, call `publish` for the same versions in the same order, and close it. A version is visible once all have uploaded
     theirs and the first one has committed, or not at all; what fails in one process is raised in all of them. Opening one takes the run
     over, as with `Publisher`. Each process holds a copy of its own parts. Where the chain has versions already, the newest is read back at
-    the first call of `publish`, whatever number of processes it was published by.
+    the first call of `publish`, whatever number of processes it was published by; with `resume_from` an older one, and once that is rebuilt
+    and found sound, those after it are abandoned. `signing_key`, `trusted_keys` and other options are those of `Publisher`; only the first
+    process's count.
 
-    There are no skips, no rewinds and no publishing in the background yet; anchors are made by all together, before `publish` returns.
+    There are no skips: readers that fall behind go by every version since the last anchor. Anchors are made by all together, before
+    `publish` returns. Nothing happens in the background; `deltawire.trainers.fsdp` puts a thread around it.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class ShardedPublisher:
         *,
         threads: int | None = None,
         signing_key: SigningKey | None = None,
+        trusted_keys: Collection[str] = (),
         attachments: Attachments | None = None,
         anchor_policy: AnchorPolicy | None = None,
+        resume_from: int | None = None,
         limits: Limits | None = None,
         on_event: OnEvent | None = None,
         store_options: StoreOptions | None = None,
@@ -103,7 +108,15 @@ class ShardedPublisher:
                 read_attachments(attachments)  # what is wrong with them should show now, not hours later
                 policy = anchor_policy or AnchorPolicy()
                 self._lead = ChainLead(
-                    self._store, self._pool, run, limits=limits, signing_key=signing_key, policy=policy, on_event=on_event
+                    self._store,
+                    self._pool,
+                    run,
+                    limits=limits,
+                    signing_key=signing_key,
+                    trusted_keys=trusted_keys,
+                    resume_from=resume_from,
+                    policy=policy,
+                    on_event=on_event,
                 )
                 return self._lead.opening()
 
@@ -114,10 +127,11 @@ class ShardedPublisher:
         """The number under which this job writes. Each one that opens the run gets a higher one."""
         self._fetcher = Fetcher(self._store, limits=Limits(*opening["limits"]), on_event=on_event)
         self._commit = None if opening["commit"] is None else Commit.parse(opening["commit"].encode())
+        self._is_to_rewind: bool = opening["rewind"]
 
     @property
     def version(self) -> Version | None:
-        """The newest version that is known to be in the chain; None before the first."""
+        """The newest version that is known to be in the chain; None before the first. With `resume_from`, that one at first."""
         return None if self._commit is None else Version.of(self._commit)
 
     def publish(self, held: Mapping[str, TensorPart], *, step: int | None = None, meta: Mapping[str, str] | None = None) -> Version:
@@ -137,8 +151,10 @@ class ShardedPublisher:
         together(self._ranks, check)
         division, parts = self._splitter.split(held)
         seq = self._settle(division)
+        if self._is_to_rewind:
+            seq = self._rewind(division)
         try:
-            sent = self._publish_delta(division, parts, seq, step, meta or {})
+            sent = None if self._is_to_rewind else self._publish_delta(division, parts, seq, step, meta or {})
             if sent is None:
                 sent = self._publish_checkpoint(division, parts, seq, step, meta or {})
         finally:
@@ -187,6 +203,14 @@ class ShardedPublisher:
             self._move(answer["landed"])
         self._pending = None
         return int(answer["seq"])
+
+    def _rewind(self, division: Division) -> int:
+        """Take up an older version; as before where the chain cannot rest on it. Returns the slot that the next commit aims at."""
+        self._sound_baseline(division)  # or raise, and leave the chain as it is
+        record = self._leading(ChainLead.rewind)
+        if record is not None:
+            self._move(record)
+        return self._settle(division)
 
     def _publish_delta(self, division: Division, parts: Parts, seq: int, step: int | None, meta: Mapping[str, str]) -> int | None:
         """Returns the bytes that this process sent; None where there must be a checkpoint instead."""
@@ -266,6 +290,7 @@ class ShardedPublisher:
         """The commit is in the chain: so is the baseline, from here on."""
         pending = self._pending
         self._commit = Commit.parse(record.encode())
+        self._is_to_rewind = False
         if pending is None:
             return
         if pending.deltas is None:

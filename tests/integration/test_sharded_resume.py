@@ -1,0 +1,120 @@
+"""Many processes take a chain up at an older version, or with other keys than before. Played by threads; plain readers follow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from plain_reader import read_commits
+from support import bits_of
+from test_sharded_publisher import damage, follow, publish_all, states
+from threads_as_ranks import run_ranks, shards_of
+
+from deltawire import Subscriber
+from deltawire.chain.log import ChainLog
+from deltawire.chain.verify import verify
+from deltawire.errors import CommitOutcomeUnknown, DataDamaged, SignatureInvalid, VersionGone, VersionUnknown
+from deltawire.format.signing import SigningKey
+from deltawire.publish.sharded import ShardedPublisher
+from deltawire.store import open_store
+from deltawire.testing import After, Before, FaultyStore, call
+
+OLDER = 2
+"""The version that is gone back to: that of `states()[1]`, since a fence is the first commit."""
+
+
+def kinds(url):
+    return [commit["kind"] for commit in read_commits(open_store(url))]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_older_version_is_taken_up_and_those_after_it_are_abandoned(tmp_path, size):
+    before, after = states(4), states(6, seed=0)[4:]
+    publish_all(tmp_path, 2, before)
+    with Subscriber(tmp_path, pin=False, threads=1) as reader:
+        reader.sync()
+        ((first, second), *_) = publish_all(tmp_path, size, after, resume_from=OLDER)
+        assert kinds(tmp_path) == ["fence", "anchor", *["delta"] * 3, "fence", "rewind", "delta", "delta"]
+        assert (first.kind, second.kind) == ("delta", "delta")
+        reader.sync()
+        assert bits_of(reader.state) == bits_of(after[-1])
+    assert follow(tmp_path)[0] == bits_of(after[-1])
+    log = ChainLog(open_store(tmp_path))
+    rewind = log.read(6)
+    assert rewind.digest == log.read(OLDER).digest
+    assert rewind.step == 1
+    assert verify(open_store(tmp_path), deep=True).problems == []
+
+
+def test_the_newest_version_needs_no_rewind(tmp_path):
+    versions = states(3)
+    publish_all(tmp_path, 2, versions[:2])
+    publish_all(tmp_path, 2, versions[2:], resume_from=OLDER)
+    assert kinds(tmp_path) == ["fence", "anchor", "delta", "fence", "delta"]
+
+
+@pytest.mark.parametrize("seq", [0, 9])
+def test_a_version_that_does_not_exist_is_refused_before_anybody_is_fenced_off(tmp_path, seq):
+    publish_all(tmp_path, 2, states(3))
+    before = kinds(tmp_path)
+    with pytest.raises(VersionUnknown):
+        publish_all(tmp_path, 2, states(1), resume_from=seq)
+    assert kinds(tmp_path) == before
+
+
+def test_a_version_that_cannot_be_rebuilt_is_not_gone_back_to(tmp_path):
+    versions = states(4)
+    publish_all(tmp_path, 2, versions)
+    damage(tmp_path, read_commits(open_store(tmp_path))[OLDER]["files"][0]["key"])
+    with pytest.raises((DataDamaged, VersionGone)):
+        publish_all(tmp_path, 2, versions[:1], resume_from=OLDER)
+    assert "rewind" not in kinds(tmp_path)
+
+
+def test_the_head_never_rests_on_data_that_are_announced_to_go(tmp_path, monkeypatch):
+    versions = states(4)
+    publish_all(tmp_path, 2, versions[:3])
+    monkeypatch.setattr(ChainLog, "mark", lambda log: SimpleNamespace(floor=1))
+    publish_all(tmp_path, 2, versions[3:], resume_from=OLDER)
+    assert kinds(tmp_path)[-2:] == ["fence", "anchor"]
+    assert follow(tmp_path)[0] == bits_of(versions[3])
+
+
+def test_other_tensors_than_those_of_the_older_version_are_published_as_a_checkpoint(tmp_path):
+    versions = states(4)
+    publish_all(tmp_path, 2, versions[:3])
+    other = {name: array for name, array in versions[3].items() if name != "embed"}
+    publish_all(tmp_path, 2, [other], resume_from=OLDER)
+    assert kinds(tmp_path)[-3:] == ["fence", "rewind", "anchor"]
+    assert follow(tmp_path)[0] == bits_of(other)
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_rewind_whose_outcome_is_unknown_is_found_out_at_the_next_call(tmp_path, landed, monkeypatch):
+    monkeypatch.setattr("deltawire.publish.create._FIRST_PAUSE", 0.0)
+    versions = states(4)
+    publish_all(tmp_path, 2, versions[:3])
+    slot = "commit/00000000000000000005"
+    lost = (After if landed else Before)(call("put_if_absent", slot), "unknown", times=5)
+    stores = [FaultyStore(open_store(tmp_path), [lost, Before(call("get", slot), "unavailable", times=5)]), open_store(tmp_path)]
+
+    def work(ranks):
+        with ShardedPublisher(ranks, stores[ranks.rank], threads=1, resume_from=OLDER) as publisher:
+            with pytest.raises(CommitOutcomeUnknown):
+                publisher.publish(shards_of(versions[3], ranks.rank, 2))
+            publisher.publish(shards_of(versions[3], ranks.rank, 2))
+
+    assert run_ranks(2, work) == [None, None]
+    assert kinds(tmp_path)[-3:] == ["fence", "rewind", "delta"]
+    assert follow(tmp_path)[0] == bits_of(versions[3])
+    assert verify(open_store(tmp_path), deep=True).problems == []
+
+
+def test_a_chain_of_an_earlier_key_is_taken_up_by_who_trusts_it(tmp_path):
+    old, new = SigningKey.generate(), SigningKey.generate()
+    versions = states(3)
+    publish_all(tmp_path, 2, versions[:2], signing_key=old)
+    with pytest.raises(SignatureInvalid):
+        publish_all(tmp_path, 2, versions[2:], signing_key=new)
+    publish_all(tmp_path, 2, versions[2:], signing_key=new, trusted_keys=[old.public])
+    assert follow(tmp_path, trusted_keys=[old.public, new.public])[0] == bits_of(versions[2])
