@@ -83,8 +83,9 @@ class Plot:
     def stairs(self, points: Sequence[Point], until: float, style: str, *, base: float = 0.0, title: str = "") -> None:
         """Each value holds until the next; the area is filled down to `base`, which values are counted from."""
         corners: list[Point] = []
-        for (x, y), (following, _) in zip(points, [*points[1:], (until, 0.0)], strict=True):
-            corners += [(self.x(x), self.y(base + y)), (self.x(following), self.y(base + y))]
+        ends = [x for x, _ in points[1:]] + [until]
+        for (x, y), end in zip(points, ends, strict=False):
+            corners += [(self.x(x), self.y(base + y)), (self.x(end), self.y(base + y))]
         if corners:
             floor = self.y(base)
             self._path([(corners[0][0], floor), *corners, (corners[-1][0], floor)], f"steps {style}", title)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import threading
 import time
@@ -37,12 +36,11 @@ def main() -> None:
     parser.add_argument("--members", type=int, required=True, help="so many should be there at the end")
     arguments = parser.parse_args()
     stop = told_to_stop()
-    torch.set_num_threads(os.cpu_count() or 1)  # members have nothing to do yet
     model = policy.new_model()
     weights = sum(weight.numel() for weight in model.parameters())
     tell("model", weights=weights, state_bytes=2 * weights, reward=task.known_words.__name__)
     policy.pretrain(model, arguments.pretraining, _progress())
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # from now on there are members, too
     _show(model, 0)
     with GrpoTrainer(
         model, task.rows(), arguments.url, settings=SETTINGS, attachments=_attachments(model), fleet=FLEET, on_event=tell_event

@@ -1,0 +1,84 @@
+"""The demo itself, in a few steps: what `make demo` promises, it does; and it leaves no process behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def events_of(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def test_a_short_demo_ends_with_members_that_are_bit_identical_to_the_trainer(tmp_path: Path) -> None:
+    command = [sys.executable, str(DEMO), "--json", "--steps", "6", "--pretraining", "2", "--out", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    *told, summary = events_of(done.stdout)
+
+    started = {event["who"]: event["pid"] for event in told if event["event"] == "process-started"}
+    ended = {event["who"]: event["code"] for event in told if event["event"] == "process-ended"}
+    assert ended == {"trainer": 0, "steady": 0, "slow": 0, "newcomer": 0, "unlucky": -signal.SIGKILL}
+    assert not any(is_there(pid) for pid in started.values())
+
+    assert summary["bit_identical"], summary["proof"]
+    digests = {event["from"]: event["digest"] for event in told if event["event"] in ("weights", "finished")}
+    assert digests.keys() == {"trainer", "steady", "slow", "newcomer"}
+    assert len(set(digests.values())) == 1
+
+    assert [event["step"] for event in told if event["event"] == "trained"] == [1, 2, 3, 4, 5, 6]
+    assert all(0 <= event["reward"] <= 1 for event in told if event["event"] == "trained")
+    assert [each["from"] for each in summary["takeovers"]] == ["unlucky"]
+    assert all(each["by"] in ("steady", "slow", "newcomer") for each in summary["takeovers"])
+
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == {"demo", "logs", "report.html", "store"}
+    assert 'class="proof holds"' in (out / "report.html").read_text()
+
+
+def test_after_ctrl_c_no_process_of_the_demo_is_left(tmp_path: Path) -> None:
+    command = [sys.executable, str(DEMO), "--json", "--steps", "6", "--out", "out"]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert demo.stdout is not None
+    pids = []
+    for line in demo.stdout:
+        event = json.loads(line)
+        if event["event"] == "process-started":
+            pids.append(event["pid"])
+        if len(pids) == 4:
+            break
+    demo.send_signal(signal.SIGINT)
+    _, words = demo.communicate(timeout=120)
+    assert demo.returncode == 130
+    assert "interrupted" in words
+    assert not any(is_there(pid) for pid in pids)
+
+
+def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    command = [sys.executable, str(DEMO), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "is not empty" in done.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
