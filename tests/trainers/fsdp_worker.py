@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from deltawire.publish import PendingVersion
 from deltawire.trainers.fsdp import FSDPPublisher
 
 
@@ -85,8 +86,14 @@ def full(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     found = {}
     for name, tensor in sorted(state.items()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found[name] = whole.detach().float().numpy() if whole.dtype == torch.bfloat16 else whole.detach().numpy()
+        found[name] = np.array(whole.detach().float() if whole.dtype == torch.bfloat16 else whole.detach())
     return found
+
+
+def scramble(state: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor in state.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
 
 
 def run(rank: int, size: int, port: int, task: dict[str, object]) -> None:
@@ -107,7 +114,9 @@ def _run(rank: int, task: dict[str, object]) -> None:
     model = None if task["mesh"] == "all placements" else sharded(task["mesh"], task.get("wrapping", "blocks"))
     if task.get("load"):
         load(model, np.load(task["load"]))
-    with FSDPPublisher(task["url"], dtype=dtype, threads=1, on_event=lambda event: events.append(event.to_json())) as publisher:
+    options = {name: task[name] for name in ("background", "resume_from") if name in task}
+    on_event = lambda event: events.append(event.to_json())  # noqa: E731
+    with FSDPPublisher(task["url"], dtype=dtype, threads=1, on_event=on_event, **options) as publisher:
         if task.get("die") == rank:
             kill_at(publisher, 2)
         for step in range(*task["steps"]):
@@ -118,8 +127,11 @@ def _run(rank: int, task: dict[str, object]) -> None:
                 state = other_placements()
                 for tensor in state.values():
                     tensor += step
-            version = publisher.publish(state if model is None else model, step=step)
             whole = full(state)
+            version = publisher.publish(state if model is None else model, step=step)
+            if isinstance(version, PendingVersion):
+                scramble(state)  # what becomes of the weights from here on is not published
+                version = version.result(120)
             if rank == 0:
                 np.savez(Path(task["out"]) / f"{version.seq}.npz", **whole)
     Path(task["out"], f"events-{rank}.json").write_text(json.dumps(events))

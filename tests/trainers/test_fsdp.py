@@ -16,7 +16,10 @@ from support import PACKAGE
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
 from deltawire.chain.verify import verify
+from deltawire.errors import StoreUnavailable
 from deltawire.store import open_store
+from deltawire.store.memory import MemoryStore
+from deltawire.testing import Before, FaultyStore, call
 
 pytest.importorskip("torch.distributed.fsdp", reason="needs torch with FSDP2")
 
@@ -113,11 +116,29 @@ def test_tensors_may_lie_on_the_mesh_in_any_way(train, tmp_path):
     compare(tmp_path / "run", states)
 
 
+@pytest.mark.parametrize("mesh", [[2], "all placements"])
+def test_in_the_background_weights_are_published_as_they_were_at_the_call(train, tmp_path, mesh):
+    size = 2 if mesh == [2] else 4
+    states = train(size, tmp_path / "run", tmp_path / "out", [0, 3], mesh=mesh, background=True)
+    assert len(states) == 3
+    compare(tmp_path / "run", states)
+
+
+def test_an_older_version_is_taken_up_by_another_number_of_ranks(train, tmp_path):
+    url = tmp_path / "run"
+    states = train(2, url, tmp_path / "first", [0, 3])
+    older = sorted(states)[1]
+    states |= train(4, url, tmp_path / "second", [2, 4], load=str(tmp_path / "first" / f"{older}.npz"), resume_from=older)
+    assert kinds(url) == ["fence", "anchor", "delta", "delta", "fence", "rewind", "delta", "delta"]
+    compare(url, states)
+
+
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_in_the_middle_leaves_nothing_behind_and_a_new_job_goes_on(job, train, tmp_path, rank):
+def test_a_rank_that_is_killed_in_the_middle_leaves_nothing_behind_and_a_new_job_goes_on(job, train, tmp_path, rank, background):
     url, out = tmp_path / "run", tmp_path / "out"
     out.mkdir()
-    codes = job(2, {"url": str(url), "out": str(out), "mesh": [2], "steps": [0, 3], "die": rank})
+    codes = job(2, {"url": str(url), "out": str(out), "mesh": [2], "steps": [0, 3], "die": rank, "background": background})
     assert codes[rank] == -signal.SIGKILL
     assert codes[1 - rank] > 0
     assert "PublishError" in (out / f"error-{1 - rank}.txt").read_text()
@@ -127,3 +148,31 @@ def test_a_rank_that_is_killed_in_the_middle_leaves_nothing_behind_and_a_new_job
     states |= train(2, url, out, [3, 5])
     assert kinds(url)[: len(before)] == before
     compare(url, states)
+
+
+@pytest.fixture
+def alone():
+    """A job of one rank, in this process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("seen", [True, False])
+def test_what_fails_in_the_background_is_raised_once(seen):
+    import torch
+
+    from deltawire.trainers import FSDPPublisher
+
+    weights = {"x": torch.arange(300.0)}
+    store = FaultyStore(MemoryStore(), [Before(call("put", "data/"), "unavailable")])
+    with FSDPPublisher(store, background=True, threads=1) as publisher:
+        pending = publisher.publish(weights, step=0)
+        with pytest.raises(StoreUnavailable):
+            pending.result(60) if seen else publisher.publish(weights, step=0)
+        assert publisher.publish(weights, step=1).result(60).step == 1
+        publisher.publish(weights, step=2)
+    assert publisher.version.step == 2

@@ -1,14 +1,15 @@
 """Publishing from FSDP2, and from whatever else keeps weights as DTensors: every rank encodes and uploads its own shards.
 
-Limits: at most 160 ranks publish together; a version is published before `publish` returns, there is no background; no skips. Shards that
-are rows (`Shard(0)`, what `fully_shard` makes) and replicas stay where they are. Others (`Shard(1)` of tensor parallelism, strided shards)
-are redistributed to rows first, tensor by tensor: traffic of that tensor's size between the ranks that hold it.
+Limits: at most 160 ranks publish together, and there are no skips, so readers that fall behind go by every version since the last anchor.
+Shards that are rows (`Shard(0)`, what `fully_shard` makes) and replicas stay where they are. Others (`Shard(1)` of tensor parallelism,
+strided shards) are redistributed to rows first, tensor by tensor: traffic of that tensor's size between the ranks that hold it.
 """
 
 from __future__ import annotations
 
 import datetime
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ..chain.version import Version
 from ..errors import PublishError, UnsupportedTensor
+from ..publish import PendingVersion
 from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
 from ..store import Store
@@ -43,8 +45,11 @@ class FSDPPublisher:
     rank that dies is noticed by the others after `timeout`, or when its connections break (`PublishError`). A job that starts again, with
     as many ranks as it likes, goes on where the chain stands.
 
-    `dtype` is what floating-point weights are cast to, shard by shard. Other options are those of `ShardedPublisher`. Each rank holds a
-    copy of its shards in that type, on the CPU.
+    `dtype` is what floating-point weights are cast to, shard by shard. Other options are those of `ShardedPublisher` (`signing_key`,
+    `trusted_keys`, `resume_from`, `attachments`, …). Each rank holds a copy of its shards in that type, on the CPU.
+
+    With `background`, `publish` takes another copy of them and returns at once. What is still on its way at the next call is waited for,
+    since ranks that chose for themselves what to leave out would not choose the same: no version is ever superseded.
     """
 
     def __init__(
@@ -54,10 +59,14 @@ class FSDPPublisher:
         *,
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
+        background: bool = False,
         timeout: datetime.timedelta | None = None,
         **options: Any,
     ) -> None:
         self._dtype = dtype
+        self._in_background = background
+        self._pending: PendingVersion | None = None
+        self._thread: threading.Thread | None = None
         self._ranks = TorchRanks(group, timeout)
         self._publisher = ShardedPublisher(self._ranks, url, run, **options)
 
@@ -73,26 +82,59 @@ class FSDPPublisher:
 
     def publish(
         self, model: torch.nn.Module | Mapping[str, torch.Tensor], *, step: int | None = None, meta: Mapping[str, str] | None = None
-    ) -> Version:
-        """Publish a module's parameters and persistent buffers, or a state dict, as they are now; on return readers can see the version.
+    ) -> Version | PendingVersion:
+        """Publish a module's parameters and persistent buffers, or a state dict, as they are now.
 
-        Of a module, tied weights are published once, under their first name. Of tensors that are no DTensors rank 0's are published. Raises
-        as `Publisher.publish` does.
+        On return readers can see the version; in the background, training may go on, and what is returned tells later. Of a module, tied
+        weights are published once, under their first name. Of tensors that are no DTensors rank 0's are published. Raises as
+        `Publisher.publish` does, and what the last publication in the background failed with, unless somebody has seen that already.
         """
+        self.flush()
         state = module_state(model) if isinstance(model, torch.nn.Module) else model
         held: dict[str, TensorPart] = {}
-        together(self._ranks, lambda: held.update(held_shards(state, self._ranks.rank, self._dtype)))
-        return self._publisher.publish(held, step=step, meta=meta)
+        together(self._ranks, lambda: held.update(held_shards(state, self._ranks.rank, self._dtype, copy=self._in_background)))
+        if not self._in_background:
+            return self._publisher.publish(held, step=step, meta=meta)
+        pending = self._pending = PendingVersion(lambda error: self._forget())
+
+        def work() -> None:
+            try:
+                pending._resolve(self._publisher.publish(held, step=step, meta=meta))
+            except BaseException as error:
+                pending._resolve(error=error)
+
+        # A daemon: it may be waiting for a rank that is gone, and that must not keep this process from ending.
+        self._thread = threading.Thread(target=work, name="deltawire-fsdp", daemon=True)
+        self._thread.start()
+        return pending
+
+    def flush(self) -> None:
+        """Wait until what was published in the background is in the chain. Raises what it failed with."""
+        if self._thread is not None:
+            self._thread.join()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def close(self) -> None:
-        """Let go of everything. To be called by all ranks; may be called twice."""
-        self._publisher.close()
+        """Let go of everything, after what is on its way. To be called by all ranks; may be called twice."""
+        try:
+            self.flush()
+        finally:
+            self._publisher.close()
 
     def __enter__(self) -> FSDPPublisher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._publisher.__exit__(kind, error, traceback)
+        if error is None:
+            self.close()
+        else:
+            self._publisher.__exit__(kind, error, traceback)
+
+    def _forget(self) -> None:
+        """Its error was raised: once is enough."""
+        self._pending = None
 
 
 def module_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -102,16 +144,18 @@ def module_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
 
 
-def held_shards(state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype | None = None) -> dict[str, TensorPart]:
-    """What this rank holds of each tensor, on the CPU: rows, all of it, or nothing. A CPU tensor that is not cast is not copied.
+def held_shards(
+    state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype | None = None, *, copy: bool = False
+) -> dict[str, TensorPart]:
+    """What this rank holds of each tensor, on the CPU: rows, all of it, or nothing. A CPU tensor that is not cast is copied only on demand.
 
     To be called by all ranks, since some tensors have to be redistributed. Raises a `TensorError` for what cannot be published.
     """
     with torch.no_grad():
-        return {name: _held(name, state[name].detach(), rank, dtype) for name in sorted(state)}
+        return {name: _held(name, state[name].detach(), rank, dtype, copy) for name in sorted(state)}
 
 
-def _held(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype | None) -> TensorPart:
+def _held(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype | None, copy: bool) -> TensorPart:
     shape = tuple(tensor.shape)
     start = 0
     if isinstance(tensor, DTensor):
@@ -125,9 +169,13 @@ def _held(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype | None)
         local, is_here = tensor, rank == 0
     if not is_here:
         local = local.new_empty(0)
+    original = local
     if dtype is not None and local.is_floating_point():
         local = local.to(dtype)
-    bits = tensor_bits(name, local.cpu().contiguous().view(-1))
+    local = local.cpu().contiguous()
+    if copy and local.data_ptr() == original.data_ptr():
+        local = local.clone()
+    bits = tensor_bits(name, local.view(-1))
     return TensorPart(bits.bits.view(bits.dtype.numpy), shape, start)
 
 
