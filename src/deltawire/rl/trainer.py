@@ -24,7 +24,7 @@ from ..fleet.scheduler import Scheduler
 from ..fleet.staleness import StalenessBudget
 from ..format.fleet_files import Row
 from ..format.fleet_records import Sampling
-from ..publish import Publisher
+from ..publish import PendingVersion, Publisher
 from ..publish.attachments import Attachments
 from ..state import state_digest
 from ..store import Store, open_store
@@ -40,8 +40,8 @@ class GrpoSettings:
     """A step trains on `samples` completions of each of `prompts` prompts, which the fleet gets as `tasks` tasks.
 
     `updates` is how many times the optimizer steps on each batch, `rows_at_once` how many completions go through the model together.
-    `staleness` 0 is the synchronous mode; with 1 or more the fleet works for the next steps while this one is trained. A checkpoint is
-    written every `checkpoint_every` steps; a trainer that dies goes on from the last one.
+    `staleness` 0 is the synchronous mode; with 1 or more the fleet works for the next steps while this one is trained and published. A
+    checkpoint is written every `checkpoint_every` steps; a trainer that dies goes on from the last one.
     """
 
     prompts: int = 8
@@ -80,7 +80,7 @@ class GrpoTrainer:
     Each step's weights are published as `wire_dtype`, under the number of the step; what it started with is step 0. It may be killed at any
     point. Opened again with the same arguments, it goes on from the newest checkpoint: versions after that are abandoned, rollouts that
     were acknowledged for later steps and are still valid are used. `attachments` (config.json, tokenizer) are what members build their
-    model from. Every step is an event "trained".
+    model from. Every step is an event "trained", once its version is out.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class GrpoTrainer:
         self._source = WeightSource(model, dtype=wire_dtype)
         self._checkpoints = None if checkpoints is None else TrainerCheckpoints(checkpoints)
         self._budget = StalenessBudget(self.settings.staleness)
+        self._patience = (fleet or FleetOptions()).poll_seconds
         with ExitStack() as opened:  # undone in reverse if anything below fails, and by close()
             self._store = open_store(url)
             if self._store is not url:
@@ -121,11 +122,11 @@ class GrpoTrainer:
             if self._checkpoints is not None and step is None:
                 self._checkpoints.save(0, model, self._optimizer)
             self._publisher = opened.enter_context(
-                Publisher(self._store, resume_from=rewind, attachments=attachments, on_event=on_event, **publisher)
+                Publisher(self._store, resume_from=rewind, attachments=attachments, background=True, on_event=on_event, **publisher)
             )
             version = self._publisher.version
             if rewind is not None or version is None or version.step != self.step or version.digest != digest:
-                version = self._publish()  # after a rewind too: that is what abandons the versions in between
+                version = _landed(self._publish())  # after a rewind too: that is what abandons the versions in between
             self._coordinator = Coordinator(
                 self._store,
                 epoch=self._publisher.epoch,
@@ -137,6 +138,7 @@ class GrpoTrainer:
             opened.callback(self._coordinator.close)
             self.version: Version = version
             """The newest version that is published."""
+            self._on_its_way: _OnItsWay | None = None
             self._coordinator.resume()
             self._opened = opened.pop_all()
 
@@ -150,14 +152,15 @@ class GrpoTrainer:
 
         Waits for members as long as it takes. `Fenced` if another trainer has taken over.
         """
-        while self.step < until and not (stop is not None and stop()):
-            started = time.monotonic()
-            self._open_rounds(until)
-            try:
-                batch = self._coordinator.collect(self.step + 1, stop=stop)
-            except FleetTimeout:
-                return
-            self._step(batch, idle=time.monotonic() - started)
+        try:
+            while self.step < until and not (stop is not None and stop()):
+                started = time.monotonic()
+                batch = self._collect(until, stop)
+                if batch is None:
+                    break
+                self._step(batch, idle=time.monotonic() - started)
+        finally:
+            self._settle()
 
     def stop_members(self) -> None:
         """Tell all members that the run is over."""
@@ -173,10 +176,24 @@ class GrpoTrainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._opened.__exit__(kind, error, trace)
 
+    def _collect(self, until: int, stop: Callable[[], bool] | None) -> Batch | None:
+        """What the next step trains on; None if `stop` came first. Meanwhile further rounds are opened as soon as they may be."""
+        while True:
+            if self._on_its_way is not None and self._on_its_way.version.done():
+                self._settle()
+            self._open_rounds(until)
+            try:
+                timeout = None if self._on_its_way is None else self._patience
+                return self._coordinator.collect(self.step + 1, timeout=timeout, stop=stop)
+            except FleetTimeout:
+                if stop is not None and stop():
+                    return None
+
     def _open_rounds(self, until: int) -> None:
         """As many as the staleness budget allows: that is all the difference between synchronous and pipelined training."""
         settings = self.settings
-        for step in range(self.step + 1, min(until, self._budget.newest_open(self.step)) + 1):
+        assert self.version.step is not None
+        for step in range(self.step + 1, min(until, self._budget.newest_open(self.version.step)) + 1):
             rows = self._rows_of(step)
             sampling = Sampling(settings.samples, settings.max_tokens, settings.temperature, settings.top_p, seed=settings.seed + step)
             self._coordinator.open_round([rows[task :: settings.tasks] for task in range(settings.tasks)], for_step=step, sampling=sampling)
@@ -192,28 +209,40 @@ class GrpoTrainer:
         self.step = collected.step
         if self._checkpoints is not None and self.step % self.settings.checkpoint_every == 0:
             self._checkpoints.save(self.step, self._model, self._optimizer)  # before it is published: see resume_point
-        trained = time.monotonic()
-        self.version = self._publish()
-        self._coordinator.published(self.version)
+        facts: dict[str, float] = {
+            "reward": batch.rewards.nanmean().item(),
+            "reward_spread": batch.rewards[~batch.rewards.isnan()].std(correction=0).item(),
+            **measured,
+            "tokens": batch.tokens,
+            "completions": len(batch.rewards),
+            "mixed": batch.mixed,
+            "lag": batch.lag,
+            "rejected": sum(collected.rejected.values()),
+            "idle_seconds": idle,
+            "train_seconds": time.monotonic() - started,
+        }
+        self._settle()  # one at a time, so that none is superseded
+        self._on_its_way = _OnItsWay(self._publish(), time.monotonic(), facts)
+        if self._budget.newest_open(self.step - 1) == self.step:
+            self._settle()  # synchronous: nothing can be done without it
+
+    def _settle(self) -> None:
+        """Wait until the version that is on its way is out, and tell."""
+        if self._on_its_way is None:
+            return
+        on_its_way, self._on_its_way = self._on_its_way, None
+        self.version = version = _landed(on_its_way.version)
+        self._coordinator.published(version)
         emit(
             self._on_event,
             "trained",
-            step=self.step,
-            seq=self.version.seq,
-            reward=batch.rewards.nanmean().item(),
-            reward_spread=batch.rewards[~batch.rewards.isnan()].std(correction=0).item(),
-            **measured,
-            tokens=batch.tokens,
-            completions=len(batch.rewards),
-            mixed=batch.mixed,
-            lag=batch.lag,
-            rejected=sum(collected.rejected.values()),
-            changed=self.version.changed,
-            bytes=self.version.bytes,
-            state_bytes=self.version.state_bytes,
-            idle_seconds=idle,
-            train_seconds=trained - started,
-            publish_seconds=time.monotonic() - trained,
+            step=version.step,
+            seq=version.seq,
+            **on_its_way.facts,
+            changed=version.changed,
+            bytes=version.bytes,
+            state_bytes=version.state_bytes,
+            publish_seconds=time.monotonic() - on_its_way.since,
         )
 
     def _update(self, batch: TrainingBatch) -> dict[str, float]:
@@ -243,7 +272,22 @@ class GrpoTrainer:
     def _logprobs(self, part: TrainingBatch) -> torch.Tensor:
         return token_logprobs(self._model, part.ids, part.attention, temperature=self.settings.temperature)
 
-    def _publish(self) -> Version:
-        version = self._source.publish(self._publisher, step=self.step)
-        assert isinstance(version, Version)  # it publishes in the foreground: the next rounds wait for nothing else
-        return version
+    def _publish(self) -> PendingVersion:
+        pending = self._source.publish(self._publisher, step=self.step)
+        assert isinstance(pending, PendingVersion)
+        return pending
+
+
+@dataclass(frozen=True, slots=True)
+class _OnItsWay:
+    """The version of a step that is trained, since when it is being published, and what there is to tell of the step."""
+
+    version: PendingVersion
+    since: float
+    facts: Mapping[str, float]
+
+
+def _landed(pending: PendingVersion) -> Version:
+    version = pending.result()
+    assert version is not None  # only one is ever on its way, so it cannot have been superseded
+    return version
