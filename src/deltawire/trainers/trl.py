@@ -36,6 +36,8 @@ class DeltaWireTransfer:
     samples with that number, so without waiting samples are tagged with newer versions than they come from. `EngineError` if it takes
     longer than `timeout` seconds.
 
+    The training step of a version counts syncs, from 0, or on from the version that is there when the run is taken over.
+
     `dtype` is what floating-point weights are cast to: that of the server (bf16 for a trainer in fp32). `options` go to `Publisher`;
     `attachments`, the directory of the model or its config.json and tokenizer, should be among them.
     """
@@ -62,22 +64,38 @@ class DeltaWireTransfer:
         self._options = options
         self._store: Store | None = None
         self._publisher: Publisher | None = None
+        self._first_step = 0
+
+    @property
+    def publisher(self) -> Publisher:
+        """What the weights go through; TRL makes it when training begins. `EngineError` before and after."""
+        if self._publisher is None:
+            raise EngineError("init_weight_transfer was not called.")
+        return self._publisher
+
+    @property
+    def store(self) -> Store:
+        """Where they go. `EngineError` as for `publisher`."""
+        if self._store is None:
+            raise EngineError("init_weight_transfer was not called.")
+        return self._store
 
     def init_weight_transfer(self) -> None:
         """Take the run over. Called by TRL before the first sync."""
         if self._publisher is None:
             self._store = open_store(self._url)
             self._publisher = Publisher(self._store, on_event=self._on_event, **self._options)
+            newest = self._publisher.version
+            self._first_step = 0 if newest is None or newest.step is None else newest.step + 1
 
     def pause(self) -> None:
         """Nothing: servers generate while weights are encoded and uploaded. The sidecar pauses its server for the swap alone."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish the weights, and wait until they are served."""
-        if self._publisher is None:
-            raise EngineError("init_weight_transfer was not called.")
+        publisher = self.publisher
         state = {name: self._on_wire(tensor) for name, tensor in iterator}
-        version = self._publisher.publish(state, step=len(self.versions))
+        version = publisher.publish(state, step=self._first_step + len(self.versions))
         assert isinstance(version, Version)
         self.versions.append(version)
         self._wait(version)

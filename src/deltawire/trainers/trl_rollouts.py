@@ -1,0 +1,248 @@
+"""TRL's `AsyncGRPOTrainer` on a fleet: samples come from members anywhere, through the store, instead of from one vLLM server.
+
+>>> transfer = DeltaWireTransfer("s3://bucket/run", engines=0, attachments="model/")
+>>> AsyncGRPOTrainer(
+...     ..., args=AsyncGRPOConfig(..., token_budget=0, per_device_train_batch_size=64, max_staleness=2),
+...     weight_transfer=transfer, rollout_worker=FleetRolloutWorker(transfer, dataset, groups=8, samples=8, max_tokens=512)
+... )
+
+Members are started with `deltawire member`; rewards are theirs to compute, so TRL's `reward_funcs` are not used. No vLLM server is asked
+for anything, as long as `token_budget` is set.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..chain.version import Version
+from ..errors import FleetTimeout
+from ..events import OnEvent
+from ..fleet import Batch, Completion, Coordinator, FleetOptions, Rollouts, Sampling, StalenessBudget
+from .trl import DeltaWireTransfer
+from .trl_samples import NOBODY, LabelledSample
+
+_LOOK = 0.5
+"""Seconds after which waiting for a round looks whether there is a new version, or an end."""
+
+
+class FleetRolloutWorker:
+    """What `AsyncGRPOTrainer(rollout_worker=…)` takes, beside a `DeltaWireTransfer` (with `engines=0`: members follow by themselves).
+
+    For each sync there is a round of `groups` rows of `dataset`, in order and from the start again at its end, with `samples` completions
+    of each. A task has `rows_per_task` of them. So TRL should train on `groups` × `samples` samples between two syncs:
+    `per_device_train_batch_size` × `gradient_accumulation_steps` × processes × `weight_sync_steps`, with `token_budget=0`. More is refused
+    by `check_health`, since trainer and fleet would wait for each other; what is over piles up until TRL drops it as stale.
+
+    `budget` is how many syncs behind members may be; TRL's `max_staleness` must not be smaller. What was acknowledged before a trainer died
+    and still holds is trained by the next. With `dismiss` members are told to leave when training ends, also when it fails. `tokenizer` is
+    only for the texts of TRL's traces.
+    """
+
+    def __init__(
+        self,
+        transfer: DeltaWireTransfer,
+        dataset: Sequence[Mapping[str, Any]] | Any,
+        *,
+        groups: int,
+        samples: int,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        rows_per_task: int = 1,
+        budget: StalenessBudget | None = None,
+        options: FleetOptions | None = None,
+        dismiss: bool = True,
+        tokenizer: Any = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        if groups < 1 or rows_per_task < 1 or not len(dataset):
+            raise ValueError("groups and rows_per_task are at least 1, and the dataset has rows")
+        self.rollout_buffer: queue.Queue[LabelledSample] = queue.Queue()
+        """Bounded by the budget: there are never more rounds than that ahead of the trainer."""
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self._transfer = transfer
+        self._dataset = dataset
+        self._groups = groups
+        self._rows_per_task = rows_per_task
+        self._sampling = Sampling(samples, max_tokens, temperature, top_p, seed)
+        self._budget = budget or StalenessBudget()
+        self._options = options
+        self._dismiss = dismiss
+        self._tokenizer = tokenizer
+        self._on_event = on_event
+        self._news: queue.Queue[Version] = queue.Queue()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._waits_for_version = threading.Event()
+        self._ticked = time.monotonic()
+        self._group = 0
+
+    def start(self) -> None:
+        """Begin to offer work. Called by TRL after the first sync."""
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, name="deltawire-trl-rollouts", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End. Called by TRL, before the transfer is closed."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def update_model_version(self, model_version: int) -> None:
+        """A version is out: the transfer's last."""
+        if self._transfer.versions:
+            self._news.put(self._transfer.versions[-1])
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Called by TRL while it waits for samples. Raises what ended the worker, or RuntimeError if waiting is in vain."""
+        if self._error is not None:
+            raise RuntimeError(f"the fleet's rollout worker has failed: {self._error}") from self._error
+        if self._waits_for_version.is_set() and self._news.empty() and self.rollout_buffer.empty():
+            have = self._groups * self._sampling.samples
+            raise RuntimeError(
+                f"TRL wants more than {have} samples between two syncs, but a round has no more. Raise `groups`, or lower "
+                "per_device_train_batch_size, gradient_accumulation_steps or weight_sync_steps."
+            )
+        if (age := time.monotonic() - self._ticked) > stale_after_s:
+            raise RuntimeError(f"the fleet's rollout worker has not moved for {age:.0f} seconds.")
+
+    # On a thread of its own
+
+    def _run(self) -> None:
+        try:
+            with Coordinator(
+                self._transfer.store,
+                epoch=self._transfer.publisher.epoch,
+                budget=self._budget,
+                options=self._options,
+                on_event=self._on_event,
+            ) as fleet:
+                self._produce(fleet)
+                if self._dismiss:
+                    fleet.stop()
+        except BaseException as error:
+            if not self._stop.is_set():
+                self._error = error
+
+    def _produce(self, fleet: Coordinator) -> None:
+        published = self._newest()
+        step = published + 1
+        fleet.resume()
+        while not self._stop.is_set():
+            published = self._take_news(fleet, published)
+            newest_open = self._budget.newest_open(published)
+            for ahead in range(max(step, published + 1), newest_open + 1):
+                fleet.open_round(self._tasks(ahead), for_step=ahead, sampling=self._sampling)
+            if step > newest_open:
+                self._wait_for_version()
+                continue
+            try:
+                batch = fleet.collect(step, timeout=_LOOK, stop=self._stop.is_set)
+            except FleetTimeout:
+                continue
+            self._hand_over(batch)
+            alive = sum(member.alive for member in fleet.members())
+            self.metrics_queue.put({"fleet/members": float(alive), "fleet/rejected": float(fleet.rejected.total())})
+            step += 1
+
+    def _newest(self) -> int:
+        step = self._transfer.versions[-1].step
+        assert step is not None  # the transfer counts them
+        return step
+
+    def _take_news(self, fleet: Coordinator, published: int) -> int:
+        self._ticked = time.monotonic()
+        while not self._news.empty():
+            version = self._news.get()
+            fleet.published(version)
+            assert version.step is not None
+            published = version.step
+        return published
+
+    def _wait_for_version(self) -> None:
+        self._waits_for_version.set()
+        while self._news.empty() and not self._stop.wait(0.01):
+            self._ticked = time.monotonic()
+        self._waits_for_version.clear()
+
+    def _tasks(self, step: int) -> list[list[dict[str, Any]]]:
+        """Rows by the step that they are for, so that a trainer that was resumed goes on where it was."""
+        first = (step - 1) * self._groups
+        rows = [dict(self._dataset[(first + number) % len(self._dataset)]) for number in range(self._groups)]
+        return [rows[start : start + self._rows_per_task] for start in range(0, len(rows), self._rows_per_task)]
+
+    def _hand_over(self, batch: Batch) -> None:
+        published = [version.seq for version in self._transfer.versions]
+        for rows, rollouts in zip(batch.rows, batch.rollouts, strict=True):
+            for row, group in _groups(rows, rollouts):
+                self._group += 1
+                for sample in self._samples(row, rollouts, group, published):
+                    self.rollout_buffer.put(sample)
+
+    def _samples(
+        self, row: Mapping[str, Any], rollouts: Rollouts, group: Sequence[Completion], published: Sequence[int]
+    ) -> Iterator[LabelledSample]:
+        rewards = np.array([[np.nan if reward is None else reward for reward in one.rewards] for one in group], float)
+        totals, spread, advantages = _advantages(rewards)
+        for index, one in enumerate(group):
+            prompt = rollouts.prompts[one.prompt]
+            made_by = np.concatenate([np.full(span.end - span.start, span.seq, np.int64) for span in one.spans])
+            named = {f"rewards/{name}": float(rewards[index, place]) for place, name in enumerate(rollouts.reward_names)}
+            yield LabelledSample(
+                prompt=_messages("user", row["prompt"]),
+                completion=_messages("assistant", self._text(one)),
+                input_ids=np.concatenate([prompt, one.tokens]).astype(np.int64),
+                completion_mask=_after(prompt, one.mask, 0, np.int64),
+                old_log_probs=_after(prompt, one.logprobs, 0.0, np.float32),
+                advantage=float(advantages[index]),
+                model_version=bisect_right(published, min(span.seq for span in one.spans)),
+                group_id=self._group,
+                metrics={"reward": float(totals[index]), "reward_std": spread, **named},
+                enqueued_at=time.time(),
+                made_by=_after(prompt, np.where(one.mask != 0, made_by, NOBODY), NOBODY, np.int64),
+            )
+
+    def _text(self, one: Completion) -> str:
+        return "" if self._tokenizer is None else str(self._tokenizer.decode(one.tokens.tolist(), skip_special_tokens=True))
+
+
+def _groups(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> Iterator[tuple[Mapping[str, Any], list[Completion]]]:
+    """The completions of each prompt, with the row that it was made of."""
+    for prompt, row in enumerate(rows):
+        yield row, [one for one in rollouts.completions if one.prompt == prompt]
+
+
+def _advantages(rewards: NDArray[np.float64]) -> tuple[NDArray[np.float64], float, NDArray[np.float64]]:
+    """Rewards summed over functions, their standard deviation, and by how many of it each is above the group's mean, as TRL has it.
+
+    What nobody has scored has the reward NaN, and the advantage 0.
+    """
+    totals = np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards, axis=1))
+    scored = ~np.isnan(totals)
+    advantages = np.zeros(len(totals))
+    if not scored.any():
+        return totals, float("nan"), advantages
+    known = totals[scored]
+    advantages[scored] = (known - known.mean()) / (known.std() + 1e-8)
+    return totals, float(known.std()), advantages
+
+
+def _after(prompt: NDArray[Any], values: NDArray[Any], filler: float, dtype: Any) -> NDArray[Any]:
+    """Values of a completion's tokens, with as much filler before them as the prompt is long."""
+    return np.concatenate([np.full(len(prompt), filler, dtype), values.astype(dtype)])
+
+
+def _messages(role: str, content: Any) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [{"role": role, "content": content}]

@@ -1,0 +1,95 @@
+"""TRL's real AsyncGRPO trains from members of our fleet: no vLLM server, no address, nothing but the store."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from member_nursery import HERE, MemberNursery, wait_until
+
+from deltawire.format.fleet_records import Board
+
+for library in ("trl", "vllm", "datasets"):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"TRL's AsyncGRPO needs {library} to be installed", allow_module_level=True)
+
+STEPS, GROUPS, SAMPLES = 4, 4, 2
+EXAMPLE = HERE.parents[1] / "examples" / "trl_vllm_over_bucket"
+
+
+@contextlib.contextmanager
+def training(model: Path, store: Path, steps: int, batch: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(HERE / "train_with_trl.py"), str(model), str(store), str(steps), str(batch)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def takes_members(store: Path) -> bool:
+    """Whether there is a trainer that does not say that the run is over: a member that comes before would leave again."""
+    board = store / "fleet" / "board.json"
+    return board.exists() and not Board.parse(board.read_bytes()).stop
+
+
+def lines(output: str, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
+    return [line for line in found if kind in line]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trl") / "model"
+    subprocess.run([sys.executable, str(EXAMPLE / "tiny_model.py"), str(folder)], env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True)
+    return folder
+
+
+def test_async_grpo_trains_from_the_fleet_and_again_after_a_restart(tmp_path: Path, model: Path) -> None:
+    store = tmp_path / "store"
+    with MemberNursery(tmp_path) as nursery:
+        seen: set[tuple[int, int]] = set()
+        for run in range(2):
+            with training(model, store, STEPS, GROUPS * SAMPLES) as trainer:
+                wait_until(lambda: takes_members(store) or trainer.poll() is not None, "a trainer")
+                member = nursery.start(f"m{run}", "--from", str(store), "--env", "rewards_for_tests:length")
+                output, errors = trainer.communicate(timeout=600)
+            assert trainer.returncode == 0, errors[-4000:]
+            steps = lines(output, "ratio")
+            assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+            assert [line["ratio"] for line in steps] == pytest.approx([1.0] * STEPS, abs=0.1)
+            assert all(line["sample/staleness_max"] <= 1 for line in steps)
+            assert not any(line["sample/dropped_stale_total"] for line in steps)
+            assert all(1 <= line["reward"] <= 12 for line in steps)
+            (published,) = [line["published"] for line in lines(output, "published")]
+            assert len(published) == STEPS + 1
+            batches = lines(output, "batch")
+            assert len(batches) >= STEPS
+            for batch in batches:
+                assert len(batch["made"]) == GROUPS
+                for number, task, _, versions in batch["made"]:
+                    assert (number, task) not in seen
+                    seen.add((number, task))
+                    assert set(versions) <= set(published)
+            assert member.ended() == 0, member.log()  # told to leave when the training was over
+
+
+def test_a_trainer_that_wants_more_samples_than_a_round_has_is_told_so(tmp_path: Path, model: Path) -> None:
+    with MemberNursery(tmp_path) as nursery:
+        store = tmp_path / "store"
+        with training(model, store, 2, GROUPS * SAMPLES * 4) as trainer:
+            member = nursery.start("m", "--from", str(store), "--env", "rewards_for_tests:length")
+            _, errors = trainer.communicate(timeout=600)
+        assert trainer.returncode == 1
+        assert "samples between two syncs" in errors
+        assert member.ended() == 0, member.log()
