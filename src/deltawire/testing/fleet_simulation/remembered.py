@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from ...format.fleet_files import Tasks
 from ...format.fleet_records import BatchRecord, Board, Heartbeat, Lease, Round
 from ...format.rollouts import RolloutLimits, Rollouts
 
@@ -16,7 +17,7 @@ _KEPT = 4096
 @contextlib.contextmanager
 def remembered_parsing() -> Iterator[None]:
     """Within, the same bytes are parsed by the real code once. What it refuses is refused anew each time."""
-    kinds: tuple[Any, ...] = (Board, Heartbeat, Lease, Round, BatchRecord)
+    kinds: tuple[Any, ...] = (Board, Heartbeat, Lease, Round, BatchRecord, Tasks)
     originals = {kind: kind.__dict__["parse"] for kind in (*kinds, Rollouts)}
     parse_rollouts = lru_cache(_KEPT)(Rollouts.parse)
     for kind in kinds:

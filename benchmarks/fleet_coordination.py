@@ -1,0 +1,148 @@
+"""What it costs to keep a fleet at work: leases per second, and requests to the store for each rollout that is accepted."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from random import Random
+from typing import Any
+
+from report import Table
+
+from deltawire.errors import DeltawireError
+from deltawire.fleet.options import FleetOptions
+from deltawire.fleet.staleness import StalenessBudget
+from deltawire.fleet.steps import Together, ask_store
+from deltawire.store import open_store
+from deltawire.store.base import Store
+from deltawire.store.memory import MemoryStore
+from deltawire.testing.fleet_simulation.engine_model import EngineModel
+from deltawire.testing.fleet_simulation.store_model import StoreModel, Weather
+from deltawire.testing.fleet_simulation.trainer_model import Plan
+from deltawire.testing.fleet_simulation.world import Member, World
+
+ROUND_TRIP = 0.1
+TASK_SECONDS = 15.0
+TASKS_EACH = 4
+STEPS = 2
+
+
+class RealStore(StoreModel):
+    """Every request is made of a real store, at once: only sleeping and generating take no time."""
+
+    real: Store
+
+    def submit(self, strand: Any, request: Any) -> None:
+        self.counts[strand.process.kind, type(request).__name__.lower(), ""] += 1
+        if isinstance(request, Together):
+            self.kernel.later(0.0, strand.resume, [self._asked(each) for each in request.requests])
+            return
+        answer = self._asked(request)
+        self.kernel.later(0.0, strand.fail if isinstance(answer, DeltawireError) else strand.resume, answer)
+
+    def _asked(self, request: Any) -> Any:
+        try:
+            return ask_store(self.real, request)
+        except DeltawireError as error:
+            return error
+
+
+def world_of(members: int, *, task_seconds: float) -> World:
+    """Members of one speed, four tasks for each in every round, and nothing that goes wrong."""
+    plan = Plan(
+        run="0" * 32,
+        last_step=STEPS,
+        tasks=TASKS_EACH * members,
+        rows=1,
+        budget=StalenessBudget(1),
+        options=FleetOptions(lease_seconds=60, poll_seconds=1.0),
+        train_seconds=0.0,
+        checkpoint_every=1,
+    )
+    world = World(Random(members), plan, Weather(delay=ROUND_TRIP / 2), member_poll=1.0)
+    for number in range(members):
+        engine = EngineModel(world.kernel, world.random, world.chain, rate=9 / task_seconds, sync_seconds=task_seconds / 15)
+        world.add_member(Member(f"member{number}", engine, 0.0, 1))
+    return world
+
+
+def over_a_wan(members: int) -> World:
+    """In virtual time, requests across 100 ms: what is asked of the store, and how long it takes."""
+    world = world_of(members, task_seconds=TASK_SECONDS)
+    world.start_trainer()
+    world.kernel.run(1e6, lambda: world.finished)
+    assert world.finished
+    return world
+
+
+def leases_per_second(members: int, real: Store) -> float:
+    """By real time: trainer and all members in this one thread over a real store, and generation takes no time."""
+    with real:
+        world = world_of(members, task_seconds=1e-6)
+        store = RealStore(world.kernel, world.random, world.weather)
+        store.real = real
+        # What the simulation's judge looks at is not in its model of a store: here nothing is judged.
+        store.objects = world.store.objects
+        world.store = store
+        world.oracle.trains = lambda line, epoch, step, rollouts: setattr(line, "step", step)  # type: ignore[method-assign]
+        started = time.perf_counter()
+        world.start_trainer()
+        world.kernel.run(1e6, lambda: world.finished)
+        seconds = time.perf_counter() - started
+        assert world.finished
+        return store.counts["member", "create", ""] / seconds
+
+
+def measure(sizes: tuple[int, ...] = (1, 8, 64, 512)) -> Table:
+    """One table for all sizes of fleets."""
+    table = Table(
+        "fleet-coordination",
+        f"Fleet coordination: {TASKS_EACH} tasks a member and round, {STEPS} rounds, tasks of about {TASK_SECONDS:.0f} s, "
+        f"{1000 * ROUND_TRIP:.0f} ms to the store",
+        [
+            "members",
+            "leases/s",
+            "members at work",
+            "requests per accepted rollout",
+            "lease + result",
+            "board",
+            "heartbeats",
+            "trainer",
+            "leases/s, memory",
+            "leases/s, local directory",
+        ],
+    )
+    totals = {}
+    for members in sizes:
+        world = over_a_wan(members)
+        accepted = world.oracle.accepted
+        counts: Counter[str] = Counter()
+        for (kind, request, folder), count in world.store.counts.items():
+            counts[_sort(kind, request, folder)] += count
+        leases = world.store.counts["member", "create", "lease"]
+        busy = accepted * TASK_SECONDS / (members * world.kernel.now)
+        totals[members] = sum(counts.values()) / accepted
+        with tempfile.TemporaryDirectory() as folder:
+            real = [leases_per_second(members, store) for store in (MemoryStore(), open_store(folder))]
+        each = [f"{counts[sort] / accepted:.2f}" for sort in ("work", "board", "heartbeats", "trainer")]
+        row = [f"{members}", f"{leases / world.kernel.now:.2f}", f"{busy:.0%}", f"{totals[members]:.1f}", *each]
+        table.rows.append([*row, *(f"{leases:,.0f}" for leases in real)])
+    table.notes.append(
+        "All but the last two columns are of virtual time: the real steps of trainer and members over a modelled store. What bounds leases "
+        "there is how long tasks take. Members look at the board before each task, and once a second while they wait; the trainer polls "
+        "once a second."
+    )
+    table.notes.append(
+        "The last two are of real time, and bound by one thread, in which trainer and all members run: generation takes no time, and every "
+        "request is made of a real store. A local directory waits for the disk where the protocol asks for that."
+    )
+    largest, smallest = max(sizes), min(sizes)
+    table.check(f"no more requests per rollout with {largest} members than with {smallest}", totals[largest] <= totals[smallest])
+    return table
+
+
+def _sort(kind: str, request: str, folder: str) -> str:
+    if kind == "trainer":
+        return "trainer"
+    return {"board": "board", "member": "heartbeats"}.get(folder, "work")
