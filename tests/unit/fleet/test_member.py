@@ -1,0 +1,182 @@
+"""What a member does when it is asked for rollouts, with an engine that does as it is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltawire import Publisher, Version
+from deltawire.errors import EngineError, EngineRefused, EngineUnavailable, RewardError
+from deltawire.events import Event
+from deltawire.fleet import Coordinator, FleetOptions, Sampling
+from deltawire.fleet.generation import Generated, GeneratedSpan, Interrupted
+from deltawire.fleet.member import Member
+from deltawire.fleet.steps import Generate, Sync
+from deltawire.format.fleet_records import Lease, ObjectRef, Round
+from deltawire.rl.member import MemberOptions, RewardScorer, parse_engine
+from deltawire.store import Store
+from deltawire.store.memory import MemoryStore
+
+NONCE = "0" * 32
+
+
+class FakeGenerator:
+    """Makes two tokens of each prompt, the second by a version after the first."""
+
+    def __init__(self) -> None:
+        self.version: Version | None = None
+        self.next: Version | None = None
+        self.problem: Exception | None = None
+        self.failure: Exception | None = None
+
+    def start(self) -> None:
+        pass
+
+    def encode(self, rows: Sequence[Any]) -> list[list[int]]:
+        return [[7, 8] for _ in rows]
+
+    def decode(self, rows: Sequence[Any], tokens: Sequence[Sequence[int]]) -> list[Any]:
+        return [" ".join(map(str, each)) for each in tokens]
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Any = None) -> list[Generated]:
+        if self.failure is not None:
+            raise self.failure
+        assert self.version is not None
+        spans = (GeneratedSpan(0, 1, self.version), GeneratedSpan(1, 2, self.next or self.version))
+        made = Generated(np.array([1, 2], np.int32), np.array([-1, -2], np.float32), spans, True)
+        return [made] * (len(prompts) * sampling.samples)
+
+    def close(self) -> None:
+        pass
+
+
+def reward(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], answer: list[int], **_: Any) -> list[float]:
+    return [float(number) for number in answer]
+
+
+@pytest.fixture
+def store() -> Store:
+    return MemoryStore("memory://member")
+
+
+@pytest.fixture
+def publisher(store: Store) -> Publisher:
+    return Publisher(store)
+
+
+def publish(publisher: Publisher, step: int | None) -> Version:
+    version = publisher.publish({"weight": np.full(8, step or 0, np.float32)}, step=step)
+    assert isinstance(version, Version)
+    return version
+
+
+@pytest.fixture
+def engine() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture
+def member(store: Store, publisher: Publisher, engine: FakeGenerator) -> Member:
+    return Member(store, engine, RewardScorer([reward]), name="m", patience=0.0)
+
+
+def work(for_step: int, oldest_step: int, answer: int = 5) -> Generate:
+    rows = ObjectRef(f"fleet/tasks/0000000000/{'0' * 64}.json", 1, "0" * 64)
+    record = Round(NONCE, 0, 1, NONCE, for_step, oldest_step, 1, rows, 60, Sampling(samples=2, max_tokens=4), 0)
+    return Generate(record, Lease(NONCE, 0, 0, 0, "m", NONCE, 1, 0), ({"prompt": "a", "answer": answer},))
+
+
+def test_rollouts_name_every_version_that_made_tokens(member: Member, publisher: Publisher, engine: FakeGenerator) -> None:
+    engine.version, engine.next = publish(publisher, 3), publish(publisher, 4)
+    made = member._perform(work(5, 3))
+    assert {seq: ref.step for seq, ref in made.versions.items()} == {engine.version.seq: 3, engine.next.seq: 4}
+    assert [[(span.start, span.end, span.seq) for span in one.spans] for one in made.completions] == [
+        [(0, 1, engine.version.seq), (1, 2, engine.next.seq)]
+    ] * 2
+    assert made.reward_names == ("reward",)
+    assert [one.rewards for one in made.completions] == [(5.0,), (5.0,)]
+    assert type(made).parse(made.to_bytes()).tokens == 4
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_version_outside_the_budget_makes_nothing(member: Member, publisher: Publisher, engine: FakeGenerator, step: int) -> None:
+    engine.version = publish(publisher, step)
+    with pytest.raises(EngineUnavailable):
+        member._perform(work(6, 3))
+
+
+def test_without_a_version_nothing_is_made_and_none_is_told(member: Member, engine: FakeGenerator) -> None:
+    assert member._perform(Sync(0)) is None
+    with pytest.raises(EngineUnavailable):
+        member._perform(work(1, 0))
+
+
+def test_a_version_without_a_step_is_refused(member: Member, publisher: Publisher, engine: FakeGenerator) -> None:
+    engine.version = publish(publisher, None)
+    with pytest.raises(EngineError, match="without a training step"):
+        member._perform(Sync(0))
+
+
+def test_an_engine_that_cannot_follow_any_more_ends_the_member(member: Member, engine: FakeGenerator) -> None:
+    engine.problem = EngineRefused("another model")
+    with pytest.raises(EngineRefused):
+        member._perform(Sync(0))
+    engine.problem = EngineUnavailable("for the moment")
+    assert member._perform(Sync(0)) is None
+
+
+def test_tasks_may_fail_but_not_time_after_time(member: Member, publisher: Publisher, engine: FakeGenerator) -> None:
+    engine.version = publish(publisher, 0)
+    for _ in range(2):
+        with pytest.raises(EngineUnavailable):  # which is tried again, with another task
+            member._perform(work(1, 0, answer="no number"))  # type: ignore[arg-type]
+    member._perform(work(1, 0))
+    for expected in (EngineUnavailable, EngineUnavailable, RewardError):
+        with pytest.raises(expected):
+            member._perform(work(1, 0, answer="no number"))  # type: ignore[arg-type]
+
+
+def test_who_is_told_to_leave_gives_up_what_it_generates(member: Member, publisher: Publisher, engine: FakeGenerator) -> None:
+    engine.version = publish(publisher, 0)
+    engine.failure = Interrupted()
+    assert member._perform(work(1, 0)) is None
+
+
+def test_a_member_works_until_the_run_is_over(store: Store, publisher: Publisher, engine: FakeGenerator) -> None:
+    engine.version = publish(publisher, 0)
+    events: list[Event] = []
+    member = Member(store, engine, RewardScorer([reward]), name="m", poll=0.01, on_event=events.append)
+    thread = threading.Thread(target=member.run, args=(threading.Event(),))
+    with Coordinator(store, epoch=publisher.epoch, options=FleetOptions(poll_seconds=0.01)) as fleet:
+        fleet.open_round([[{"prompt": "a", "answer": 1}], [{"prompt": "b", "answer": 2}]], for_step=1, sampling=Sampling(2, 4))
+        thread.start()
+        batch = fleet.collect(1, timeout=120)
+        fleet.stop()
+        thread.join(120)
+    assert not thread.is_alive()
+    assert [one.completions[0].rewards for one in batch.rollouts] == [(1.0,), (2.0,)]
+    assert [event.name for event in events if event.name in ("joined", "left")] == ["joined", "left"]
+
+
+def test_options_survive_the_way_to_another_machine() -> None:
+    options = MemberOptions("s3://bucket/run", "vllm=http://127.0.0.1:8000", ("a:b", "c:d"), "m", trust=("0" * 64,))
+    assert MemberOptions.from_json(options.to_json()) == options
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.to_json().items()}
+    assert MemberOptions.from_json(plain) == options
+
+
+def test_engines_are_named_as_documented() -> None:
+    assert parse_engine("transformers") is None
+    assert parse_engine("vllm=http://127.0.0.1:8000") == "http://127.0.0.1:8000"
+    for wrong in ("vllm", "vllm=127.0.0.1", "sglang=http://127.0.0.1", ""):
+        with pytest.raises(ValueError, match="is no engine"):
+            parse_engine(wrong)
+
+
+def test_two_rewards_of_one_name_are_refused() -> None:
+    with pytest.raises(RewardError, match="one name"):
+        RewardScorer([reward, reward])
