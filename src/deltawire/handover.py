@@ -17,8 +17,8 @@ from .tensors import State, tensor_bits
 class Handover:
     """Made where states were last changed; entered, by any thread, to work on them.
 
-    To enter it waits until all that the maker's streams had been given is done; within it, GPUs work for the thread on streams of its own.
-    The maker's streams wait for nothing. Where all is on the host, it does nothing.
+    To enter it waits until all that the maker's streams had been given is done; within it, GPUs work for the thread on other streams. The
+    maker's streams wait for nothing. Where all is on the host, it does nothing.
     """
 
     def __init__(self, *states: State) -> None:
@@ -34,5 +34,5 @@ class Handover:
         with contextlib.ExitStack() as stack:
             for gpu, mark in self._marks:
                 mark.synchronize()
-                stack.enter_context(gpu.using(gpu.stream()))
+                stack.enter_context(gpu.using(gpu.stream("background")))
             yield

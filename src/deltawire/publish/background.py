@@ -100,7 +100,7 @@ class BackgroundPublisher:
         try:
             if not arrays or TensorTable.of(arrays) != table or not is_kept_like(arrays, state, self._place):
                 arrays = new_arrays(table, state, self._place)
-            copy_tensors(state, arrays)
+            copy_tensors(state, arrays, wait=False)
             snapshot = _Snapshot(arrays, table, step, meta, Handover(state), PendingVersion(self._forget_error))
             with self._changed:
                 if self._closing:  # while the state was copied: nobody would publish it any more

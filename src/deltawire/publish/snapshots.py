@@ -36,15 +36,15 @@ def is_kept_like(arrays: Mapping[str, Any], state: State, place: Place) -> bool:
     )
 
 
-def copy_tensors(source: State, target: Mapping[str, Any]) -> None:
+def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True) -> None:
     """Copy every tensor of `source` to the memory of its name, bit for bit.
 
-    What comes from a GPU, comes when the current stream gets to it: see `Handover`.
+    Without `wait`, what comes from a GPU to the host comes when the current stream gets to it: to be read by way of a `Handover`.
     """
     for name, tensor in source.items():
         to, bits = tensor_bits(name, target[name]).bits, tensor_bits(name, tensor).bits
         if is_on_gpu(bits) or is_on_gpu(to):
-            _as_tensor(to).copy_(_as_tensor(bits), non_blocking=True)
+            _as_tensor(to).copy_(_as_tensor(bits), non_blocking=not wait)
         else:
             np.copyto(to, bits)
 

@@ -79,7 +79,7 @@ class EmulatedGpu:
         raw = torch.frombuffer(bytearray(array.tobytes() or b"\0"), dtype=torch.uint8)
         return raw.clone()
 
-    def stream(self, priority: int = 0) -> Stream:
+    def stream(self, purpose: str) -> Stream:
         return Stream()
 
     def current(self) -> Stream:
@@ -115,6 +115,4 @@ def emulated(gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
         for module in (codec, device):
             patch.setattr(module, "gpu_at", lambda device: gpu)
         patch.setattr(tensors, "_is_on_gpu", lambda tensor: True)
-        codec._stream.cache_clear()
         yield gpu
-        codec._stream.cache_clear()

@@ -283,7 +283,7 @@ class _side_stream:
 
     def __init__(self, device: torch.device) -> None:
         gpu = gpu_at(device)
-        self._stream = _stream(device)
+        self._stream = gpu.stream("codec")
         self._caller = gpu.current()
         self._context = gpu.using(self._stream)
 
@@ -295,11 +295,6 @@ class _side_stream:
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
         self._caller.wait_stream(self._stream)
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return gpu_at(device).stream()
 
 
 @functools.cache

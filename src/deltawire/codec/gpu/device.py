@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from . import compiler
 
-LOW_PRIORITY = 0
-"""Of a stream: CUDA's lowest, where what a training step has to do goes first."""
-HIGH_PRIORITY = -1
+Purpose: TypeAlias = Literal["codec", "copies", "decode", "background"]
+_PRIORITIES = {"decode": -1}
+"""Of streams that must get in between the blocks of another. All others have torch's ordinary one."""
 
 
 class KernelSet(Protocol):
@@ -31,6 +31,7 @@ class Gpu:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._streams: dict[str, torch.cuda.Stream] = {}
         self.processors: int = torch.cuda.get_device_properties(device).multi_processor_count
 
     def kernels(self, width: int) -> KernelSet:
@@ -52,8 +53,11 @@ class Gpu:
         pinned.numpy()[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return pinned.to(self.device, non_blocking=True)
 
-    def stream(self, priority: int = LOW_PRIORITY) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device, priority=priority)
+    def stream(self, purpose: Purpose) -> torch.cuda.Stream:
+        """The stream for a purpose, always the same: memory that was allocated for a stream is of use to no other."""
+        if purpose not in self._streams:
+            self._streams[purpose] = torch.cuda.Stream(self.device, priority=_PRIORITIES.get(purpose, 0))
+        return self._streams[purpose]
 
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

@@ -137,7 +137,7 @@ class _Workspace:
         self.used = 0
         self.sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
         self.codes = gpu.upload(table.codes)
-        self.copies = gpu.stream()
+        self.copies = gpu.stream("copies")
 
     def start(self, first: int, end: int, spans: NDArray[np.void]) -> _Slab:
         """Find the changes and cut them into chunks."""

@@ -28,7 +28,7 @@ _SLACK = 4 << 20
 """Bytes after the payloads on the device: see `StreamReader`."""
 
 _MOST_COPIES = 512
-_COPY_THREADS, _COPY_PART = 8, 2 << 20
+_COPY_THREADS, _COPY_PART = 8, 1 << 20
 """Threads that bring payloads into pinned memory, and bytes that one of them takes at a time."""
 
 _FEW = 16
@@ -58,11 +58,10 @@ class Payloads:
     def __init__(self, payloads: Sequence[Buffer | None]) -> None:
         self.numbers: Numbers = np.array([i for i, payload in enumerate(payloads) if payload is not None], np.int64)
         """Of the tensors that have one."""
-        self._arrays = [np.frombuffer(p, np.uint8) if len(p) else np.zeros(0, np.uint8) for p in payloads if p is not None]
-        self._lengths: Numbers = np.array([array.size for array in self._arrays], np.int64)
+        self._payloads = [payload for payload in payloads if payload is not None]
+        self._addresses, self._lengths = _places_in_memory(self._payloads)
         if (self._lengths == 0).any():
             raise CorruptDelta("a payload is empty.")
-        self._addresses: Numbers = np.array([array.__array_interface__["data"][0] for array in self._arrays], np.int64)
         order = np.argsort(self._addresses, kind="stable")
         begins, ends = self._addresses[order], np.maximum.accumulate((self._addresses + self._lengths)[order])
         breaks = np.append(True, begins[1:] > ends[:-1])[: begins.size]
@@ -96,27 +95,49 @@ class Payloads:
                 gpu.copy_in(to + place, address, size, stream)
             return None
         staged = gpu.pinned(self.size)
-        begin = staged.data_ptr()
+        begin, host = staged.data_ptr(), staged.numpy()
         tasks = _tasks(runs)
+        low = int(self._runs.min(initial=0))
+        memory = _window(low, int((self._runs + self._sizes).max(initial=low)) - low) if low else host
 
         def stage(task: list[tuple[int, int, int]]) -> None:
-            for address, size, place in task:
+            if len(task) == 1:
+                (address, size, place) = task[0]
                 ctypes.memmove(begin + place, address, size)
+            else:
+                end = task[-1][2] + task[-1][1]
+                np.concatenate([memory[address - low : address - low + size] for address, size, _ in task], out=host[task[0][2] : end])
 
-        moves = map(stage, tasks) if len(tasks) < 4 else _pool().map(stage, tasks)
+        # Threads help with large runs; with small ones they would only get into each other's way.
+        moves = _pool().map(stage, tasks) if len(tasks) >= 4 and len(runs) <= _MOST_COPIES else map(stage, tasks)
         for task, _ in zip(tasks, moves, strict=True):
             first, (_, size, last) = task[0][2], task[-1]
             gpu.copy_in(to + first, begin + first, last + size - first, stream)
         return staged
 
+    def chunks(self, table: Table, first: int, end: int) -> Chunks:
+        """Find all chunks of tensors `first` … `end` (docs/format.md §3); checked as far as that goes without decoding."""
+        mine = slice(*np.searchsorted(self.numbers, (first, end)).tolist())
+        part = _Part(self._payloads[mine], self.numbers[mine], self._addresses[mine], self._lengths[mine])
+        return part.chunks(table)
+
+
+@dataclass(slots=True)
+class _Part:
+    """Payloads of a run of tensors."""
+
+    payloads: Sequence[Buffer]
+    numbers: Numbers
+    addresses: Numbers
+    lengths: Numbers
+
     def chunks(self, table: Table) -> Chunks:
-        """Find all chunks (docs/format.md §3); checked as far as that goes without decoding."""
-        if not self._arrays:
+        if not self.payloads:
             return Chunks(*(np.zeros(0, np.int64) for _ in range(7)))
-        low = int(self._addresses.min())
-        memory = _window(low, int((self._addresses + self._lengths).max()) - low)
-        at = self._addresses - low
-        ends = at + self._lengths
+        low = int(self.addresses.min())
+        memory = _window(low, int((self.addresses + self.lengths).max()) - low)
+        at = self.addresses - low
+        ends = at + self.lengths
         if (memory[at] != table.codes[self.numbers]).any():
             raise DtypeMismatch("a tensor has another element type than its delta.")
         begins, at = at, at + 1
@@ -136,7 +157,7 @@ class Payloads:
                 raise CorruptDelta("a chunk's body is cut short.")
             which = which[here < end]
         for index in which.tolist():
-            found.append(_walk(index, self._arrays[index], int(at[index] - begins[index]), int(begins[index])))
+            found.append(_walk(index, self.payloads[index], int(at[index] - begins[index]), int(begins[index])))
         return self._checked(found, begins, table)
 
     def _checked(self, found: list[tuple[Numbers, Numbers, Numbers, Numbers, Numbers]], begins: Numbers, table: Table) -> Chunks:
@@ -166,10 +187,10 @@ class Payloads:
         return Chunks(self.numbers[index], first, elements, mode, start - begins[index], length, np.where(mode == CODED, top & 0x7FF, 0))
 
 
-def _walk(index: int, payload: Any, at: int, begin: int) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+def _walk(index: int, payload: Buffer, at: int, begin: int) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
     """The chunks of one payload from `at` on, with places counted from where it begins at `begin`."""
     rows: list[tuple[int, int, int, int]] = []
-    end = len(payload)
+    end = memoryview(payload).nbytes
     whole = end - 10  # from here on, the first bits of a body cannot be read with the header before it
     unpack = _HEADER_AND_TOP.unpack_from
     while at < end:
@@ -202,6 +223,35 @@ def _tasks(runs: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]
             tasks[-1].append((address + at, part, place + at))
             room -= part
     return tasks
+
+
+class _PyBuffer(ctypes.Structure):
+    """`Py_buffer` of the C API."""
+
+    _fields_ = [
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("format", "shape", "strides", "suboffsets", "internal")),
+    ]
+
+
+def _places_in_memory(buffers: Sequence[Buffer]) -> tuple[Numbers, Numbers]:
+    """Addresses and lengths in bytes. By the C API: an array of each would take three times as long, for thousands of them."""
+    get, release = ctypes.pythonapi.PyObject_GetBuffer, ctypes.pythonapi.PyBuffer_Release
+    view = _PyBuffer()
+    here = ctypes.byref(view)
+    addresses, lengths = [], []
+    for buffer in buffers:
+        if get(ctypes.py_object(buffer), here, 0):
+            raise BufferError("a payload is not one piece of memory")
+        addresses.append(view.buf or 0)
+        lengths.append(view.len)
+        release(here)
+    return np.array(addresses, np.int64), np.array(lengths, np.int64)
 
 
 def _window(address: int, size: int) -> NDArray[np.uint8]:

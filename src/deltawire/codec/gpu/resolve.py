@@ -15,19 +15,22 @@ from numpy.typing import NDArray
 
 from ...errors import CorruptDelta, ShapeMismatch
 from ..base import Buffer, Outcome
-from .device import HIGH_PRIORITY, Gpu, KernelSet
+from .device import Gpu, KernelSet
 from .digest import digest_spans
 from .patch import DevicePatch, Patch
 from .payloads import RAW, SAME, Chunks, Payloads
-from .spans import CONTEXTS, SUMS, Changes, Facts, Table, addresses, lanes, place_tiles
+from .spans import CONTEXTS, SUMS, TILE, Changes, Facts, Table, addresses, lanes, place_tiles
 
 _MOST_WIDE = 256
 _SHARE = 0.004
 _LEAST_SLAB, _MOST_SLABS = 1 << 20, 12
 """Changes that are located at a time: so many that their lists take this share of the weights' bytes, or a twelfth of all."""
 
+_AHEAD = 0.15
+"""Share of the weights that the device is given to count before the host has found all chunks."""
+
 _LONGEST_ROW = 8
-_COUNT_BLOCKS, _DECODE_BLOCKS, _LOCATE_BLOCKS = 5, 12, 6
+_COUNT_BLOCKS, _DECODE_BLOCKS, _LOCATE_BLOCKS = 5, 24, 6
 """Thread blocks per processor."""
 
 _TOTAL, _ERROR, _LARGER = 1, 2, 4
@@ -71,23 +74,24 @@ def resolve_tensors(tensors: Sequence[Facts], payloads: Sequence[Buffer | None],
     """
     table = Table.of(tensors)
     data = Payloads(payloads)
-    chunks = data.chunks(table)
     room = data.room(gpu)
-    changing, quiet = _spans(table, chunks, room.data_ptr() + data.starts(len(table)))
-    work = _Work(table, changing, gpu)
-    main, side = gpu.current(), gpu.stream(HIGH_PRIORITY)
+    work = _Work(table, gpu)
+    main, side = gpu.current(), gpu.stream("decode")
     side.wait_stream(main)
     try:
-        work.count()
-        digest_spans(quiet, table.width, work.sums, gpu)
+        for first, end in _first_and_rest(table):  # the device is at the first while the host looks for the chunks of the rest
+            chunks = data.chunks(table, first, end)
+            changing, quiet = _spans(table, chunks, first, end, room.data_ptr() + data.starts(len(table)))
+            work.count(changing)
+            digest_spans(quiet, table.width, work.sums, gpu)
         with gpu.using(side):
             staged = data.arrive(room, gpu)
-            work.read_heads()
+            work.read_heads(main)
             work.decode(main)
     finally:
         main.wait_stream(side)  # what is given back from here on, is so after both
     del staged
-    if not (changing["mode"] == RAW).any():
+    if not work.has_raw:
         del room  # decoded: the lists of slabs may have its memory
     for slab in _slabs(work.ends, work.slab_size):
         work.locate(*slab)
@@ -97,34 +101,40 @@ def resolve_tensors(tensors: Sequence[Facts], payloads: Sequence[Buffer | None],
 class _Work:
     """One call's arrays on the device, and its steps in order."""
 
-    def __init__(self, table: Table, changing: NDArray[np.void], gpu: Gpu) -> None:
-        self.gpu, self.table, self.changing = gpu, table, changing
+    def __init__(self, table: Table, gpu: Gpu) -> None:
+        self.gpu, self.table = gpu, table
         self.kernels: KernelSet = gpu.kernels(table.width)
-        self.count_shared, self.locate_shared, head_size = self.kernels.constants("resolve_sizes", 3)
-        self.ntiles = place_tiles(changing)
-        self.nspans = ctypes.c_uint32(len(changing))
-        self.tiles = ctypes.c_uint32(self.ntiles)
+        self.count_shared, self.locate_shared, self.head_size = self.kernels.constants("resolve_sizes", 3)
         self.sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
-        self.spans = gpu.upload(changing)
-        self.elements = gpu.empty(self.ntiles * CONTEXTS, torch.int16)
-        words = np.zeros((len(changing), head_size // 4), np.uint32)
-        words[:, 0] = changing["start"]  # the length of the body; where the changes start is known later
-        self.heads = gpu.upload(words)[: words.nbytes].view(torch.int32)
-        self.columns = self.heads.view(words.shape)
-        self.ends = np.zeros(0, np.int64)
-        self.slab_size = 0
+        self.elements = gpu.empty(int((-(-table.count // TILE)).sum()) * CONTEXTS, torch.int16)  # chunks cut no tile
+        self.parts: list[NDArray[np.void]] = []
+        self.ntiles = 0
 
-    def count(self) -> None:
-        """Elements of each context in every tile, and the digest of the base."""
-        blocks = min(-(-self.ntiles // 4), _COUNT_BLOCKS * self.gpu.processors)
-        arguments = [self.spans, self.nspans, self.tiles, self.elements, Changes(), self.sums]
+    def count(self, changing: NDArray[np.void]) -> None:
+        """Elements of each context in every tile of some more chunks, and the digest of the base."""
+        tiles = place_tiles(changing)
+        blocks = min(-(-tiles // 4), _COUNT_BLOCKS * self.gpu.processors)
+        here = ctypes.c_void_p(self.elements.data_ptr() + self.ntiles * CONTEXTS * self.elements.element_size())
+        arguments = [self.gpu.upload(changing), ctypes.c_uint32(len(changing)), ctypes.c_uint32(tiles), here, Changes(), self.sums]
         self.kernels.launch("count_elements", blocks, 128, arguments, self.count_shared)
+        self.parts.append(changing)
+        self.ntiles += tiles
 
-    def read_heads(self) -> None:
-        """Headers of chunks; waits for them, and finds out how many changes there are."""
-        self.kernels.launch("read_heads", -(-len(self.changing) // 64), 64, [self.spans, self.nspans, self.heads])
-        if (self.changing["mode"] == RAW).any():
-            self.kernels.launch("count_raw", -(-self.ntiles // 4), 128, [self.spans, self.nspans, self.tiles, self.heads, self.elements])
+    def read_heads(self, user: torch.cuda.Stream) -> None:
+        """Headers of chunks; waits for them, and finds out how many changes there are. `user` is the stream that goes on with them."""
+        self.changing = np.concatenate(self.parts)
+        place_tiles(self.changing)
+        self.has_raw = bool((self.changing["mode"] == RAW).any())
+        self.nspans, tiles = ctypes.c_uint32(len(self.changing)), ctypes.c_uint32(self.ntiles)
+        spans = self.gpu.upload(self.changing)
+        head_words = np.zeros((len(self.changing), self.head_size // 4), np.uint32)
+        head_words[:, 0] = self.changing["start"]  # the length of the body; where the changes start is known later
+        self.heads = self.gpu.upload(head_words)[: head_words.nbytes].view(torch.int32)
+        self.gpu.keep(self.heads, user)
+        self.columns = self.heads.view(head_words.shape)
+        self.kernels.launch("read_heads", -(-len(self.changing) // 64), 64, [spans, self.nspans, self.heads])
+        if self.has_raw:
+            self.kernels.launch("count_raw", -(-self.ntiles // 4), 128, [spans, self.nspans, tiles, self.heads, self.elements])
         words = self.columns[:, : _LARGER + 1].cpu().numpy().astype(np.int64)
         _check(words[:, _ERROR])
         totals = words[:, _TOTAL]
@@ -201,8 +211,15 @@ def _slabs(ends: NDArray[np.int64], size: int) -> list[tuple[int, int, int]]:
     return slabs
 
 
-def _spans(table: Table, chunks: Chunks, payloads: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """Chunks that change something, with the lengths of their bodies in `start`, and the rest, which is only digested.
+def _first_and_rest(table: Table) -> list[tuple[int, int]]:
+    """The tensors that have the first `_AHEAD` of all bytes, and the others, as far as there are any."""
+    upto = np.cumsum(table.count)
+    first = int(np.searchsorted(upto, _AHEAD * upto[-1])) + 1
+    return [(0, first), (first, len(table))] if first < len(table) else [(0, len(table))]
+
+
+def _spans(table: Table, chunks: Chunks, first: int, end: int, payloads: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """Of tensors `first` … `end`: chunks that change something, with the lengths of their bodies in `start`, and the rest, only digested.
 
     `payloads` are the addresses of payloads on the device.
     """
@@ -216,7 +233,7 @@ def _spans(table: Table, chunks: Chunks, payloads: NDArray[np.int64]) -> tuple[N
     same = chunks.mode == SAME
     has_payload = np.zeros(len(table), np.bool_)
     has_payload[chunks.tensor] = True
-    unchanged = table.blocks(np.flatnonzero(~has_payload & (table.base != 0)))
+    unchanged = table.blocks(first + np.flatnonzero((~has_payload & (table.base != 0))[first:end]))
     return spans[~same], np.concatenate([unchanged, spans[same & (spans["base"] != 0)]])
 
 
