@@ -35,7 +35,7 @@ class Scale:
         power = 10.0 ** math.floor(math.log10(rough))
         step = next((power * factor for factor in (1, 2, 2.5, 5) if power * factor >= rough), 10 * power)
         if self.is_time:
-            step = float(next((each for each in (1, 2, 5, 10, 15, 20, 30) if each >= rough / 1.5), 60 * math.ceil(rough / 60)))
+            step = float(next((each for each in (1, 2, 5, 10, 15, 20, 30, 60) if each >= rough / 1.5), 60 * math.ceil(rough / 60)))
         first = math.ceil(self.low / step - 1e-9)
         return [step * number for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
 

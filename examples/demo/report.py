@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -33,7 +34,7 @@ def page(story: Story) -> str:
 <div class="tiles">{"".join(_tile(number, words) for number, words in _headline(story))}</div>
 <div class="plots">
 {"".join(plots)}
-{_rollouts(story)}
+{_rollouts(story, styles)}
 {_member_table(story, members)}
 {_happened(story)}
 {_samples(story)}
@@ -48,7 +49,8 @@ def page(story: Story) -> str:
 def _what(story: Story) -> str:
     return (
         f"A model of {figures.short_count(story.weights)} weights, trained from scratch, and then by GRPO in {len(story.steps)} steps. "
-        f"One trainer and {len(story.members)} members, each a process of its own, met in nothing but the store {story.place}."
+        f"One trainer and {len(story.members)} members, three at a time, each a process of its own, "
+        f"met in nothing but the store {story.place}."
     )
 
 
@@ -75,7 +77,7 @@ def _headline(story: Story) -> Iterable[tuple[str, str]]:
             "steps behind the newest policy, at most, and " + ("0" if median(lags) == 0 else f"{median(lags):g}") + " typically",
         )
     if story.takeovers:
-        yield str(len(story.takeovers)), "lease of the killed member taken over by others"
+        yield str(len(story.takeovers)), "task of the killed member, taken over by another"
 
 
 def _tile(number: str, words: str) -> str:
@@ -234,11 +236,18 @@ def _member_table(story: Story, members: Sequence[MemberStory]) -> str:
     return _figure("Members", "", _table(head, rows, numbers_from=3), wide=True)
 
 
-def _rollouts(story: Story) -> str:
-    rows = [["accepted", str(story.accepted)], *([f"rejected: {reason}", str(count)] for reason, count in story.rejected.most_common())]
-    rows += [["rejected", "0"]] if not story.rejected else []
-    words = "Every result was accepted once, or refused for a reason."
-    return _figure("Rollouts", words, _table(["", "results"], rows, numbers_from=1))
+def _rollouts(story: Story, styles: dict[str, str]) -> str:
+    by_member = Counter(story.accepted_by.values())
+    rows = [(f"accepted: {name}", by_member[name], styles[name]) for name in story.members]
+    rows += [(f"rejected: {reason}", count, "rejected") for reason, count in story.rejected.most_common()] or [("rejected", 0, "rejected")]
+    top = max(1, *(count for _, count, _ in rows))
+    bars = "".join(
+        f'<tr><th>{escape(name)}</th><td class="number">{count}</td>'
+        f'<td class="track"><i class="{style}" style="width:{100 * count / top:.1f}%"></i></td></tr>'
+        for name, count, style in rows
+    )
+    words = f"{story.accepted} results were accepted, each task's first that was valid; every refusal has a reason."
+    return _figure("Rollouts", words, f'<table class="bars">{bars}</table>')
 
 
 def _happened(story: Story) -> str:
@@ -266,8 +275,8 @@ def _measured(story: Story) -> str:
     train, idle = sum(step.train_seconds for step in story.steps), sum(step.idle_seconds for step in story.steps)
     publish = sum(step.publish_seconds for step in story.steps)
     return (
-        f"In {len(story.steps)} steps the trainer trained for {train:.0f} s, published for {publish:.1f} s "
-        f"and waited for rollouts for {idle:.0f} s. "
+        f"In {len(story.steps)} steps the trainer trained for {train:.0f} s and waited for rollouts for {idle:.0f} s; "
+        f"a version was out {publish / len(story.steps):.2f} s after its step, while the next was trained. "
         f"All of it took {clock(story.now)}, on one machine. Everything on this page was measured in this run."
     )
 
