@@ -23,7 +23,7 @@ from deltawire.fleet.options import FleetOptions
 from deltawire.rl.trainer import GrpoSettings, GrpoTrainer
 
 SETTINGS = GrpoSettings(prompts=6, samples=8, tasks=6, max_tokens=24, learning_rate=1e-5, warmup_steps=10, staleness=1, checkpoint_every=20)
-FLEET = FleetOptions(lease_seconds=5, poll_seconds=0.1)
+FLEET = FleetOptions(lease_seconds=5, poll_seconds=0.1, keep_steps=24)
 
 
 def model_files(folder: Path) -> dict[str, bytes]:

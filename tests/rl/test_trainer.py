@@ -118,9 +118,11 @@ def test_a_chain_without_its_checkpoint_is_not_overwritten(store: MemoryStore, t
         assert learning._publisher.epoch == epoch + 1  # nobody was fenced off meanwhile
 
 
-def test_settings_that_cannot_work_are_refused(store: MemoryStore):
+def test_settings_that_cannot_work_are_refused(store: MemoryStore, tmp_path: Path):
     for wrong in ({"samples": 1}, {"tasks": 9}, {"updates": 0}):
         with pytest.raises(ValueError, match="at least"):
             GrpoSettings(**wrong)
     with pytest.raises(ValueError, match="fewer than"):
         GrpoTrainer(model(), ROWS[:2], store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
+    with pytest.raises(ValueError, match="would not find its rollouts"):
+        trainer(store, tmp_path, settings=replace(SETTINGS, checkpoint_every=64))

@@ -109,7 +109,11 @@ class GrpoTrainer:
         self._source = WeightSource(model, dtype=wire_dtype)
         self._checkpoints = None if checkpoints is None else TrainerCheckpoints(checkpoints)
         self._budget = StalenessBudget(self.settings.staleness)
-        self._patience = (fleet or FleetOptions()).poll_seconds
+        back = self.settings.checkpoint_every + self.settings.staleness + 1
+        fleet = fleet or FleetOptions(keep_steps=max(back, FleetOptions().keep_steps))
+        if checkpoints is not None and fleet.keep_steps < back:
+            raise ValueError(f"resuming may go back by {back} steps; with keep_steps={fleet.keep_steps} it would not find its rollouts")
+        self._patience = fleet.poll_seconds
         with ExitStack() as opened:  # undone in reverse if anything below fails, and by close()
             self._store = open_store(url)
             if self._store is not url:
@@ -152,15 +156,13 @@ class GrpoTrainer:
 
         Waits for members as long as it takes. `Fenced` if another trainer has taken over.
         """
-        try:
-            while self.step < until and not (stop is not None and stop()):
-                started = time.monotonic()
-                batch = self._collect(until, stop)
-                if batch is None:
-                    break
-                self._step(batch, idle=time.monotonic() - started)
-        finally:
-            self._settle()
+        while self.step < until and not (stop is not None and stop()):
+            started = time.monotonic()
+            batch = self._collect(until, stop)
+            if batch is None:
+                break
+            self._step(batch, idle=time.monotonic() - started)
+        self._settle()
 
     def stop_members(self) -> None:
         """Tell all members that the run is over."""
