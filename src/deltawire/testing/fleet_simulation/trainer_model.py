@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,7 @@ class Plan:
     options: FleetOptions
     train_seconds: float
     checkpoint_every: int
+    looked_after: bool = True
 
 
 @dataclass(slots=True)
@@ -89,12 +91,23 @@ class TrainerModel:
             yield from self._until_it_works(partial(fleet.open_round, self._rows(), for_step=ahead, sampling=_SAMPLING))
         batch = yield from self._until_it_works(partial(fleet.collect, step))
         self.oracle.trains(line, fleet.epoch, step, batch.rollouts)
-        yield Sleep(self.plan.train_seconds)
+        yield from self._while_training(fleet)
         version = yield Do(0.2, partial(self.chain.publish, fleet.epoch, step))
         fleet.published(version)
         saves = step % self.plan.checkpoint_every == 0 or step == self.plan.last_step
         if saves and fleet.epoch == self.chain.claimed:  # where zombies keep their checkpoints is not the fleet's business
             self.checkpoints[step] = line.copy()
+
+    def _while_training(self, fleet: CoordinatorSteps) -> Generator[Any, Any, None]:
+        """The fleet is looked after meanwhile, as `Coordinator` does in the background: what goes wrong there stays there."""
+        left = self.plan.train_seconds
+        while left > 0:
+            pause = min(left, self.plan.options.poll_seconds)
+            yield Sleep(pause)
+            left -= pause
+            if self.plan.looked_after:
+                with contextlib.suppress(DeltawireError):
+                    yield from fleet.poll()
 
     def _until_it_works(self, steps: Callable[[], Generator[Any, Any, Any]]) -> Generator[Any, Any, Any]:
         while True:
