@@ -24,10 +24,10 @@ def test_a_state_that_is_copied_while_the_publisher_closes_is_refused_not_forgot
     publisher = Publisher(MemoryStore(), background=True)
     copy = background.copy_tensors
 
-    def slowly(source: object, target: object) -> None:
+    def slowly(source: object, target: object, *, wait: bool) -> None:
         copying.set()
         closed.wait(10)
-        copy(source, target)  # type: ignore[arg-type]
+        copy(source, target, wait=wait)  # type: ignore[arg-type]
 
     monkeypatch.setattr(background, "copy_tensors", slowly)
     outcome: list[object] = []
