@@ -1,6 +1,6 @@
 """The codec at work, on a model that this script makes: six optimizer steps, published as deltas and followed bit for bit.
 
-Run it with `make demo`. It needs no network and no GPU, and takes a few seconds.
+`python examples/codec_demo.py` needs no network, no torch and no GPU, and takes a few seconds.
 """
 
 from __future__ import annotations

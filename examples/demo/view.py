@@ -106,7 +106,7 @@ def screen(story: Story, width: int) -> RenderableType:
     where = f"step {done} of {story.goal}"
     if story.stage == "pre-training":
         share, loss = story.pretraining
-        where = f"the model reads the documentation: {100 * share:.0f}%, loss {loss:.2f}"
+        where = f"{100 * share:.0f}% of the reading done, loss {loss:.2f}"
     title = Text.assemble(("deltawire demo", "bold"), f"  {story.stage}, {where}")
     head = _between(title, Text(clock(story.now)), width)
     return Group(head, *_reward(story, width), Text(), _members(story), Text(), *_facts(story, width), *_marks(story, width))
