@@ -133,8 +133,7 @@ def test_an_older_version_is_taken_up_by_another_number_of_ranks(train, tmp_path
     compare(url, states)
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "background"), [(0, False), (1, True)])
 def test_a_rank_that_is_killed_in_the_middle_leaves_nothing_behind_and_a_new_job_goes_on(job, train, tmp_path, rank, background):
     url, out = tmp_path / "run", tmp_path / "out"
     out.mkdir()

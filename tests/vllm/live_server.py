@@ -22,6 +22,7 @@ _BOOT_SECONDS = 300
 _ENTRY_POINTS = """[vllm.general_plugins]
 deltawire = deltawire.engines.vllm.plugin:register
 deltawire_test_faults = injected_faults:register
+deltawire_test_experts = unpacked_experts:register
 """
 
 

@@ -59,3 +59,26 @@ def test_after_each_of_twenty_swaps_every_tensor_is_that_of_a_fresh_load(
     with open_store(run.store) as store:
         (report,) = read_reports(store, ChainLog(store).run)
         assert (report.state, report.seq) == (SERVING, version.seq)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_that_are_in_place_are_patched_element_by_element(
+    ranks: int, start_run: Callable, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+) -> None:
+    """As on GPUs with Triton kernels. On CPUs experts are packed, so without the plugin for tests they are all loaded anew."""
+    run = start_run(TinyModel("moe", experts=4))
+    run.publish(changed=False)
+    environment = {"DELTAWIRE_TEST_UNPACKED_EXPERTS": "1"}
+    server = serve(run.checkpoint, ranks=ranks, environment=environment).wait()
+    sidecar = follow(server.url, run.store, run.mirror)
+    wait_until(lambda: bool(sidecar.events("swapped")), "the first version")
+    for number in range(5):
+        run.publish()
+        wait_until(lambda: len(sidecar.events("swapped")) == number + 2, sidecar.log_tail())  # noqa: B023
+    assert [swap["loaded_anew"] for swap in sidecar.events("swapped")] == [1, *[0] * 5]
+    for worker in server.routes.status():
+        assert worker["transformed"] == 0
+        assert worker["last"]["sparse_tensors"] == len(run.state)  # every tensor has changed, those of all experts too
+    fresh = serve(run.saved(), ranks=ranks, environment=environment).wait()
+    assert server.routes.checksums() == fresh.routes.checksums()
+    assert server.generate() == fresh.generate()

@@ -33,8 +33,10 @@ class DeltaWireTransfer:
 
     A sync returns when the version is served: by the vLLM server at `server`, if one is named (it asks its `/weight_info`), else by
     `engines` engines, as they report in the store; with `engines=0` as soon as it is published. TRL counts versions by its syncs, and tags
-    samples with that number, so without waiting samples are tagged with newer versions than they come from. `EngineError` if it takes
-    longer than `timeout` seconds.
+    samples with that number, so without waiting samples are tagged with newer versions than they come from, unless they are labelled
+    (`deltawire.trainers.trl_samples`). `EngineError` if it takes longer than `timeout` seconds.
+
+    After a restart of the trainer versions go on where the chain is; their steps count the syncs of this process, from 0.
 
     The training step of a version counts syncs, from 0, or on from the version that is there when the run is taken over.
 
