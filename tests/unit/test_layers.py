@@ -1,0 +1,83 @@
+"""Each layer imports only what stands before it (CONTRIBUTING.md). What a reader can rely on is what a test keeps."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import deltawire
+
+SOURCE = Path(deltawire.__file__).parent
+LAYERS = [
+    {"errors"},
+    {"events", "dtypes"},
+    {"codec"},
+    {"format"},
+    {"tensors"},
+    {"state", "module_tensors", "masters", "handover"},
+    {"patch", "encode", "inspect"},
+    {"resolve", "pending"},
+    {"prepared"},
+    {"store"},
+    {"chain"},
+    {"publish", "subscribe"},
+    {"fleet"},
+    {"engines"},
+    {"trainers"},
+    {"rl"},
+    {"testing", "cli"},
+]
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+NO_TORCH = {name for name, rank in RANK.items() if rank < RANK["engines"]} - {"module_tensors"}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem in RANK)
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imported(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Absolute names of imported modules, the line, and whether it is imported as soon as the module is."""
+    tree = ast.parse(path.read_text())
+    package = ["deltawire", *path.relative_to(SOURCE).parent.parts]
+    at_once = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield node.lineno, name.name, id(node) in at_once
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            for name in node.names:
+                yield node.lineno, f"{base}.{name.name}", id(node) in at_once
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_module_imports_only_what_stands_before_its_layer(path: Path) -> None:
+    own = layer_of(path)
+    for line, name, _ in imported(path):
+        parts = name.split(".")
+        if parts[0] != "deltawire" or len(parts) < 2 or parts[1] not in RANK or parts[1] == own:
+            continue
+        assert RANK[parts[1]] < RANK[own], f"{path.relative_to(SOURCE)}:{line} imports {name}"
+
+
+TORCHLESS = [path for path in modules() if layer_of(path) in NO_TORCH and path.parent != SOURCE / "codec" / "gpu"]
+
+
+@pytest.mark.parametrize("path", TORCHLESS, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_torch_is_not_imported_before_somebody_needs_it(path: Path) -> None:
+    for line, name, at_once in imported(path):
+        assert not (at_once and name.split(".")[0] in ("torch", "transformers", "vllm", "trl")), f"{path.relative_to(SOURCE)}:{line}"
+
+
+def test_every_module_has_a_layer() -> None:
+    folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    files = {path.stem for path in SOURCE.glob("*.py")} - {"__init__"}
+    assert folders | files == RANK.keys()
