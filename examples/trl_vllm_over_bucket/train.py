@@ -1,8 +1,9 @@
 """The trainer: TRL's AsyncGRPO on a model, its weights published to a bucket at every step.
 
-    python train.py MODEL_DIR BUCKET_URL VLLM_URL [STEPS]
+    python train.py MODEL_DIR BUCKET_URL VLLM_URL [STEPS [OUTPUT_DIR]]
 
 All that deltawire takes is the line with `weight_transfer`; those with `label_samples` tell which versions made a sample.
+Started again with the same output directory, it goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from deltawire.trainers.trl import DeltaWireTransfer
@@ -34,7 +36,7 @@ class PrintMetrics(TrainerCallback):
             print(json.dumps({"step": state.global_step, "ratio": logs["ratio"], "reward": logs.get("reward")}), flush=True)
 
 
-def main(model: str, bucket: str, server: str, steps: int) -> None:
+def main(model: str, bucket: str, server: str, steps: int, output: str) -> None:
     if not torch.cuda.is_available():
         import on_cpu
 
@@ -46,7 +48,7 @@ def main(model: str, bucket: str, server: str, steps: int) -> None:
         reward_funcs=many_short_words,
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": f"w{number} w{number + 1}"}]} for number in range(64)]),
         args=AsyncGRPOConfig(
-            output_dir=tempfile.mkdtemp(),
+            output_dir=output,
             dtype="bfloat16",
             use_cpu=not torch.cuda.is_available(),
             bf16=False,
@@ -60,7 +62,7 @@ def main(model: str, bucket: str, server: str, steps: int) -> None:
             max_inflight_tasks=8,
             logging_steps=1,
             report_to=[],
-            save_strategy="no",
+            save_steps=2,
             gradient_checkpointing=False,
             vllm_server_base_url=server,
         ),
@@ -69,10 +71,12 @@ def main(model: str, bucket: str, server: str, steps: int) -> None:
     )
     samples: Counter[str] = Counter()
     label_samples(trainer, lambda sample: samples.update([" ".join(map(str, sample.versions))]))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(output))
     print(json.dumps({"samples by the versions that made them": samples}), flush=True)
     print(json.dumps({"published": [version.seq for version in transfer.versions]}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]) if len(sys.argv) > 4 else 10)
+    defaults = ["10", tempfile.mkdtemp()]
+    steps, output = sys.argv[4:] + defaults[len(sys.argv) - 4 :]
+    main(*sys.argv[1:4], int(steps), output)

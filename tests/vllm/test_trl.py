@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from live_server import LiveServer, LiveSidecar
+from live_server import LiveServer, LiveSidecar, wait_until
 from tiny_models import runtime_hashes
 
 from deltawire import Subscriber
@@ -51,6 +52,41 @@ def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_n
     assert min(map(len, made_by)) == 1
     assert [swap["seq"] for swap in sidecar.events("swapped")] == published  # each was served, and read back whole
     assert not sidecar.events("fenced")
+    with Subscriber(store) as reader:
+        reader.sync()
+        assert server.routes.checksums() == runtime_hashes(dict(reader.state), 1)
+
+
+def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_server_ends_exact(
+    tmp_path: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+) -> None:
+    model, store = tmp_path / "model", str(tmp_path / "store")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, EXAMPLE / "tiny_model.py", model], env=environment, check=True, capture_output=True)
+    server = serve(model, arguments=["--served-model-name", str(model), "tiny", "--enable-scale-out"]).wait()
+    sidecar = follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
+    command = [sys.executable, EXAMPLE / "train.py", model, store, server.url, "6", tmp_path / "checkpoints"]
+    with (tmp_path / "killed.log").open("wb") as log:
+        killed = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:  # between two checkpoints, which are made after even steps
+        wait_until(lambda: bool(sidecar.events("swapped")) and sidecar.events("swapped")[-1]["step"] == 3, "three steps", 600)
+    finally:
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+    before = sidecar.events("swapped")[-1]["seq"]
+    assert server.generate()  # it serves on
+
+    training = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert training.returncode == 0, training.stderr[-4000:]
+    lines = [json.loads(line) for line in training.stdout.splitlines() if line.startswith('{"')]
+    assert [line["step"] for line in lines if "step" in line] == [3, 4, 5, 6]
+    assert [line["ratio"] for line in lines if "ratio" in line] == pytest.approx([1.0] * 4, abs=0.05)
+    (published,) = [line["published"] for line in lines if "published" in line]
+    assert len(published) == 5
+    assert published[0] > before
+    (samples,) = [line["samples by the versions that made them"] for line in lines if len(line) == 1 and "published" not in line]
+    assert {int(seq) for versions in samples for seq in versions.split()} <= set(published)
+    assert [swap["seq"] for swap in sidecar.events("swapped") if swap["seq"] > before] == published
     with Subscriber(store) as reader:
         reader.sync()
         assert server.routes.checksums() == runtime_hashes(dict(reader.state), 1)
