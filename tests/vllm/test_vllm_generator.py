@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from live_server import LiveServer, wait_until
-from tiny_models import TinyModel
+from tiny_models import TinyModel, train
 
 from deltawire.engines.vllm.generation import VllmGenerator
 from deltawire.errors import EngineRefused
+from deltawire.fleet import Coordinator, FleetOptions, VersionRef
 from deltawire.fleet.generation import Interrupted
 from deltawire.format.fleet_records import Sampling
+from deltawire.rl.member import MemberOptions
+from deltawire.rl.member import serve as member_from_options
 from deltawire.store import open_store
 
 pytestmark = pytest.mark.slow
@@ -43,20 +46,29 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
             text = generator.decode([ROWS[0]], [drawn[0].tokens.tolist()])
             assert isinstance(text[0], str)
 
-            again = generator.generate(prompts, Sampling(samples=3, max_tokens=12, temperature=0.7, seed=5))
-            assert [each.tokens.tolist() for each in again] == [each.tokens.tolist() for each in drawn]
-
             made: list[Any] = []
+            published: list[Any] = []
             long = Sampling(samples=4, max_tokens=400, seed=9)
-            maker = threading.Thread(target=lambda: made.extend(generator.generate(prompts, long)))
-            maker.start()
-            published = [run.publish()]
-            while maker.is_alive():
-                published.append(run.publish())
-            maker.join()
+            is_over = threading.Event()
+
+            def publish_now_and_then() -> None:
+                while not is_over.wait(0.3):  # without a pause it would do nothing but swap
+                    published.append(run.publish())
+
+            trainer = threading.Thread(target=publish_now_and_then)
+            trainer.start()
+
+            def swap_fell_into_a_completion() -> bool:
+                made.extend(generator.generate(prompts, long))
+                return any(len(each.spans) > 1 for each in made)
+
+            try:
+                wait_until(swap_fell_into_a_completion, "a completion by several versions", seconds=180)
+            finally:
+                is_over.set()
+                trainer.join()
             wait_until(lambda: generator.version == published[-1], "the last version")
-            assert len(made) == 8
-            assert any(len(each.spans) > 1 for each in made)
+            assert len(made) % 8 == 0
             for each in made:
                 places = [(span.start, span.end) for span in each.spans]
                 assert [start for start, _ in places] == [0, *(end for _, end in places[:-1])]
@@ -80,3 +92,30 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
                 generator.generate(prompts, Sampling(samples=1, max_tokens=6, temperature=0.5))
         finally:
             generator.close()
+
+
+def length(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def test_a_member_makes_rollouts_with_a_vllm_server(start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer]) -> None:
+    run = start_run(TinyModel("dense"))
+    versions = [run.publisher.publish(run.state, step=0)]
+    server = serve(run.checkpoint, arguments=["--enable-scale-out"]).wait()
+    options = MemberOptions(run.store, f"vllm={server.url}", (f"{__name__}:length",), "m", mirror=str(run.mirror), poll=0.05)
+    member = threading.Thread(target=member_from_options, args=(options,), kwargs={"stop": threading.Event()})
+    member.start()
+    with Coordinator(run.store, epoch=run.publisher.epoch, options=FleetOptions(poll_seconds=0.05)) as fleet:
+        for step in (1, 2):
+            rows = [[{"prompt": "w1 w2"}, {"prompt": "w3"}], [{"prompt": "w4"}]]
+            fleet.open_round(rows, for_step=step, sampling=Sampling(samples=2, max_tokens=16))
+            batch = fleet.collect(step, timeout=300)
+            for rollouts in batch.rollouts:
+                assert rollouts.versions.items() <= {each.seq: VersionRef(each.step, each.digest) for each in versions}.items()
+                assert [one.rewards for one in rollouts.completions] == [(float(len(one.tokens)),) for one in rollouts.completions]
+            train(run.state, np.random.default_rng(step))
+            versions.append(run.publisher.publish(run.state, step=step))
+            fleet.published(versions[-1])
+        fleet.stop()
+        member.join(300)
+    assert not member.is_alive()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from .token_route import TOKEN_ROUTE, read_choice, token_request
 
 _PLAIN = "/v1/completions"
 _LOOK = 0.05
+_HEALTH = 5.0
 _PATIENCE = 3600.0
 """Seconds that the server may take for one request."""
 
@@ -68,6 +70,7 @@ class VllmGenerator:
         self._model: str | None = None
         self._has_exact_route = True
         self._logprobs_mode: str | None = None
+        self._device: str | None = None
         self.encode = self._prompts.encode
         self.decode = self._prompts.decode
 
@@ -93,10 +96,16 @@ class VllmGenerator:
         for request in requests:
             request.start()
         try:
+            looked = time.monotonic()
             while not all(request.is_over.wait(_LOOK) for request in requests):
                 if stop():
                     raise Interrupted
+                if time.monotonic() - looked > _HEALTH:  # a server whose engine is dead may keep its clients waiting for ever
+                    self._routes.check_alive()
+                    looked = time.monotonic()
             answers = [request.answer() for request in requests]
+        except EngineUnreachable as failure:
+            raise EngineUnavailable(f"the server was lost: {failure}") from failure
         except RouteFailed as failure:
             if failure.status in (403, 404) and self._has_exact_route:
                 self._has_exact_route = False
@@ -131,7 +140,7 @@ class VllmGenerator:
         try:
             if self._model is None:
                 self._model = self._routes.model()
-                self._logprobs_mode = self._routes.logprobs_mode()
+                self._logprobs_mode, self._device = self._routes.settings()
         except (EngineUnreachable, RouteFailed) as error:
             raise EngineUnavailable(str(error)) from error
         if self._logprobs_mode == "raw_logprobs" and (sampling.temperature, sampling.top_p) != (1.0, 1.0):
@@ -146,7 +155,8 @@ class VllmGenerator:
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "seed": seed,
+            # On a CPU the engine dies of requests with a seed that it has to compute anew, as it does after a swap (vLLM 0.32).
+            "seed": None if self._device == "cpu" else seed,
         }
         own |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # a model's generation_config.json may say otherwise
         if self._has_exact_route:

@@ -55,13 +55,21 @@ class VllmRoutes:
         """What requests must call the model."""
         return str(self._get("/v1/models")["data"][0]["id"])
 
-    def logprobs_mode(self) -> str | None:
-        """Which log-probs the server reports ("raw_logprobs", "processed_logprobs", …); None if it does not tell."""
+    def settings(self) -> tuple[str | None, str | None]:
+        """Which log-probs the server reports ("raw_logprobs", "processed_logprobs", …), and on what it runs ("cuda", "cpu", …).
+
+        None for what it does not tell.
+        """
         try:
             config = self._get("/server_info?config_format=json")["vllm_config"]
-            return str(config["model_config"]["logprobs_mode"])
-        except (RouteFailed, KeyError, TypeError):
-            return None
+            mode, device = config["model_config"].get("logprobs_mode"), config.get("device_config", {}).get("device_type")
+        except (RouteFailed, KeyError, TypeError, AttributeError):
+            return None, None
+        return mode and str(mode), device and str(device)
+
+    def check_alive(self) -> None:
+        """`EngineUnreachable` or `RouteFailed` if the server is gone, or its engine is dead behind it."""
+        self._get("/health")
 
     def initialise(self, info: Mapping[str, Any]) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
