@@ -41,7 +41,7 @@ class LiveView:
         self._drawn = 0.0
 
     def __call__(self, event: dict[str, Any], story: Story) -> None:
-        if time.monotonic() - self._drawn >= 0.2 or event["event"] == "ended":
+        if time.monotonic() - self._drawn >= 0.4 or event["event"] == "ended":
             self._live.update(screen(story, self._console.width), refresh=True)
             self._drawn = time.monotonic()
 
