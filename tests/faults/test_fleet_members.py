@@ -178,10 +178,10 @@ def test_a_member_behind_the_budget_is_offered_nothing_and_takes_nothing() -> No
         lie = Board(board.id, board.epoch, board.seq, board.step, board.lease_seconds, {"old": ((1, 0, 0), (1, 1, 0), (7, 0, 0))}, False)
         fleet.store.put(fleet_keys.BOARD, lie.to_bytes())
         old.move()
-        assert not list(fleet.inner.list(fleet_keys.first_key_of(fleet_keys.LEASES, 1) + "/"))
+        assert not list(fleet.inner.list(f"{fleet_keys.LEASES}{1:010}/"))
         old.version = None
         old.move()
-        assert list(fleet.inner.list(fleet_keys.first_key_of(fleet_keys.LEASES, 1) + "/"))
+        assert list(fleet.inner.list(f"{fleet_keys.LEASES}{1:010}/"))
 
 
 class Mortal(Member):

@@ -88,8 +88,11 @@ def member_key(member: str) -> str:
 
 
 def first_key_of(prefix: str, number: int) -> str:
-    """A string below all keys of this round and the later ones in one of the folders that are ordered by round, above all earlier ones."""
-    return f"{prefix}{_digits(number, 10)}"
+    """A string below all keys of this round and the later ones in one of the folders that are ordered by round, above all earlier ones.
+
+    It is no folder's name: some servers (SeaweedFS) list nothing of the folder that a listing is to begin after.
+    """
+    return f"{prefix}{_digits(number - 1, 10)}0" if number else f"{prefix}-"
 
 
 def parse_round_key(key: str) -> int | None:

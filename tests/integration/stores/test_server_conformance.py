@@ -8,7 +8,7 @@ import pytest
 from servers import Server
 
 from deltawire.errors import StoreUnsuitable
-from deltawire.store import Store, StoreOptions, probe
+from deltawire.store import Store, StoreOptions, fleet_keys, probe
 from deltawire.testing import StoreConformance
 
 OPTIONS = StoreOptions(retries=2, part_bytes=5 << 20)
@@ -42,3 +42,16 @@ def test_the_probe_refuses_a_server_that_ignores_the_condition(rclone: Server) -
         with pytest.raises(StoreUnsuitable, match="twice"):
             probe(store)
         assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize("server", ["moto", "seaweedfs", "azurite"])
+def test_a_listing_from_a_round_on_begins_with_that_round(server: str, request: pytest.FixtureRequest) -> None:
+    """On SeaweedFS it did not: a folder is left out if the listing is to begin after its name."""
+    rounds = (0, 1, 9, 10, 11)
+    with request.getfixturevalue(server).open() as store:
+        for number in rounds:
+            store.put(fleet_keys.lease_key(fleet_keys.LeaseKey(number, 0, 0)), b"{}")
+        for first in range(12):
+            listed = store.list(fleet_keys.LEASES, after=fleet_keys.first_key_of(fleet_keys.LEASES, first))
+            found = [key.round for info in listed if (key := fleet_keys.parse_lease_key(info.key)) is not None]
+            assert found == [number for number in rounds if number >= first]

@@ -44,5 +44,7 @@ def test_numbers_and_names_that_have_no_key_are_refused() -> None:
 
 
 def test_keys_are_ordered_by_round() -> None:
-    edge = fleet_keys.first_key_of(fleet_keys.LEASES, 7)
-    assert fleet_keys.lease_key(LeaseKey(6, 99_999, 999)) < edge < fleet_keys.lease_key(LeaseKey(7, 0, 0))
+    for number in (7, 10, 100, 10**9):
+        edge = fleet_keys.first_key_of(fleet_keys.LEASES, number)
+        assert fleet_keys.lease_key(LeaseKey(number - 1, 99_999, 999)) < edge < fleet_keys.lease_key(LeaseKey(number, 0, 0))
+    assert fleet_keys.first_key_of(fleet_keys.LEASES, 0) < fleet_keys.lease_key(LeaseKey(0, 0, 0))
