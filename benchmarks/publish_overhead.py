@@ -119,7 +119,8 @@ def _table(nothing: list[Way], ways: list[Way], steps: int, state_bytes: int, ve
         table.rows.append([way.name, f"{statistics.median(way.turns):.2f}", f"{middle:+.1%}", spread, f"{work:+.1%}", waits])
     table.notes = [
         f"Medians of {len(base)} rounds of turns of {steps} counted step(s), to a local directory; {torch.get_num_threads()} threads for "
-        f"training, and as many for encoding. The last version: {version_bytes:,} bytes, {2 * changed / state_bytes:.2%} of the weights changed.",
+        f"training, and as many for encoding. The last version: {version_bytes:,} bytes, "
+        f"{2 * changed / state_bytes:.2%} of the weights changed.",
     ]
     overhead, jitter = statistics.median(_ratios(ways[0].turns, base)), statistics.median(map(abs, noise))
     table.check(f"publishing in the background slows training by less than 5%, where the noise is ±{jitter:.1%}", overhead < 0.05)
