@@ -394,7 +394,7 @@ class FleetTimeout(FleetError):
 class TaskExhausted(FleetError):
     """A task failed at as many attempts as have numbers."""
 
-    hint = "Look at the events \"rollout-rejected\": something is wrong with the task, or with every member."
+    hint = 'Look at the events "rollout-rejected": something is wrong with the task, or with every member.'
 
 
 class CodecUnavailable(DeltawireError):
