@@ -14,6 +14,7 @@ from typing import Any
 
 import task
 import torch
+import transformers.models.llama.modeling_llama  # noqa: F401 - now, while there is nothing to do yet
 from child import tell, tell_event, told_to_stop
 
 from deltawire.errors import DeltawireError

@@ -145,6 +145,7 @@ class Story:
     """(step, prompt, completion, reward) of some completions."""
     proof: Proof | None = None
     _end: Told | None = None
+    _troubles: set[str] = field(default_factory=set)
 
     def tell(self, event: Told) -> None:
         self.now = max(self.now, float(event["at"]))
@@ -253,6 +254,15 @@ class Story:
 
     def _on_rollout_rejected(self, event: Told) -> None:
         self.rejected[event["reason"]] += 1
+
+    def _on_trouble(self, event: Told) -> None:
+        """Something that is tried again, or was given up; each is marked once."""
+        words = f"{event['from']}: {event.get('reason') or event.get('error')}"
+        if words not in self._troubles:
+            self._troubles.add(words)
+            self._mark(event, words)
+
+    _on_fleet_retrying = _on_member_retrying = _on_work_failed = _on_sync_failed = _on_swap_failed = _on_follow_failed = _on_trouble
 
     def _on_joined(self, event: Told) -> None:
         self.members[event["from"]].ending = "in the fleet"
