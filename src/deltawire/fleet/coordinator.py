@@ -130,14 +130,18 @@ class Coordinator:
         self._run(lambda steps: steps.stop())
 
     def close(self) -> None:
-        """Let go of threads and connections. The fleet is not told to leave: another trainer may take it over. May be called twice."""
+        """Let go of threads and connections. The fleet is not told to leave: another trainer may take it over. May be called twice.
+
+        A call that waits on another thread ends with `FleetTimeout`, and so does every later one.
+        """
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-        self._pool.shutdown()
-        if self._owns_store:
-            self._store.close()
-            self._owns_store = False
+        with self._turn:
+            self._pool.shutdown()
+            if self._owns_store:
+                self._store.close()
+                self._owns_store = False
 
     def __enter__(self) -> Coordinator:
         return self
@@ -147,6 +151,8 @@ class Coordinator:
 
     def _run(self, begin: Callable[[CoordinatorSteps], Steps[T]]) -> T:
         with self._turn:
+            if self._closing.is_set():
+                raise FleetTimeout("the coordinator was closed.")
             steps = self._opened()
             try:
                 return run_steps(begin(steps), self._store, sleep=self._sleep, perform=self._perform, pool=self._pool)
@@ -182,12 +188,14 @@ class Coordinator:
     def _look_after(self) -> None:
         """Poll while nobody else does and there is work out. What goes wrong is told, and met again by the next call that matters."""
         while not self._closing.wait(self._options.poll_seconds):
-            with self._turn:
-                if self._steps is None or not self._steps.rounds:
-                    continue
-                try:
+            if not self._turn.acquire(timeout=self._options.poll_seconds):
+                continue  # who has it polls, or closes from within a signal handler and waits for this thread
+            try:
+                if self._steps is not None and self._steps.rounds:
                     self._run(lambda steps: steps.poll())
-                except DeltawireError as error:
-                    emit(self._on_event, "fleet-retrying", error=str(error))
-                    if not isinstance(error, StoreError):
-                        return
+            except DeltawireError as error:
+                emit(self._on_event, "fleet-retrying", error=str(error))
+                if not isinstance(error, StoreError):
+                    return
+            finally:
+                self._turn.release()
