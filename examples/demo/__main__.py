@@ -21,6 +21,9 @@ from story import Story
 from view import JsonView, LineView, LiveView, View
 
 from deltawire.cli.terminal import Terminated, interrupt_on_termination
+from deltawire.errors import DeltawireError
+from deltawire.store import open_store
+from deltawire.store.probe import probe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,6 +40,8 @@ def main() -> int:
     parser.add_argument("--pretraining", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--json", action="store_true", help="print every event as a line of JSON, a summary last")
     arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error("--steps: at least 2, since things happen half-way")
     interrupt_on_termination()
     plan = _plan(arguments)
     console = Console(highlight=False)
@@ -64,11 +69,22 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     out: Path = arguments.out
     if out.exists() and not (out / "demo").is_file() and any(out.iterdir()):
         raise SystemExit(f"{out} is not empty, and no folder of this demo's. Name another with --out.")
+    store = f"{arguments.store.rstrip('/')}/demo-{time.strftime('%Y%m%d-%H%M%S')}" if arguments.store else _short(out / "store")
+    if arguments.store:
+        _check_store(store)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / "demo").write_text("This folder is emptied by the next run of the demo.\n")
-    store = f"{arguments.store.rstrip('/')}/demo-{time.strftime('%Y%m%d-%H%M%S')}" if arguments.store else _short(out / "store")
     return Plan(store, out / "logs", arguments.steps, arguments.pretraining)
+
+
+def _check_store(url: str) -> None:
+    """Say at once what is wrong with a store, and not after half a minute of pre-training."""
+    try:
+        with open_store(url) as store:
+            probe(store)
+    except DeltawireError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def _short(path: Path) -> str:

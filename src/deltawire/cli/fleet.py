@@ -55,7 +55,7 @@ def fleet(
     command ends, with code 0. Ctrl-C and SIGTERM let all members leave first. Ends with code 1 if one had to be given up.
     """
     if (count is None) == (ray is None):
-        raise typer.BadParameter("say how many: `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")
+        raise typer.BadParameter("say how many, and where: either `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")
     with exit_codes(json, one_line=True):
         from ..fleet.supervision import Supervisor
         from ..rl.member import MemberOptions

@@ -28,6 +28,8 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="tell every event, to look at one seed")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     chosen = parser.parse_args()
+    if chosen.seeds < 1:
+        parser.error("--seeds: at least 1, or nothing is shown")
     seeds = range(chosen.first, chosen.first + chosen.seeds)
     started = time.monotonic()
     outcomes = simulate_traced(seeds, chosen.members) if chosen.trace else simulate_many(seeds, chosen.members, chosen.jobs)
