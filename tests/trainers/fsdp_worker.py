@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from deltawire.publish import PendingVersion
+from deltawire.publish.cadence import AnchorPolicy
 from deltawire.trainers.fsdp import FSDPPublisher
 
 
@@ -115,6 +116,8 @@ def _run(rank: int, task: dict[str, object]) -> None:
     if task.get("load"):
         load(model, np.load(task["load"]))
     options = {name: task[name] for name in ("background", "resume_from") if name in task}
+    if task.get("anchors") is False:
+        options["anchor_policy"] = AnchorPolicy(min_versions=10**6, max_versions=None)
     on_event = lambda event: events.append(event.to_json())  # noqa: E731
     with FSDPPublisher(task["url"], dtype=dtype, threads=1, on_event=on_event, **options) as publisher:
         if task.get("die") == rank:

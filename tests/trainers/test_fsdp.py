@@ -124,6 +124,21 @@ def test_in_the_background_weights_are_published_as_they_were_at_the_call(train,
     compare(tmp_path / "run", states)
 
 
+def test_a_late_joiner_reads_few_objects_and_has_the_full_state_dict(train, tmp_path):
+    url = tmp_path / "run"
+    states = train(2, url, tmp_path / "out", [0, 38], anchors=False)
+    compare(url, {seq: states[seq] for seq in (5, 17, 33, 38)})
+    store = FaultyStore(open_store(url))
+    with Subscriber(store, pin=False, threads=1) as joiner:
+        joiner.sync()
+        assert {name: array.tobytes() for name, array in joiner.state.items()} == {
+            name: array.tobytes() for name, array in states[38].items()
+        }
+    read = {each.key for each in store.calls if each.op == "read_into" and each.key.startswith("data/")}
+    checkpoint = ChainLog(open_store(url)).read(1).files
+    assert len(read - {file.key for file in checkpoint}) == 2 * 4  # both ranks' files, for 16 + 16 + 4 + 1 versions
+
+
 def test_an_older_version_is_taken_up_by_another_number_of_ranks(train, tmp_path):
     url = tmp_path / "run"
     states = train(2, url, tmp_path / "first", [0, 3])

@@ -10,17 +10,15 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..encode import encode_delta, encode_with_summary
+from ..encode import encode_delta
 from ..format.digest import Digest
 from ..format.records import CommitRef
 from ..resolve import apply_delta
 from ..tensors import State
-from .history import History, Reverse
+from .compose import compose
+from .history import History, budget_for, span_of
 from .segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
 from .snapshots import Arrays, Place, copy_of, copy_tensors, is_kept_like, new_arrays
-
-_HISTORY_SHARE, _LEAST_HISTORY = 4, 1 << 20
-"""Reverse deltas may take the fourth part of the state's own size. In training at small steps it is a few per cent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ class Baseline:
             self.digest = digest
             self.table = TensorTable.of(arrays)
             self.segments = cut_segments(self.table.sizes, segment_bytes=self._segment_bytes)
-            self._history = History(at, max(self.table.state_bytes // _HISTORY_SHARE, _LEAST_HISTORY))
+            self._history = History(at, budget_for(self.table.state_bytes))
             self.intact = True
 
     def settle_beside(self, state: State, place: Place) -> None:
@@ -141,38 +139,15 @@ class Baseline:
         level = 1
         try:
             while parts := self._history.composable(level):
-                reverse, composed = self._compose(level, parts)
+                made = compose(self, level, parts, threads=self._threads, break_off=True)
+                worth_it = made.forward_bytes < made.replaced_bytes
                 with self._lock:
-                    self._history.add_composed(reverse)
-                yield composed
+                    self._history.add_composed(made.reverse(has_skip=worth_it))
+                yield Composed(made.base, made.target, span_of(level), made.forward if worth_it else None)
                 level += 1
         finally:
             with self._lock:
                 self._history.prune()
-
-    def _compose(self, level: int, parts: list[Reverse]) -> tuple[Reverse, Composed]:
-        """Segment by segment, so that it takes the memory of one segment beyond the deltas themselves."""
-        replaced = sum(part.forward_bytes for part in parts)
-        forward: dict[int, bytes] = {}
-        backward: dict[int, bytes] = {}
-        size = 0
-        for index in sorted({index for part in parts for index in part.deltas}):
-            now = self.part(index)
-            then = {name: copy_of(array) for name, array in now.items()}
-            for part in parts:
-                if index in part.deltas:
-                    apply_delta(then, part.deltas[index], threads=self._threads)
-            delta, summary = encode_with_summary(now, then, threads=self._threads)
-            if not summary.tensors_changed:
-                continue
-            backward[index] = delta
-            if size < replaced:
-                forward[index] = encode_delta(then, now, threads=self._threads)
-                size += len(forward[index])
-        worth_it = size < replaced
-        oldest, newest = parts[-1], parts[0]
-        reverse = Reverse(level, newest.end, oldest.base, newest.target, backward, size if worth_it else replaced)
-        return reverse, Composed(oldest.base, newest.target, newest.end - oldest.start, forward if worth_it else None)
 
     def _reverse(self, state: State, changed: Collection[int], remember: bool) -> dict[int, bytes] | None:
         if not remember and not self._history.held:

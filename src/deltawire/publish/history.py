@@ -15,6 +15,13 @@ from ..format.records import CommitRef
 
 FAN = 4
 
+_SHARE, _LEAST = 4, 1 << 20
+
+
+def budget_for(state_bytes: int) -> int:
+    """What reverse deltas may take: the fourth part of the state's own size. In training at small steps they take a few per cent."""
+    return max(state_bytes // _SHARE, _LEAST)
+
 
 def span_of(level: int) -> int:
     """How many versions a reverse delta, or a skip, of this level covers."""

@@ -53,8 +53,12 @@ class ShortcutWriter:
         except BaseException:
             uploads.abandon()
             raise
-        self._create(keys.skip_key(target.seq, base.seq), self._record(base, target, table, files))
+        self.record_skip(base, target, table, files)
         return Made(sum(entry.size for entry in files), seconds)
+
+    def record_skip(self, base: CommitRef, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
+        """Make deltas from version `base` to version `target` that are uploaded known to readers."""
+        self._create(keys.skip_key(target.seq, base.seq), self._record(base, target, table, files))
 
     def anchor(
         self, target: CommitRef, table: TensorTable, segments: Sequence[Segment], source: SegmentSource, attachments: Mapping[str, bytes]

@@ -1,8 +1,8 @@
 """Publishing from FSDP2, and from whatever else keeps weights as DTensors: every rank encodes and uploads its own shards.
 
-Limits: at most 160 ranks publish together, and there are no skips, so readers that fall behind go by every version since the last anchor.
-Shards that are rows (`Shard(0)`, what `fully_shard` makes) and replicas stay where they are. Others (`Shard(1)` of tensor parallelism,
-strided shards) are redistributed to rows first, tensor by tensor: traffic of that tensor's size between the ranks that hold it.
+At most 160 ranks publish together. Shards that are rows (`Shard(0)`, what `fully_shard` makes) and replicas stay where they are. Others
+(`Shard(1)` of tensor parallelism, strided shards) are redistributed to rows first, tensor by tensor: traffic of that tensor's size between
+the ranks that hold it.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from ...format.signing import SigningKey
 from ...store import Store, probe
 from ..cadence import AnchorPolicy, ChainCost, Speed, anchor_due
 from ..commits import Attempt, ChainWriter, emit_published, open_log, open_run
+from ..compose import Composition
+from ..history import span_of
 from ..resume import cost_of, require_version, version_commit
 from ..segments import TensorTable
 from ..shortcuts import ShortcutWriter
@@ -129,6 +131,19 @@ class ChainLead:
         )
         return self._committed()
 
+    def record_skip(self, skip: Composition, table: TensorTable, files: tuple[FileEntry, ...]) -> bool:
+        """Make an uploaded skip to the version at the head known. Returns whether an anchor is due all the same."""
+        self._shortcuts.record_skip(skip.base, skip.target, table, files)
+        size, span = sum(entry.size for entry in files), span_of(skip.level)
+        self._cost.add_skip(span, size)
+        emit(self._on_event, "skip-made", seq=skip.target.seq, base=skip.base.seq, span=span, bytes=size)
+        return self._anchor_due()
+
+    def skip_failed(self, error: DeltawireError) -> None:
+        """A skip could not be made: that costs readers a detour."""
+        assert self._commit is not None
+        emit(self._on_event, "shortcut-failed", kind="skip", seq=self._commit.seq, reason=str(error))
+
     def record_anchor(self, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
         """Make an uploaded checkpoint of the version at the head known."""
         assert self._commit is not None
@@ -161,9 +176,12 @@ class ChainLead:
     def _committed(self) -> dict[str, Any]:
         assert self._attempt is not None
         record = self._land(self._attempt)
+        return {"record": record, "anchor": self._anchor_due()}
+
+    def _anchor_due(self) -> bool:
         assert self._commit is not None
-        due = anchor_due(self._policy, self._cost, self._commit.state_bytes, self._speed) and self._commit.updates >= self._not_before
-        return {"record": record, "anchor": due}
+        due = anchor_due(self._policy, self._cost, self._commit.state_bytes, self._speed)
+        return due and self._commit.updates >= self._not_before
 
     def _land(self, attempt: Attempt) -> str:
         start = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,11 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...dtypes import dtype_named
+from ...encode import encode_delta
 from ...errors import PublishError
 from ...format.digest import PART_ALIGNMENT, Digest, TensorKey
+from ...format.records import CommitRef
 from ...resolve import apply_delta
 from ...state import state_digest
 from ...tensors import State, TensorPart, tensor_bits
+from ..compose import Composition, compose
+from ..history import History, Reverse, budget_for
 from ..segments import Segment, TensorTable, cut_segments
 from .ranks import Ranks, together
 from .shares import Share, Span, divide
@@ -176,18 +180,22 @@ class Reader:
 
 
 class PartsBaseline:
-    """A process's own copy of its parts at the head of the chain, cut into segments.
+    """A process's own copy of its parts at version `at`, the head of the chain, cut into segments; and the way back to recent versions.
 
-    `intact` is False from the moment that a move begins until it is complete, as with `Baseline`.
+    `intact` is False from the moment that a move begins until it is complete, as with `Baseline`. Without `remember` there is no way back.
     """
 
-    def __init__(self, division: Division, parts: Parts, segments: Sequence[Segment], *, threads: int | None) -> None:
+    def __init__(
+        self, division: Division, parts: Parts, segments: Sequence[Segment], at: CommitRef, *, threads: int | None, remember: bool
+    ) -> None:
         self.division = division
         self.segments = tuple(segments)
         self.parts = parts
         self.digest = state_digest(parts, threads=threads)
         self.intact = True
         self._threads = threads
+        self._remember = remember
+        self._history = History(at, budget_for(sum(segment.raw for segment in segments)))
 
     def part(self, index: int) -> Parts:
         return {name: self.parts[name] for name in self.division.table.names_of(self.segments[index])}
@@ -195,22 +203,47 @@ class PartsBaseline:
     def part_of(self, state: State, index: int) -> State:
         return {name: state[name] for name in self.division.table.names_of(self.segments[index])}
 
-    def move_by_copy(self, parts: Parts, changed: Iterable[int], digest: Digest) -> None:
-        """Move on to `parts`, which differ in the segments `changed`."""
+    def move_by_copy(self, parts: Parts, deltas: Mapping[int, bytes], at: CommitRef, digest: Digest) -> None:
+        """Move on to `parts`, which readers get by these deltas: the other segments are the same."""
+        back: dict[int, bytes] | None = None
+        if self._remember:
+            back = {index: encode_delta(self.part_of(parts, index), self.part(index), threads=self._threads) for index in deltas}
         self.intact = False
-        for index in changed:
+        for index in deltas:
             for name, part in self.part(index).items():
                 np.copyto(_bytes(part.elements), _bytes(parts[name].elements))
         self.digest = digest
+        if back is None:
+            self._history.restart(at)
+        else:
+            self._history.advance(at, back, sum(map(len, deltas.values())))
         self.intact = True
 
-    def move_by_deltas(self, deltas: Mapping[int, bytes], digest: Digest) -> None:
-        """Move on by what readers got, where the new parts themselves are not at hand any more."""
+    def move_by_deltas(self, deltas: Mapping[int, bytes], at: CommitRef, digest: Digest) -> None:
+        """Move on by what readers got, where the new parts themselves are not at hand any more. The way back is lost."""
         self.intact = False
         for index, delta in deltas.items():
             apply_delta(dict[str, Any](self.part(index)), delta, threads=self._threads)
         self.digest = digest
+        self._history.restart(at)
         self.intact = True
+
+    def rename(self, at: CommitRef) -> None:
+        """The same parts are another version now. The way back is lost."""
+        self._history.restart(at)
+
+    def compose(self, level: int) -> Composition | None:
+        """Versions up to this one in one step; None if none of that level is due here, or what it takes is forgotten."""
+        ways = self._history.composable(level)
+        return None if ways is None else compose(self, level, ways, threads=self._threads, break_off=False)
+
+    def keep(self, reverse: Reverse) -> None:
+        """Keep what was composed in place of what it was composed from."""
+        self._history.add_composed(reverse)
+
+    def forget(self) -> None:
+        """Drop what no later composition needs. To be called when all of this version are made."""
+        self._history.prune()
 
 
 def whole_tensors(division: Division, indices: Sequence[int], arrived: Sequence[memoryview]) -> dict[str, NDArray[Any]]:

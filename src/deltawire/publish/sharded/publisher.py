@@ -18,7 +18,7 @@ from ...chain.version import Version
 from ...errors import DataDamaged, DeltawireError, PublisherClosed, PublishError, RunMismatch
 from ...events import OnEvent, emit
 from ...format.digest import Digest
-from ...format.records import Commit, FileEntry, Limits
+from ...format.records import Commit, CommitRef, FileEntry, Limits, record_hash
 from ...format.signing import SigningKey
 from ...state import state_digest
 from ...store import Store, StoreOptions, open_store
@@ -34,6 +34,7 @@ from .chain_lead import ChainLead
 from .parts import MOST_FILES, Division, Parts, PartsBaseline, Splitter
 from .ranks import Ranks, lead, together
 from .resume import HopFailed, restore_parts
+from .skips import in_order, skips_due, upload_skip
 
 _STREAMS = 4
 _ATTEMPTS = 6
@@ -61,8 +62,8 @@ class ShardedPublisher:
     and found sound, those after it are abandoned. `signing_key`, `trusted_keys` and other options are those of `Publisher`; only the first
     process's count.
 
-    There are no skips: readers that fall behind go by every version since the last anchor. Anchors are made by all together, before
-    `publish` returns. Nothing happens in the background; `deltawire.trainers.fsdp` puts a thread around it.
+    Skips and anchors are made by all together, before `publish` returns. Nothing happens in the background; `deltawire.trainers.fsdp` puts
+    a thread around it.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ShardedPublisher:
         trusted_keys: Collection[str] = (),
         attachments: Attachments | None = None,
         anchor_policy: AnchorPolicy | None = None,
+        skips: bool = True,
         resume_from: int | None = None,
         limits: Limits | None = None,
         on_event: OnEvent | None = None,
@@ -118,7 +120,7 @@ class ShardedPublisher:
                     policy=policy,
                     on_event=on_event,
                 )
-                return self._lead.opening()
+                return {**self._lead.opening(), "skips": skips}
 
             opening = together(ranks, open_all)[0]
             together(ranks, lambda: self._require_run(opening["id"]))
@@ -128,6 +130,7 @@ class ShardedPublisher:
         self._fetcher = Fetcher(self._store, limits=Limits(*opening["limits"]), on_event=on_event)
         self._commit = None if opening["commit"] is None else Commit.parse(opening["commit"].encode())
         self._is_to_rewind: bool = opening["rewind"]
+        self._has_skips: bool = opening["skips"]
 
     @property
     def version(self) -> Version | None:
@@ -227,8 +230,7 @@ class ShardedPublisher:
         else:
             raise PublishError("a process's own copy of the last version changed in memory, twice. Is that machine's memory sound?")
         assert update is not None
-        entries = [(FileEntry(**entry), rank) for rank, answer in enumerate(answers) for entry in answer["files"]]
-        files = [entry for entry, _ in sorted(entries, key=lambda pair: (pair[0].first, pair[1]))]
+        files = in_order([answer["files"] for answer in answers])
         if sum(entry.size for entry in files) >= division.table.state_bytes:
             return None
         difference = Digest()
@@ -283,7 +285,7 @@ class ShardedPublisher:
     def _finish(self, answer: Mapping[str, Any]) -> None:
         self._move(answer["record"])
         self._pending = None
-        if answer["anchor"]:
+        if self._make_skips(answer["anchor"]):
             self._anchor()
 
     def _move(self, record: str) -> None:
@@ -291,16 +293,18 @@ class ShardedPublisher:
         pending = self._pending
         self._commit = Commit.parse(record.encode())
         self._is_to_rewind = False
-        if pending is None:
-            return
-        if pending.deltas is None:
+        at = self._here()
+        if pending is None:  # a rewind, to what was rebuilt before
+            if self._baseline is not None:
+                self._baseline.rename(at)
+        elif pending.deltas is None:
             assert pending.parts is not None
             self._take(pending.division, pending.parts)
         elif self._baseline is not None and self._baseline.intact:
             if pending.parts is not None:
-                self._baseline.move_by_copy(pending.parts, pending.deltas, pending.digest)
+                self._baseline.move_by_copy(pending.parts, pending.deltas, at, pending.digest)
             else:
-                self._baseline.move_by_deltas(pending.deltas, pending.digest)
+                self._baseline.move_by_deltas(pending.deltas, at, pending.digest)
 
     def _sound_baseline(self, division: Division) -> PartsBaseline | None:
         """The baseline of this division; rebuilt from the store unless every process has it. None where the chain has other tensors."""
@@ -327,8 +331,27 @@ class ShardedPublisher:
 
     def _take(self, division: Division, parts: Parts) -> PartsBaseline:
         segments = division.segments(self._ranks.rank, self._segment_bytes)
-        self._baseline = PartsBaseline(division, parts, segments, threads=self._threads)
+        self._baseline = PartsBaseline(division, parts, segments, self._here(), threads=self._threads, remember=self._has_skips)
         return self._baseline
+
+    def _here(self) -> CommitRef:
+        """The version that the chain is known to be at."""
+        assert self._commit is not None
+        return self._commit.ref(record_hash(self._commit.to_bytes()))
+
+    def _make_skips(self, anchor_due: bool) -> bool:
+        """Those that are due at the version at the head. That they fail is only reported. Returns whether an anchor is due then."""
+        baseline = self._baseline
+        if baseline is None or not self._has_skips:
+            return anchor_due
+        for skip in skips_due(self._ranks, baseline):
+            try:
+                files = upload_skip(self._ranks, self._place(skip.target.seq), skip, baseline.segments)
+                anchor_due = self._leading(lambda first: first.record_skip(skip, baseline.division.table, files))  # noqa: B023
+            except DeltawireError as error:
+                if self._lead is not None:
+                    self._lead.skip_failed(error)
+        return anchor_due
 
     def _anchor(self) -> None:
         """A checkpoint of the version at the head, from the baselines. That it fails is only reported."""

@@ -1,0 +1,117 @@
+"""Skips that many processes make together, played by threads; plain readers take them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from plain_reader import apply_files, read_commits, read_json
+from support import bits_of
+from test_sharded_publisher import follow, publish_all, states
+from threads_as_ranks import run_ranks, shards_of
+
+from deltawire.chain.verify import verify
+from deltawire.publish import history
+from deltawire.publish.cadence import AnchorPolicy
+from deltawire.publish.sharded import ShardedPublisher
+from deltawire.store import open_store
+from deltawire.testing import Before, FaultyStore, call
+
+NO_ANCHORS = AnchorPolicy(min_versions=10**6, max_versions=None)
+
+
+def skips_in(url):
+    store = open_store(url)
+    return [read_json(store, info.key) for info in store.list("skip/")]
+
+
+def spans(url):
+    """(target, versions that it spans) of each skip."""
+    return sorted((skip["target"]["seq"], skip["target"]["seq"] - skip["base"]["seq"]) for skip in skips_in(url))
+
+
+@pytest.mark.parametrize(("size", "segment_bytes"), [(1, 4096), (2, 1 << 20), (3, 4096)])
+def test_skips_lead_from_version_to_version_bit_for_bit(tmp_path, size, segment_bytes):
+    versions, events = states(22), []
+    publish_all(tmp_path, size, versions, anchor_policy=NO_ANCHORS, segment_bytes=segment_bytes, on_event=events.append)
+    store = open_store(tmp_path)
+    assert spans(tmp_path) == sorted([(1 + j, 4) for j in range(4, 22, 4)] + [(17, 16)])
+    commits = read_commits(store)
+    for skip in skips_in(tmp_path):
+        target, base = commits[skip["target"]["seq"]], commits[skip["base"]["seq"]]
+        assert skip["target"] == {"seq": target["seq"], "commit": target["_hash"], "digest": target["digest"]}
+        assert skip["base"] == {"seq": base["seq"], "commit": base["_hash"], "digest": base["digest"]}
+        assert bits_of(apply_files(store, versions[base["seq"] - 1], skip["files"])) == bits_of(versions[target["seq"] - 1])
+        replaced = commits[base["seq"] + 1 : target["seq"] + 1]
+        assert sum(file["size"] for file in skip["files"]) < sum(file["size"] for commit in replaced for file in commit["files"])
+    assert [event.name for event in events].count("skip-made") == len(spans(tmp_path))
+    assert verify(store, deep=True).problems == []
+
+
+def test_a_late_joiner_reads_few_objects(tmp_path):
+    versions = states(70)
+    publish_all(tmp_path, 2, versions, anchor_policy=NO_ANCHORS)
+    store = FaultyStore(open_store(tmp_path))
+    assert follow(store)[0] == bits_of(versions[-1])
+    read = {each.key for each in store.calls if each.op == "read_into" and each.key.startswith("data/")}
+    checkpoint = {file["key"] for file in read_commits(open_store(tmp_path))[1]["files"]}
+    assert len(read - checkpoint) == 2 * 3  # the files of both ranks, for 64 + 4 + 1 versions
+
+
+def test_skips_can_be_left_out_and_are_counted_anew_by_whoever_takes_the_chain_up(tmp_path):
+    versions = states(16)
+    publish_all(tmp_path, 2, versions[:6], anchor_policy=NO_ANCHORS, skips=False)
+    assert spans(tmp_path) == []
+    publish_all(tmp_path, 3, versions[6:12], anchor_policy=NO_ANCHORS)
+    ((target, _),) = spans(tmp_path)
+    (skip,) = skips_in(tmp_path)
+    commits = read_commits(open_store(tmp_path))
+    assert (commits[target]["step"], commits[skip["base"]["seq"]]["step"]) == (3, 5)  # of the second job, and the last of the first
+    publish_all(tmp_path, 2, versions[12:], anchor_policy=NO_ANCHORS, resume_from=target)
+    rewinds = [commit["seq"] for commit in read_commits(open_store(tmp_path)) if commit["kind"] == "rewind"]
+    assert [skip["base"]["seq"] for skip in skips_in(tmp_path)[1:]] == rewinds
+    assert follow(tmp_path)[0] == bits_of(versions[-1])
+    assert verify(open_store(tmp_path), deep=True).problems == []
+
+
+@pytest.mark.parametrize(("rank", "fault"), [(0, call("put_if_absent", "skip/")), (1, "upload of a skip")])
+def test_a_skip_that_fails_at_one_rank_is_reported_and_publishing_goes_on(tmp_path, rank, fault):
+    versions, events = states(18), []
+    if fault == "upload of a skip":
+        fault = SixthUpload()
+    stores = [open_store(tmp_path), open_store(tmp_path)]
+    stores[rank] = FaultyStore(stores[rank], [Before(fault, "full")])
+
+    def work(ranks):
+        report = events.append if ranks.rank == 0 else None
+        with ShardedPublisher(ranks, stores[ranks.rank], threads=1, anchor_policy=NO_ANCHORS, on_event=report) as publisher:
+            for state in versions:
+                publisher.publish(shards_of(state, ranks.rank, 2))
+
+    assert run_ranks(2, work) == [None, None]
+    assert [event.fields["kind"] for event in events if event.name == "shortcut-failed"] == ["skip"]
+    assert spans(tmp_path) == [(9, 4), (13, 4), (17, 4), (17, 16)]  # not that to the fifth version
+    assert follow(tmp_path)[0] == bits_of(versions[-1])
+    assert verify(open_store(tmp_path), deep=True).problems == []
+
+
+class SixthUpload:
+    """Strikes at the sixth upload of data through a store: after one of a checkpoint and those of four deltas, the first of a skip."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, each):
+        self.seen += each.op == "put" and each.key.startswith("data/")
+        return self.seen == 6 and each.op == "put"
+
+
+def test_there_is_no_skip_over_what_one_rank_had_to_forget(tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "_LEAST", 0)  # so that what may be kept depends on what a rank has
+    versions = states(9)
+    half = versions[0]["embed"].shape[0] // 2
+    noise = np.random.default_rng(1).standard_normal((half, 96))
+    for state in versions[2:]:  # with the third version all that the first rank has of the largest tensor is new
+        state["embed"][:half] = noise
+    publish_all(tmp_path, 2, versions, anchor_policy=NO_ANCHORS)
+    assert spans(tmp_path) == [(9, 4)]
+    assert follow(tmp_path)[0] == bits_of(versions[-1])
