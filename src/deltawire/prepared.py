@@ -90,7 +90,7 @@ class PreparedUpdate:
             payload = plan.jobs[index].payload
             mine = None if payload is None else memoryview(payload)
             name, theirs = self._met.setdefault(tensor.memory, (tensor.name, mine))
-            if mine != theirs:  # payloads of the same change are the same bytes
+            if name != tensor.name and mine != theirs:  # payloads of the same change are the same bytes; comparing views takes its time
                 raise StateNotWritable(f"tensors {name!r} and {tensor.name!r} are the same memory, but do not change together.")
             if name != tensor.name and plan.jobs[index].write:
                 plan.jobs[index] = dataclasses.replace(plan.jobs[index], write=False)

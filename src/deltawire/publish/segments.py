@@ -12,7 +12,7 @@ from ..errors import LimitExceeded, PublishError
 from ..format.records import Limits
 from ..tensors import State, TensorBits, tensor_bits
 
-SEGMENT_BYTES = 64 << 20
+SEGMENT_BYTES = 256 << 20
 """Small enough that uploading one overlaps with encoding the next, large enough that a request carries some weight."""
 
 MOST_SEGMENTS = 128
