@@ -89,7 +89,7 @@ def measure(elements: int, steps: int, open_url: Callable[[], object] | None = N
     floor = 1.5 * reading
     table.notes.append(f"The floor: only to read both states once, and the reader's copy once more, takes {1e3 * floor:.0f} ms here.")
     table.notes.append(
-        f"Against a checkpoint that is flushed to disk, as ours is: {theirs / ours:.1f} × less time; at the floor it would be {theirs / floor:.1f} ×."
+        f"Against a checkpoint flushed to disk, as ours is: {theirs / ours:.1f} × less time; at the floor {theirs / floor:.1f} ×."
     )
     table.check("at least 150 × fewer bytes", weight_bytes / statistics.mean(sizes) >= 150)
     table.check(f"at least 8 × less time than safetensors' save_file and load_file (is {unsafe / ours:.1f} ×)", unsafe / ours >= 8)
