@@ -6,6 +6,7 @@ Imports obstore, so is itself imported only when a remote store is opened.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from ipaddress import ip_address
@@ -14,15 +15,17 @@ from urllib.parse import urlsplit
 
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from ..errors import BadUrl
+from ..errors import StoreDenied, StoreError
 from .base import StoreOptions
 from .remote import Clients, RemoteStore
+from .remote_errors import CLIENT_ERRORS, first_sentence
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig, S3Config
 
 _SLOWEST = 256 * 1024  # bytes per second that a line must carry for an upload not to be given up
 _LONGEST_DOWNLOAD = timedelta(hours=6)  # silence ends a download long before; this only keeps the library's own 30 s away
+_REGION = re.compile(r"[A-Za-z0-9-]{1,63}")
 _HUGGING_FACE = "https://s3.hf.co"
 
 
@@ -83,8 +86,11 @@ def _s3(bucket: str, prefix: str, url: str, options: StoreOptions, endpoint: str
     config: S3Config = {}
     if endpoint:
         config["endpoint"] = endpoint
-    if options.region or region:
-        config["region"] = options.region or region or ""
+    region = options.region or region or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
+    if region:
+        if not _REGION.fullmatch(region):  # it becomes part of a host's name, over which the client library would panic
+            raise StoreError(f"{region!r} is no region. Look at AWS_REGION.")
+        config["region"] = region
     if options.virtual_hosted is not None:
         config["virtual_hosted_style_request"] = options.virtual_hosted
 
@@ -102,23 +108,45 @@ def _remote(
     upload = timedelta(seconds=options.timeout + options.streams * options.part_bytes / _SLOWEST)
     once: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     parts: RetryConfig = {"max_retries": options.retries, "retry_timeout": upload * (options.retries + 1)}
-    clients = Clients(
-        small=client({"allow_http": allow_http, "timeout": timeout}, once),
-        download=client({"allow_http": allow_http, "timeout": _LONGEST_DOWNLOAD, "read_timeout": timeout}, once),
-        upload=client({"allow_http": allow_http, "timeout": upload}, once),
-        multipart=client({"allow_http": allow_http, "timeout": upload}, parts),
-    )
-    return RemoteStore(clients, url=f"{url}/{prefix}" if prefix else url, prefix=prefix, options=options)
+    place = f"{url}/{prefix}" if prefix else url
+    try:
+        clients = Clients(
+            small=client({"allow_http": allow_http, "timeout": timeout}, once),
+            download=client({"allow_http": allow_http, "timeout": _LONGEST_DOWNLOAD, "read_timeout": timeout}, once),
+            upload=client({"allow_http": allow_http, "timeout": upload}, once),
+            multipart=client({"allow_http": allow_http, "timeout": upload}, parts),
+        )
+    except CLIENT_ERRORS as error:
+        # No account, a key or a file of keys that cannot be read: without the cause, whose text may hold parts of them.
+        raise StoreDenied(f"{place} cannot be opened: {first_sentence(error)}") from None
+    return RemoteStore(clients, url=place, prefix=prefix, options=options)
 
 
 def _plain_http(endpoint: str | None, options: StoreOptions) -> bool:
-    """Whether to speak without encryption: on this machine, or where the user insists."""
-    if endpoint is None or urlsplit(endpoint).scheme != "http":
+    """Whether to speak without encryption: on this machine, or where the user insists. `StoreError` for what is no address."""
+    if endpoint is None:
         return False
-    host = urlsplit(endpoint).hostname or ""
+    scheme, host = _scheme_and_host(endpoint)
+    if scheme == "https":
+        return False
     if options.allow_http or os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true"} or _is_loopback(host):
         return True
-    raise BadUrl(f"the endpoint at {host!r} is plain http; use https, or StoreOptions(allow_http=True) on a network that you trust.")
+    raise StoreError(
+        f"the endpoint at {host!r} is plain http. Use https; or, on a network that you trust, StoreOptions(allow_http=True) "
+        "or AWS_ALLOW_HTTP=1."
+    )
+
+
+def _scheme_and_host(endpoint: str) -> tuple[str, str]:
+    """Checked here, since the client library panics over some of what is no address."""
+    try:
+        parts = urlsplit(endpoint)
+        scheme, host, _ = parts.scheme.lower(), parts.hostname, parts.port
+    except ValueError:
+        scheme, host = "", None
+    if scheme not in {"http", "https"} or not host or not endpoint.isascii() or any(character <= " " for character in endpoint):
+        raise StoreError("the endpoint that the options or the environment name is no address. Write it as https://HOST[:PORT].")
+    return scheme, host
 
 
 def _is_loopback(host: str) -> bool:

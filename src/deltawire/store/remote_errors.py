@@ -109,7 +109,12 @@ def _read(error: Exception) -> tuple[int | None, str | None, str]:
     connection = _connection(error)
     if connection is not None:
         return None, None, f"the connection failed ({connection})."
-    return None, None, _ADDRESS.sub("…", text.split("\n", 1)[0])[:300].rstrip(".") + "."
+    return None, None, first_sentence(error)
+
+
+def first_sentence(error: Exception) -> str:
+    """What the library itself says, without addresses and without what it adds for its developers."""
+    return _ADDRESS.sub("…", str(error).split("\n", 1)[0])[:300].rstrip(".") + "."
 
 
 def _connection(error: Exception) -> str | None:

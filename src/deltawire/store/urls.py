@@ -40,7 +40,10 @@ def open_store(url: str | Path | Store, *, options: StoreOptions | None = None) 
 
 
 def _open_url(url: str, options: StoreOptions) -> Store:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # without the text, which may hold credentials
+        raise BadUrl(f"what follows {url.split('://')[0]}:// cannot be read.") from None
     scheme = parts.scheme.lower()
     if "@" in parts.netloc:
         raise BadUrl(f"a {scheme}:// URL holds credentials; give them in the environment.")

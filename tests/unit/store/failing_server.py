@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Answer = int | tuple[int, str] | str
-"""A status, a status and the service's code for it, or how to misbehave: "hang", "drop" (the connection), "short" (a body)."""
+"""A status, a status and the service's code for it, or how to misbehave: "hang", "drop" (the connection), "short" or "long" (a body)."""
+
+LONG = 64 << 20
+"""Bytes of a long body, or as many as the client lets itself be sent."""
 
 
 class FailingServer:
@@ -20,6 +23,7 @@ class FailingServer:
         self.answers = answers
         self.requests: list[str] = []
         self.paths: list[str] = []
+        self.hung_up = threading.Event()
         self.released = threading.Event()
 
 
@@ -38,24 +42,30 @@ def failing_server(*answers: Answer) -> Iterator[FailingServer]:
             answer = state.answers.pop(0) if len(state.answers) > 1 else state.answers[0]
             if answer == "hang":
                 state.released.wait(30)
-            if isinstance(answer, str) and answer != "short":
+            if isinstance(answer, str) and answer not in {"short", "long"}:
                 self.close_connection = True
                 with contextlib.suppress(OSError):
                     self.connection.shutdown(socket.SHUT_RDWR)
                 return
-            status, code = answer if isinstance(answer, tuple) else (206 if answer == "short" else answer, "Scripted")
+            status, code = answer if isinstance(answer, tuple) else (206 if isinstance(answer, str) else answer, "Scripted")
             body = b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
-            if answer == "short":
-                body = b"abc"
+            if isinstance(answer, str):
+                body = b"abc" if answer == "short" else b""
                 self.close_connection = True
             self.send_response(int(status))
             self.send_header("ETag", '"x"')
             self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
-            if answer == "short":
+            if isinstance(answer, str):
                 self.send_header("Content-Range", "bytes 0-99/100")
-            self.send_header("Content-Length", "100" if answer == "short" else str(len(body)))
+            self.send_header("Content-Length", {"short": "100", "long": str(LONG)}.get(str(answer), str(len(body))))
             self.end_headers()
             self.wfile.write(body)
+            if answer == "long":
+                try:
+                    for _ in range(LONG >> 20):
+                        self.wfile.write(bytes(1 << 20))
+                except OSError:
+                    state.hung_up.set()
 
         do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = answer
 

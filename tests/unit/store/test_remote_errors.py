@@ -155,6 +155,13 @@ def test_a_body_that_breaks_off_is_read_again(operation: str) -> None:
         assert len(server.requests) == 1 + RETRIES
 
 
+def test_a_body_that_does_not_end_is_damage_and_not_taken_into_memory() -> None:
+    with failing_server("long") as server, _open(server.endpoint) as store:
+        with pytest.raises(DataDamaged, match="more came"):
+            OPERATIONS["read"](store)
+        assert server.hung_up.wait(60)  # the server could not get rid of it all
+
+
 def test_an_operation_succeeds_once_the_service_is_back() -> None:
     with failing_server(503, "drop", 200) as server, _open(server.endpoint) as store:
         assert store.get("some/key", limit=100).startswith(b"<Error>")
@@ -165,6 +172,42 @@ def test_plain_http_is_for_loopback_unless_one_insists() -> None:
     with pytest.raises(StoreError, match="plain http"):
         open_store("s3://bucket", options=StoreOptions(endpoint="http://192.0.2.1:9000"))
     open_store("s3://bucket", options=StoreOptions(endpoint="http://192.0.2.1:9000", allow_http=True)).close()
+
+
+@pytest.mark.parametrize("endpoint", ["host", "host:9000", "https://", "https://host:x", "https://host:99999", "ftp://host", "http://a b"])
+@pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://container", "hf://buckets/owner/name"])
+def test_an_endpoint_that_is_no_address_is_refused_before_it_is_used(endpoint: str, url: str) -> None:
+    with pytest.raises(StoreError, match="no address"):
+        open_store(url, options=StoreOptions(endpoint=endpoint))
+
+
+def test_a_region_that_cannot_stand_in_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "us east 1")
+    with pytest.raises(StoreError, match="AWS_REGION"):
+        open_store("s3://bucket")
+
+
+@pytest.mark.parametrize(
+    ("url", "environment"),
+    [
+        ("az://container", {}),
+        ("az://container", {"AZURE_STORAGE_ACCOUNT_NAME": "name", "AZURE_STORAGE_ACCOUNT_KEY": "no key, but hunter2"}),
+        ("gs://bucket", {"GOOGLE_APPLICATION_CREDENTIALS": "/nowhere/to/be/found.json"}),
+        ("gs://bucket", {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"hunter2":'}),
+    ],
+)
+def test_credentials_that_cannot_be_used_are_told_of_when_the_store_is_opened(
+    url: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_USE_EMULATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StoreDenied, match=f"{url} cannot be opened") as raised:
+        open_store(url)
+    assert "\n" not in str(raised.value)
+    assert "hunter2" not in str(raised.value)
+    assert raised.value.__cause__ is None
 
 
 def test_a_hugging_face_bucket_is_asked_for_under_its_owner() -> None:

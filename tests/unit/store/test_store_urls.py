@@ -52,6 +52,7 @@ def test_services_are_opened_without_a_request(url: str, shown: str, monkeypatch
         "s3:///key",
         "s3://bucket/../other",
         "s3://bucket//double",
+        "s3://[bucket/prefix",
         "s3://bucket?endpoint=http://elsewhere",
         "hf://models/owner/name",
         "hf://buckets/owner",
