@@ -4,6 +4,11 @@ class TestMyStore(StoreConformance):
     @pytest.fixture
     def open_place(self, tmp_path):
         return lambda: MyStore(tmp_path)
+
+    @pytest.fixture
+    def open_place(self):  # or: a service that there is a URL for. What the tests write stays there
+        url = f"s3://bucket/conformance/{uuid.uuid4().hex}"
+        return lambda: open_store(url)
 """
 
 from __future__ import annotations
@@ -50,12 +55,42 @@ class StoreConformance:
 
     @pytest.mark.parametrize("size", [0, 1, 4096])
     def test_small_objects_of_any_size_are_kept(self, store: Store, size: int) -> None:
-        store.put("put", bytes(size), size=size)
-        store.put_if_absent("created", bytes(size))
-        assert store.get("put", limit=size) == store.get("created", limit=size) == bytes(size)
-        assert store.head("put").size == size
-        buffer = bytearray(size)
-        store.read_into("put", memoryview(buffer))
+        data = b"x" * size
+        store.put("put", data, size=size)
+        store.put_if_absent("created", data)
+        assert store.get("put", limit=size) == store.get("created", limit=size) == data
+        assert store.head("put").size == store.head("created").size == size
+        for key in ("put", "created"):
+            buffer = bytearray(size)
+            store.read_into(key, memoryview(buffer))
+            assert buffer == data
+
+    def test_a_put_that_need_not_last_is_seen_at_once(self, store: Store, open_place: Callable[[], Store]) -> None:
+        for data in (b"first", b"second"):
+            store.put("HEAD", data, durable=False)
+            with open_place() as other:
+                assert other.get("HEAD", limit=100) == data
+
+    def test_no_reader_sees_an_object_half_written(self, store: Store, open_place: Callable[[], Store]) -> None:
+        size, versions = 300_000, 24
+        store.put("object", bytes(size))
+        is_over = threading.Event()
+
+        def read() -> None:
+            with open_place() as mine:
+                while not is_over.is_set():
+                    data = mine.get("object", limit=size)
+                    assert data == data[:1] * size
+
+        with ThreadPoolExecutor(2) as pool:
+            readers = [pool.submit(read) for _ in range(2)]
+            try:
+                for version in range(1, versions + 1):
+                    store.put("object", bytes([version]) * size)
+            finally:
+                is_over.set()
+            for reader in readers:
+                reader.result()
 
     def test_buffers_of_every_kind_are_taken(self, store: Store) -> None:
         store.put("bytearray", bytearray(b"abc"))
