@@ -46,7 +46,8 @@ def test_data_that_arrive_after_their_commit_are_waited_for(chain: ToyChain, wai
 
 
 def test_data_that_never_arrive_are_an_alarm_after_a_bounded_time(chain: ToyChain, waiting: Waiting) -> None:
-    with open_subscriber(chain.store, patience=30.0) as reader:
+    events = Listener()
+    with open_subscriber(chain.store, patience=30.0, on_event=events) as reader:
         reader.sync()
         before = bits_of(reader.state)
         chain.lose(chain.delta().files[0])
@@ -54,6 +55,7 @@ def test_data_that_never_arrive_are_an_alarm_after_a_bounded_time(chain: ToyChai
             reader.sync()
         assert caught.value.retryable
         assert 20 < waiting.now < 120
+        assert events.names().count("sync-failed") == 1
         assert reader.version is not None
         assert reader.version.seq == 1
         assert bits_of(reader.state) == before
@@ -176,6 +178,9 @@ def test_a_publisher_waits_for_data_of_its_own_run_that_arrive_late(waiting: Wai
     late = inner.get(entry.key, limit=1 << 20)
     inner.delete([entry.key])
     waiting.meanwhile = lambda: inner.put(entry.key, late)
-    with open_publisher(inner) as publisher:
+    events = Listener()
+    with open_publisher(inner, on_event=events) as publisher:
         ledger.publish(publisher)
+    assert waiting.now > 0
+    assert "retrying" in events.names()
     assert_one_history(inner, ledger)

@@ -91,12 +91,14 @@ def test_a_bad_delta_is_got_round_by_an_anchor(chain: ToyChain, opened: Open, ha
 
 def test_a_bad_delta_in_front_of_an_anchor_that_was_confirmed_before_is_got_round(chain: ToyChain, opened: Open, harm: str) -> None:
     """The anchor is of the very version whose own delta is bad."""
-    with opened(chain) as reader:
+    events = Listener()
+    with opened(chain, on_event=events) as reader:
         reader.sync(1)
         chain.add_anchor(2)
         do_harm(chain, chain.commits[2].files[1], harm, chain.commits[3].files[1])
         assert reader.sync().seq == 4
         assert bits_of(reader.state) == bits_of(chain.state)
+    assert "avoiding" in events.names()
 
 
 def test_a_bad_anchor_is_got_round_by_an_older_one(chain: ToyChain, opened: Open, harm: str) -> None:

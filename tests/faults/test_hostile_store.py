@@ -135,11 +135,15 @@ def test_a_publisher_does_not_build_on_a_commit_that_is_none() -> None:
 
 
 def test_a_chain_that_claims_more_than_a_reader_allows_is_refused_before_anything_is_fetched() -> None:
-    store, _ = published(2)
-    with open_subscriber(store, limits=dataclasses.replace(Limits(), state_bytes=100)) as reader:
-        with pytest.raises(LimitExceeded):
-            reader.sync()
-        assert reader.version is None
+    inner, ledger = published(2)
+    for limit in ("state_bytes", "tensors", "file_bytes"):
+        store = FaultyStore(inner)
+        with open_subscriber(store, limits=dataclasses.replace(Limits(), **{limit: 1})) as reader:
+            with pytest.raises(LimitExceeded):
+                reader.sync()
+            assert reader.version is None
+        assert not [call for call in store.calls if call.key.startswith(keys.DATA)]
+    assert visible_step(inner) == ledger.newest
 
 
 @pytest.mark.parametrize("wrong", ["missing", "by another key", "of another record"])

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from publications import bits_at, open_publisher, open_subscriber, published
+from publications import Listener, bits_at, open_publisher, open_subscriber, published
 from support import PACKAGE, bits_of
 
-from deltawire.errors import ChainError, MirrorError, StoreError, StoreUnavailable
+from deltawire.errors import CorruptRecord, DataMissing, MirrorError, NoChain, RollbackDetected, StoreUnavailable
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
@@ -69,19 +69,19 @@ def test_a_reader_whose_store_is_unavailable_at_any_call_keeps_its_version_and_g
 
 
 def test_a_reader_that_is_told_at_any_call_that_an_object_is_missing_keeps_its_version_and_goes_on(opened: Open) -> None:
-    assert_faults_heal(lambda index: Reading(index, "missing"), ChainError, opened)
+    assert_faults_heal(lambda index: Reading(index, "missing"), (NoChain, DataMissing, RollbackDetected), opened)
 
 
 def test_a_reader_that_is_given_a_flipped_bit_at_any_call_keeps_its_version_and_goes_on(opened: Open) -> None:
-    assert_faults_heal(lambda index: Reading(index, "flip"), ChainError, opened)
+    assert_faults_heal(lambda index: Reading(index, "flip"), CorruptRecord, opened)
 
 
 def test_a_reader_that_is_given_half_an_object_at_any_call_keeps_its_version_and_goes_on(opened: Open) -> None:
-    assert_faults_heal(lambda index: Reading(index, "truncate"), ChainError, opened)
+    assert_faults_heal(lambda index: Reading(index, "truncate"), CorruptRecord, opened)
 
 
 def test_a_reader_that_is_shown_the_past_at_any_call_keeps_its_version_and_goes_on(opened: Open) -> None:
-    assert_faults_heal(lambda index: Reading(index, "stale"), (ChainError, StoreError), opened)
+    assert_faults_heal(lambda index: Reading(index, "stale"), DataMissing, opened)
 
 
 def test_a_memory_reader_cut_off_at_any_call_holds_a_whole_version() -> None:
@@ -248,10 +248,12 @@ def test_a_slot_that_a_power_failure_tore_is_not_served(tmp_path: Path, monkeypa
 
 def test_weights_that_rot_in_a_readers_memory_are_found_and_fetched_again() -> None:
     store, ledger = published(2)
-    with open_subscriber(store) as reader:
+    events = Listener()
+    with open_subscriber(store, on_event=events) as reader:
         reader.sync()
         reader._replica._state.writable["c.bias"][0] += 1
         with open_publisher(store) as publisher:
             ledger.publish(publisher)
         assert reader.sync().step == ledger.newest
         assert_whole(reader)
+    assert "resynced" in events.names()
