@@ -6,6 +6,7 @@ import contextlib
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from support import bits_of
 from deltawire.chain import plan
 from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
+from deltawire.chain.routes import Routes
 from deltawire.errors import ChainStale, DataMissing, VersionGone
 from deltawire.publish.commits import ChainWriter
 from deltawire.store import keys
@@ -28,6 +30,18 @@ DAYS = 86400.0 * 10
 def long_chain() -> tuple[MemoryStore, Ledger]:
     """Thirteen versions, with anchors of the first and every fourth after it."""
     return published(13)
+
+
+def wide_state(version: int) -> dict[str, Any]:
+    """Of versions like this a checkpoint is far larger than a delta."""
+    places = np.arange(20_000, dtype=np.int32)
+    return {"weight": places + 10**6 * (places < version)}
+
+
+def prefer_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways are chosen by their bytes alone, as they are for who follows a large model."""
+    monkeypatch.setattr(plan, "HOP_COST", 0)
+    monkeypatch.setattr(plan, "OBJECT_COST", 0)
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
@@ -50,9 +64,8 @@ def test_a_collection_at_any_call_of_a_reader_costs_it_a_detour_at_most(
     mirrored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the rules it would have a grace period, and a pin. Here it has neither. It goes by deltas, as who follows a large model does."""
-    monkeypatch.setattr(plan, "HOP_COST", 0)
-    monkeypatch.setattr(plan, "OBJECT_COST", 0)
-    states = [{"weight": np.arange(20_000, dtype=np.int32) + 10**6 * (np.arange(20_000) < version)} for version in range(1, 14)]
+    prefer_deltas(monkeypatch)
+    states = [wide_state(version) for version in range(13)]
     index, events, collections = 0, Listener(), 0
     while True:
         inner = MemoryStore()
@@ -169,19 +182,38 @@ def test_a_collector_killed_at_any_call_leaves_a_chain_that_can_be_read_and_coll
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_a_reader_that_joins_at_any_version_ends_at_the_head_bit_for_bit(mirrored: bool, tmp_path: Path) -> None:
-    """Over skips, anchors, a new publisher's fence, and a rewind."""
-    store, ledger = published(9)
-    with open_publisher(store, resume_from=7) as publisher:
-        ledger.publish(publisher, 3)
-    versions = [commit for commit in ChainLog(store).tail(-1) if commit.kind != "fence"]
-    assert {commit.kind for commit in versions} == {"anchor", "delta", "rewind"}
-    for commit in versions:
-        with open_subscriber(store, tmp_path / str(commit.seq) if mirrored else None) as reader:
-            assert reader.sync(commit.seq).step == commit.step
-            assert bits_of(reader.state) == bits_at(commit.step or 0)
-            assert reader.sync().step == ledger.newest
-            assert bits_of(reader.state) == bits_at(ledger.newest or 0)
+def test_a_reader_that_joins_at_any_version_ends_at_the_head_bit_for_bit(
+    mirrored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over skips, anchors, a new publisher's fence, and a rewind; and back again."""
+    ways: set[str] = set()
+    find = Routes.find
+
+    def noting(routes: Routes, have: Any, target: Any) -> Any:
+        hops = find(routes, have, target)
+        ways.update(hop.source for hop in hops)
+        return hops
+
+    monkeypatch.setattr(Routes, "find", noting)
+    prefer_deltas(monkeypatch)
+    store = MemoryStore()
+    states: dict[int, Any] = {}
+    for resume_from, count in ((None, 9), (None, 6), (8, 9)):
+        with open_publisher(store, resume_from=resume_from) as publisher:
+            if resume_from is not None:
+                assert publisher.version is not None
+                states[publisher.version.seq] = states[resume_from]
+            for _ in range(count):
+                state = wide_state(len(states))
+                states[publisher.publish(state).seq] = state
+    versions = [commit.seq for commit in ChainLog(store).tail(-1) if commit.kind != "fence"]
+    assert versions == sorted(states)
+    for seq in versions:
+        with open_subscriber(store, tmp_path / str(seq) if mirrored else None) as reader:
+            for target in (seq, None, seq):
+                assert reader.sync(target).seq == (target or versions[-1])
+                assert bits_of(reader.state) == bits_of(states[target or versions[-1]])
+    assert ways == {"anchor", "commit", "fence", "rewind", "skip"}
 
 
 def test_a_reader_that_joins_while_the_chain_grows_follows_it_from_there() -> None:
