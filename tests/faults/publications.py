@@ -99,9 +99,9 @@ def repeated(action: Callable[[], Any], tries: int = _TRIES) -> Any:
     raise AssertionError
 
 
-def run_session(store: Store, ledger: Ledger, *, tries: int = 1) -> None:
+def run_session(store: Store, ledger: Ledger, *, tries: int = 1, **options: Any) -> None:
     """From opening to closing."""
-    publisher = repeated(lambda: open_publisher(store), tries)
+    publisher = repeated(lambda: open_publisher(store, **options), tries)
     try:
         ledger.publish(publisher, SESSION, tries=tries)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from publications import SESSION, Ledger, assert_goes_on, calls_of_a_session, open_publisher, published, repeated, run_session
+from publications import SESSION, Ledger, Listener, assert_goes_on, calls_of_a_session, open_publisher, published, repeated, run_session
 
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import After, Before, FaultyStore, ProcessDied
@@ -31,12 +31,15 @@ def assert_death_loses_nothing(fault: Fault) -> None:
         assert_goes_on(store.inner, ledger)
 
 
-def assert_errors_lose_nothing(fault: Fault, kind: Failure) -> None:
+def assert_errors_lose_nothing(fault: Fault, kind: Failure) -> Listener:
+    """What was reported is returned."""
+    events = Listener()
     for store in sessions_with(fault, kind):
         ledger = Ledger()
-        run_session(store, ledger, tries=2)
+        run_session(store, ledger, tries=2, on_event=events)
         assert ledger.newest == SESSION - 1
         assert_goes_on(store.inner, ledger)
+    return events
 
 
 def test_a_publisher_killed_before_any_call_loses_nothing_acknowledged() -> None:
@@ -56,7 +59,9 @@ def test_a_call_that_was_neither_done_nor_answered_loses_nothing() -> None:
 
 
 def test_a_store_that_is_unavailable_at_any_call_loses_nothing() -> None:
-    assert_errors_lose_nothing(Before, "unavailable")
+    events = assert_errors_lose_nothing(Before, "unavailable")
+    assert {event.fields["error"] for event in events.events if event.name == "publish-failed"} == {"StoreUnavailable"}
+    assert {event.fields["kind"] for event in events.events if event.name == "shortcut-failed"} == {"anchor", "skip"}
 
 
 def test_a_publisher_killed_while_it_takes_a_run_up_again_loses_nothing() -> None:

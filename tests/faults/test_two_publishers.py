@@ -51,6 +51,7 @@ def referenced(store: Store) -> set[str]:
 
 def test_of_two_publishers_exactly_one_goes_on_wherever_the_second_comes_in() -> None:
     """The second opens the run and publishes, at every call of the first one's session."""
+    events = Listener()
     for index in range(len(calls_of_a_session())):
         inner, ours, theirs = MemoryStore(), Ledger(), Ledger(OTHERS)
         second: list[Publisher] = []
@@ -62,7 +63,7 @@ def test_of_two_publishers_exactly_one_goes_on_wherever_the_second_comes_in() ->
         store = FaultyStore(inner, [Before(At(index, come_in), "crash", times=None)])
         alive: list[tuple[Publisher, Ledger]] = []
         with contextlib.suppress(Fenced):
-            first = open_publisher(store)
+            first = open_publisher(store, on_event=events)
             halted = [(first, ours)]
             ours.publish(first, SESSION)
             ours.publish(first)
@@ -82,6 +83,7 @@ def test_of_two_publishers_exactly_one_goes_on_wherever_the_second_comes_in() ->
         ledger.publish(publisher)
         assert visible_step(inner) == ledger.newest
         assert_one_history(inner, ours, theirs)
+    assert "fenced" in events.names()
 
 
 def test_a_publisher_that_wakes_up_after_another_took_over_halts_and_its_late_data_are_nobodys() -> None:
