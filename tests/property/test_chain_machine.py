@@ -1,4 +1,4 @@
-"""A chain among writers, readers and collectors that crash, freeze, wake up as zombies and lose answers, in any order.
+"""A chain among writers, readers and collectors that crash, freeze, wake up as zombies and lose answers, in any order, while clocks jump.
 
 After every step: one serial history, of which nothing that was acknowledged is missing; every reader holds one whole version, bit for bit
 as it was published; what lies above the floor is all there.
@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,10 @@ from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.records import Commit, link_targets
 from deltawire.publish import create
 from deltawire.publish.cadence import AnchorPolicy
+from deltawire.publish.commits import ChainWriter
 from deltawire.store import keys
 from deltawire.subscribe import Subscriber, reading_mirror
+from deltawire.subscribe.chain_view import ChainView
 from deltawire.testing import Call, ProcessDied
 
 EXAMPLES = int(os.environ.get("DELTAWIRE_CHAIN_EXAMPLES", "0"))
@@ -63,6 +66,16 @@ CALLS += [
     ("delete", ""),
     ("put", "HEAD"),
 ]
+
+
+class LocalClock:
+    """What processes take for the time of day."""
+
+    error = 0.0
+
+    @classmethod
+    def now(cls) -> float:
+        return time.time() + cls.error
 
 
 @st.composite
@@ -99,6 +112,7 @@ class ChainMachine(RuleBasedStateMachine):
     @initialize(versions=st.sampled_from([0, 2, 9, 17]), seed=st.integers(0, 1000))
     def begin(self, versions: int, seed: int) -> None:
         self.world = World()
+        LocalClock.error = 0.0
         self.folder = Path(tempfile.mkdtemp(prefix="deltawire-machine-"))
         self.writers: dict[int, Writer] = {}
         self.readers: dict[int, Reader] = {}
@@ -292,6 +306,14 @@ class ChainMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.world.pass_time(seconds)
 
+    @rule(seconds=st.sampled_from([-1e6, -1300.0, 4000.0, 1e6]), is_the_stores=st.booleans())
+    def clock_jumps(self, seconds: float, is_the_stores: bool) -> None:
+        """That of the store, or that which all processes go by; forward or back."""
+        if is_the_stores:
+            self.world.pass_time(seconds)
+        else:
+            LocalClock.error += seconds
+
     @precondition(lambda self: any(commit["epoch"] < self.world.epoch and commit["kind"] != "fence" for commit in self.world.commits))
     @rule(pick=st.integers(0, 100))
     def blind_zombie_commits(self, pick: int) -> None:
@@ -394,6 +416,8 @@ class ChainMachine(RuleBasedStateMachine):
 def test_chain_survives_whatever_its_processes_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create, "_FIRST_PAUSE", 0.0)
     monkeypatch.setitem(Fetcher.__init__.__kwdefaults__, "patience", 0.0)  # nothing that is missing will arrive later here
+    monkeypatch.setitem(ChainWriter.__init__.__kwdefaults__, "clock", LocalClock.now)
+    monkeypatch.setitem(ChainView.__init__.__kwdefaults__, "clock", LocalClock.now)
     options: dict[str, Any] = {"max_examples": EXAMPLES, "derandomize": False} if EXAMPLES else {"max_examples": 100}
     run_state_machine_as_test(ChainMachine, settings=settings(stateful_step_count=50, **options))
 
