@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import select
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,6 +18,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of requests that are being answered: they wait and then go on; they are finished first; they are ended."""
 
 _PROMPT, _PATIENT = 10.0, 600.0
+_LOOK = 5.0
+"""Seconds between two looks at whether a server that is long in answering is still there."""
 
 
 class EngineUnreachable(EngineError):
@@ -62,10 +66,11 @@ class VllmRoutes:
         """
         try:
             config = self._get("/server_info?config_format=json")["vllm_config"]
-            mode, device = config["model_config"].get("logprobs_mode"), config.get("device_config", {}).get("device_type")
+            mode, runs_on = config["model_config"].get("logprobs_mode"), config.get("device_config", {})
+            device = runs_on.get("device_type") or runs_on.get("device")  # vLLM 0.32 has the latter
         except (RouteFailed, KeyError, TypeError, AttributeError):
             return None, None
-        return mode and str(mode), device and str(device)
+        return mode and str(mode), device and str(device).partition(":")[0]
 
     def check_alive(self) -> None:
         """`EngineUnreachable` or `RouteFailed` if the server is gone, or its engine is dead behind it."""
@@ -111,19 +116,47 @@ class VllmRoutes:
         return list(self._post("/collective_rpc", {"method": method, "args": list(arguments)})["results"])
 
     def _get(self, route: str) -> Any:
-        return self._ask(urllib.request.Request(self.url + route), _PROMPT)
+        return self._ask("GET", route, None, {}, _PROMPT)
 
     def _post(self, route: str, body: Mapping[str, Any] | None) -> Any:
         data = b"" if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
-        return self._ask(urllib.request.Request(self.url + route, data=data, headers=headers, method="POST"), self._patience)
+        return self._ask("POST", route, data, headers, self._patience)
 
-    def _ask(self, request: urllib.request.Request, timeout: float) -> Any:
-        route = request.full_url.removeprefix(self.url)
+    def _ask(self, method: str, route: str, data: bytes | None, headers: Mapping[str, str], timeout: float) -> Any:
+        parts = urllib.parse.urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.netloc, timeout=timeout)
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                return json.loads(answer.read() or b"null")
-        except urllib.error.HTTPError as error:
-            raise RouteFailed(route, error.code, error.read(2000).decode(errors="replace")) from None
+            connection.request(method, parts.path + route, data, dict(headers))
+            self._await(connection)
+            answer = connection.getresponse()
+            content = answer.read()
+            if not 200 <= answer.status < 300:
+                raise RouteFailed(route, answer.status, content[:2000].decode(errors="replace"))
+            return json.loads(content or b"null")
         except (OSError, http.client.HTTPException, ValueError) as error:  # also a connection that breaks half-way
             raise EngineUnreachable(f"{self.url}{route}: {error}.") from error
+        finally:
+            connection.close()
+
+    def _await(self, connection: http.client.HTTPConnection) -> None:
+        """Return when an answer begins, or it is time to give up. `ConnectionAbortedError` if there will be none.
+
+        A server whose engine has died waits for its clients to hang up before it ends, and never answers them.
+        """
+        deadline = time.monotonic() + (connection.timeout or 0.0)
+        while time.monotonic() < deadline and not select.select([connection.sock], [], [], _LOOK)[0]:
+            if self._has_ended():
+                raise ConnectionAbortedError("the server, or its engine, has ended")
+
+    def _has_ended(self) -> bool:
+        """Whether the server takes no more requests, or says itself that its engine is dead. That it is slow to answer means nothing."""
+        try:
+            urllib.request.urlopen(f"{self.url}/health", timeout=_PROMPT).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            return True
+        except OSError as error:
+            return isinstance(getattr(error, "reason", error), ConnectionRefusedError)
+        return False

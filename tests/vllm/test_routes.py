@@ -1,0 +1,100 @@
+"""How requests to a server end. The server is a double: it answers a pause when it is told to, or never."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from deltawire.engines.vllm import routes as module
+from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed, VllmRoutes
+
+
+class SlowServer(ThreadingHTTPServer):
+    """`health` is what it says of itself; a pause is answered after `looks` looks at that, at the earliest when `answers` is set."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.health, self.looks = 200, 0
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: SlowServer
+
+    def do_GET(self) -> None:
+        if self.path == "/server_info?config_format=json":
+            config = {"model_config": {"logprobs_mode": "raw_logprobs"}, "device_config": {"device": "cpu"}}
+            self._answer(200, {"vllm_config": config})
+            return
+        self.server.looks += 1
+        if self.server.looks == 3:
+            self.server.answers.set()
+        self._answer(self.server.health, None)
+
+    def do_POST(self) -> None:
+        self.server.asked.set()
+        self.server.answers.wait(60)
+        self._answer(200, None)
+
+    def _answer(self, status: int, content: Any) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowServer]:
+    monkeypatch.setattr(module, "_LOOK", 0.05)
+    with SlowServer() as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield server
+        server.answers.set()
+        server.shutdown()
+        serving.join()
+
+
+@pytest.fixture
+def routes(server: SlowServer) -> VllmRoutes:
+    return VllmRoutes(f"http://127.0.0.1:{server.server_port}/")
+
+
+def test_a_server_that_takes_its_time_is_waited_for(server: SlowServer, routes: VllmRoutes) -> None:
+    routes.pause("keep", clear_cache=True)
+    assert server.looks >= 3
+
+
+def test_one_whose_engine_is_dead_keeps_nobody_waiting(server: SlowServer, routes: VllmRoutes) -> None:
+    server.health = 503
+    with pytest.raises(EngineUnreachable, match="has ended"):
+        routes.pause("keep", clear_cache=True)
+    with pytest.raises(RouteFailed, match="503"):
+        routes.check_alive()
+
+
+def test_one_that_takes_no_more_requests_keeps_nobody_waiting(server: SlowServer, routes: VllmRoutes) -> None:
+    def close_the_door() -> None:
+        server.asked.wait(60)
+        server.shutdown()
+        server.server_close()
+
+    closing = threading.Thread(target=close_the_door)
+    closing.start()
+    with pytest.raises(EngineUnreachable, match="has ended"):
+        routes.pause("keep", clear_cache=True)
+    closing.join()
+
+
+def test_what_it_runs_on_is_known(routes: VllmRoutes) -> None:
+    assert routes.settings() == ("raw_logprobs", "cpu")
