@@ -1,9 +1,9 @@
 """TRL and vLLM that share nothing but a bucket: an S3 server, a vLLM server with its sidecar, and a trainer, each a process of its own.
 
-    python examples/trl_vllm_over_bucket/run.py [STEPS]
+    python examples/trl_vllm_over_bucket/run.py [STEPS [URL]]
 
-In earnest the bucket is real, and the two sides are machines that cannot reach each other's weights. The trainer does reach the server's
-port for completions, as TRL wants it.
+With a URL (s3://bucket/prefix, credentials in the environment) the bucket is a real one. In earnest the two sides are machines that cannot
+reach each other's weights. The trainer does reach the server's port for completions, as TRL wants it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ S3 = {"AWS_ACCESS_KEY_ID": "example", "AWS_SECRET_ACCESS_KEY": "example", "AWS_R
 VLLM = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-def main(steps: int) -> None:
+def main(steps: int, url: str | None = None) -> None:
     folder = Path(tempfile.mkdtemp(prefix="deltawire-example-"))
     model = folder / "model"
     subprocess.run([sys.executable, HERE / "tiny_model.py", model], check=True)
     s3, vllm = free_port(), free_port()
-    bucket = {**S3, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3}"}
-    url, server = "s3://policy/run-1", f"http://127.0.0.1:{vllm}"
+    server = f"http://127.0.0.1:{vllm}"
+    bucket: dict[str, str] = {}
     processes = []
     try:
-        processes.append(start(folder / "s3.log", ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(s3)], {}))
-        wait_for(f"http://127.0.0.1:{s3}/moto-api/", processes[-1])
-        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{s3}/policy", method="PUT")).close()
+        if url is None:
+            url, bucket = "s3://policy/run-1", {**S3, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3}"}
+            processes.append(start(folder / "s3.log", ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(s3)], {}))
+            wait_for(f"http://127.0.0.1:{s3}/moto-api/", processes[-1])
+            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{s3}/policy", method="PUT")).close()
         backend = ["--weight-transfer-config", '{"backend": "deltawire"}', "--enforce-eager", "--max-model-len", "256"]
         backend += ["--enable-scale-out"]  # so that samples can be labelled with the versions that made them
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(vllm), "--host", "127.0.0.1", *backend]
@@ -81,4 +83,4 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10, *sys.argv[2:3])

@@ -1,4 +1,4 @@
-"""Real vLLM servers, as their own processes. Where vLLM is not installed these tests are skipped; each boot takes some 20 seconds."""
+"""Real vLLM servers, as their own processes, forked from one that has vLLM imported. Where it is not installed these tests are skipped."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_server import LiveServer, LiveSidecar
+from live_server import LiveServer, LiveSidecar, server_environment
+from server_nursery import ServerNursery
+from servers import seaweedfs
 from tiny_models import State, TinyModel, train
 
 from deltawire import Publisher, Version
+
+__all__ = ["seaweedfs"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,12 +71,19 @@ def start_run(tmp_path: Path) -> Iterator[Callable[[TinyModel], Run]]:
         run.publisher.close()
 
 
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerNursery]:
+    folder = tmp_path_factory.mktemp("nursery")
+    with ServerNursery(folder, server_environment(folder)) as nursery:
+        yield nursery
+
+
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., LiveServer]]:
+def serve(tmp_path: Path, nursery: ServerNursery) -> Iterator[Callable[..., LiveServer]]:
     servers: list[LiveServer] = []
 
     def start(model: Path, **options: object) -> LiveServer:
-        servers.append(LiveServer(tmp_path, model, **options))  # type: ignore[arg-type]
+        servers.append(LiveServer(tmp_path, model, nursery=nursery, **options))  # type: ignore[arg-type]
         return servers[-1]
 
     yield start

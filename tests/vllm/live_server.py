@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from server_nursery import ServerNursery
+
 from deltawire.engines.vllm.routes import VllmRoutes
 
 _BOOT_SECONDS = 300
@@ -48,8 +50,22 @@ def plugin_path(folder: Path) -> str:
     return os.pathsep.join([str(folder), str(Path(__file__).parent)])
 
 
+def server_environment(folder: Path) -> dict[str, str]:
+    """What servers are started with; `folder` gets the plugins of tests."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "PYTHONPATH": plugin_path(folder / "plugins"),
+    }
+
+
 class LiveServer:
-    """A vLLM server with our backend; `ranks` is its tensor parallelism. It is stopped with all of its workers."""
+    """A vLLM server with our backend; `ranks` is its tensor parallelism. It is stopped with all of its workers.
+
+    With a `nursery` it is forked there, in seconds; else it is started as a user would.
+    """
 
     def __init__(
         self,
@@ -61,33 +77,37 @@ class LiveServer:
         environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
         backend: str = "deltawire",
+        nursery: ServerNursery | None = None,
     ) -> None:
+        self._nursery = nursery
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.routes = VllmRoutes(self.url)
         self._log_path = folder / f"server-{self.port}-{time.monotonic_ns()}.log"
-        variables = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "PYTHONPATH": plugin_path(folder / "plugins"),
-        }
+        command = ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--enforce-eager", "--max-model-len", "512"]
+        command += ["--tensor-parallel-size", str(ranks), "--weight-transfer-config", json.dumps({"backend": backend}), *arguments]
+        if nursery is not None:
+            self._process_id = nursery.start(command, self._log_path, environment or {})
+            return
+        variables = server_environment(folder)
         if ranks > 1:
             variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "tiny"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager", "--max-model-len", "512"]
-        command += ["--tensor-parallel-size", str(ranks), "--weight-transfer-config", json.dumps({"backend": backend}), *arguments]
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command, env={**os.environ, **variables, **(environment or {})}, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command],
+                env={**os.environ, **variables, **(environment or {})},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
+        self._process_id = self._process.pid
 
     def wait(self) -> LiveServer:
         """Return when it answers."""
         deadline = time.monotonic() + _BOOT_SECONDS
         while True:
-            is_hopeless = self._process.poll() is not None or time.monotonic() > deadline
+            is_hopeless = not self._is_running() or time.monotonic() > deadline
             assert not is_hopeless, f"the server does not start:\n{self.log_tail()}"
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
@@ -135,9 +155,15 @@ class LiveServer:
 
     def kill(self) -> None:
         """End it, workers and all, on the spot."""
+        if self._nursery is not None:
+            self._nursery.kill(self._process_id)
+            return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process_id, signal.SIGKILL)
         self._process.wait()
+
+    def _is_running(self) -> bool:
+        return self._process.poll() is None if self._nursery is None else self._nursery.is_running(self._process_id)
 
 
 class LiveSidecar:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from live_server import LiveServer, LiveSidecar, wait_until
+from servers import Server
 from tiny_models import runtime_hashes
 
 from deltawire import Subscriber
@@ -22,16 +23,37 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed"),
 ]
 
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl_vllm_over_bucket"
 STEPS = 10
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trl") / "model"
+    subprocess.run([sys.executable, EXAMPLE / "tiny_model.py", folder], env={**os.environ, **OFFLINE}, check=True, capture_output=True)
+    return folder
+
+
+def test_the_example_is_served_every_version_over_a_bucket(seaweedfs: Server) -> None:
+    """Trainer, sidecar and server are processes that share nothing but a bucket; the server is started as a user would."""
+    command = [sys.executable, EXAMPLE / "run.py", "3", seaweedfs.fresh_url()]
+    environment = {**os.environ, **OFFLINE, **seaweedfs.environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    assert [line["step"] for line in lines if "step" in line] == [1, 2, 3]
+    assert [line["ratio"] for line in lines if "ratio" in line] == pytest.approx([1.0] * 3, abs=0.05)
+    (published,) = [line["published"] for line in lines if "published" in line]
+    swapped = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("version ")]
+    assert swapped == [f"version {seq}" for seq in published]
+    assert len(published) == 4
+
+
 def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_near_one(
-    tmp_path: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+    tmp_path: Path, model: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:
-    model, store = tmp_path / "model", str(tmp_path / "store")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, EXAMPLE / "tiny_model.py", model], env=environment, check=True, capture_output=True)
+    store, environment = str(tmp_path / "store"), {**os.environ, **OFFLINE}
     server = serve(model, arguments=["--served-model-name", str(model), "--enable-scale-out"]).wait()
     sidecar = follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
     command = [sys.executable, EXAMPLE / "train.py", model, store, server.url, str(STEPS)]
@@ -58,11 +80,9 @@ def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_n
 
 
 def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_server_ends_exact(
-    tmp_path: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+    tmp_path: Path, model: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:
-    model, store = tmp_path / "model", str(tmp_path / "store")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, EXAMPLE / "tiny_model.py", model], env=environment, check=True, capture_output=True)
+    store, environment = str(tmp_path / "store"), {**os.environ, **OFFLINE}
     server = serve(model, arguments=["--served-model-name", str(model), "tiny", "--enable-scale-out"]).wait()
     sidecar = follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
     command = [sys.executable, EXAMPLE / "train.py", model, store, server.url, "6", tmp_path / "checkpoints"]

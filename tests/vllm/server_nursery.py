@@ -1,0 +1,169 @@
+"""vLLM servers in seconds: a process that has vLLM imported forks them, and they run vLLM's own entry point.
+
+    with ServerNursery(folder) as nursery:
+        server = LiveServer(folder, model, nursery=nursery).wait()
+
+Importing takes some ten seconds of a core, and a server on a CPU does it in three processes or more, one after the other. Here engine and
+workers are forked too, as vLLM can do elsewhere; on a CPU it starts them anew, since threads of OpenMP are bound to cores at the start. So
+here they have one thread, and are not bound. Everything else is as `python -m vllm.entrypoints.openai.api_server` has it, which
+examples/trl_vllm_over_bucket is tested with.
+
+Run as a script it is the other end. It alone reaps its children, so a server's id stays its own until it is killed; and when the test goes
+away, however it goes, so do they, with all of their workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+class ServerNursery:
+    """The test's end. `environment` is that of all servers; each may have more."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._log = folder / "nursery.log"
+        self._lock = threading.Lock()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                env={**os.environ, **environment, **ONE_THREAD},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
+        """Start a server with these arguments; returns its id."""
+        return self._ask("start", list(arguments), str(log), dict(environment))
+
+    def is_running(self, server: int) -> bool:
+        return bool(self._ask("running", server))
+
+    def kill(self, server: int) -> None:
+        """End it, workers and all, on the spot. May be called twice."""
+        self._ask("kill", server)
+
+    def __enter__(self) -> ServerNursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._process:  # closes its input, upon which it kills its children and ends
+            pass
+
+    def _ask(self, *command: object) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._lock:
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        assert answer, f"the nursery has ended:\n{self._log.read_text(errors='replace')[-8000:]}"
+        return int(answer)
+
+
+# The other end
+
+
+class _Forking:
+    """In place of `multiprocessing` where vLLM chooses how to start its processes: as it does elsewhere than on a CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(multiprocessing, name)
+
+    @staticmethod
+    def get_context(method: str | None = None) -> Any:
+        return multiprocessing.get_context("fork")
+
+
+def _start(arguments: list[str], log: str, environment: dict[str, str]) -> int:
+    child = os.fork()
+    if child:
+        with contextlib.suppress(OSError):  # it may have done so itself, and be gone
+            os.setpgid(child, child)
+        return child
+    try:
+        os.setpgid(0, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ |= environment
+        sys.argv = ["api_server", *arguments]
+        from vllm.entrypoints.launchers.api_server.entry import main
+
+        main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _kill(server: int) -> None:
+    """Return when all of its processes are gone, and with them the port that they share."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-server, 0)
+
+
+def _adopt_orphans() -> None:
+    """Workers whose server has died are this process's children from then on."""
+    set_child_subreaper = 36
+    if ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _nursery() -> None:
+    _adopt_orphans()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to where answers go
+
+    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.model_executor.models.qwen3
+    import vllm.model_executor.models.qwen3_moe
+    import vllm.utils.system_utils
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker
+
+    import deltawire.engines.vllm.backend  # noqa: F401
+
+    vllm.utils.system_utils.multiprocessing = _Forking()
+    assert len(os.listdir("/proc/self/task")) == 1, "who has threads must not fork"
+    children: set[int] = set()
+    for line in sys.stdin:
+        what, *arguments = json.loads(line)
+        answer = 0
+        if what == "start":
+            answer = _start(*arguments)
+            children.add(answer)
+        elif arguments[0] in children and what == "running":
+            answer = int(os.waitid(os.P_PID, arguments[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None)
+        elif arguments[0] in children:
+            _kill(arguments[0])
+            children.discard(arguments[0])
+        print(answer, file=answers, flush=True)
+    for child in children:
+        _kill(child)  # not reaped yet, so the id is its own
+
+
+if __name__ == "__main__":
+    _nursery()
