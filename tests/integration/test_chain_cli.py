@@ -233,6 +233,22 @@ def test_damaged_data_are_never_pulled(chain: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["pull", "follow"])
+def test_who_waits_for_data_says_so_and_goes_on_when_they_arrive(command: str, chain: Path, tmp_path: Path) -> None:
+    late = data_of(chain, 3)[0]
+    content = late.read_bytes()
+    late.unlink()
+    arguments = [command, str(chain), str(tmp_path / "out"), *(["--once"] if command == "follow" else [])]
+    process = subprocess.Popen([sys.executable, "-m", "deltawire.cli", *arguments], stderr=subprocess.PIPE, text=True, env=environment())
+    with process:
+        assert process.stderr is not None
+        notice = process.stderr.readline()
+        late.write_bytes(content)
+        _, rest = process.communicate(timeout=60)
+    assert re.fullmatch(rf"waiting for data/.*{late.name}, which is not in the store yet\n", notice), notice
+    assert (process.returncode, rest) == (0, "")
+
+
 # follow
 
 
@@ -427,6 +443,10 @@ def test_readers_of_a_place_without_a_chain_leave_nothing(command: str, tmp_path
         ["publish", "a", "b", "--meta", "novalue"],
         ["publish", "a", "b", "--meta", "x=1", "--meta", "x=2"],
         ["publish", "a", "b", "--step", "-1"],
+        ["publish", "a", "b", "--step", str(2**63)],
+        ["publish", "a", "b", "--meta", f"x={'y' * 20_000}"],
+        ["publish", "a", "b", "--run", ""],
+        ["publish", "a", "b", "--run", "x" * 201],
         ["publish", "a", "memory://x"],
         ["pull", "a"],
         ["pull", "a", "b", "--trust", "abc"],
@@ -447,7 +467,7 @@ def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "s3://user:secret@bucket/x", "hf://models/x", "file://host/x"])
+@pytest.mark.parametrize("url", ["ftp://host/x", "s3://[host/x", "s3://user:secret@bucket/x", "hf://models/x", "file://host/x"])
 def test_urls_that_name_no_store_are_one_line(url: str) -> None:
     assert "secret" not in fail("log", url, kind="BadUrl")
 
@@ -461,6 +481,25 @@ def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPa
     assert done.returncode == 1
     assert re.fullmatch(r"error: .+ in s3://bucket/chain failed: .+\n", done.stderr), done.stderr
     assert "hidden" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"])
+def test_a_store_without_credentials_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    for variable in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_USE_EMULATOR"):
+        monkeypatch.delenv(variable, raising=False)
+    if name == "AZURE_STORAGE_ACCOUNT_KEY":
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "name")
+        monkeypatch.setenv(name, "not base64")
+    assert "az://container/chain" in fail("log", "az://container/chain", kind="StoreDenied")
+
+
+def test_a_file_in_the_place_of_a_directory_is_one_line(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert "Errno" not in fail("follow", chain, tmp_path / "file", "--once", kind="MirrorError")
+    assert "Errno" not in fail("pull", chain, tmp_path / "file", kind="CheckpointError")
+    assert "Errno" not in fail("publish", checkpoints[0], tmp_path / "file", kind="StoreError")
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

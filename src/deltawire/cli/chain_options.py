@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from .terminal import progress_bar
+from .terminal import print_notice, progress_bar
 
 if TYPE_CHECKING:
+    from ..events import Event
     from ..format.signing import SigningKey
     from ..store import Store
 
@@ -80,6 +81,15 @@ def opened_with_bar(url: str, title: str, *, quiet: bool) -> Iterator[Store]:
 
     with opened(url) as store, progress_bar(title, None, quiet=quiet) as progress:
         yield MeteredStore(store, progress)
+
+
+def tell_of_waiting(event: Event, told: set[str]) -> None:
+    """Say why nothing moves, once for each object that is waited for."""
+    if event.name == "retrying" and event.fields.get("reason") == "missing":
+        key = str(event.fields["key"])
+        if key not in told:
+            told.add(key)
+            print_notice(f"waiting for {key}, which is not in the store yet")
 
 
 def load_signing_key(path: Path) -> SigningKey:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import PinOption, TrustOption, UrlArgument, opened
+from .chain_options import PinOption, TrustOption, UrlArgument, opened, tell_of_waiting
 from .terminal import JsonOption, ThreadsOption, exit_codes, print_json_line, print_line, print_notice, progress_bar
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def follow(
 
     Prints a line per version; those that are published faster than they can be fetched are passed over. What may heal by itself, such as
     a store that does not answer, is reported on stderr and tried again; the last version stays. Ends with Ctrl-C or SIGTERM, and then
-    with code 0. With --json prints one JSON object per line.
+    with code 0, if there is a version by then. With --json prints one JSON object per line.
     """
     with exit_codes(json, one_line=True), ExitStack() as stack:
         from ..subscribe.subscriber import Subscriber
@@ -81,6 +81,7 @@ class _Listener:
         self._json = as_json
         self._is_patient = is_patient
         self._synced: dict[str, Any] = {}
+        self._waited_for: set[str] = set()
 
     def __call__(self, event: Event) -> None:
         if event.name == "synced":
@@ -94,6 +95,8 @@ class _Listener:
             print_notice(f"will try again: {event.fields['reason']}")
         elif event.name == "resynced":
             print_notice(f"version {event.fields['seq']} was rebuilt from a full checkpoint: nothing else led there")
+        else:
+            tell_of_waiting(event, self._waited_for)
 
     def tell(self, version: Version) -> None:
         """A version was reached."""

@@ -26,7 +26,9 @@ _MIRROR_RECORD = "deltawire.json"
 def publish(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A .safetensors file or a checkpoint directory.", show_default=False)],
     url: UrlArgument,
-    step: Annotated[int | None, typer.Option("--step", min=0, metavar="N", help="The trainer's step.", show_default=False)] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, max=2**63 - 1, metavar="N", help="The trainer's step.", show_default=False)
+    ] = None,
     run: Annotated[
         str | None,
         typer.Option("--run", metavar="NAME", help="The run that must live there, or its name if it is new.", show_default=False),
@@ -61,7 +63,9 @@ def publish(
     Takes the run over: a trainer that publishes there is fenced off. The newest version is read back first, to compare with. The other
     files of a directory (config.json, tokenizer …) go into every full checkpoint, except other weights, hidden files and subdirectories.
     """
+    # What is wrong with these must show before the run is taken over.
     strings = parse_meta(meta or [])
+    _check_run(run)
     if trust and sign is None:
         raise typer.BadParameter("it says whose versions may be gone on from when signing: give --sign, too.", param_hint="--trust")
     with exit_codes(json):
@@ -113,8 +117,15 @@ class Published:
         return [dict(event.fields) for event in self.events if event.name == name]
 
 
+def _check_run(run: str | None) -> None:
+    from ..format.records import MAX_RUN_NAME
+
+    if run is not None and not 1 <= len(run) <= MAX_RUN_NAME:
+        raise typer.BadParameter(f"a run's name has 1 to {MAX_RUN_NAME} characters.", param_hint="--run")
+
+
 def parse_meta(pairs: Sequence[str]) -> dict[str, str]:
-    """Names and values from NAME=VALUE; anything else is wrong usage."""
+    """Names and values from NAME=VALUE; anything else, and more than a commit has room for, is wrong usage."""
     strings: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -123,6 +134,14 @@ def parse_meta(pairs: Sequence[str]) -> dict[str, str]:
         if name in strings:
             raise typer.BadParameter(f"{name!r} is given twice.", param_hint="--meta")
         strings[name] = value
+    if strings:
+        from ..errors import LimitExceeded
+        from ..publish.commits import check_meta
+
+        try:
+            check_meta(strings)
+        except LimitExceeded as error:
+            raise typer.BadParameter(str(error).removesuffix(error.hint).rstrip(), param_hint="--meta") from None
     return strings
 
 

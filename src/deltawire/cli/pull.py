@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import PinOption, TrustOption, UrlArgument
+from .chain_options import PinOption, TrustOption, UrlArgument, tell_of_waiting
 from .terminal import ForceOption, JsonOption, ThreadsOption, exit_codes, print_json, print_rows, progress_bar
 
 if TYPE_CHECKING:
@@ -39,12 +39,15 @@ def pull(
 
         started = time.perf_counter()
         planned: dict[str, Any] = {}
+        waited_for: set[str] = set()
         with progress_bar(f"pull {directory.name}", None, quiet=json) as progress:
 
             def on_event(event: Event) -> None:
                 if event.name == "planned":
                     planned.update(event.fields)
                     progress.expect(planned["bytes"])
+                elif not json:
+                    tell_of_waiting(event, waited_for)
 
             version = pull_version(
                 url,

@@ -73,6 +73,7 @@ def _finding(problem: Problem) -> str:
 
 def _print(url: str, deep: bool, report: Report) -> None:
     found = len(report.problems)
+    rebuilt = f"{report.rebuilt:,} version{'' if report.rebuilt == 1 else 's'}"
     print_rows(
         url,
         [
@@ -82,7 +83,10 @@ def _print(url: str, deep: bool, report: Report) -> None:
             ),
             ("shortcuts", f"{report.shortcuts:,}"),
             ("data", f"{report.files:,} files, {figures.size(report.bytes)}: {'all were read' if deep else 'their sizes were compared'}"),
-            ("rebuilt", f"{report.rebuilt:,} versions, each with the digest of its commit" if deep else ""),
+            (
+                "rebuilt",
+                f"{rebuilt}, each with the digest of its commit" if deep else "",
+            ),
             ("floor", f"version {report.floor}: what lies below may be collected" if report.floor >= 0 else ""),
             ("to be collected", f"{len(report.notes):,} shortcuts that lead nowhere; `deltawire gc` removes them" if report.notes else ""),
             ("result", "no damage found" if report.ok else f"{found} {'thing is' if found == 1 else 'things are'} wrong"),

@@ -53,7 +53,7 @@ __all__ = [
     "record_hash",
 ]
 
-_MAX_RUN_NAME = 200
+MAX_RUN_NAME = 200
 _Record = TypeVar("_Record", bound="_Canonical")
 
 
@@ -100,8 +100,8 @@ class Run(_Canonical):
         inner.done()
         run = cls(fields.text("run"), fields.matching("id", NONCE), fields.integer("time"), limits)
         fields.done()
-        if not 1 <= len(run.run) <= _MAX_RUN_NAME:
-            fields.refuse(f"a run's name has 1 to {_MAX_RUN_NAME} characters")
+        if not 1 <= len(run.run) <= MAX_RUN_NAME:
+            fields.refuse(f"a run's name has 1 to {MAX_RUN_NAME} characters")
         return run
 
 

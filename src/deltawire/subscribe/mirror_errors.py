@@ -19,7 +19,7 @@ def as_mirror_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{path}: {error}."
+        message = f"{error.filename or path}: {error.strerror or error}."
         raise (retryable_error(message) if error.errno in _HEALS else MirrorError(message)) from error
 
 

@@ -76,7 +76,7 @@ def pull(
                     staged.path.mkdir()
             staged.commit()
         except OSError as error:
-            raise CheckpointError(f"{out}: {error}.") from error
+            raise CheckpointError(f"{error.filename or out}: {error.strerror or error}.") from error
         finally:
             staged.discard()
             pins.release()
