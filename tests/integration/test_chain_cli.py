@@ -456,6 +456,7 @@ def test_readers_of_a_place_without_a_chain_leave_nothing(command: str, tmp_path
         ["log", "a", "-n", "0"],
         ["show", "a", "first"],
         ["gc", "a", "--grace", "-5"],
+        ["gc", "a", "--grace", "inf"],
         ["gc", "a", "--keep-anchors", "0"],
         ["keygen"],
     ],

@@ -28,6 +28,7 @@ def gc(
         typer.Option(
             "--grace",
             min=0.0,
+            max=1e9,
             metavar="SECONDS",
             help="How long before its deletion data is announced; longer than any reader takes to sync.",
         ),

@@ -16,13 +16,14 @@ LONG = 64 << 20
 
 
 class FailingServer:
-    """Gives `answers` in turn, the last one for ever; `requests` are the methods that came, `paths` what they were for."""
+    """Gives `answers` in turn, the last one for ever; `requests` are the methods that came, `paths` and `headers` what with."""
 
     def __init__(self, port: int, answers: list[Answer]) -> None:
         self.endpoint = f"http://127.0.0.1:{port}"
         self.answers = answers
         self.requests: list[str] = []
         self.paths: list[str] = []
+        self.headers: list[dict[str, str]] = []
         self.hung_up = threading.Event()
         self.released = threading.Event()
 
@@ -39,6 +40,7 @@ def failing_server(*answers: Answer) -> Iterator[FailingServer]:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             state.requests.append(self.command)
             state.paths.append(self.path)
+            state.headers.append({name.lower(): value for name, value in self.headers.items()})
             answer = state.answers.pop(0) if len(state.answers) > 1 else state.answers[0]
             if answer == "hang":
                 state.released.wait(30)

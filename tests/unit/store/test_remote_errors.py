@@ -210,6 +210,33 @@ def test_credentials_that_cannot_be_used_are_told_of_when_the_store_is_opened(
     assert raised.value.__cause__ is None
 
 
+UNSIGNED = '{"gcs_base_url":"https://unused","disable_oauth":true,"client_email":"","private_key":"","private_key_id":""}'
+
+
+@pytest.mark.parametrize(
+    ("url", "path", "condition"),
+    [
+        ("s3://bucket/prefix", "/bucket/prefix/some/key", ("if-none-match", "*")),
+        ("hf://buckets/owner/name/prefix", "/owner/name/prefix/some/key", ("if-none-match", "*")),
+        ("gs://bucket/prefix", "/bucket/prefix%2Fsome%2Fkey", ("x-goog-if-generation-match", "0")),
+        ("az://container/prefix", "/container/prefix/some/key", ("if-none-match", "*")),
+    ],
+)
+def test_every_service_is_asked_to_create_only_what_is_absent(
+    url: str, path: str, condition: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", UNSIGNED)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "name")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")
+    with failing_server(200, 412) as server, open_store(url, options=StoreOptions(endpoint=server.endpoint, retries=0)) as store:
+        store.put_if_absent("some/key", b"data")
+        with pytest.raises(ObjectExists):
+            store.put_if_absent("some/key", b"data")
+        assert server.requests == ["PUT", "PUT"]
+        assert server.paths == [path, path]
+        assert [headers.get(condition[0]) for headers in server.headers] == [condition[1]] * 2
+
+
 def test_a_hugging_face_bucket_is_asked_for_under_its_owner() -> None:
     with failing_server(200) as server:
         with open_store("hf://buckets/owner/name/prefix", options=StoreOptions(endpoint=server.endpoint)) as store:
