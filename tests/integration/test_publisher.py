@@ -11,6 +11,8 @@ from small_training import Training, assert_chain_holds, published, publisher, t
 from support import bits_of
 
 import deltawire
+from deltawire.chain.log import ChainLog
+from deltawire.chain.routes import Routes
 from deltawire.errors import (
     BadTensorName,
     CheckpointError,
@@ -24,9 +26,11 @@ from deltawire.errors import (
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.records import Limits
 from deltawire.format.signing import SigningKey, check_signature
+from deltawire.publish import upload
 from deltawire.publish.cadence import AnchorPolicy
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore
+from deltawire.store.wrapped import WrappedStore
 from deltawire.testing import Before, FaultyStore, call
 
 
@@ -175,6 +179,57 @@ def test_skips_lead_from_version_to_version_bit_for_bit():
         replaced = commits[base["seq"] + 1 : target["seq"] + 1]
         assert sum(file["size"] for file in skip["files"]) < sum(file["size"] for commit in replaced for file in commit["files"])
     assert [event.name for event in events].count("skip-made") == len(skips)
+
+
+def test_from_any_version_the_newest_is_a_few_objects_away():
+    """At most three skips of each length up, and three down again; the versions between are hundreds."""
+    store = MemoryStore()
+    versions = 4**4 + 3
+    with publisher(store, anchor_policy=AnchorPolicy(10**6, None)) as chain:
+        for number in range(versions):
+            chain.publish({"weight": np.arange(4_000, dtype=np.int32) + 10**6 * (np.arange(4_000) < number)})
+    assert not list(store.list("anchor/"))
+    log = ChainLog(store)
+    newest = log.head()
+    for seq in range(1, versions):
+        hops = Routes(log).find(log.ref(log.read(seq)), newest)
+        assert hops[-1].target == newest
+        assert sum(len(hop.files) for hop in hops) <= 6 * 4
+    assert sum(len(hop.files) for hop in Routes(log).find(None, newest)) <= 1 + 3 + 4
+
+
+def test_segments_leave_while_later_ones_are_still_encoded(monkeypatch):
+    store = Watched(MemoryStore())
+    encode = upload.encode_with_summary
+    began: list[bool] = []
+
+    def encode_late(*arguments, **options):
+        if began:  # not the first segment: that must have arrived before another is encoded
+            assert store.arrived.wait(60)
+        began.append(True)
+        return encode(*arguments, **options)
+
+    training = Training()
+    with publisher(store) as chain:
+        chain.publish(training.step())
+        store.arrived.clear()
+        monkeypatch.setattr(upload, "encode_with_summary", encode_late)
+        version = chain.publish(training.step())
+    assert len(began) > 2
+    assert_chain_holds(store, {version.seq: training.state})
+
+
+class Watched(WrappedStore):
+    """`arrived` is set when the upload of data has ended."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.arrived = threading.Event()
+
+    def put(self, key, *arguments, **options):
+        super().put(key, *arguments, **options)
+        if key.startswith("data/"):
+            self.arrived.set()
 
 
 def test_skips_can_be_left_out_and_are_counted_anew_after_an_anchor():
