@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import CODECS, bits_of, copied, join_delta, split_delta
 
 import deltawire
@@ -11,8 +12,10 @@ from deltawire.codec import using_codec
 from deltawire.dtypes import DTYPES
 from deltawire.errors import BaseMismatch, CorruptDelta, ShapeMismatch, StateNotWritable, TensorMissing, UnsupportedTensor
 from deltawire.format import delta_file
+from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.digest import Digest, TensorKey
 from deltawire.prepared import PreparedUpdate
+from deltawire.subscribe.checkpoint_in_place import CheckpointInPlace
 from deltawire.tensors import TensorPart, tensor_bits
 
 
@@ -133,6 +136,20 @@ def test_the_same_elements_are_not_changed_twice():
     update.add(base, delta)
     with pytest.raises(CorruptDelta, match="same elements"):
         update.add(base, delta)
+
+
+def test_nor_by_files_that_build_on_each_other_on_disk(tmp_path):
+    base = random_state(1, {"a": (41, 73), "b": (5000,)})
+    middle = changed_state(base, 2)
+    save_file(base, tmp_path / "model.safetensors")
+    files = CheckpointInPlace(tmp_path)
+    for delta in deltas_of(base, middle, 2):
+        files.apply(delta, 0, len(base))
+    assert bits_of(Checkpoint(tmp_path)) == bits_of(middle)
+    for delta in (deltas_of(middle, changed_state(middle, 3), 2)[1], deltawire.encode_delta(middle, changed_state(middle, 3))):
+        with pytest.raises(CorruptDelta, match="same elements"):
+            files.apply(delta, 0, len(base))
+    CheckpointInPlace(tmp_path).apply(delta, 0, len(base))  # the next version
 
 
 def test_a_part_of_another_state_is_refused():

@@ -6,6 +6,8 @@ module (slots of a mirror, staged outputs of `pull`) work on files that no reade
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from ..tensors import Tensor
 
 
 class CheckpointInPlace:
-    """The tensors of the checkpoint directory at `path`, writable. Raises `CheckpointError` for one that cannot be opened."""
+    """The tensors of the checkpoint directory at `path`, writable, for the files of one delta. `CheckpointError` if it cannot be opened."""
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
         self._threads = threads
@@ -34,11 +36,13 @@ class CheckpointInPlace:
             name: (shard, entry) for shard in self._shards for name, entry in shard.header.entries.items()
         }
         self._order = sorted(self._places)
+        self._covered: dict[str, list[tuple[int, int]]] = {}
 
     def apply(self, delta: DeltaBytes, first: int, count: int) -> Digest:
         """Change the `count` tensors from the `first` on, in order of names, by a delta over exactly these; returns after − before.
 
-        Checks both digests that the delta carries. Raises as `apply_delta` does, and `CorruptDelta` for one that is no delta of a chain.
+        Checks both digests that the delta carries. Raises as `apply_delta` does, and `CorruptDelta` for one that is no delta of a chain,
+        or for elements that an earlier one was for.
         """
         file = delta_file.parse(delta)
         if file.structure.added or file.structure.removed:
@@ -46,6 +50,7 @@ class CheckpointInPlace:
         if first + count > len(self._order):
             raise CorruptDelta(f"the delta is for tensors {first} to {first + count - 1}, but there are {len(self._order)}.")
         part: dict[str, Tensor] = {name: self._array(name) for name in self._order[first : first + count]}
+        self._cover(file.parts or {name: (0, math.prod(self._places[name][1].shape)) for name in part})
         apply_delta(part, delta, threads=self._threads)
         return file.after - file.before
 
@@ -54,6 +59,14 @@ class CheckpointInPlace:
         for shard in self._shards:
             shard.map.flush()
             sync_file(shard.path)
+
+    def _cover(self, spans: Mapping[str, tuple[int, int]]) -> None:
+        """Files that build on each other would be a state's way here, and no way for readers that resolve all of them first."""
+        for name, (start, stop) in spans.items():
+            others = self._covered.setdefault(name, [])
+            if any(start < end and begin < stop for begin, end in others):
+                raise CorruptDelta(f"two deltas are for the same elements of tensor {name!r}.")
+            others.append((start, stop))
 
     def _array(self, name: str) -> NDArray[Any]:
         shard, entry = self._places[name]
