@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
+from chain_speed import directory
 from chain_updates import training_run
 from report import Table
 
@@ -47,15 +48,17 @@ class CountingStore(WrappedStore):
         return super().list(prefix, after=after)
 
 
-def measure(elements: int, versions: int) -> Table:
-    """Publishes `versions` steps of 1% changes, then lets readers catch up from the first version and from nothing."""
+def measure(
+    elements: int, versions: int, place: Callable[[], AbstractContextManager[str]] = directory, where: str = "a local directory"
+) -> Table:
+    """Publishes `versions` steps of 1% changes to the empty store at the URL that `place` yields, then lets readers catch up."""
     table = Table(
-        "chain-join",
-        f"Catching up over {versions} versions: {2 * elements / 2**20:.0f} MiB of bf16 weights, 1% changed per version",
+        "chain-join" if place is directory else "chain-join-s3",
+        f"Catching up over {versions} versions in {where}: {2 * elements / 2**20:.0f} MiB of bf16 weights, 1% changed per version",
         ["reader", "data files", "records", "lists", "MB read", "seconds"],
     )
-    with tempfile.TemporaryDirectory() as folder:
-        store = CountingStore(open_store(folder))
+    with place() as url:
+        store = CountingStore(open_store(url))
         publisher = deltawire.Publisher(store, run="benchmark")
         run = training_run(elements, 0.01, tensors=8)
         publisher.publish(next(run), step=0)

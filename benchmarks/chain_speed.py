@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,27 @@ _ON_THE_WAY = {
 }
 
 
-def measure(elements: int, steps: int, open_url: Callable[[], object] | None = None, where: str = "a local directory") -> Table:
-    """`open_url` is a context manager that yields the URL of an empty store; without it a temporary directory is used."""
-    name = "chain-speed" if open_url is None else "chain-speed-s3"
+@contextmanager
+def directory() -> Iterator[str]:
+    """The path of an empty directory, for as long as a benchmark needs it."""
+    folder = tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def measure(
+    elements: int, steps: int, place: Callable[[], AbstractContextManager[str]] = directory, where: str = "a local directory"
+) -> Table:
+    """`place` yields the URL of an empty store."""
+    name = "chain-speed" if place is directory else "chain-speed-s3"
     table = Table(
         name,
         f"Publish → visible: {2 * elements / 2**30:.2g} GiB of bf16 weights, {steps} steps of 1% changes, through {where}",
         ["method", "bytes per step", "fewer by", "seconds per step", "less by"],
     )
-    with tempfile.TemporaryDirectory() as folder, (open_url or _directory)() as url:
+    with tempfile.TemporaryDirectory() as folder, place() as url:
         events: list[Event] = []
         whole = Path(folder, "model.safetensors")
         publishes: list[dict[str, float]] = []
@@ -94,15 +106,6 @@ def measure(elements: int, steps: int, open_url: Callable[[], object] | None = N
     table.check("at least 150 × fewer bytes", weight_bytes / statistics.mean(sizes) >= 150)
     table.check(f"at least 8 × less time than safetensors' save_file and load_file (is {unsafe / ours:.1f} ×)", unsafe / ours >= 8)
     return table
-
-
-@contextmanager
-def _directory() -> Iterator[str]:
-    folder = tempfile.mkdtemp()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
 
 
 def _save_and_load(state: State, path: Path, url: str, *, flush: bool) -> float:

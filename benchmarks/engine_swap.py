@@ -3,7 +3,7 @@
 All ways end in the same vLLM routes on one server. Requests stream all the time and are kept across pauses. Ways take turns, so that what
 else the machine does disturbs all of them alike, and before each turn the server's speed without syncs is measured.
 
-On its own: `python benchmarks/engine_swap.py [--quick]`. Needs vLLM; trainer, server, store and clients share the machine.
+Needs vLLM; trainer, server, store and clients share the machine.
 """
 
 from __future__ import annotations
@@ -244,9 +244,3 @@ def measure_here(quick: bool = False) -> Table:
     import seaweed
 
     return measure(1 if quick else 8, 2 if quick else 8, 4 if quick else 10, seaweed.bucket)
-
-
-if __name__ == "__main__":
-    from report import publish
-
-    publish(measure_here("--quick" in sys.argv))

@@ -1,6 +1,6 @@
 """A model sharded over ranks (DTensor, gloo): every rank publishes its own shards, against gathering all of it on rank 0.
 
-On its own: `python benchmarks/fsdp_publish.py [--quick]`. Needs torch.
+Needs torch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import multiprocessing
 import os
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from report import Table, publish
+from report import Table
 
 RANKS = 4
 _ROWS = 4096
@@ -146,7 +145,3 @@ def _rank(rank: int, ranks: int, port: int, elements: int, steps: int, folder: s
                 raise AssertionError("both ways must lead to the same weights")
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    publish(measure(1 << (24 if "--quick" in sys.argv else 28), 3 if "--quick" in sys.argv else 8))

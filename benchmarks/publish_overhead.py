@@ -153,9 +153,3 @@ def _model(width: int, layers: int) -> Any:
             tie_word_embeddings=True,
         )
     )
-
-
-if __name__ == "__main__":
-    from report import publish
-
-    publish(measure())

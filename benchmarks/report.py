@@ -45,9 +45,13 @@ def machine() -> str:
     return f"{cpu}, {default_codec().name} codec, Python {platform.python_version()}"
 
 
-def publish(table: Table) -> None:
-    """Print a table, write it to benchmarks/results/ and between its markers in docs/benchmarks.md."""
+def show(table: Table) -> None:
+    """Print a table."""
     print("\n" + table.markdown() + "\n", flush=True)
+
+
+def keep(table: Table) -> None:
+    """Write a table to benchmarks/results/ and between its markers in docs/benchmarks.md."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{table.name}.json").write_text(json.dumps({"machine": machine()} | asdict(table), indent=1, ensure_ascii=False) + "\n")
     page = ROOT / "docs" / "benchmarks.md"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from report import Table, publish
+from report import Table
 
 HERE = Path(__file__).resolve().parent
 DEMO = HERE.parent / "examples" / "demo"
@@ -169,9 +169,3 @@ def measure_shares(seconds: float) -> Table:
     table.notes.append("Equal shares are dealt out in turn and stay where they were dealt.")
     table.check(f"shares by speed are at least 1.5 times as fast ({gain:.2f} times)", gain >= 1.5)
     return table
-
-
-if __name__ == "__main__":
-    quick = "--quick" in sys.argv
-    publish(measure_modes(8, 5) if quick else measure_modes(45, 30))
-    publish(measure_shares(12 if quick else 45))
