@@ -65,13 +65,14 @@ from __future__ import annotations
 
 
 class DeltawireError(Exception):
-    """Root of the tree. `hint` says what to do about it; it is part of the message."""
+    """Root of the tree. `hint` says what to do about it; it is part of what is shown, after `message`."""
 
     hint: str = ""
     retryable: bool = False
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{message} {self.hint}".rstrip())
+        self.message = message
 
 
 class DeltaError(DeltawireError):

@@ -338,7 +338,10 @@ class ChainLog:
         data = self._get(keys.commit_key(seq))
         if data is None:
             return None
-        commit = Commit.parse(data)
+        try:
+            commit = Commit.parse(data)
+        except CorruptRecord as error:
+            raise CorruptRecord(f"slot {seq} in {self.store.url}: {error.message}") from None
         if commit.seq != seq:
             raise CorruptRecord(f"slot {seq} in {self.store.url} holds commit {commit.seq}.")
         check_same_run(commit.id, self.run, f"commit {seq} in {self.store.url}")

@@ -60,7 +60,7 @@ def open_run(store: Store, name: str | None, limits: Limits | None, *, clock: Cl
     try:
         data = new.to_bytes()
     except CorruptRecord as error:
-        raise PublishError(f"{new.run!r} cannot name a run: {error}") from None
+        raise PublishError(f"{new.run!r} cannot name a run: {error.message}") from None
     run = Run.parse(create_and_look(store, keys.RUN, data, sleep=sleep))
     if name is not None and run.run != name:
         raise RunMismatch(f"{store.url} holds the run {run.run!r}, not {name!r}.")

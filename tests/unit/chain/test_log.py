@@ -227,6 +227,13 @@ def test_a_commit_of_another_run_is_corrupt():
         ChainLog(chain.store).read(3)
 
 
+def test_a_commit_that_is_none_is_corrupt_and_the_error_says_where_it_lies():
+    chain = trained_chain(2)
+    chain.store.put(keys.commit_key(3), b"{}")
+    with pytest.raises(CorruptRecord, match="^slot 3 in "):
+        ChainLog(chain.store).read(3)
+
+
 def test_an_object_too_large_for_a_record_is_corrupt():
     chain = trained_chain(1)
     chain.store.put(keys.commit_key(2), b"{" * 70_000)

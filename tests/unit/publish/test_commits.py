@@ -210,8 +210,9 @@ def test_a_run_is_begun_once_and_keeps_its_name_and_limits():
     assert open_run(store, None, None) == first
     with pytest.raises(RunMismatch, match="'seven', not 'eight'"):
         open_run(store, "eight", None)
-    with pytest.raises(PublishError, match="cannot name a run"):
+    with pytest.raises(PublishError, match="cannot name a run") as refused:
         open_run(MemoryStore(), "x" * 300, None)
+    assert "verify" not in str(refused.value)  # there is no chain yet that could be verified
 
 
 def test_a_writer_keeps_to_the_limits_of_the_run():
