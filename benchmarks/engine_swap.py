@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))
 
 from live_server import LiveServer, free_port
 from live_server import plugin_path as test_plugin_path
-from tiny_models import State, TinyModel, runtime_hashes, train
+from tiny_checkpoints import State, TinyModel, runtime_hashes, train
 
 CLIENTS = 4
 TOKENS = 200

@@ -31,10 +31,10 @@ class ThreadRank:
 
     def _all(self, value: Any) -> list[Any]:
         self._table[self.rank] = value
-        self._barrier.wait(30)
+        self._barrier.wait(120)
         everything = list(self._table)
         with contextlib.suppress(threading.BrokenBarrierError):  # all have come this far: who went on and failed is noticed at the next one
-            self._barrier.wait(30)
+            self._barrier.wait(120)
         return everything
 
 

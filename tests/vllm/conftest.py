@@ -11,7 +11,7 @@ import pytest
 from live_server import LiveServer, LiveSidecar, server_environment
 from server_nursery import ServerNursery
 from servers import seaweedfs
-from tiny_models import State, TinyModel, train
+from tiny_checkpoints import State, TinyModel, train
 
 from deltawire import Publisher, Version
 

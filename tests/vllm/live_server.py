@@ -34,7 +34,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain: {what}"
@@ -53,7 +53,6 @@ def plugin_path(folder: Path) -> str:
 def server_environment(folder: Path) -> dict[str, str]:
     """What servers are started with; `folder` gets the plugins of tests."""
     return {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
@@ -85,7 +84,7 @@ class LiveServer:
         self.routes = VllmRoutes(self.url)
         self._log_path = folder / f"server-{self.port}-{time.monotonic_ns()}.log"
         command = ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--enforce-eager", "--max-model-len", "512"]
+        command += ["--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20)]
         command += ["--tensor-parallel-size", str(ranks), "--weight-transfer-config", json.dumps({"backend": backend}), *arguments]
         if nursery is not None:
             self._process_id = nursery.start(command, self._log_path, environment or {})
@@ -131,7 +130,7 @@ class LiveServer:
         request = urllib.request.Request(
             f"{self.url}/v1/completions", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return list(json.load(answer)["choices"][0]["token_ids"])
 
     def stream(self, tokens: int, prompt: Sequence[int] = (9, 8), stamps: list[float] | None = None) -> int:
@@ -151,7 +150,7 @@ class LiveServer:
         body = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         data = json.dumps({**body, "stream": stream, "return_token_ids": True}).encode()
         request = urllib.request.Request(f"{self.url}/v1/completions", data=data, headers={"Content-Type": "application/json"})
-        return urllib.request.urlopen(request, timeout=120)
+        return urllib.request.urlopen(request, timeout=300)
 
     def kill(self) -> None:
         """End it, workers and all, on the spot."""

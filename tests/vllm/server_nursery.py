@@ -5,8 +5,8 @@
 
 Importing takes some ten seconds of a core, and a server on a CPU does it in three processes or more, one after the other. Here engine and
 workers are forked too, as vLLM can do elsewhere; on a CPU it starts them anew, since threads of OpenMP are bound to cores at the start. So
-here they have one thread, and are not bound. Everything else is as `python -m vllm.entrypoints.openai.api_server` has it, which
-examples/trl_vllm_over_bucket is tested with.
+here they have one thread, and are not bound; and they wait for each other without using up a core. Everything else is as
+`python -m vllm.entrypoints.openai.api_server` has it, which examples/trl_vllm_over_bucket is tested with.
 
 Run as a script it is the other end. It alone reaps its children, so a server's id stays its own until it is killed; and when the test goes
 away, however it goes, so do they, with all of their workers.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
@@ -27,6 +28,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+_SPIN_SECONDS = 0.002
+"""How long processes of a server look for messages of each other before they sleep. vLLM's second uses up cores that others could use."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -136,6 +140,7 @@ def _nursery() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to where answers go
 
+    import vllm.distributed.device_communicators.shm_broadcast
     import vllm.entrypoints.launchers.api_server.entry
     import vllm.model_executor.models.qwen3
     import vllm.model_executor.models.qwen3_moe
@@ -147,6 +152,8 @@ def _nursery() -> None:
     import deltawire.engines.vllm.backend  # noqa: F401
 
     vllm.utils.system_utils.multiprocessing = _Forking()
+    spin = vllm.distributed.device_communicators.shm_broadcast.SpinCondition
+    spin.__init__ = functools.partialmethod(spin.__init__, busy_loop_s=_SPIN_SECONDS)
     assert len(os.listdir("/proc/self/task")) == 1, "who has threads must not fork"
     children: set[int] = set()
     for line in sys.stdin:

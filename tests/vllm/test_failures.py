@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from live_server import LiveServer, LiveSidecar, load, wait_until
-from tiny_models import TinyModel, runtime_hashes
+from tiny_checkpoints import TinyModel, runtime_hashes
 
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from live_server import LiveServer, LiveSidecar, load, wait_until
-from tiny_models import TinyModel, runtime_hashes
+from tiny_checkpoints import TinyModel, runtime_hashes
 
 from deltawire.chain.log import ChainLog
 from deltawire.chain.reports import SERVING, read_reports

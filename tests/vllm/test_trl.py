@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from live_server import LiveServer, LiveSidecar, wait_until
 from servers import Server
-from tiny_models import runtime_hashes
+from tiny_checkpoints import runtime_hashes
 
 from deltawire import Subscriber
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from live_server import LiveServer, wait_until
-from tiny_models import TinyModel, train
+from tiny_checkpoints import TinyModel, train
 
 from deltawire.engines.vllm.generation import VllmGenerator
 from deltawire.errors import EngineRefused
