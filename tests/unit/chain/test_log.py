@@ -230,7 +230,7 @@ def test_a_commit_of_another_run_is_corrupt():
 def test_a_commit_that_is_none_is_corrupt_and_the_error_says_where_it_lies():
     chain = trained_chain(2)
     chain.store.put(keys.commit_key(3), b"{}")
-    with pytest.raises(CorruptRecord, match="^slot 3 in "):
+    with pytest.raises(CorruptRecord, match=r"^slot 3 in "):
         ChainLog(chain.store).read(3)
 
 
