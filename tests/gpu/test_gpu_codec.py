@@ -25,10 +25,12 @@ if not REAL and compiler() is None:
 
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
+from deltawire.codec.gpu import resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.tensors import _torch_dtypes, tensor_bits  # noqa: E402
 
 TILE = 1 << 14
+locate_slabs = resolve._Work._locate_slabs
 DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
 SIZES = [0, 1, 33, 1000, 1024, TILE - 1, TILE, TILE + 5, 12 * TILE + 100] if REAL else [0, 1, 1000, TILE + 5]
 DENSITIES = [0.0, 0.001, 0.0108, 0.3, 0.97, 1.0] if REAL else [0.0, 0.0108, 0.97]
@@ -151,6 +153,22 @@ def test_slabs_and_blocks_meet_without_seams():
     state = {"w": cuda(base, dtype)}
     deltawire.apply_delta(state, deltawire.encode_delta(state, {"w": cuda(new, dtype)}))
     assert np.array_equal(host(state["w"]), new)
+
+
+def test_changes_are_located_slab_by_slab(monkeypatch):
+    """Long slabs, whose lists lie in the patch itself, then short ones; payloads on the device only as far as a slab needs them."""
+    for name, value in {"_SHARE": 0, "_MOST_SLABS": 10**6, "_LEAST_SLAB": 2500, "_KEPT": 0, "_KEPT_SHARE": 0}.items():
+        monkeypatch.setattr(resolve, name, value)
+    dtype = dtype_named("BF16")
+    cases = list(pairs(dtype, [20_000], [0.5]))[:1] * 3 + list(pairs(dtype, [20_000 + 3], [0.45, 0.0, 0.6]))
+    base = {f"t{i:02}": cuda(b, dtype) for i, (b, _) in enumerate(cases)}
+    new = {f"t{i:02}": cuda(n, dtype) for i, (_, n) in enumerate(cases)}
+    located = []
+    monkeypatch.setattr(resolve._Work, "_locate_slabs", lambda *arguments: (located.append(len(arguments[1])), locate_slabs(*arguments)))
+    deltawire.apply_delta(base, deltawire.encode_delta(base, new))
+    assert all(np.array_equal(host(base[name]), host(new[name])) for name in new)
+    assert len(located) == 2, "both kinds of slabs"
+    assert min(located) >= 2
 
 
 def tied_on_host(state):

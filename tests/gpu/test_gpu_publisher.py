@@ -82,3 +82,23 @@ def test_a_publisher_that_resumes_goes_on_beside_the_weights(tmp_path):
         publisher.publish(state, step=2)
         assert all(isinstance(array, torch.Tensor) for array in publisher._appender.baseline.arrays.values())
     read(tmp_path, {name: bits(tensor) for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize("snapshot", ["host", "device"])
+@pytest.mark.parametrize("background", [False, True])
+def test_master_weights_are_published_as_what_they_round_to(tmp_path, snapshot, background):
+    """From float32 on the GPU, and in arrays; what is no float32 is published as it is."""
+    state = weights() | {"ids": torch.arange(9, device=DEVICE)}
+    state["b"][:3] = torch.tensor([float("inf"), 1 + 2**-8, 1 + 3 * 2**-8])  # the last two in between
+    state["c"] = np.linspace(-1, 1, 70, dtype=np.float32)
+    with deltawire.Publisher(tmp_path, snapshot=snapshot, background=background, masters=True) as publisher:
+        for version in range(3):
+            publisher.publish(state, step=version)
+            publisher.flush()
+            assert publisher.version.kind == ("delta" if version else "anchor")
+            rounded = {"b": state["b"].bfloat16(), "c": torch.from_numpy(state["c"]).bfloat16()}
+            read(tmp_path, {name: bits(rounded.get(name, tensor)) for name, tensor in state.items()})
+            state["b"].mul_(1.02)
+            state["c"] = state["c"] * np.float32(1.02)
+    with deltawire.Publisher(tmp_path, snapshot=snapshot, masters=True) as publisher:  # one that resumes goes on by a delta
+        assert publisher.publish(state, step=3).kind == "delta"

@@ -27,7 +27,7 @@ from .commits import ChainWriter, check_meta, check_step, open_log, open_run
 from .resume import require_version
 from .segments import SEGMENT_BYTES, TensorTable
 from .shortcuts import ShortcutWriter
-from .snapshots import Arrays, Place
+from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
 from .upkeep import Helper, Upkeep
 
 _STREAMS = 4
@@ -51,6 +51,10 @@ class Publisher:
     are kept in pinned memory of the host, or with `snapshot="device"` beside them: then changes are found and encoded on the GPU, and only
     deltas cross the bus. In the background that is done on a stream of its own; training waits for nothing but the copy.
 
+    With `masters`, tensors of float32 are an optimizer's master weights: what is published, compared and kept is the bfloat16 that they
+    round to (all NaNs become one). They are rounded where they are, into the copy that a publisher in the background makes anyway; one in
+    the foreground has a second copy for it.
+
     `attachments` (config.json, tokenizer: a directory, or names with bytes or paths) go into every anchor, so that each is a complete
     Hugging Face checkpoint. `auto_collect` deletes what nobody needs any more after every anchor, with so many seconds of grace.
     `limits` are those of a new run. A publisher may be used from several threads, one at a time.
@@ -70,6 +74,7 @@ class Publisher:
         *,
         background: bool = False,
         snapshot: Place = "host",
+        masters: bool = False,
         threads: int | None = None,
         signing_key: SigningKey | None = None,
         trusted_keys: Collection[str] = (),
@@ -87,6 +92,10 @@ class Publisher:
         read_attachments(attachments)  # what is wrong with them should show now, not hours later
         self._on_event = on_event
         self._auto_collect = auto_collect
+        self._place: Place = snapshot
+        self._masters = masters
+        self._spare: Arrays | None = None
+        """Memory to round master weights into, where there is no background that has its own."""
         self._turn = threading.RLock()
         self._publishing = False
         """Whether the thread that has the turn is at a publication: seen by nobody else but a signal handler that runs on that thread."""
@@ -169,7 +178,7 @@ class Publisher:
         always, if another publisher has taken over.
         """
         self._check_open()
-        table = TensorTable.of(state)
+        table = TensorTable.of(state, masters=self._masters)
         strings = check_meta(meta)
         check_step(step)
         self._appender.check_limits(table)
@@ -182,7 +191,8 @@ class Publisher:
                 raise PublishError("publish was called in the middle of another publication, by the same thread.")
             self._publishing, version = True, None
             try:
-                version = self._append(state, table, step, strings)
+                rounded = self._rounded(state, table)
+                version = self._append(state if rounded is None else rounded, table, step, strings, owned=rounded is not None)
                 self._upkeep.after_append()
             finally:
                 self._publishing = False
@@ -233,9 +243,19 @@ class Publisher:
             if not drop:
                 self._appender.settle()
 
-    def _append(self, state: State, table: TensorTable, step: int | None, meta: Mapping[str, str]) -> Version:
+    def _rounded(self, state: State, table: TensorTable) -> Arrays | None:
+        """Master weights as what is published of them, in memory that may be kept; None if there are none."""
+        if not self._masters:
+            return None
+        arrays, self._spare = self._spare, None
+        if not arrays or TensorTable.of(arrays) != table or not is_kept_like(arrays, state, self._place):
+            arrays = new_arrays(table, state, self._place)
+        copy_tensors(state, arrays)
+        return arrays
+
+    def _append(self, state: State, table: TensorTable, step: int | None, meta: Mapping[str, str], *, owned: bool = True) -> Version:
         try:
-            return self._appender.append(state, table, step=step, meta=meta, owned=self._background is not None)
+            return self._appender.append(state, table, step=step, meta=meta, owned=owned)
         except BaseException as error:
             self._last_error = error
             if not isinstance(error, Fenced):
@@ -245,6 +265,8 @@ class Publisher:
     def _recycle(self, arrays: Arrays) -> None:
         if self._background is not None:
             self._background.recycle(arrays)
+        elif self._masters:
+            self._spare = arrays
 
     def _collect_garbage(self) -> None:
         assert self._auto_collect is not None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..dtypes import DType
+from ..dtypes import DType, dtype_named
 from ..errors import LimitExceeded, PublishError
 from ..format.records import Limits
 from ..tensors import State, TensorBits, tensor_bits
+
+_BF16, _F32 = dtype_named("BF16"), dtype_named("F32")
 
 SEGMENT_BYTES = 256 << 20
 """Small enough that uploading one overlaps with encoding the next, large enough that a request carries some weight."""
@@ -37,8 +40,11 @@ class TensorTable:
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, state: State) -> TensorTable:
-        """The table of a state. Raises a `TensorError` for what cannot be published, `PublishError` for what is no state at all."""
+    def of(cls, state: State, *, masters: bool = False) -> TensorTable:
+        """The table of a state; with `masters`, of what is published of it: bfloat16 for float32.
+
+        Raises a `TensorError` for what cannot be published, `PublishError` for what is no state at all.
+        """
         if not isinstance(state, Mapping):
             raise PublishError(f"a state maps names to tensors; this is a {type(state).__qualname__}. Pass model.state_dict(), or a dict.")
         if not state:
@@ -46,6 +52,8 @@ class TensorTable:
         tensors = [tensor_bits(name, tensor) for name, tensor in state.items()]
         if any(tensor.whole is not None for tensor in tensors):
             raise PublishError("the state has parts of tensors. Processes that hold such publish together: see ShardedPublisher.")
+        if masters:
+            tensors = [dataclasses.replace(tensor, dtype=_BF16) if tensor.dtype == _F32 else tensor for tensor in tensors]
         return cls.of_bits(tensors)
 
     @classmethod

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import DType
+from ..masters import Rounding
 from ..tensors import State, tensor_bits, typed
 from .segments import TensorTable
 
@@ -37,12 +38,14 @@ def is_kept_like(arrays: Mapping[str, Any], state: State, place: Place) -> bool:
 
 
 def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True) -> None:
-    """Copy every tensor of `source` to the memory of its name, bit for bit.
+    """Copy every tensor of `source` to the memory of its name, bit for bit; float32 where there is memory for bfloat16 is rounded to it.
 
     Without `wait`, what comes from a GPU to the host comes when the current stream gets to it: to be read by way of a `Handover`.
     """
+    rounding = Rounding()
     for name, tensor in source.items():
-        to, bits = tensor_bits(name, target[name]).bits, tensor_bits(name, tensor).bits
+        goal = tensor_bits(name, target[name])
+        to, bits = goal.bits, rounding.follow(goal, tensor_bits(name, tensor)).bits
         if is_on_gpu(bits) or is_on_gpu(to):
             _as_tensor(to).copy_(_as_tensor(bits), non_blocking=not wait)
         else:
@@ -70,18 +73,20 @@ def is_on_gpu(bits: Any) -> bool:
 def _new_array(dtype: DType, shape: tuple[int, ...], like: Any, place: Place) -> Any:
     if not is_on_gpu(like):
         return np.empty(shape, dtype.numpy)
+    import torch
+
     from ..codec.gpu.device import gpu_at
 
-    gpu, integer, size = gpu_at(like.tensor.device), like.tensor.dtype, like.size
+    gpu, integer = gpu_at(like.tensor.device), getattr(torch, f"int{dtype.width}")
     if place == "device":
-        return typed(gpu.empty(size, integer), dtype, shape)
-    return gpu.pinned(size, integer).numpy().view(dtype.numpy).reshape(shape)
+        return typed(gpu.empty(like.size, integer), dtype, shape)
+    return gpu.pinned(like.size, integer).numpy().view(dtype.numpy).reshape(shape)
 
 
 def _as_tensor(bits: Any) -> Any:
     """Bits as a torch tensor of signed integers, of the same memory."""
     if is_on_gpu(bits):
-        return bits.tensor
+        return bits.elements()
     import torch
 
     return torch.from_numpy(cast("NDArray[Any]", bits).view(f"i{bits.itemsize}"))

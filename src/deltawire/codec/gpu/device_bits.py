@@ -51,6 +51,10 @@ class DeviceBits:
         """Whether the kernels can work on it in place."""
         return bool(self.tensor.is_contiguous()) and self.address % _ALIGNMENT == 0
 
+    def elements(self) -> torch.Tensor:
+        """The integers, as a tensor of this shape."""
+        return self.tensor
+
     def flat(self) -> torch.Tensor:
         """The elements in row-major order where kernels can read them: this memory, or else a copy."""
         return self.tensor.view(-1) if self.plain else self.tensor.clone(memory_format=torch.contiguous_format).view(-1)
@@ -64,6 +68,9 @@ class MasterBits(DeviceBits):
     @property
     def itemsize(self) -> int:
         return 2
+
+    def elements(self) -> torch.Tensor:
+        return self.rounded().tensor
 
     def rounded(self) -> DeviceBits:
         """The same as a tensor of its own."""

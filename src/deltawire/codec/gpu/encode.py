@@ -26,7 +26,10 @@ _FULL = 0.93
 
 _FIRST_SLAB = 4 * BLOCK
 _MOST_SLAB = 1 << 31
-"""Elements of a slab: the first, from which density is learnt; and at most, as counters of changes have 32 bits."""
+"""Elements of a slab: the first, if there was no call like it to learn density from; and at most, as counters of changes have 32 bits."""
+
+_learnt: dict[tuple[torch.device, int, int], int] = {}
+"""How many elements were taken last, by device, size of an element and length of the list."""
 
 _SCAN_BLOCKS, _ENCODE_BLOCKS = 4, 2
 """Thread blocks per processor."""
@@ -49,7 +52,7 @@ def encode_tensors(tensors: Sequence[Facts], gpu: Gpu) -> list[Encoded]:
         end = max(first + 1, int(np.searchsorted(upto, upto[first] + size, "right")) - 1)
         return work.start(first, end, spans[first:end].copy())
 
-    size = _FIRST_SLAB
+    size = _learnt.get(work.kind, _FIRST_SLAB)
     slab = start(0, size)
     while slab is not None:
         work.plan(slab)
@@ -63,6 +66,7 @@ def encode_tensors(tensors: Sequence[Facts], gpu: Gpu) -> list[Encoded]:
             work.sums.copy_(slab.sums_before)
             following = start(slab.first, size)
         slab = following
+    _learnt[work.kind] = size
     sums = work.sums.cpu().numpy().view(SUMS).reshape(-1)
     work.copies.synchronize()
     for index in np.flatnonzero(table.count == 0).tolist():
@@ -127,6 +131,7 @@ class _Workspace:
         # A unit never takes more slots than it has elements, so one block always fits.
         wanted = max(int(_SHARE * elements * self.width / (2 + 2 * self.width)), BLOCK)
         self.capacity = min(wanted, units * UNIT)
+        self.kind = (gpu.device, self.width, self.capacity)
         self.encode_blocks = min(_ENCODE_BLOCKS * gpu.processors, ntiles)
         self.ranks = gpu.empty(self.capacity, torch.int16)
         self.pairs = gpu.empty(self.capacity * 2 * self.width, torch.uint8)

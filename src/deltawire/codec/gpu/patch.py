@@ -8,17 +8,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .device import Gpu, KernelSet
 
 
 class Patch(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("firsts", "places", "values")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("firsts", "tiles", "places", "values")]
 
 
 @dataclass(slots=True)
 class DevicePatch:
-    """The changes of many tensors of one width: per tile of 2^14 elements, places (16 bits) and values, ascending."""
+    """The changes of many tensors of one width, ascending: values, and places within blocks of 256 elements, 8 bits each.
+
+    How many changes each block has is said by the tile (2^14 elements) that it is in.
+    """
 
     gpu: Gpu
     kernels: KernelSet
@@ -26,12 +30,13 @@ class DevicePatch:
     nspans: int
     ntiles: int
     firsts: torch.Tensor
+    tiles: torch.Tensor
     places: torch.Tensor
     values: torch.Tensor
-    tiles: list[tuple[int, int]]
-    """Of each tensor: its first tile, and the first after them. Tiles are counted over those chunks that change."""
-    starts: list[tuple[int, int]]
-    """Of each tensor: its first change, and the first after them."""
+    tile_starts: NDArray[np.int64]
+    """Of each tensor its first tile, and after them how many there are. Tiles are counted over the tensors that have payloads."""
+    starts: NDArray[np.int64]
+    """Of each tensor its first change, and after them how many there are."""
 
     def write(self, bases: Sequence[int], *, swap: bool) -> None:
         """Write the values to tensors that start at these addresses (0: not to this one), on the current stream.
@@ -42,25 +47,29 @@ class DevicePatch:
         blocks = min(-(-self.ntiles // 8), 32 * self.gpu.processors)
         arguments = [self.spans, ctypes.c_uint32(self.nspans), ctypes.c_uint32(self.ntiles), self._struct(), addresses]
         self.kernels.launch("swap_patch" if swap else "write_patch", blocks, 256, arguments)
-        for tensor in (self.spans, self.firsts, self.places, self.values):
+        for tensor in self._arrays:
             self.gpu.keep(tensor, self.gpu.current())
 
     def indices(self, tensor: int) -> torch.Tensor:
         """Flat indices of a tensor's changes, ascending, 64 bits each."""
-        first, end = self.starts[tensor]
+        first, end = self.starts[tensor : tensor + 2].tolist()
         out = self.gpu.empty(end - first, torch.int64)
-        first_tile, end_tile = self.tiles[tensor]
+        first_tile, end_tile = self.tile_starts[tensor : tensor + 2].tolist()
         arguments = [self.spans, *map(ctypes.c_uint32, (self.nspans, first_tile, end_tile)), self._struct(), out]
         self.kernels.launch("flat_indices", -(-(end_tile - first_tile) // 8), 256, arguments)
         return out
 
     def values_of(self, tensor: int) -> torch.Tensor:
         """The values of a tensor's changes, as integers: the new ones, or the old ones once they were swapped."""
-        return self.values[slice(*self.starts[tensor])]
+        return self.values[slice(*self.starts[tensor : tensor + 2].tolist())]
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.spans, self.firsts, self.places, self.values))
+        return sum(t.numel() * t.element_size() for t in self._arrays)
+
+    @property
+    def _arrays(self) -> tuple[torch.Tensor, ...]:
+        return self.spans, self.firsts, self.tiles, self.places, self.values
 
     def _struct(self) -> Patch:
-        return Patch(self.firsts.data_ptr(), self.places.data_ptr(), self.values.data_ptr())
+        return Patch(*(array.data_ptr() for array in self._arrays[1:]))

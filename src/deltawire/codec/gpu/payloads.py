@@ -1,228 +1,141 @@
-"""Payloads in the host's memory: where their chunks are, and their way to the device."""
+"""Payloads in the host's memory, and their way to the device: as one image, all payloads in a row, in the order of tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import struct
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...errors import CorruptDelta, DtypeMismatch, ShapeMismatch
+from ...errors import CorruptDelta
 from ..base import Buffer
 from .device import Gpu
-from .spans import BLOCK, TILE, Table
 
-SAME, CODED, RAW = range(3)
-_HEADER_AND_TOP, _HEADER = struct.Struct("<IIH"), struct.Struct("<II")
-_LONGEST_BODY = 1 << 21
-"""Bytes of a coded body: 2^15 changes of the longest codes take less."""
-
-_SLACK = 4 << 20
-"""Bytes after the payloads on the device: see `StreamReader`."""
+SLACK = 16 << 10
+"""Bytes after an image on the device: see `CodeReader`."""
 
 _MOST_COPIES = 512
-_COPY_THREADS, _COPY_PART = 8, 1 << 20
-"""Threads that bring payloads into pinned memory, and bytes that one of them takes at a time."""
+"""Pieces of pinned memory that are read where they are; if there are more, they are brought together."""
 
-_FEW = 16
-"""Chunks are found for all tensors at once while there are more than so many that have chunks left."""
+_COPY_THREADS, _COPY_LEAST = 8, 1 << 18
+"""Threads that bring payloads into pinned memory, and bytes below which it is not worth another one."""
+
+_FIRST_PART = 0.25
+"""Share of the payloads that is brought there first."""
 
 Numbers = NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class Chunks:
-    """The chunks of many payloads, in the order of tensors."""
-
-    tensor: Numbers
-    first: Numbers
-    elements: Numbers
-    mode: Numbers
-    start: Numbers
-    """Of the body, in its payload."""
-    length: Numbers
-    top: Numbers
-    """The first 11 bits of a coded body."""
+_Run = tuple[int, int, int]
+"""A piece of the host's memory: address, size, and its place in the image."""
 
 
 class Payloads:
-    """Payloads of tensors, None for those that have none. Those that touch in memory, as in a file, travel as one."""
+    """Payloads of tensors, None for those that have none. Where they are not in pinned memory, they are brought there, by threads."""
 
-    def __init__(self, payloads: Sequence[Buffer | None]) -> None:
+    def __init__(self, payloads: Sequence[Buffer | None], gpu: Gpu) -> None:
         self.numbers: Numbers = np.array([i for i, payload in enumerate(payloads) if payload is not None], np.int64)
         """Of the tensors that have one."""
         self._payloads = [payload for payload in payloads if payload is not None]
-        self._addresses, self._lengths = _places_in_memory(self._payloads)
-        if (self._lengths == 0).any():
+        self._gpu = gpu
+        self.addresses, self.lengths = _places_in_memory(self._payloads)
+        """Where the device can read them, and in bytes."""
+        if (self.lengths == 0).any():
             raise CorruptDelta("a payload is empty.")
-        order = np.argsort(self._addresses, kind="stable")
-        begins, ends = self._addresses[order], np.maximum.accumulate((self._addresses + self._lengths)[order])
-        breaks = np.append(True, begins[1:] > ends[:-1])[: begins.size]
-        self._runs = begins[breaks]
-        self._sizes = ends[np.append(breaks[1:], True)[: ends.size]] - self._runs
-        self._places = np.cumsum(self._sizes) - self._sizes
-        run = np.empty(order.size, np.int64)
-        run[order] = np.cumsum(breaks) - 1
-        self._starts: Numbers = self._places[run] + self._addresses - self._runs[run]
-        self.size = int(self._sizes.sum())
-        """Bytes of all of them."""
+        ends = np.cumsum(self.lengths)
+        self.places: Numbers = ends - self.lengths
+        """In the image."""
+        self.size = int(self.lengths.sum())
+        breaks = np.flatnonzero(np.append(True, self.addresses[1:] != (self.addresses + self.lengths)[:-1])[: ends.size])
+        begins = self.places[breaks]
+        sizes = np.diff(np.append(begins, self.size))
+        self._runs: list[_Run] = list(zip(self.addresses[breaks].tolist(), sizes.tolist(), begins.tolist(), strict=True))
+        self._moves: list[list[Future[None]]] = []
+        """Of both parts, if they are on their way to pinned memory."""
+        pinned = gpu.is_pinned
+        if len(self._runs) > _MOST_COPIES or not all(pinned(a) and pinned(a + size - 1) for a, size, _ in self._runs):
+            self._staged = gpu.pinned(self.size)
+            begin = self._staged.data_ptr()
+            first = self._end_of_first_part()
+            self._moves = [_moved(_cut(self._runs, *part), begin) for part in ((0, first), (first, self.size))]
+            self._runs = [(begin, self.size, 0)]
+            self.addresses = begin + self.places
+            wait(self._moves[0])
 
-    def room(self, gpu: Gpu) -> torch.Tensor:
-        """Memory on the device for all of them, and for readers that are led astray."""
-        room = gpu.empty(self.size + _SLACK, torch.uint8)
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Parts of `numbers`, first and end, when the device can read them."""
+        count = self.numbers.size
+        first = int(np.searchsorted(self.places, self._end_of_first_part())) if self._moves else count
+        for part, moves in itertools.zip_longest(((0, first), (first, count)), self._moves):
+            for move in moves or ():
+                move.result()
+            if part[0] < part[1]:
+                yield part
+
+    def _end_of_first_part(self) -> int:
+        """In the image: the device has something to do while threads are still at the rest."""
+        last = int(np.searchsorted(self.places, _FIRST_PART * self.size))
+        return int(self.places[last]) if last < self.places.size else self.size
+
+    def copy(self, begin: int, end: int, to: int) -> None:
+        """Start to copy bytes `begin` … `end` of the image to an address on the device, on the current stream."""
+        stream = self._gpu.current()
+        for address, size, place in _cut(self._runs, begin, end):
+            self._gpu.copy_in(to + place - begin, address, size, stream)
+
+    def room(self) -> torch.Tensor:
+        """Memory for the whole image on the device, and for readers that are led astray."""
+        room = self._gpu.empty(self.size + SLACK, torch.uint8)
         room[self.size :].zero_()
         return room
 
-    def starts(self, count: int) -> Numbers:
-        """Where the payload of each of `count` tensors will begin in that room."""
-        starts = np.zeros(count, np.int64)
-        starts[self.numbers] = self._starts
-        return starts
+    def windows(self, parts: Sequence[tuple[int, int]], buffers: Sequence[int]) -> Iterator[int]:
+        """Parts of the image on the device, one after the other, for the current stream: addresses that places are counted from.
 
-    def arrive(self, room: torch.Tensor, gpu: Gpu) -> torch.Tensor | None:
-        """Start to copy them on the current stream, by way of pinned memory (which is returned) where they are not in such."""
-        stream, to = gpu.current(), room.data_ptr()
-        runs = list(zip(self._runs.tolist(), self._sizes.tolist(), self._places.tolist(), strict=True))
-        if len(runs) <= _MOST_COPIES and all(gpu.is_pinned(a) and gpu.is_pinned(a + size - 1) for a, size, _ in runs):
-            for address, size, place in runs:
-                gpu.copy_in(to + place, address, size, stream)
-            return None
-        staged = gpu.pinned(self.size)
-        begin, host = staged.data_ptr(), staged.numpy()
-        tasks = _tasks(runs)
-        low = int(self._runs.min(initial=0))
-        memory = _window(low, int((self._runs + self._sizes).max(initial=low)) - low) if low else host
-
-        def stage(task: list[tuple[int, int, int]]) -> None:
-            if len(task) == 1:
-                (address, size, place) = task[0]
-                ctypes.memmove(begin + place, address, size)
-            else:
-                end = task[-1][2] + task[-1][1]
-                np.concatenate([memory[address - low : address - low + size] for address, size, _ in task], out=host[task[0][2] : end])
-
-        # Threads help with large runs; with small ones they would only get into each other's way.
-        moves = _pool().map(stage, tasks) if len(tasks) >= 4 and len(runs) <= _MOST_COPIES else map(stage, tasks)
-        for task, _ in zip(tasks, moves, strict=True):
-            first, (_, size, last) = task[0][2], task[-1]
-            gpu.copy_in(to + first, begin + first, last + size - first, stream)
-        return staged
-
-    def chunks(self, table: Table, first: int, end: int) -> Chunks:
-        """Find all chunks of tensors `first` … `end` (docs/format.md §3); checked as far as that goes without decoding."""
-        mine = slice(*np.searchsorted(self.numbers, (first, end)).tolist())
-        part = _Part(self._payloads[mine], self.numbers[mine], self._addresses[mine], self._lengths[mine])
-        return part.chunks(table)
+        `buffers` are two places on the device with room for any of them, and `SLACK`. When the next one is asked for, all that uses this
+        one must have been given to the stream.
+        """
+        gpu, main, copies = self._gpu, self._gpu.current(), self._gpu.stream("copies")
+        copies.wait_stream(main)
+        used: list[torch.cuda.Event] = []
+        there: list[torch.cuda.Event] = []
+        for turn, (begin, _) in enumerate(parts):
+            for number in range(len(there), min(turn + 2, len(parts))):  # the next is on its way while this one is decoded
+                if number >= 2:
+                    copies.wait_event(used[number - 2])
+                with gpu.using(copies):
+                    self.copy(*parts[number], buffers[number % 2])
+                    there.append(gpu.mark())
+            main.wait_event(there[turn])
+            yield buffers[turn % 2] - begin
+            used.append(gpu.mark())
 
 
-@dataclass(slots=True)
-class _Part:
-    """Payloads of a run of tensors."""
-
-    payloads: Sequence[Buffer]
-    numbers: Numbers
-    addresses: Numbers
-    lengths: Numbers
-
-    def chunks(self, table: Table) -> Chunks:
-        if not self.payloads:
-            return Chunks(*(np.zeros(0, np.int64) for _ in range(7)))
-        low = int(self.addresses.min())
-        memory = _window(low, int((self.addresses + self.lengths).max()) - low)
-        at = self.addresses - low
-        ends = at + self.lengths
-        if (memory[at] != table.codes[self.numbers]).any():
-            raise DtypeMismatch("a tensor has another element type than its delta.")
-        begins, at = at, at + 1
-        which = np.flatnonzero(at < ends)
-        found: list[tuple[Numbers, Numbers, Numbers, Numbers, Numbers]] = []
-        offsets = np.arange(8)
-        while which.size > _FEW:
-            here, end = at[which], ends[which]
-            if (end - here < 8).any():
-                raise CorruptDelta("a chunk's header is cut short.")
-            words = memory[here[:, None] + offsets].view("<u4").astype(np.int64)
-            top_at = np.minimum(here + 8, end - 2)  # a body too short for a top will be refused, or it is none
-            top = np.where(here + 10 <= end, memory[top_at].astype(np.int64) | memory[top_at + 1].astype(np.int64) << 8, 0)
-            found.append((which, words[:, 0], here + 8, words[:, 1], top))
-            at[which] = here = here + 8 + words[:, 1]
-            if (here > end).any():
-                raise CorruptDelta("a chunk's body is cut short.")
-            which = which[here < end]
-        for index in which.tolist():
-            found.append(_walk(index, self.payloads[index], int(at[index] - begins[index]), int(begins[index])))
-        return self._checked(found, begins, table)
-
-    def _checked(self, found: list[tuple[Numbers, Numbers, Numbers, Numbers, Numbers]], begins: Numbers, table: Table) -> Chunks:
-        columns = zip(*found, strict=True) if found else [()] * 5
-        index, word, start, length, top = (np.concatenate([np.zeros(0, np.int64), *column]) for column in columns)
-        order = np.argsort(index, kind="stable")
-        index, word, start, length, top = (column[order] for column in (index, word, start, length, top))
-        elements, mode = word & ((1 << 30) - 1), word >> 30
-        if ((elements < 1) | (elements > BLOCK)).any():
-            raise CorruptDelta("a chunk has an impossible number of elements.")
-        raw = elements * table.itemsize
-        if not np.select([mode == SAME, mode == CODED, mode == RAW], [length == 0, length > 0, length == raw], False).all():
-            raise CorruptDelta("a chunk's size does not fit its mode.")
-        if (length[mode == CODED] > _LONGEST_BODY).any():
-            raise CorruptDelta("a chunk's body is longer than its streams.")
-        last = np.append(index[1:] != index[:-1], True)[: index.size]
-        if (elements[~last] % TILE).any():
-            raise CorruptDelta("a chunk before the last is not a multiple of 16384 elements.")
-        covered = np.bincount(index, elements, self.numbers.size).astype(np.int64)  # exact: sums of a tensor stay below 2^53
-        wrong = np.flatnonzero(covered != table.count[self.numbers])
-        if wrong.size:
-            there = table.count[self.numbers[wrong[0]]]
-            raise ShapeMismatch(f"the delta is for {covered[wrong[0]]} elements, the tensor has {there}.")
-        running = np.cumsum(elements) - elements
-        heads = np.append(True, last[:-1])[: index.size]
-        first = running - running[heads][np.cumsum(heads) - 1]
-        return Chunks(self.numbers[index], first, elements, mode, start - begins[index], length, np.where(mode == CODED, top & 0x7FF, 0))
-
-
-def _walk(index: int, payload: Buffer, at: int, begin: int) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
-    """The chunks of one payload from `at` on, with places counted from where it begins at `begin`."""
-    rows: list[tuple[int, int, int, int]] = []
-    end = memoryview(payload).nbytes
-    whole = end - 10  # from here on, the first bits of a body cannot be read with the header before it
-    unpack = _HEADER_AND_TOP.unpack_from
-    while at < end:
-        if at <= whole:
-            word, length, top = unpack(payload, at)
-        elif end - at < 8:
-            raise CorruptDelta("a chunk's header is cut short.")
-        else:
-            word, length = _HEADER.unpack_from(payload, at)
-            top = 0
-        at += 8
-        rows.append((word, begin + at, length, top))
-        at += length
-    if at > end:
-        raise CorruptDelta("a chunk's body is cut short.")
-    word, start, length, top = np.array(rows, np.int64).T
-    return np.full(len(rows), index, np.int64), word, start, length, top
-
-
-def _tasks(runs: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Runs cut up, or put together, to about a part each; what a task brings over is in one piece at its place."""
-    tasks: list[list[tuple[int, int, int]]] = []
-    room = 0
+def _cut(runs: Sequence[_Run], begin: int, end: int) -> list[_Run]:
+    """What of them is from `begin` to `end` in the image."""
+    found = []
     for address, size, place in runs:
-        for at in range(0, size, _COPY_PART):
-            part = min(_COPY_PART, size - at)
-            if part > room:
-                tasks.append([])
-                room = _COPY_PART
-            tasks[-1].append((address + at, part, place + at))
-            room -= part
-    return tasks
+        low, high = max(begin, place), min(end, place + size)
+        if low < high:
+            found.append((address + low - place, high - low, low))
+    return found
+
+
+def _moved(runs: Sequence[_Run], to: int) -> list[Future[None]]:
+    """Have runs brought to where an image begins at `to`, by threads that get about as many bytes each."""
+    if not runs:
+        return []
+    begin, end = runs[0][2], runs[-1][2] + runs[-1][1]
+    bounds = np.linspace(begin, end, min(_COPY_THREADS, -(-(end - begin) // _COPY_LEAST)) + 1).astype(np.int64).tolist()
+    return [_pool().submit(_move, _cut(runs, *part), to) for part in itertools.pairwise(bounds)]
+
+
+def _move(runs: Sequence[_Run], to: int) -> None:
+    for address, size, place in runs:
+        ctypes.memmove(to + place, address, size)
 
 
 class _PyBuffer(ctypes.Structure):
@@ -252,13 +165,6 @@ def _places_in_memory(buffers: Sequence[Buffer]) -> tuple[Numbers, Numbers]:
         lengths.append(view.len)
         release(here)
     return np.array(addresses, np.int64), np.array(lengths, np.int64)
-
-
-def _window(address: int, size: int) -> NDArray[np.uint8]:
-    """Memory from here on as an array. There may be holes in it that belong to no one: the caller knows where it may look."""
-    window: Any = (ctypes.c_uint8 * size).from_address(address)
-    array: NDArray[np.uint8] = np.frombuffer(window, np.uint8)
-    return array
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Resolve on the GPU: payloads decoded against weights that stay where they are, into a patch that stays there too.
 
-Two streams: while one goes over the weights, the other brings the payloads in and decodes them. Then changes are located, a slab at a time.
+Two streams: while one goes over the weights, the other finds out what is in the payloads. Then changes are decoded and located,
+a slab of chunks at a time, so that little more than the patch is held.
 """
 
 from __future__ import annotations
@@ -8,33 +9,39 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...errors import CorruptDelta, ShapeMismatch
+from ...errors import CorruptDelta, DtypeMismatch, ShapeMismatch
 from ..base import Buffer, Outcome
-from .device import Gpu, KernelSet
+from .device import Gpu, KernelSet, Purpose
 from .digest import digest_spans
 from .patch import DevicePatch, Patch
-from .payloads import RAW, SAME, Chunks, Payloads
-from .spans import CONTEXTS, SUMS, TILE, Changes, Facts, Table, addresses, lanes, place_tiles
+from .payloads import SLACK, Numbers, Payloads
+from .spans import CONTEXTS, SPAN, SUMS, TILE, Facts, Table, lanes
 
-_MOST_WIDE = 256
-_SHARE = 0.004
-_LEAST_SLAB, _MOST_SLABS = 1 << 20, 12
-"""Changes that are located at a time: so many that their lists take this share of the weights' bytes, or a twelfth of all."""
+_SHARE, _MOST_SLABS, _LEAST_SLAB = 0.0008, 48, 1 << 18
+_LONG_SLABS = 20
+"""Changes that are located at a time: so many that their lists take this share of the weights' bytes, or a 48th of all; a twentieth, as
+long as there is room."""
 
-_AHEAD = 0.15
-"""Share of the weights that the device is given to count before the host has found all chunks."""
+_KEPT_SHARE, _KEPT = 0.001, 1 << 20
+"""Payloads of no more than this share of the weights' bytes, or so many bytes, stay on the device; of others only what a slab needs."""
 
 _LONGEST_ROW = 8
-_COUNT_BLOCKS, _DECODE_BLOCKS, _LOCATE_BLOCKS = 5, 24, 6
+_COUNT_BLOCKS, _LOCATE_BLOCKS = 5, 6
 """Thread blocks per processor."""
 
-_TOTAL, _ERROR, _LARGER = 1, 2, 4
-"""Words of `Head` in resolve.cuh that the host looks at; the first word is what it fills in."""
+_LOCATE_WARPS, _INDEX_THREADS = 4, 8
+_RAW = 2
+
+_SIDE_STREAMS: tuple[Purpose, ...] = ("decode", "copies")
+
+_TOTAL, _ERROR, _TASKS = 1, 2, 3
+"""Words of `Head` in heads.cuh that the host looks at."""
 
 _ERRORS = (
     "",
@@ -56,15 +63,40 @@ _ERRORS = (
     "a listed element does not change.",
     "a chunk's body is longer than its streams.",
     "a context has another number of elements than the base.",
+    "a chunk's header is cut short.",
+    "a chunk's body is cut short.",
+    "a chunk has an impossible number of elements.",
+    "a chunk's size does not fit its mode.",
+    "a chunk's body is longer than its streams.",
+    "a chunk before the last is not a multiple of 16384 elements.",
 )
+_WRONG_TYPE, _WRONG_SHAPE = len(_ERRORS), len(_ERRORS) + 1
 
-
-class _Decoded(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("gaps", "operands", "wide", "larger", "larger_at")]
+_SOURCE = np.dtype(
+    [(name, "u8") for name in ("base", "payload", "bytes", "place", "count", "seed")]
+    + [(name, "u4") for name in ("tensor", "tile0", "shift", "mask", "code", "chunk0")]
+)
+_WALK = np.dtype([("covered", "u8"), ("chunks", "u4"), ("error", "u4")])
 
 
 class _Targets(ctypes.Structure):
     _fields_ = [("ranks", ctypes.c_void_p), ("operands", ctypes.c_void_p), ("first", ctypes.c_uint32)]
+
+
+_Slab = tuple[int, int]
+"""Chunks, first and end."""
+
+
+class _Lists:
+    """What a slab needs, one after the other in one piece of memory."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._ends = list(itertools.accumulate(-(-size // 512) * 512 for size in sizes))
+        self.size = self._ends[-1] + 512
+
+    def addresses(self, memory: int) -> list[int]:
+        begin = -(-memory // 512) * 512
+        return [begin + end for end in (0, *self._ends[:-1])]
 
 
 def resolve_tensors(tensors: Sequence[Facts], payloads: Sequence[Buffer | None], gpu: Gpu) -> tuple[DevicePatch, list[Outcome]]:
@@ -72,117 +104,205 @@ def resolve_tensors(tensors: Sequence[Facts], payloads: Sequence[Buffer | None],
 
     A tensor without a payload is only digested. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`.
     """
-    table = Table.of(tensors)
-    data = Payloads(payloads)
-    room = data.room(gpu)
-    work = _Work(table, gpu)
+    work = _Work(Table.of(tensors), Payloads(payloads, gpu), gpu)
     main, side = gpu.current(), gpu.stream("decode")
     side.wait_stream(main)
     try:
-        for first, end in _first_and_rest(table):  # the device is at the first while the host looks for the chunks of the rest
-            chunks = data.chunks(table, first, end)
-            changing, quiet = _spans(table, chunks, first, end, room.data_ptr() + data.starts(len(table)))
-            work.count(changing)
-            digest_spans(quiet, table.width, work.sums, gpu)
+        for part in work.data.parts():
+            with gpu.using(side):
+                work.find_chunks(*part)
+            main.wait_stream(side)
+            work.count(*part)
         with gpu.using(side):
-            staged = data.arrive(room, gpu)
-            work.read_heads(main)
-            work.decode(main)
+            work.read_heads()
+            work.index()
     finally:
         main.wait_stream(side)  # what is given back from here on, is so after both
-    del staged
-    if not work.has_raw:
-        del room  # decoded: the lists of slabs may have its memory
-    for slab in _slabs(work.ends, work.slab_size):
-        work.locate(*slab)
+    work.locate()
     return work.result()
 
 
 class _Work:
     """One call's arrays on the device, and its steps in order."""
 
-    def __init__(self, table: Table, gpu: Gpu) -> None:
-        self.gpu, self.table = gpu, table
+    def __init__(self, table: Table, data: Payloads, gpu: Gpu) -> None:
+        self.gpu, self.table, self.data = gpu, table, data
         self.kernels: KernelSet = gpu.kernels(table.width)
-        self.count_shared, self.locate_shared, self.head_size = self.kernels.constants("resolve_sizes", 3)
+        self.count_shared, self.locate_shared, self.head_size, self.task_size, self.tile_size = self.kernels.constants("resolve_sizes", 5)
+        owners = data.numbers
+        tiles = -(-table.count[owners] // TILE)
+        self.tile_ends: Numbers = np.cumsum(tiles)
+        self.ntiles = int(tiles.sum())
+        self.sources = np.zeros(owners.size, _SOURCE)
+        for name, column in (("payload", data.addresses), ("bytes", data.lengths), ("place", data.places), ("tensor", owners)):
+            self.sources[name] = column
+        self.sources["tile0"] = self.tile_ends - tiles
+        of_tensors: list[tuple[str, NDArray[Any]]] = [("base", table.base), ("count", table.count), ("seed", table.seed)]
+        for name, values in [*of_tensors, ("shift", table.shift), ("mask", table.mask), ("code", table.codes)]:
+            self.sources[name] = values[owners]
         self.sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
-        self.elements = gpu.empty(int((-(-table.count // TILE)).sum()) * CONTEXTS, torch.int16)  # chunks cut no tile
-        self.parts: list[NDArray[np.void]] = []
-        self.ntiles = 0
+        self.tiles = gpu.empty(self.ntiles * self.tile_size, torch.uint8)
+        self.room: torch.Tensor | None = data.room()
+        self.chunks: Numbers = np.zeros(owners.size, np.int64)
+        """Of each payload: how many."""
+        self.found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Chunks and their heads, by part."""
+        quiet = np.ones(len(table), np.bool_)
+        quiet[owners] = False
+        digest_spans(table.blocks(np.flatnonzero(quiet & (table.base != 0))), table.width, self.sums, gpu)
 
-    def count(self, changing: NDArray[np.void]) -> None:
-        """Elements of each context in every tile of some more chunks, and the digest of the base."""
-        tiles = place_tiles(changing)
-        blocks = min(-(-tiles // 4), _COUNT_BLOCKS * self.gpu.processors)
-        here = ctypes.c_void_p(self.elements.data_ptr() + self.ntiles * CONTEXTS * self.elements.element_size())
-        arguments = [self.gpu.upload(changing), ctypes.c_uint32(len(changing)), ctypes.c_uint32(tiles), here, Changes(), self.sums]
-        self.kernels.launch("count_elements", blocks, 128, arguments, self.count_shared)
-        self.parts.append(changing)
-        self.ntiles += tiles
+    def find_chunks(self, first: int, end: int) -> None:
+        """Where the chunks of these payloads are, which go on their way to the device meanwhile."""
+        copies, room, empty = self.gpu.stream("copies"), self.room, self.gpu.empty
+        assert room is not None
+        begin, upto = int(self.data.places[first]), int(self.data.places[end - 1] + self.data.lengths[end - 1])
+        copies.wait_stream(self.gpu.current())
+        with self.gpu.using(copies):
+            self.data.copy(begin, upto, room.data_ptr() + begin)
+        sources, n = self.sources[first:end], ctypes.c_uint32(end - first)
+        found = empty((end - first) * _WALK.itemsize, torch.uint8)
+        self.kernels.launch("find_chunks", -(-(end - first) // 32), 32, [self.gpu.upload(sources), n, self.tiles, found])
+        walks = found.cpu().numpy().view(_WALK)
+        _check_walks(walks, sources["count"])
+        self.chunks[first:end] = walks["chunks"]
+        ends = np.cumsum(walks["chunks"], dtype=np.int64)
+        sources["chunk0"] = ends - walks["chunks"]
+        spans, heads = empty(int(ends[-1]) * SPAN.itemsize, torch.uint8), self.gpu.zeros(int(ends[-1]) * self.head_size, torch.uint8)
+        self.kernels.launch("list_chunks", -(-(end - first) // 32), 32, [self.gpu.upload(sources), n, self.tiles, spans, heads])
+        self.found.append((spans, heads))
 
-    def read_heads(self, user: torch.cuda.Stream) -> None:
-        """Headers of chunks; waits for them, and finds out how many changes there are. `user` is the stream that goes on with them."""
-        self.changing = np.concatenate(self.parts)
-        place_tiles(self.changing)
-        self.has_raw = bool((self.changing["mode"] == RAW).any())
-        self.nspans, tiles = ctypes.c_uint32(len(self.changing)), ctypes.c_uint32(self.ntiles)
-        spans = self.gpu.upload(self.changing)
-        head_words = np.zeros((len(self.changing), self.head_size // 4), np.uint32)
-        head_words[:, 0] = self.changing["start"]  # the length of the body; where the changes start is known later
-        self.heads = self.gpu.upload(head_words)[: head_words.nbytes].view(torch.int32)
-        self.gpu.keep(self.heads, user)
-        self.columns = self.heads.view(head_words.shape)
-        self.kernels.launch("read_heads", -(-len(self.changing) // 64), 64, [spans, self.nspans, self.heads])
+    def count(self, first: int, end: int) -> None:
+        """Elements of each context in every tile of the chunks that were found last, and the digest of the base."""
+        spans, _ = self.found[-1]
+        self.gpu.keep(spans, self.gpu.current())
+        first_tile, end_tile = int(self.sources["tile0"][first]), int(self.tile_ends[end - 1])
+        blocks = min(-(-(end_tile - first_tile) // 4), _COUNT_BLOCKS * self.gpu.processors)
+        numbers = map(ctypes.c_uint32, (len(spans) // SPAN.itemsize, first_tile, end_tile, self.tile_size // 4))
+        self.kernels.launch("count_elements", blocks, 128, [spans, *numbers, self.tiles, self.sums], self.count_shared)
+
+    def read_heads(self) -> None:
+        """Headers of chunks; waits for them, and finds out how many changes there are."""
+        assert self.room is not None
+        self.gpu.current().wait_stream(self.gpu.stream("copies"))
+        none = self.gpu.empty(0, torch.uint8)
+        spans, self.heads = map(_joined, zip((none, none), *self.found, strict=True))
+        count = len(spans) // SPAN.itemsize
+        self.nspans = ctypes.c_uint32(count)
+        self.kernels.launch("read_heads", -(-count // 64), 64, [spans, self.nspans, self.room, self.heads])
+        self.spans = spans.cpu().numpy().view(SPAN)
+        self.has_raw = bool((self.spans["mode"] == _RAW).any())
         if self.has_raw:
-            self.kernels.launch("count_raw", -(-self.ntiles // 4), 128, [spans, self.nspans, tiles, self.heads, self.elements])
-        words = self.columns[:, : _LARGER + 1].cpu().numpy().astype(np.int64)
+            arguments = [spans, self.nspans, ctypes.c_uint32(self.ntiles), self.room, self.heads, self.tiles]
+            self.kernels.launch("count_raw", -(-self.ntiles // 4), 128, arguments)
+        self.columns = self.heads.view(torch.int32).view(count, self.head_size // 4)
+        words = self.columns[:, : _TASKS + 1].cpu().numpy().astype(np.int64)
         _check(words[:, _ERROR])
+        self.body_ends = self.spans["next"].astype(np.int64) + words[:, 0]
         totals = words[:, _TOTAL]
-        self.ends, self.larger_ends = np.cumsum(totals), np.cumsum(words[:, _LARGER])
-        self.total = int(self.ends[-1]) if self.ends.size else 0
+        self.ends, self.task_ends = np.cumsum(totals), np.cumsum(words[:, _TASKS])
+        self.total = int(totals.sum())
         if self.total >= 2**32:
             raise ShapeMismatch("a delta of 2^32 changes or more cannot be resolved on a GPU at once.")
-        self.changing["start"] = self.ends - totals
-        self.slab_size = max(int(_SHARE * self.table.nbytes / (4 + self.table.itemsize)), self.total // _MOST_SLABS, _LEAST_SLAB)
+        self.spans["start"] = self.ends - totals
 
-    def decode(self, user: torch.cuda.Stream) -> None:
-        """Gaps and operands of all changes, to where the patch will be. `user` is the stream that goes on with them."""
-        empty, larger = self.gpu.empty, int(self.larger_ends[-1]) if self.ends.size else 0
-        self.placed = self.gpu.upload(self.changing)
-        self.larger_at = self.gpu.upload(self.larger_ends.astype(np.uint32))
-        self.integer = getattr(torch, f"int{self.table.width}")
-        self.firsts, self.places, self.values = (
-            empty(self.ntiles + 1, torch.int32),
-            empty(self.total, torch.int16),
-            empty(self.total, self.integer),
-        )
+    def index(self) -> None:
+        """Where segments of streams begin, so that many can decode a chunk."""
+        self.placed = self.gpu.upload(self.spans)
+        ntasks = int(self.task_ends[-1]) if self.task_ends.size else 0
+        self.tasks = self.gpu.empty(ntasks * self.task_size, torch.uint8)
+        arguments = [self.placed, self.nspans, self.room, self.heads, self.gpu.upload(self.task_ends.astype(np.uint32)), self.tasks]
+        self.kernels.launch("index_streams", -(-len(self.spans) // _INDEX_THREADS), _INDEX_THREADS, arguments)
+
+    def locate(self) -> None:
+        """Decode all changes, and find the elements that they belong to.
+
+        A slab needs lists that are longer than its part of the patch. At first they lie where the last slabs will leave their values,
+        so they may be long; those slabs have shorter ones of their own.
+        """
+        gpu, itemsize = self.gpu, self.table.itemsize
+        for tensor in (self.placed, self.heads, self.tasks):
+            gpu.keep(tensor, gpu.current())
+        if not self.has_raw and self.data.size > max(_KEPT_SHARE * self.table.nbytes, _KEPT):
+            assert self.room is not None
+            for purpose in _SIDE_STREAMS:
+                gpu.keep(self.room, gpu.stream(purpose))
+            self.room = None
+        self.firsts = gpu.empty(self.ntiles + 1, torch.int32)
         self.firsts[self.ntiles :].fill_(self.total - (1 << 32) if self.total >= 1 << 31 else self.total)
-        self.wide, self.larger = empty(len(self.changing) * _MOST_WIDE * 2, torch.int32), empty(larger, torch.int16)
-        arrays = (self.places, self.values, self.wide, self.larger, self.larger_at)
-        for tensor in (self.placed, self.firsts, *arrays):
-            self.gpu.keep(tensor, user)
-        self.decoded = _Decoded(*(array.data_ptr() for array in arrays))
-        blocks = min(-(-len(self.changing) // 2), _DECODE_BLOCKS * self.gpu.processors)
-        self.kernels.launch("decode_streams", blocks, 64, [self.placed, self.nspans, self.heads, self.decoded])
-        del self.larger, self.larger_at
+        self.places, self.values = gpu.empty(self.total, torch.uint8), gpu.empty(self.total, getattr(torch, f"int{self.table.width}"))
+        counted = gpu.pinned(self.sums.numel())
+        counted.copy_(self.sums, non_blocking=True)
+        there = gpu.mark()
+        most = max(int(_SHARE * self.table.nbytes / (4 + itemsize)), self.total // _MOST_SLABS, _LEAST_SLAB)
+        early = self._slabs(0, self.total // _LONG_SLABS, 2 * self.data.size // _LONG_SLABS) if self.total > _LONG_SLABS * most else []
+        free = max(self.total - -(-self._lists(early).size // itemsize), 0)
+        early = [(first, end) for first, end in early if self.ends[end - 1] <= free]
+        late = self._slabs(early[-1][1] if early else 0, most, self.data.size)
+        if early:
+            self._locate_slabs(early, self.values.view(torch.uint8)[free * itemsize :])
+        if late:
+            self._locate_slabs(late, gpu.empty(self._lists(late).size, torch.uint8))
+        there.synchronize()
+        self.before = lanes(counted.numpy().view(SUMS)["before"])  # while the device is still at it
 
-    def locate(self, first: int, end: int, changes: int) -> None:
-        """Find the elements that the changes of these chunks belong to."""
-        launch = self.kernels.launch
-        first_tile = int(self.changing["tile0"][first])
-        end_tile = int(self.changing["tile0"][end]) if end < len(self.changing) else self.ntiles
-        starts = self.gpu.empty((end_tile - first_tile) * CONTEXTS, torch.int32)
-        ranks, operands = self.gpu.empty(changes, torch.int32), self.gpu.empty(changes, self.integer)
-        targets = _Targets(ranks.data_ptr(), operands.data_ptr(), int(self.changing["start"][first]))
-        number, first_number = ctypes.c_uint32(first), ctypes.c_uint32(first_tile)
-        launch("start_tiles", end - first, 512, [self.placed, number, first_number, self.heads, self.elements, starts])
-        launch("sum_gaps", end - first, 512, [self.placed, number, self.heads, self.decoded, targets])
+    def _slabs(self, first: int, most: int, window: int) -> list[_Slab]:
+        """Chunks from `first` on: no more changes and bytes of payloads at a time than this, and tiles that keep all warps at work."""
+        wave = _LOCATE_WARPS * _LOCATE_BLOCKS * self.gpu.processors
+        tiles = np.append(self.spans["tile0"], self.ntiles).astype(np.int64)
+        slabs = []
+        while first < len(self.spans):
+            bounds = (self.ends, int(self.spans["start"][first]) + most), (self.body_ends, int(self.spans["next"][first]) + window)
+            end = max(first + 1, min(int(np.searchsorted(column, bound, "right")) for column, bound in bounds))
+            there = int(tiles[end] - tiles[first])
+            if there > wave and end < len(self.spans):
+                end = max(first + 1, int(np.searchsorted(tiles, tiles[first] + there // wave * wave, "right")) - 1)
+            slabs.append((first, end))
+            first = end
+        return slabs
+
+    def _tiles(self, first: int, end: int) -> tuple[int, int]:
+        """The first tile of these chunks, and the first after them."""
+        return int(self.spans["tile0"][first]), int(self.spans["tile0"][end]) if end < len(self.spans) else self.ntiles
+
+    def _lists(self, slabs: Sequence[_Slab]) -> _Lists:
+        """What any of these slabs needs."""
+        changes = max((int(self.ends[end - 1]) - int(self.spans["start"][first]) for first, end in slabs), default=0)
+        tiles = max((self._tiles(*slab)[1] - self._tiles(*slab)[0] for slab in slabs), default=0)
+        window = max((self._body(*slab)[1] - self._body(*slab)[0] for slab in slabs), default=0) + SLACK if self.room is None else 0
+        return _Lists([4 * changes, self.table.itemsize * changes, 4 * CONTEXTS * tiles, window, window])
+
+    def _body(self, first: int, end: int) -> tuple[int, int]:
+        """Where the payloads of these chunks are in the image."""
+        return int(self.spans["next"][first]), int(self.body_ends[end - 1])
+
+    def _locate_slabs(self, slabs: Sequence[_Slab], memory: torch.Tensor) -> None:
+        memory.zero_()  # of what is after a payload nothing depends, but it is read
+        ranks, operands, starts, *windows = self._lists(slabs).addresses(memory.data_ptr())
+        if self.room is None:
+            images = self.data.windows([self._body(*slab) for slab in slabs], windows)
+        else:
+            images = iter([self.room.data_ptr()] * len(slabs))
+        for (first, end), image in zip(slabs, images, strict=True):
+            self._locate_slab(first, end, image, starts, _Targets(ranks, operands, int(self.spans["start"][first])))
+        self.gpu.keep(memory, self.gpu.stream("copies"))
+
+    def _locate_slab(self, first: int, end: int, image: int, starts: int, targets: _Targets) -> None:
+        launch, number = self.kernels.launch, ctypes.c_uint32
+        first_tile, end_tile = self._tiles(first, end)
+        here, starting = ctypes.c_void_p(image), ctypes.c_void_p(starts)
+        arguments = [self.placed, number(first), number(first_tile), here, self.heads, self.tiles, starting, targets]
+        launch("start_tiles", end - first, 512, arguments)
+        first_task = int(self.task_ends[first - 1]) if first else 0
+        ntasks = int(self.task_ends[end - 1]) - first_task
+        tasks = ctypes.c_void_p(self.tasks.data_ptr() + first_task * self.task_size)
+        launch("decode_segments", 3 * -(-ntasks // 64), 64, [self.placed, here, self.heads, tasks, number(ntasks), targets])
         # To find where a tile's changes start takes a search; a warp that goes on with the next tile is spared it.
-        row = min(max((end_tile - first_tile) // (8 * _LOCATE_BLOCKS * self.gpu.processors), 1), _LONGEST_ROW)
-        blocks = min(-(-(end_tile - first_tile) // (4 * row)), _LOCATE_BLOCKS * self.gpu.processors)
-        patch = Patch(self.firsts.data_ptr(), self.places.data_ptr(), self.values.data_ptr())
-        arguments = [self.placed, self.nspans, *map(ctypes.c_uint32, (first_tile, end_tile, row))]
-        arguments += [self.heads, starts, targets, patch, self.sums]
+        warps = _LOCATE_WARPS * _LOCATE_BLOCKS * self.gpu.processors
+        row = min(-(-(end_tile - first_tile) // warps), _LONGEST_ROW)
+        blocks = min(-(-(end_tile - first_tile) // (_LOCATE_WARPS * row)), _LOCATE_BLOCKS * self.gpu.processors)
+        patch = Patch(*(array.data_ptr() for array in (self.firsts, self.tiles, self.places, self.values)))
+        arguments = [self.placed, self.nspans, number(first_tile), number(end_tile), number(row)]
+        arguments += [here, self.heads, starting, targets, patch, self.sums]
         launch("locate", blocks, 128, arguments, self.locate_shared)
 
     def result(self) -> tuple[DevicePatch, list[Outcome]]:
@@ -190,51 +310,30 @@ class _Work:
         errors = self.columns[:, _ERROR].cpu().numpy()
         found = self.sums.cpu().numpy().view(SUMS).reshape(-1)
         _check(errors)
-        bounds = np.searchsorted(self.changing["tensor"], np.arange(len(self.table) + 1))
-        tiles = np.append(self.changing["tile0"], self.ntiles)[bounds]
-        starts = np.append(self.changing["start"], self.total)[bounds]
-        before, after = lanes(found["before"]), lanes(found["before"] + found["change"])
-        outcomes = list(map(Outcome, np.diff(starts.astype(np.int64)).tolist(), before, after))
-        pairs = (list(itertools.pairwise(column.tolist())) for column in (tiles, starts))
-        arrays = (self.placed, len(self.changing), self.ntiles, self.firsts, self.places, self.values)
-        return DevicePatch(self.gpu, self.kernels, *arrays, *pairs), outcomes
+        after = lanes(found["before"] + found["change"])
+        chunks, tiles = np.zeros((2, len(self.table) + 1), np.int64)
+        chunks[self.data.numbers + 1] = self.chunks
+        tiles[self.data.numbers + 1] = np.diff(self.tile_ends, prepend=0)
+        starts = np.append(self.spans["start"], self.total)[np.cumsum(chunks)].astype(np.int64)
+        outcomes = list(map(Outcome, np.diff(starts).tolist(), self.before, after))
+        arrays = (self.placed, len(self.spans), self.ntiles, self.firsts, self.tiles, self.places, self.values)
+        return DevicePatch(self.gpu, self.kernels, *arrays, np.cumsum(tiles), starts), outcomes
 
 
-def _slabs(ends: NDArray[np.int64], size: int) -> list[tuple[int, int, int]]:
-    """Chunks cut into parts of about `size` changes: first, first after them, and how many changes."""
-    slabs = []
-    first = begin = 0
-    while first < len(ends):
-        end = max(first + 1, int(np.searchsorted(ends, begin + size, "right")))
-        slabs.append((first, end, int(ends[end - 1]) - begin))
-        first, begin = end, int(ends[end - 1])
-    return slabs
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[1] if len(parts) == 2 else torch.cat(list(parts))
 
 
-def _first_and_rest(table: Table) -> list[tuple[int, int]]:
-    """The tensors that have the first `_AHEAD` of all bytes, and the others, as far as there are any."""
-    upto = np.cumsum(table.count)
-    first = int(np.searchsorted(upto, _AHEAD * upto[-1])) + 1
-    return [(0, first), (first, len(table))] if first < len(table) else [(0, len(table))]
-
-
-def _spans(table: Table, chunks: Chunks, first: int, end: int, payloads: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """Of tensors `first` … `end`: chunks that change something, with the lengths of their bodies in `start`, and the rest, only digested.
-
-    `payloads` are the addresses of payloads on the device.
-    """
-    spans = table.spans(chunks.tensor, chunks.first)
-    spans["base"] = addresses(table.base, chunks.tensor, chunks.first, table.itemsize)
-    spans["next"] = (payloads[chunks.tensor] + chunks.start).astype(np.uint64)
-    spans["count"] = chunks.elements
-    spans["top"] = chunks.top
-    spans["start"] = chunks.length
-    spans["mode"] = chunks.mode
-    same = chunks.mode == SAME
-    has_payload = np.zeros(len(table), np.bool_)
-    has_payload[chunks.tensor] = True
-    unchanged = table.blocks(first + np.flatnonzero((~has_payload & (table.base != 0))[first:end]))
-    return spans[~same], np.concatenate([unchanged, spans[same & (spans["base"] != 0)]])
+def _check_walks(walks: NDArray[np.void], counts: NDArray[np.uint64]) -> None:
+    wrong = np.flatnonzero(walks["error"])
+    errors = walks["error"][wrong].tolist()
+    if _WRONG_TYPE in errors:
+        raise DtypeMismatch("a tensor has another element type than its delta.")
+    for error in errors:
+        if error != _WRONG_SHAPE:
+            raise CorruptDelta(_ERRORS[error])
+    for first in wrong[:1]:
+        raise ShapeMismatch(f"the delta is for {walks['covered'][first]} elements, the tensor has {counts[first]}.")
 
 
 def _check(errors: NDArray[np.int64]) -> None:

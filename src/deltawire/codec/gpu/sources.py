@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 
-_PARTS = ("common", "scan", "chunks", "plan", "resolve")
+_PARTS = ("common", "scan", "chunks", "plan", "heads", "decode", "locate", "patch")
 
 
 def kernel_source() -> str:

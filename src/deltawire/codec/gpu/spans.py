@@ -75,7 +75,9 @@ class Table:
     @classmethod
     def of(cls, tensors: Sequence[Facts]) -> Table:
         base, following, count, seed, dtypes, appears, masters = zip(*tensors, strict=True)
-        codes = np.array([dtype.code for dtype in dtypes], np.uint8)
+        first = dtypes[0]
+        alike = dtypes.count(first) == len(dtypes)
+        codes = np.full(len(dtypes), first.code, np.uint8) if alike else np.array([dtype.code for dtype in dtypes], np.uint8)
         return cls(
             np.array(base, np.uint64),
             np.array(following, np.uint64),
@@ -149,4 +151,5 @@ def tiles_of(spans: NDArray[np.void]) -> NDArray[np.int64]:
 
 def lanes(words: NDArray[np.uint32]) -> list[Lanes]:
     """Rows of four words each."""
-    return list(map(tuple, words.tolist()))
+    rows: list[Lanes] = np.ascontiguousarray(words).view([(f"{i}", "u4") for i in range(4)]).reshape(-1).tolist()
+    return rows

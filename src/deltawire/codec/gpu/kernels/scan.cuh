@@ -85,8 +85,9 @@ struct Changes {
     u32* cursor;     // slots given away; may pass the capacity, then what is beyond was not written
 };
 
+// `stride`: words from one tile's `elements` to the next one's.
 template <bool COMPARE, bool MASTERS>
-__device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes out, Sums* sums) {
+__device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 first_tile, u32 end_tile, u16* elements, u32 stride, Changes out, Sums* sums) {
     extern __shared__ __align__(16) u8 shared[];
     int4* const factors = (int4*)shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -101,7 +102,7 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 nt
 
     u32 before[4] = {}, change[4] = {}, tensor = ALL, next_slot = 0, left = 0;
     u64 changed = 0;
-    for (u32 tile = blockIdx.x * SCAN_WARPS + warp; tile < ntiles; tile += gridDim.x * SCAN_WARPS) {
+    for (u32 tile = first_tile + blockIdx.x * SCAN_WARPS + warp; tile < end_tile; tile += gridDim.x * SCAN_WARPS) {
         const Span s = spans[span_of(spans, nspans, tile)];
         if (s.tensor != tensor) {
             if (tensor != ALL) flush_sums(sums + tensor, lane, before, change, changed);
@@ -198,14 +199,14 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 nt
             changed += total;
         }
         if (COMPARE) {
-            if (lane < 8) ((u32*)elements)[tile * 8 + lane] = seen;
+            if (lane < 8) ((u32*)elements)[(u64)tile * stride + lane] = seen;
             if (lane >= units && lane < UNITS) out.sizes[tile * UNITS + lane] = 0;
             if (lane < CONTEXTS) out.counts[tile * CONTEXTS + lane] = (u16)space.changes[lane];
         } else if (s.mode != RAW) {  // of raw chunks, `count_raw` counts changes there
 #pragma unroll
             for (u32 i = 0; i < 8; ++i) {
                 const u32 all = warp_sum(own[i]);
-                if (lane == i) ((u32*)elements)[tile * 8 + i] = all;
+                if (lane == i) ((u32*)elements)[(u64)tile * stride + i] = all;
             }
         }
         __syncwarp();
@@ -215,19 +216,19 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 nt
 
 extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes(
     const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes out, Sums* sums) {
-    scan_tiles<true, false>(spans, nspans, ntiles, elements, out, sums);
+    scan_tiles<true, false>(spans, nspans, 0, ntiles, elements, CONTEXTS / 2, out, sums);
 }
 
 #if WIDTH == 16
 extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes_of_masters(
     const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes out, Sums* sums) {
-    scan_tiles<true, true>(spans, nspans, ntiles, elements, out, sums);
+    scan_tiles<true, true>(spans, nspans, 0, ntiles, elements, CONTEXTS / 2, out, sums);
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) count_elements(
-    const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes unused, Sums* sums) {
-    scan_tiles<false, false>(spans, nspans, ntiles, elements, unused, sums);
+    const Span* spans, u32 nspans, u32 first_tile, u32 end_tile, u32 stride, u16* elements, Sums* sums) {
+    scan_tiles<false, false>(spans, nspans, first_tile, end_tile, elements, stride, Changes{}, sums);
 }
 
 // §2 alone: a warp takes eight digest blocks at a time, straight from global memory. `before` of each tensor's sums.
