@@ -302,7 +302,7 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
     if not options.no_training:
-        results["training"] = [_rounded(training_step(parts, rounds)) for parts, rounds in ((1, 7), (4, 7), (16, 3))]
+        results["training"] = [_rounded(training_step(parts, rounds)) for parts, rounds in ((1, 7), (4, 5), (16, 2))]
         print(json.dumps(results["training"]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -24,14 +24,14 @@ from .payloads import SLACK, Numbers, Payloads
 from .spans import CONTEXTS, SPAN, SUMS, TILE, Facts, Table, lanes
 
 _SHARE, _MOST_SLABS, _LEAST_SLAB = 0.0008, 48, 1 << 18
-_LONG_SLABS = 20
-"""Changes that are located at a time: so many that their lists take this share of the weights' bytes, or a 48th of all; a twentieth, as
+_LONG_SLABS = 12
+"""Changes that are located at a time: so many that their lists take this share of the weights' bytes, or a 48th of all; a twelfth, as
 long as there is room."""
 
 _KEPT_SHARE, _KEPT = 0.001, 1 << 20
 """Payloads of no more than this share of the weights' bytes, or so many bytes, stay on the device; of others only what a slab needs."""
 
-_LONGEST_ROW = 8
+_LONGEST_ROW = 32
 _COUNT_BLOCKS, _LOCATE_BLOCKS = 5, 6
 """Thread blocks per processor."""
 
@@ -186,6 +186,7 @@ class _Work:
         self.gpu.current().wait_stream(self.gpu.stream("copies"))
         none = self.gpu.empty(0, torch.uint8)
         spans, self.heads = map(_joined, zip((none, none), *self.found, strict=True))
+        self.found.clear()
         count = len(spans) // SPAN.itemsize
         self.nspans = ctypes.c_uint32(count)
         self.kernels.launch("read_heads", -(-count // 64), 64, [spans, self.nspans, self.room, self.heads])
