@@ -164,7 +164,7 @@ def test_changes_are_located_slab_by_slab(monkeypatch):
     base = {f"t{i:02}": cuda(b, dtype) for i, (b, _) in enumerate(cases)}
     new = {f"t{i:02}": cuda(n, dtype) for i, (_, n) in enumerate(cases)}
     located = []
-    monkeypatch.setattr(resolve._Work, "_locate_slabs", lambda *arguments: (located.append(len(arguments[1])), locate_slabs(*arguments)))
+    monkeypatch.setattr(resolve._Work, "_locate_slabs", lambda *arguments: (located.append(len(arguments[2])), locate_slabs(*arguments)))
     deltawire.apply_delta(base, deltawire.encode_delta(base, new))
     assert all(np.array_equal(host(base[name]), host(new[name])) for name in new)
     assert len(located) == 2, "both kinds of slabs"

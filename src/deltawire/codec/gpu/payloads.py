@@ -60,7 +60,8 @@ class Payloads:
             self._staged = gpu.pinned(self.size)
             begin = self._staged.data_ptr()
             first = self._end_of_first_part()
-            self._moves = [_moved(_cut(self._runs, *part), begin) for part in ((0, first), (first, self.size))]
+            held = (self._payloads, self._staged)
+            self._moves = [_moved(_cut(self._runs, *part), begin, held) for part in ((0, first), (first, self.size))]
             self._runs = [(begin, self.size, 0)]
             self.addresses = begin + self.places
             wait(self._moves[0])
@@ -124,16 +125,19 @@ def _cut(runs: Sequence[_Run], begin: int, end: int) -> list[_Run]:
     return found
 
 
-def _moved(runs: Sequence[_Run], to: int) -> list[Future[None]]:
-    """Have runs brought to where an image begins at `to`, by threads that get about as many bytes each."""
+def _moved(runs: Sequence[_Run], to: int, held: object) -> list[Future[None]]:
+    """Have runs brought to where an image begins at `to`, by threads that get about as many bytes each.
+
+    `held` is what this memory belongs to: it lives until they are done, whatever becomes of who waits for them.
+    """
     if not runs:
         return []
     begin, end = runs[0][2], runs[-1][2] + runs[-1][1]
     bounds = np.linspace(begin, end, min(_COPY_THREADS, -(-(end - begin) // _COPY_LEAST)) + 1).astype(np.int64).tolist()
-    return [_pool().submit(_move, _cut(runs, *part), to) for part in itertools.pairwise(bounds)]
+    return [_pool().submit(_move, _cut(runs, *part), to, held) for part in itertools.pairwise(bounds)]
 
 
-def _move(runs: Sequence[_Run], to: int) -> None:
+def _move(runs: Sequence[_Run], to: int, held: object) -> None:
     for address, size, place in runs:
         ctypes.memmove(to + place, address, size)
 

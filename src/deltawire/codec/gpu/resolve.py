@@ -7,7 +7,6 @@ a slab of chunks at a time, so that little more than the patch is held.
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +19,9 @@ from ..base import Buffer, Outcome
 from .device import Gpu, KernelSet, Purpose
 from .digest import digest_spans
 from .patch import DevicePatch, Patch
-from .payloads import SLACK, Numbers, Payloads
-from .spans import CONTEXTS, SPAN, SUMS, TILE, Facts, Table, lanes
+from .payloads import Numbers, Payloads
+from .slabs import Chunks, Slab
+from .spans import SPAN, SUMS, TILE, Facts, Table, lanes
 
 _SHARE, _MOST_SLABS, _LEAST_SLAB = 0.0008, 48, 1 << 18
 _LONG_SLABS = 12
@@ -83,22 +83,6 @@ class _Targets(ctypes.Structure):
     _fields_ = [("ranks", ctypes.c_void_p), ("operands", ctypes.c_void_p), ("first", ctypes.c_uint32)]
 
 
-_Slab = tuple[int, int]
-"""Chunks, first and end."""
-
-
-class _Lists:
-    """What a slab needs, one after the other in one piece of memory."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._ends = list(itertools.accumulate(-(-size // 512) * 512 for size in sizes))
-        self.size = self._ends[-1] + 512
-
-    def addresses(self, memory: int) -> list[int]:
-        begin = -(-memory // 512) * 512
-        return [begin + end for end in (0, *self._ends[:-1])]
-
-
 def resolve_tensors(tensors: Sequence[Facts], payloads: Sequence[Buffer | None], gpu: Gpu) -> tuple[DevicePatch, list[Outcome]]:
     """Decode and digest tensors of one width, on the current stream. Nothing is written to them.
 
@@ -116,8 +100,9 @@ def resolve_tensors(tensors: Sequence[Facts], payloads: Sequence[Buffer | None],
         with gpu.using(side):
             work.read_heads()
             work.index()
-    finally:
-        main.wait_stream(side)  # what is given back from here on, is so after both
+    finally:  # what is given back from here on, is so after all of them
+        for purpose in _SIDE_STREAMS:
+            main.wait_stream(gpu.stream(purpose))
     work.locate()
     return work.result()
 
@@ -235,61 +220,38 @@ class _Work:
         counted.copy_(self.sums, non_blocking=True)
         there = gpu.mark()
         most = max(int(_SHARE * self.table.nbytes / (4 + itemsize)), self.total // _MOST_SLABS, _LEAST_SLAB)
-        early = self._slabs(0, self.total // _LONG_SLABS, 2 * self.data.size // _LONG_SLABS) if self.total > _LONG_SLABS * most else []
-        free = max(self.total - -(-self._lists(early).size // itemsize), 0)
-        early = [(first, end) for first, end in early if self.ends[end - 1] <= free]
-        late = self._slabs(early[-1][1] if early else 0, most, self.data.size)
+        chunks = Chunks(self.spans, self.ends, self.body_ends, self.ntiles)
+        wave, windows = _LOCATE_WARPS * _LOCATE_BLOCKS * gpu.processors, self.room is None
+        early: list[Slab] = []
+        if self.total > _LONG_SLABS * most:
+            early = chunks.slabs(0, changes=self.total // _LONG_SLABS, window=2 * self.data.size // _LONG_SLABS, wave=wave)
+        free = max(self.total - -(-chunks.lists(early, itemsize, windows=windows).size // itemsize), 0)
+        early = [slab for slab in early if chunks.changes(slab)[1] <= free]
+        late = chunks.slabs(early[-1][1] if early else 0, changes=most, window=self.data.size, wave=wave)
         if early:
-            self._locate_slabs(early, self.values.view(torch.uint8)[free * itemsize :])
+            self._locate_slabs(chunks, early, self.values.view(torch.uint8)[free * itemsize :])
         if late:
-            self._locate_slabs(late, gpu.empty(self._lists(late).size, torch.uint8))
+            memory = gpu.empty(chunks.lists(late, itemsize, windows=windows).size, torch.uint8)
+            self._locate_slabs(chunks, late, memory)
         there.synchronize()
         self.before = lanes(counted.numpy().view(SUMS)["before"])  # while the device is still at it
 
-    def _slabs(self, first: int, most: int, window: int) -> list[_Slab]:
-        """Chunks from `first` on: no more changes and bytes of payloads at a time than this, and tiles that keep all warps at work."""
-        wave = _LOCATE_WARPS * _LOCATE_BLOCKS * self.gpu.processors
-        tiles = np.append(self.spans["tile0"], self.ntiles).astype(np.int64)
-        slabs = []
-        while first < len(self.spans):
-            bounds = (self.ends, int(self.spans["start"][first]) + most), (self.body_ends, int(self.spans["next"][first]) + window)
-            end = max(first + 1, min(int(np.searchsorted(column, bound, "right")) for column, bound in bounds))
-            there = int(tiles[end] - tiles[first])
-            if there > wave and end < len(self.spans):
-                end = max(first + 1, int(np.searchsorted(tiles, tiles[first] + there // wave * wave, "right")) - 1)
-            slabs.append((first, end))
-            first = end
-        return slabs
-
-    def _tiles(self, first: int, end: int) -> tuple[int, int]:
-        """The first tile of these chunks, and the first after them."""
-        return int(self.spans["tile0"][first]), int(self.spans["tile0"][end]) if end < len(self.spans) else self.ntiles
-
-    def _lists(self, slabs: Sequence[_Slab]) -> _Lists:
-        """What any of these slabs needs."""
-        changes = max((int(self.ends[end - 1]) - int(self.spans["start"][first]) for first, end in slabs), default=0)
-        tiles = max((self._tiles(*slab)[1] - self._tiles(*slab)[0] for slab in slabs), default=0)
-        window = max((self._body(*slab)[1] - self._body(*slab)[0] for slab in slabs), default=0) + SLACK if self.room is None else 0
-        return _Lists([4 * changes, self.table.itemsize * changes, 4 * CONTEXTS * tiles, window, window])
-
-    def _body(self, first: int, end: int) -> tuple[int, int]:
-        """Where the payloads of these chunks are in the image."""
-        return int(self.spans["next"][first]), int(self.body_ends[end - 1])
-
-    def _locate_slabs(self, slabs: Sequence[_Slab], memory: torch.Tensor) -> None:
-        memory.zero_()  # of what is after a payload nothing depends, but it is read
-        ranks, operands, starts, *windows = self._lists(slabs).addresses(memory.data_ptr())
+    def _locate_slabs(self, chunks: Chunks, slabs: Sequence[Slab], memory: torch.Tensor) -> None:
+        memory.zero_()  # nothing depends on what is after a payload, but it is read
+        lists = chunks.lists(slabs, self.table.itemsize, windows=self.room is None)
+        ranks, operands, starts, *windows = lists.addresses(memory.data_ptr())
         if self.room is None:
-            images = self.data.windows([self._body(*slab) for slab in slabs], windows)
+            images = self.data.windows([chunks.body(slab) for slab in slabs], windows)
         else:
             images = iter([self.room.data_ptr()] * len(slabs))
-        for (first, end), image in zip(slabs, images, strict=True):
-            self._locate_slab(first, end, image, starts, _Targets(ranks, operands, int(self.spans["start"][first])))
+        for slab, image in zip(slabs, images, strict=True):
+            targets = _Targets(ranks, operands, chunks.changes(slab)[0])
+            self._locate_slab(slab, chunks.tiles(slab), image, starts, targets)
         self.gpu.keep(memory, self.gpu.stream("copies"))
 
-    def _locate_slab(self, first: int, end: int, image: int, starts: int, targets: _Targets) -> None:
+    def _locate_slab(self, slab: Slab, tiles: tuple[int, int], image: int, starts: int, targets: _Targets) -> None:
         launch, number = self.kernels.launch, ctypes.c_uint32
-        first_tile, end_tile = self._tiles(first, end)
+        (first, end), (first_tile, end_tile) = slab, tiles
         here, starting = ctypes.c_void_p(image), ctypes.c_void_p(starts)
         arguments = [self.placed, number(first), number(first_tile), here, self.heads, self.tiles, starting, targets]
         launch("start_tiles", end - first, 512, arguments)

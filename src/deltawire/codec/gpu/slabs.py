@@ -1,0 +1,74 @@
+"""Chunks taken some at a time, and what each such slab needs on the device. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .payloads import SLACK, Numbers
+from .spans import CONTEXTS
+
+Slab = tuple[int, int]
+"""Chunks, first and end."""
+
+_ALIGNMENT = 512
+
+
+class Chunks:
+    """All chunks of a delta, in order. `ends` are the running sums of their changes, `body_ends` where their bodies end in the image."""
+
+    def __init__(self, spans: NDArray[Any], ends: Numbers, body_ends: Numbers, ntiles: int) -> None:
+        self._starts = np.append(0, ends)
+        self._bodies = spans["next"].astype(np.int64)
+        self._body_ends = body_ends
+        self._tiles = np.append(spans["tile0"], ntiles).astype(np.int64)
+
+    def slabs(self, first: int, *, changes: int, window: int, wave: int) -> list[Slab]:
+        """Chunks from `first` on: no more changes and bytes of payloads at a time than this; of tiles, if they are more, multiples of `wave`."""
+        count = self._bodies.size
+        slabs = []
+        while first < count:
+            end = int(np.searchsorted(self._starts, self._starts[first] + changes, "right")) - 1
+            end = max(min(end, int(np.searchsorted(self._body_ends, self._bodies[first] + window, "right"))), first + 1)
+            tiles = int(self._tiles[end] - self._tiles[first])
+            if tiles > wave and end < count:
+                end = max(first + 1, int(np.searchsorted(self._tiles, self._tiles[first] + tiles // wave * wave, "right")) - 1)
+            slabs.append((first, end))
+            first = end
+        return slabs
+
+    def tiles(self, slab: Slab) -> tuple[int, int]:
+        """The first tile, and the first after them."""
+        return int(self._tiles[slab[0]]), int(self._tiles[slab[1]])
+
+    def changes(self, slab: Slab) -> tuple[int, int]:
+        """The first change, and the first after them."""
+        return int(self._starts[slab[0]]), int(self._starts[slab[1]])
+
+    def body(self, slab: Slab) -> tuple[int, int]:
+        """Where the payloads are in the image."""
+        return int(self._bodies[slab[0]]), int(self._body_ends[slab[1] - 1])
+
+    def lists(self, slabs: Sequence[Slab], itemsize: int, *, windows: bool) -> Lists:
+        """What any of these slabs needs: ranks and operands of changes, where tiles start, and, if wanted, two windows on the image."""
+        changes, tiles, window = (
+            max((end - begin for begin, end in map(bounds, slabs)), default=0) for bounds in (self.changes, self.tiles, self.body)
+        )
+        window = window + SLACK if windows else 0
+        return Lists([4 * changes, itemsize * changes, 4 * CONTEXTS * tiles, window, window])
+
+
+class Lists:
+    """Arrays one after the other in one piece of memory."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+        self.size = self._ends[-1] + _ALIGNMENT
+
+    def addresses(self, memory: int) -> list[int]:
+        begin = -(-memory // _ALIGNMENT) * _ALIGNMENT
+        return [begin + end for end in (0, *self._ends[:-1])]
