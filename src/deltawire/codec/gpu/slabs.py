@@ -28,7 +28,7 @@ class Chunks:
         self._tiles = np.append(spans["tile0"], ntiles).astype(np.int64)
 
     def slabs(self, first: int, *, changes: int, window: int, wave: int) -> list[Slab]:
-        """Chunks from `first` on: no more changes and bytes of payloads at a time than this; of tiles, if they are more, multiples of `wave`."""
+        """Chunks from `first` on: no more changes and bytes of payloads at a time than this; tiles in multiples of `wave`, if more."""
         count = self._bodies.size
         slabs = []
         while first < count:
