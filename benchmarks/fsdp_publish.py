@@ -58,7 +58,8 @@ def measure(elements: int, steps: int, ranks: int = RANKS) -> Table:
     table.check(f"ranks upload the same within 10% ({max(own) / min(own) - 1:.1%} apart)", max(own) < 1.1 * min(own))
     table.check(f"faster than gathering ({medians['gather'] / medians['own']:.1f} times)", medians["own"] < medians["gather"])
     table.notes += [
-        "Seconds are those of the slowest rank, from the end of the step to the commit. All ranks share this machine's cores.",
+        "Seconds are those of the slowest rank, until `publish` returns: what is done after the commit (the way back, skips) is in them. "
+        "All ranks share this machine's cores.",
         "Received are weights; messages of a few kB are not counted, and for the gathering it is computed, as is the last column: "
         "a copy of its own shards, against the gathered state and the publisher's copy of it.",
     ]
