@@ -40,6 +40,9 @@ _RAW = 2
 
 _SIDE_STREAMS: tuple[Purpose, ...] = ("decode", "copies")
 
+_MOST_CHANGES = 2**32 - 1024
+"""Kernels count them with 32 bits, up to 256 beyond the last."""
+
 _TOTAL, _ERROR, _TASKS = 1, 2, 3
 """Words of `Head` in heads.cuh that the host looks at."""
 
@@ -187,8 +190,8 @@ class _Work:
         totals = words[:, _TOTAL]
         self.ends, self.task_ends = np.cumsum(totals), np.cumsum(words[:, _TASKS])
         self.total = int(totals.sum())
-        if self.total >= 2**32:
-            raise ShapeMismatch("a delta of 2^32 changes or more cannot be resolved on a GPU at once.")
+        if self.total > _MOST_CHANGES:
+            raise ShapeMismatch("a delta of some 2^32 changes or more cannot be resolved on a GPU at once.")
         self.spans["start"] = self.ends - totals
 
     def index(self) -> None:
@@ -225,7 +228,7 @@ class _Work:
         early: list[Slab] = []
         if self.total > _LONG_SLABS * most:
             early = chunks.slabs(0, changes=self.total // _LONG_SLABS, window=2 * self.data.size // _LONG_SLABS, wave=wave)
-        free = max(self.total - -(-chunks.lists(early, itemsize, windows=windows).size // itemsize), 0)
+        free = self.total - -(-chunks.lists(early, itemsize, windows=windows).size // itemsize)  # below 0: there is no room for them
         early = [slab for slab in early if chunks.changes(slab)[1] <= free]
         late = chunks.slabs(early[-1][1] if early else 0, changes=most, window=self.data.size, wave=wave)
         if early:
@@ -238,6 +241,7 @@ class _Work:
 
     def _locate_slabs(self, chunks: Chunks, slabs: Sequence[Slab], memory: torch.Tensor) -> None:
         memory.zero_()  # nothing depends on what is after a payload, but it is read
+        self.gpu.keep(memory, self.gpu.stream("copies"))
         lists = chunks.lists(slabs, self.table.itemsize, windows=self.room is None)
         ranks, operands, starts, *windows = lists.addresses(memory.data_ptr())
         if self.room is None:
@@ -247,7 +251,6 @@ class _Work:
         for slab, image in zip(slabs, images, strict=True):
             targets = _Targets(ranks, operands, chunks.changes(slab)[0])
             self._locate_slab(slab, chunks.tiles(slab), image, starts, targets)
-        self.gpu.keep(memory, self.gpu.stream("copies"))
 
     def _locate_slab(self, slab: Slab, tiles: tuple[int, int], image: int, starts: int, targets: _Targets) -> None:
         launch, number = self.kernels.launch, ctypes.c_uint32
