@@ -196,7 +196,8 @@ class _Workspace:
         density = max(listed - lost // 2, listed // 4, 1) / elements
         room = max(_FULL * self.capacity - lost, self.capacity / 4)
         size = min(room / density, elements * _FULL * self.body_words / max(words, 1))
-        return min(max(int(size), BLOCK), _MOST_SLAB)
+        # One block always fits, but not so many elements in tensors whose last units leave much of their grants empty.
+        return min(max(int(size), BLOCK if slab.fits else 1), _MOST_SLAB)
 
     def join(self, slab: _Slab) -> torch.Tensor:
         """Put the chunks in order and start their way to the host."""
