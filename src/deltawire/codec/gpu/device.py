@@ -55,9 +55,10 @@ class Gpu:
 
     def stream(self, purpose: Purpose) -> torch.cuda.Stream:
         """The stream for a purpose, always the same: memory that was allocated for a stream is of use to no other."""
-        if purpose not in self._streams:
-            self._streams[purpose] = torch.cuda.Stream(self.device, priority=_PRIORITIES.get(purpose, 0))
-        return self._streams[purpose]
+        found = self._streams.get(purpose)
+        if found is None:  # threads that come here at once all get the one that is there first
+            found = self._streams.setdefault(purpose, torch.cuda.Stream(self.device, priority=_PRIORITIES.get(purpose, 0)))
+        return found
 
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
