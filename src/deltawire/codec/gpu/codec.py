@@ -169,6 +169,7 @@ class GpuResolution:
         assert flat is not None
         with found.patch.gpu.active():
             found.patch.write([flat.data_ptr() if i == place else 0 for i in range(len(found.jobs))], swap=False)
+            found.patch.gpu.keep(flat, found.patch.gpu.current())
         return flat
 
     def settle(self) -> None:
@@ -200,6 +201,7 @@ class GpuResolution:
                     base: Any = job.base
                     if flat is not None and not base.plain:
                         base.tensor.copy_(flat.view(base.shape))
+                        group.patch.gpu.keep(flat, group.patch.gpu.current())
 
     def revert(self) -> None:
         if self.host is not None:

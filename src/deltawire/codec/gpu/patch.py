@@ -47,8 +47,7 @@ class DevicePatch:
         blocks = min(-(-self.ntiles // 8), 32 * self.gpu.processors)
         arguments = [self.spans, ctypes.c_uint32(self.nspans), ctypes.c_uint32(self.ntiles), self._struct(), addresses]
         self.kernels.launch("swap_patch" if swap else "write_patch", blocks, 256, arguments)
-        for tensor in self._arrays:
-            self.gpu.keep(tensor, self.gpu.current())
+        self._used_here()
 
     def indices(self, tensor: int) -> torch.Tensor:
         """Flat indices of a tensor's changes, ascending, 64 bits each."""
@@ -57,11 +56,18 @@ class DevicePatch:
         first_tile, end_tile = self.tile_starts[tensor : tensor + 2].tolist()
         arguments = [self.spans, *map(ctypes.c_uint32, (self.nspans, first_tile, end_tile)), self._struct(), out]
         self.kernels.launch("flat_indices", -(-(end_tile - first_tile) // 8), 256, arguments)
+        self._used_here()
         return out
 
     def values_of(self, tensor: int) -> torch.Tensor:
         """The values of a tensor's changes, as integers: the new ones, or the old ones once they were swapped."""
+        self.gpu.keep(self.values, self.gpu.current())
         return self.values[slice(*self.starts[tensor : tensor + 2].tolist())]
+
+    def _used_here(self) -> None:
+        """The arrays were made for the codec's streams: dropped, they go back to those, while this one may still read them."""
+        for tensor in self._arrays:
+            self.gpu.keep(tensor, self.gpu.current())
 
     @property
     def nbytes(self) -> int:
