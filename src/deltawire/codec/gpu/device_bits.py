@@ -76,7 +76,7 @@ class MasterBits(DeviceBits):
         """The same as a tensor of its own."""
         numbers = self.tensor.view(torch.float32)
         halves = numbers.to(torch.bfloat16).view(torch.int16)
-        return DeviceBits(torch.where(numbers.isnan(), torch.tensor(0x7FC0, dtype=torch.int16, device=halves.device), halves))
+        return DeviceBits(halves.masked_fill_(numbers.isnan(), 0x7FC0))  # a tensor of this number would have the host wait for the stream
 
 
 def is_device(bits: Any) -> bool:
