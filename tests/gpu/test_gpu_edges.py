@@ -1,0 +1,134 @@
+"""Where the GPU codec's memory and streams could go wrong, on an emulated GPU: with limits so small that small tensors come to them."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from emulator.build import compiler
+
+from deltawire.codec import using_codec
+from deltawire.codec.base import EncodeJob, ResolveJob
+from deltawire.codec.reference import encode_job
+from deltawire.dtypes import dtype_named
+
+torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
+if compiler() is None:
+    pytest.skip("needs a C++ compiler to emulate a GPU", allow_module_level=True)
+
+from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
+
+from deltawire.codec.gpu import device, encode, resolve  # noqa: E402
+from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
+from deltawire.codec.gpu.device_bits import DeviceBits  # noqa: E402
+
+TILE = 1 << 14
+BF16 = dtype_named("BF16")
+DEVICE = torch.device("cpu")
+
+
+class KeepingGpu(EmulatedGpu):
+    """Knows the memory that is kept for the current stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = set()
+
+    def keep(self, tensor, stream):
+        if stream is self.current():
+            self.kept.add(tensor.data_ptr())
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    with using_codec("reference"), emulated(KeepingGpu()) as gpu:
+        yield gpu
+
+
+def on_gpu(array):
+    return DeviceBits(torch.from_numpy(array.view(np.int16).copy()))
+
+
+def bits(size, seed=1):
+    return np.random.default_rng(seed).integers(0, 2**16, size, np.uint16)
+
+
+def step(array, every):
+    new = array.copy()
+    new[::every] += 1
+    return new
+
+
+def test_lists_of_slabs_that_do_not_fit_into_the_patch_are_not_put_there(monkeypatch):
+    """A first slab without changes fits into any rest of the patch, going by its changes; its window on the payload may not."""
+    for name, value in {"_SHARE": 0, "_MOST_SLABS": 10**6, "_LEAST_SLAB": 1, "_KEPT": 0, "_KEPT_SHARE": 0}.items():
+        monkeypatch.setattr(resolve, name, value)
+    base = bits(2 * TILE)
+    new = np.append(base[:TILE], step(base[TILE:], 100))
+    payload = b"".join(encode_job(EncodeJob(base[TILE:], new[TILE:], BF16, 1)).payload)
+    unchanged_first = payload[:1] + struct.pack("<II", TILE, 0) + payload[1:]
+    locate_slabs = resolve._Work._locate_slabs
+
+    def checked(work, chunks, slabs, memory):
+        assert chunks.lists(slabs, work.table.itemsize, windows=work.room is None).size <= memory.numel()
+        locate_slabs(work, chunks, slabs, memory)
+
+    monkeypatch.setattr(resolve._Work, "_locate_slabs", checked)
+    target = on_gpu(base)
+    resolution = GpuCodec(DEVICE).resolution(1, 0)
+    resolution.add([ResolveJob(target, base.size, unchanged_first, BF16, 1, write=True)])
+    resolution.settle()
+    assert np.array_equal(target.tensor.numpy().view(np.uint16), new)
+
+
+def test_many_small_tensors_that_change_all_over_are_encoded(monkeypatch):
+    """Each takes as much of the list as one of twice its size: so many elements that a single block of them fits, do not."""
+    monkeypatch.setattr(encode, "BLOCK", TILE)
+    monkeypatch.setattr(encode, "_learnt", {})
+    start, started = encode._Workspace.start, []
+
+    def counted(*arguments):
+        started.append(arguments[1:3])
+        assert len(started) < 100, "the same slab again and again"
+        return start(*arguments)
+
+    monkeypatch.setattr(encode._Workspace, "start", counted)
+    cases = [(base, step(base, 1)) for base in (bits(513, seed) for seed in range(40))]
+    got = GpuCodec(DEVICE).encode([EncodeJob(on_gpu(base), on_gpu(new), BF16, 3) for base, new in cases], 1)
+    for ours, (base, new) in zip(got, cases, strict=True):
+        assert b"".join(ours.payload) == b"".join(encode_job(EncodeJob(base, new, BF16, 3)).payload)
+
+
+def test_what_a_resolution_hands_out_is_kept_for_the_stream_that_uses_it(gpu):
+    """It was made for the codec's own streams, which would give its memory to somebody else as soon as it is dropped."""
+    base, came = bits(1000), bits(700, seed=2)
+    payloads = [b"".join(encode_job(EncodeJob(old, new, BF16, 1)).payload) for old, new in ((base, step(base, 10)), (None, came))]
+    resolution = GpuCodec(DEVICE).resolution(1, 0)
+    resolution.add([ResolveJob(on_gpu(base), base.size, payloads[0], BF16, 1), ResolveJob(None, came.size, payloads[1], BF16, 1)])
+    arrays = {array.data_ptr() for array in resolution.groups[0].patch._arrays}
+    gpu.kept.clear()
+    resolution.changes(0)
+    assert arrays <= gpu.kept
+    assert resolution.dense(1).data_ptr() in gpu.kept
+
+
+def test_threads_that_need_a_stream_at_once_get_the_same(monkeypatch):
+    """A call asks for its streams more than once: it would wait for one that is not the one it has used."""
+    both = threading.Barrier(2)
+
+    class SlowStream:
+        def __init__(self, *arguments, **options):
+            both.wait(60)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(torch.cuda, "Stream", SlowStream)
+    gpu, found = device.Gpu(DEVICE), []
+    threads = [threading.Thread(target=lambda: found.append(gpu.stream("decode"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0] is found[1] is gpu.stream("decode")
