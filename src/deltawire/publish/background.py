@@ -153,7 +153,8 @@ class BackgroundPublisher:
                 self._publishing = False
                 self._changed.notify_all()
             try:
-                self._afterwards()
+                with snapshot.copied.taken():  # shortcuts are made of the same copies, and no more on training's stream than these
+                    self._afterwards()
             except BaseException as error:  # unforeseen, since upkeep reports what it expects; but the thread must live on
                 with self._changed:
                     self._error = error
