@@ -17,7 +17,8 @@ class Rounding:
     """Tensors of one state rounded, each memory once: tied ones stay tied."""
 
     def __init__(self) -> None:
-        self._made: dict[object, Bits] = {}
+        self._made: dict[object, tuple[TensorBits, Bits]] = {}
+        """By memory. What was rounded is held too: nothing else may come to lie where it was."""
 
     def follow(self, old: TensorBits | None, new: TensorBits) -> TensorBits:
         """`new` as the successor of `old`: rounded, to nearest and to even in between, if it is the float32 of a bfloat16; else as it is.
@@ -27,10 +28,10 @@ class Rounding:
         if old is None or (old.dtype, new.dtype) != (_BF16, _F32) or (old.shape, old.whole, old.start) != (new.shape, new.whole, new.start):
             return new
         if new.on_host:
-            bits = self._made.get(new.memory)
-            if bits is None:
-                bits = _rounded(new.bits)
-                self._made[new.memory] = bits
+            key = new.memory or new.name
+            if key not in self._made:
+                self._made[key] = new, _rounded(new.bits)
+            bits = self._made[key][1]
         else:
             from .codec.gpu.device_bits import MasterBits
 
