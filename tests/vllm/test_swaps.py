@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,9 @@ from deltawire.store import open_store
 
 pytestmark = pytest.mark.slow
 
-SYNCS, COMPARED = 20, (10, 20)
+SYNCS = 20
+COMPARED = range(1, SYNCS + 1) if os.environ.get("DELTAWIRE_TEST_EVERY_SYNC") else (10, 20)
+"""The syncs after which a fresh server is started to compare with: each takes seconds."""
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,10 @@ def _cubin(width: int, architecture: str) -> bytes:
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     options = [f"--gpu-architecture={architecture}", f"-DWIDTH={width}", "-std=c++17", "-lineinfo"]
     key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[:32]
-    kept = _cache_folder() / f"{key}.cubin"
+    folder = _cache_folder()
+    if folder is None:
+        return _compile(nvrtc, source, options)
+    kept = folder / f"{key}.cubin"
     if kept.is_file():
         return kept.read_bytes()
     cubin = _compile(nvrtc, source, options)
@@ -111,8 +114,12 @@ def _cubin(width: int, architecture: str) -> bytes:
     return cubin
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltawire"
+def _cache_folder() -> Path | None:
+    """None for a user without a home, as in some containers: then every process compiles."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltawire"
+    except RuntimeError:
+        return None
 
 
 def _compile(nvrtc: Any, source: str, options: Sequence[str]) -> bytes:
