@@ -99,7 +99,8 @@ def run(names: list[str]) -> int:
     printing = threading.Lock()
     lanes: list[Lane] = []
     try:
-        lanes += [Lane(name, LANES[name], printing) for name in names]
+        for name in names:
+            lanes.append(Lane(name, LANES[name], printing))  # one by one, so that those that run are known if another cannot be started
         running = list(lanes)
         while running:
             for lane in list(running):
@@ -135,8 +136,11 @@ def _failed(lane: Lane, others: list[Lane]) -> int:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # who ends us means the lanes, too; and a shell may have had Ctrl-C ignored
         signal.signal(number, signal.default_int_handler)
+    names = sys.argv[1:] or list(LANES)
+    if unknown := [name for name in names if name not in LANES]:
+        sys.exit(f"There is no lane {unknown[0]!r}: there are {', '.join(LANES)}.")
     try:
-        sys.exit(run(sys.argv[1:] or list(LANES)))
+        sys.exit(run(names))
     except KeyboardInterrupt:
         sys.exit(130)
 
