@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from .codec.base import Resolution
 from .errors import CorruptDelta, StateNotWritable
 from .format import delta_file
-from .format.delta_file import DeltaBytes
+from .format.delta_file import Coverage, DeltaBytes
 from .format.digest import Digest
 from .resolve import ResolutionPlan, mark_writes, plan_resolution, resolve_plan
 from .state import codec_for, thread_count
@@ -32,7 +32,7 @@ class PreparedUpdate:
         self._threads = thread_count(threads)
         self._resolution: Resolution | None = None
         self._is_ready = self.is_applied = False
-        self._covered: dict[str, list[tuple[int, int]]] = {}
+        self._coverage = Coverage()
         self._met: dict[object, tuple[str, memoryview | None]] = {}
         self.changed = 0
         """Elements that it changes."""
@@ -50,7 +50,7 @@ class PreparedUpdate:
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, which has no place here.")
         plan = plan_resolution(state, file)
-        self._cover(plan)
+        self._coverage.add({tensor.name: (tensor.start, tensor.start + tensor.bits.size) for tensor in plan.tensors})
         mark_writes(plan)
         self._write_once(plan)
         codec = codec_for(plan.tensors)
@@ -73,15 +73,6 @@ class PreparedUpdate:
         if self.is_applied:
             self._exchange()
 
-    def _cover(self, plan: ResolutionPlan) -> None:
-        """Refuse a delta over elements that an earlier one covers: both were made from the same state, and the sum of them is neither."""
-        for tensor in plan.tensors:
-            start, stop = tensor.start, tensor.start + tensor.bits.size
-            others = self._covered.setdefault(tensor.name, [])
-            if any(start < end and begin < stop for begin, end in others):
-                raise CorruptDelta(f"two deltas are for the same elements of tensor {tensor.name!r}.")
-            others.append((start, stop))
-
     def _write_once(self, plan: ResolutionPlan) -> None:
         """Leave out writes to memory that an earlier part writes already, under another name."""
         for index, tensor in enumerate(plan.tensors):
@@ -99,7 +90,7 @@ class PreparedUpdate:
         if not self._is_ready:
             if self._resolution is not None:
                 self._resolution.compact()
-            self._covered.clear()
+            self._coverage = Coverage()
             self._met.clear()
             self._is_ready = True
         self.is_applied = not self.is_applied

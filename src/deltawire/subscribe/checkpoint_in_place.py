@@ -7,7 +7,6 @@ module (slots of a mirror, staged outputs of `pull`) work on files that no reade
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..codec import default_codec
 from ..errors import CorruptDelta
 from ..format import delta_file
 from ..format.checkpoint import Checkpoint, Shard, open_shard
-from ..format.delta_file import DeltaBytes
+from ..format.delta_file import Coverage, DeltaBytes
 from ..format.digest import Digest
 from ..format.safetensors_header import TensorEntry
 from ..format.staged_output import sync_file
@@ -36,7 +35,7 @@ class CheckpointInPlace:
             name: (shard, entry) for shard in self._shards for name, entry in shard.header.entries.items()
         }
         self._order = sorted(self._places)
-        self._covered: dict[str, list[tuple[int, int]]] = {}
+        self._coverage = Coverage()
 
     def apply(self, delta: DeltaBytes, first: int, count: int) -> Digest:
         """Change the `count` tensors from the `first` on, in order of names, by a delta over exactly these; returns after − before.
@@ -50,7 +49,7 @@ class CheckpointInPlace:
         if first + count > len(self._order):
             raise CorruptDelta(f"the delta is for tensors {first} to {first + count - 1}, but there are {len(self._order)}.")
         part: dict[str, Tensor] = {name: self._array(name) for name in self._order[first : first + count]}
-        self._cover(file.parts or {name: (0, math.prod(self._places[name][1].shape)) for name in part})
+        self._coverage.add(file.parts or {name: (0, math.prod(self._places[name][1].shape)) for name in part})
         apply_delta(part, delta, threads=self._threads)
         return file.after - file.before
 
@@ -59,14 +58,6 @@ class CheckpointInPlace:
         for shard in self._shards:
             shard.map.flush()
             sync_file(shard.path)
-
-    def _cover(self, spans: Mapping[str, tuple[int, int]]) -> None:
-        """Files that build on each other would be a state's way here, and no way for readers that resolve all of them first."""
-        for name, (start, stop) in spans.items():
-            others = self._covered.setdefault(name, [])
-            if any(start < end and begin < stop for begin, end in others):
-                raise CorruptDelta(f"two deltas are for the same elements of tensor {name!r}.")
-            others.append((start, stop))
 
     def _array(self, name: str) -> NDArray[Any]:
         shard, entry = self._places[name]
