@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +26,7 @@ from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
 from deltawire.codec.gpu import device, encode, resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
-from deltawire.codec.gpu.device_bits import DeviceBits  # noqa: E402
+from deltawire.codec.gpu.device_bits import DeviceBits, MasterBits  # noqa: E402
 
 TILE = 1 << 14
 BF16 = dtype_named("BF16")
@@ -136,6 +137,25 @@ def test_what_a_resolution_hands_out_is_kept_for_the_stream_that_uses_it(gpu):
     resolution.changes(0)
     assert arrays <= gpu.kept
     assert resolution.dense(1).data_ptr() in gpu.kept
+
+
+def test_master_weights_are_rounded_one_tensor_at_a_time_to_be_digested(monkeypatch):
+    """All of them at once would be a second copy of the model."""
+    rounded, live = MasterBits.rounded, []
+
+    def counted(masters):
+        assert not any(made() is not None for made in live), "the one before is still held"
+        made = rounded(masters)
+        live.append(weakref.ref(made.tensor.untyped_storage()))
+        return made
+
+    words = [np.random.default_rng(seed).standard_normal(700, np.float32) for seed in range(4)]
+    halves = [torch.from_numpy(word).bfloat16().view(torch.int16) for word in words]
+    expected = GpuCodec(DEVICE).digest([(DeviceBits(half), 5) for half in halves], 1)
+    monkeypatch.setattr(MasterBits, "rounded", counted)
+    masters = [(MasterBits(torch.from_numpy(word.view(np.int32))), 5) for word in words]
+    assert GpuCodec(DEVICE).digest([*masters, (on_gpu(bits(9)), 5)], 1)[:-1] == expected
+    assert len(live) == len(words)
 
 
 def test_threads_that_need_a_stream_at_once_get_the_same(monkeypatch):

@@ -71,19 +71,21 @@ class GpuCodec:
         return GpuResolution(self.device, default_codec().deferred_resolution(threads) if _host_codec_works() else None)
 
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
-        arrays = [(bits.rounded() if isinstance(bits, MasterBits) else bits, seed) for bits, seed in arrays]
         ours, theirs = _split(is_device(bits) for bits, _ in arrays)
         results: dict[int, Lanes] = {}
         if theirs:
             results.update(zip(theirs, default_codec().digest([arrays[i] for i in theirs], threads), strict=True))
-        sizes = [arrays[i][0].itemsize for i in ours]
-        for (device, size), group in _groups(ours, [_device(arrays[i][0]) for i in ours], sizes).items():
+        kinds = [arrays[i][0].itemsize + _MASTERS * isinstance(arrays[i][0], MasterBits) for i in ours]
+        for (device, kind), group in _groups(ours, [_device(arrays[i][0]) for i in ours], kinds).items():
             with _side_stream(device):
-                for part in _parts(group, device, lambda i: (arrays[i][0],)):
-                    flats = [_flat(arrays[i][0], device) for i in part]
+                # Master weights have to be rounded for it: one tensor at a time.
+                parts = ([i] for i in group) if kind > _MASTERS else _parts(group, device, lambda i: (arrays[i][0],))
+                for part in parts:
+                    flats = [_flat(b.rounded() if isinstance(b, MasterBits) else b, device) for b in (arrays[i][0] for i in part)]
                     numbers = zip(part, flats, strict=True)
-                    facts = [Facts(_address(flat), 0, arrays[i][0].size, arrays[i][1], _INTEGERS[size]) for i, flat in numbers]
+                    facts = [Facts(_address(flat), 0, arrays[i][0].size, arrays[i][1], _INTEGERS[kind % _MASTERS]) for i, flat in numbers]
                     results.update(zip(part, digest_tensors(facts, gpu_at(device)), strict=True))
+                    del flats, numbers  # before those of the next part are made
         return [results[i] for i in range(len(arrays))]
 
     def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
