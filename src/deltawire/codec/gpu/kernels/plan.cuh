@@ -5,25 +5,38 @@ constexpr u32 MOST = 1 << 15;            // changes of a chunk
 constexpr u32 MOST_TILES = 1024;
 constexpr u32 SEGMENT = 1024;            // values that a warp takes at a time
 constexpr u32 WINDOW = 4;                // parameters whose costs are found in one go
-constexpr u32 MOST_TASKS = 6 * (MOST / SEGMENT + CONTEXTS);
+constexpr u32 MOST_MOVE_TASKS = MOST / SEGMENT + CONTEXTS, MOST_TASKS = 6 * MOST_MOVE_TASKS;
+constexpr u32 AHEAD = 4;                 // values that a lane asks for before it needs the first of them: all are far away
+constexpr u32 STAGED_WORDS = 160;        // of codes that a warp puts together before it writes them
 constexpr u64 CAP = 1ull << 47;
 
 // The sequences that are coded with LR, per context.
 enum Kind { GAPS, INVERTED_GAPS, LARGER_GAPS, MAGNITUDES, LARGER_MAGNITUDES, SYMBOLS_OF, KINDS };
 enum ValueMode { UNIT_MODE, RUNS, DIRECT, SYMBOLS };
 
+// How a value changes: by a step, and in these bits.
+struct Move {
+    T step, flip;
+};
+
 // The working memory of a thread block in global memory; it stays in the cache.
 struct PlanScratch {
     u32 ranks[MOST];       // of the changes in their contexts, context after context
-    u16 inverted[MOST];    // ranks of the elements that do not change, where they are fewer (then there are less than 2¹⁶ in all)
-    u16 larger[MOST];      // which changes have a magnitude above 1
-    Pair pairs[MOST];
-    u32 element_starts[MOST_TILES][CONTEXTS];  // elements of each context in the tiles before
-    u16 change_starts[MOST_TILES][CONTEXTS];   // changes, likewise
+    Move moves[MOST];
+    union {
+        struct {  // until changes are sorted
+            u32 element_starts[MOST_TILES][CONTEXTS];  // elements of each context in the tiles before
+            u16 change_starts[MOST_TILES][CONTEXTS];   // changes, likewise
+        };
+        struct {
+            u16 inverted[MOST];    // ranks of the elements that do not change, where they are fewer (then there are less than 2¹⁶ in all)
+            u16 larger[MOST];      // which changes have a magnitude above 1
+        };
+    };
 };
 
 struct Sequence {
-    u32 size, first_task, k, pending;  // costs are known of parameters k, k − 1, … k − WINDOW + 1
+    u32 size, k, pending;  // costs are known of parameters k, k − 1, … k − WINDOW + 1
     u32 costs[WINDOW];
     u32 chosen, bits;
 };
@@ -32,7 +45,8 @@ struct ContextPlan {
     u32 n, elements, offset, larger;
     u64 sum, larger_sum;
     u32 inverted, mode, value_bits, symbols_bits, candidate;
-    u64 positions_at, signs_at, codes_at, larger_at;
+    u32 first_move_task;                              // see `PlanSpace::signs`
+    u32 positions_at, signs_at, codes_at, larger_at;  // in bits
 };
 
 struct PlanSpace {
@@ -42,11 +56,13 @@ struct PlanSpace {
     u32 tasks[MOST_TASKS];
     u32 task_costs[MOST_TASKS][WINDOW];
     u32 ntasks;
+    u32 signs[MOST_MOVE_TASKS][32], larger[MOST_MOVE_TASKS][32];  // a bit for each change
+    u32 staged[PLAN_WARPS][STAGED_WORDS];                         // zeros
     u32 cursors[PLAN_WARPS][CONTEXTS];
     u32 frequency[256];
     u8 rank_of[256], table[256];
     u32 symbols, considered, ks, has_table;
-    u64 bits, body;
+    u64 body;
     u32 bytes, mode, chunk;
 };
 
@@ -56,10 +72,10 @@ struct Bodies {
     u64* cursor;    // words given away; may pass the capacity, then what is beyond was not written
 };
 
-__device__ __forceinline__ void put_bits(u32* out, u64 at, u64 value, u32 length) {
+__device__ __forceinline__ void put_bits(u32* out, u32 at, u64 value, u32 length) {
     if (!length) return;
     u32* const word = out + (at >> 5);
-    const u32 shift = (u32)at & 31;
+    const u32 shift = at & 31;
     const u64 low = value << shift;
     if ((u32)low) atomicOr(word, (u32)low);
     if (shift + length > 32 && (u32)(low >> 32)) atomicOr(word + 1, (u32)(low >> 32));
@@ -69,27 +85,9 @@ __device__ __forceinline__ void put_bits(u32* out, u64 at, u64 value, u32 length
     }
 }
 
-__device__ __forceinline__ void put_rice(u32* out, u64 at, u32 k, u64 v) {
-    const u64 q = v >> k, low = v & ((1ull << k) - 1);
-    if (q < 16 && k <= 47) {
-        put_bits(out, at, (low << 1 | 1) << q, (u32)q + 1 + k);
-        return;
-    }
-    if (q < 16) {
-        put_bits(out, at, 1ull << q, (u32)q + 1);
-        put_bits(out, at + q + 1, low, k);
-        return;
-    }
-    const u64 x = q - 15;
-    const u32 b = 63 - __clzll(x);
-    put_bits(out, at + 16, b, 6);
-    put_bits(out, at + 22, x ^ (1ull << b), b);
-    put_bits(out, at + 22 + b, low, k);
-}
-
 struct BitCursor {
     u32* out;
-    u64 at;
+    u32 at;
     __device__ void put(u32 value, u32 length) {
         put_bits(out, at, value, length);
         at += length;
@@ -101,7 +99,33 @@ struct BitCursor {
     }
 };
 
-__device__ __forceinline__ T step_of(Pair p, bool floating) { return (T)(ordered(p.now, floating) - ordered(p.old, floating)); }
+#if WIDTH > 32
+typedef u64 V;  // gaps, and magnitudes
+#else
+typedef u32 V;
+#endif
+
+__device__ __forceinline__ void put_rice(u32* out, u32 at, u32 k, V v) {
+    const V q = v >> k, low = v & (((V)1 << k) - 1);
+    if (q < 16 && k <= 47) {
+        put_bits(out, at, ((u64)low << 1 | 1) << q, (u32)q + 1 + k);
+        return;
+    }
+    if (q < 16) {
+        put_bits(out, at, 1ull << q, (u32)q + 1);
+        put_bits(out, at + (u32)q + 1, low, k);
+        return;
+    }
+    const u64 x = q - 15;
+    const u32 b = 63 - __clzll(x);
+    put_bits(out, at + 16, b, 6);
+    put_bits(out, at + 22, x ^ (1ull << b), b);
+    put_bits(out, at + 22 + b, low, k);
+}
+
+__device__ __forceinline__ Move move_of(Pair p, bool floating) {
+    return {(T)(ordered(p.now, floating) - ordered(p.old, floating)), (T)(p.old ^ p.now)};
+}
 __device__ __forceinline__ T magnitude_of(T step) { return step >> (WIDTH - 1) ? (T)(0 - step) : step; }
 
 struct Planner {
@@ -111,17 +135,34 @@ struct Planner {
     const u32 thread, lane, warp, contexts;
     const bool floating;
 
-    __device__ u64 value(u32 kind, u32 c, u32 i) const {
+    // Values `first + lane`, and every 32nd after it: what is beyond `end` is of no use, but can be asked for.
+    __device__ __forceinline__ void values(u32 kind, u32 c, u32 first, u32 end, V out[AHEAD]) const {
         const u32 offset = at.contexts[c].offset;
-        if (kind == GAPS) return i ? scratch.ranks[offset + i] - scratch.ranks[offset + i - 1] - 1 : scratch.ranks[offset];
+        u32 places[AHEAD];
+#pragma unroll
+        for (u32 j = 0; j < AHEAD; ++j) places[j] = min(first + 32 * j + lane, end - 1);
+        if (kind == GAPS) {
+            const u32* const list = scratch.ranks + offset;
+#pragma unroll
+            for (u32 j = 0; j < AHEAD; ++j) out[j] = places[j] ? list[places[j]] - list[places[j] - 1] - 1 : list[0];
+            return;
+        }
         if (kind <= LARGER_GAPS) {
             const u16* const list = (kind == INVERTED_GAPS ? scratch.inverted : scratch.larger) + offset;
-            return i ? (u32)list[i] - list[i - 1] - 1 : list[0];
+#pragma unroll
+            for (u32 j = 0; j < AHEAD; ++j) out[j] = places[j] ? (u32)list[places[j]] - list[places[j] - 1] - 1 : list[0];
+            return;
         }
-        if (kind == MAGNITUDES) return (u64)(T)(magnitude_of(step_of(scratch.pairs[offset + i], floating)) - 1);
-        if (kind == LARGER_MAGNITUDES) return (u64)(T)(magnitude_of(step_of(scratch.pairs[offset + scratch.larger[offset + i]], floating)) - 2);
-        const Pair p = scratch.pairs[offset + i];
-        return at.rank_of[(T)(p.old ^ p.now) >> (WIDTH - 8)];
+        if (kind == LARGER_MAGNITUDES) {
+#pragma unroll
+            for (u32 j = 0; j < AHEAD; ++j) places[j] = scratch.larger[offset + places[j]];
+        }
+#pragma unroll
+        for (u32 j = 0; j < AHEAD; ++j) {
+            const Move move = scratch.moves[offset + places[j]];
+            if (kind == SYMBOLS_OF) out[j] = at.rank_of[move.flip >> (WIDTH - 8)];
+            else out[j] = (T)(magnitude_of(move.step) - (kind == MAGNITUDES ? 1 : 2));
+        }
     }
 
     // Elements and changes of each context before every tile of the chunk, and in all of it.
@@ -173,24 +214,32 @@ struct Planner {
             if (lane < CONTEXTS) cursors[lane] = at.contexts[lane].offset + scratch.change_starts[t][lane];
             const u64 unit0 = (u64)(first_tile + t) * UNITS;
             const u32 size = lane < UNITS ? from.sizes[unit0 + lane] : 0, slot = size ? from.slots[unit0 + lane] : 0;
+            const u32 upto = inclusive_scan(size, lane), before_unit = upto - size, n = __shfl_sync(ALL, upto, 31);
             __syncwarp();
-            for (u32 u = 0; u < UNITS; ++u) {
-                const u32 n = __shfl_sync(ALL, size, u), start = __shfl_sync(ALL, slot, u);
-                for (u32 i = lane; i - lane < n; i += 32) {
-                    const bool active = i < n;
-                    Pair p = {};
-                    u32 rank = 0, c = CONTEXTS;
-                    if (active) {
-                        p = from.pairs[start + i];
-                        rank = from.ranks[start + i];
-                        c = context_of(p.old, s);
-                    }
+            for (u32 first = 0; first < n; first += 32 * AHEAD) {
+                Pair pairs[AHEAD];
+                u32 ranks[AHEAD];
+#pragma unroll
+                for (u32 j = 0; j < AHEAD; ++j) {
+                    const u32 i = min(first + 32 * j + lane, n - 1);
+                    u32 unit = 0;  // the last that does not begin after it
+#pragma unroll
+                    for (u32 d = UNITS / 2; d; d /= 2)
+                        if (__shfl_sync(ALL, before_unit, unit + d) <= i) unit += d;
+                    const u32 from_slot = __shfl_sync(ALL, slot, unit) + i - __shfl_sync(ALL, before_unit, unit);
+                    pairs[j] = from.pairs[from_slot];
+                    ranks[j] = from.ranks[from_slot];
+                }
+#pragma unroll
+                for (u32 j = 0; j < AHEAD; ++j) {
+                    if (first + 32 * j >= n) break;
+                    const bool active = first + 32 * j + lane < n;
+                    const u32 c = active ? context_of(pairs[j].old, s) : CONTEXTS;
                     const u32 same = __match_any_sync(ALL, c), before = __popc(same & ((1u << lane) - 1));
-                    u32 to = 0;
                     if (active) {
-                        to = cursors[c] + before;
-                        scratch.ranks[to] = scratch.element_starts[t][c] + rank;
-                        scratch.pairs[to] = p;
+                        const u32 to = cursors[c] + before;
+                        scratch.ranks[to] = scratch.element_starts[t][c] + ranks[j];
+                        scratch.moves[to] = move_of(pairs[j], floating);
                     }
                     __syncwarp();
                     if (active && !before) cursors[c] += __popc(same);
@@ -211,49 +260,45 @@ struct Planner {
         for (u32 task = warp; task < at.ntasks; task += PLAN_WARPS) {
             const u32 c = at.tasks[task] & 15, first = (at.tasks[task] >> 8) * SEGMENT;
             const u32 n = at.contexts[c].n, end = min(first + SEGMENT, n), offset = at.contexts[c].offset;
-            u32 larger = 0;
-            u64 sum = 0;
-            for (u32 i = first + lane; i < end; i += 32) {
-                const T m = magnitude_of(step_of(scratch.pairs[offset + i], floating));
-                larger += m > 1;
-                sum += min((u64)m - 1, CAP);
-            }
-            u64 larger_sum = 0;
-            if (WIDTH > 32) {  // the cap may hold for one sum and not for the other
-                for (u32 i = first + lane; i < end; i += 32) {
-                    const T m = magnitude_of(step_of(scratch.pairs[offset + i], floating));
-                    if (m > 1) larger_sum += min((u64)m - 2, CAP);
+            if (!first && !lane) at.contexts[c].first_move_task = task;
+            u64 sum = 0, larger_sum = 0;
+            u32 larger_bits = 0, sign_bits = 0;  // a word for each lane
+            for (u32 i0 = first; i0 < end; i0 += 32 * AHEAD) {
+                T steps[AHEAD];
+#pragma unroll
+                for (u32 j = 0; j < AHEAD; ++j) steps[j] = scratch.moves[offset + min(i0 + 32 * j + lane, end - 1)].step;
+#pragma unroll
+                for (u32 j = 0; j < AHEAD; ++j) {
+                    const bool active = i0 + 32 * j + lane < end;
+                    const T m = active ? magnitude_of(steps[j]) : (T)1;
+                    const u32 larger = __ballot_sync(ALL, m > 1), signs = __ballot_sync(ALL, active && steps[j] >> (WIDTH - 1));
+                    if (lane == (i0 - first) / 32 + j) larger_bits = larger, sign_bits = signs;
+                    sum += min((u64)m - 1, CAP);
+                    if (WIDTH > 32 && m > 1) larger_sum += min((u64)m - 2, CAP);  // the cap may hold for one sum and not for the other
                 }
-            } else {
-                larger_sum = sum - larger;
             }
+            const u32 larger = warp_sum(__popc(larger_bits));
 #pragma unroll
             for (u32 d = 16; d; d /= 2) {
                 sum += __shfl_down_sync(ALL, sum, d);
-                larger_sum += __shfl_down_sync(ALL, larger_sum, d);
+                if (WIDTH > 32) larger_sum += __shfl_down_sync(ALL, larger_sum, d);
             }
-            larger = warp_sum(larger);
+            at.signs[task][lane] = sign_bits;
+            at.larger[task][lane] = larger_bits;
             if (lane == 0) {
                 at.task_costs[task][0] = larger;
                 atomicAdd(&at.contexts[c].larger, larger);
                 atomicAdd(&at.contexts[c].sum, sum);
-                atomicAdd(&at.contexts[c].larger_sum, larger_sum);
+                atomicAdd(&at.contexts[c].larger_sum, WIDTH > 32 ? larger_sum : sum - larger);
             }
         }
         __syncthreads();
         for (u32 task = warp; task < at.ntasks; task += PLAN_WARPS) {
-            const u32 c = at.tasks[task] & 15, segment = at.tasks[task] >> 8, first = segment * SEGMENT;
+            const u32 c = at.tasks[task] & 15, segment = at.tasks[task] >> 8;
             if (!at.task_costs[task][0]) continue;
-            const u32 n = at.contexts[c].n, end = min(first + SEGMENT, n), offset = at.contexts[c].offset;
-            u32 to = offset;
+            u32 bits = at.larger[task][lane], to = at.contexts[c].offset + inclusive_scan(__popc(bits), lane) - __popc(bits);
             for (u32 before = 0; before < segment; ++before) to += at.task_costs[task - segment + before][0];
-            for (u32 i0 = first; i0 < end; i0 += 32) {
-                const u32 i = i0 + lane;
-                const bool larger = i < end && magnitude_of(step_of(scratch.pairs[offset + i], floating)) > 1;
-                const u32 found = __ballot_sync(ALL, larger);
-                if (larger) scratch.larger[to + __popc(found & ((1u << lane) - 1))] = (u16)i;
-                to += __popc(found);
-            }
+            for (; bits; bits &= bits - 1) scratch.larger[to++] = (u16)(segment * SEGMENT + 32 * lane + __ffs(bits) - 1);
         }
         __syncthreads();
     }
@@ -273,9 +318,9 @@ struct Planner {
         __syncthreads();
     }
 
-    // Tasks for all sequences of these kinds.
-    __device__ void make_tasks(u32 kinds) {
-        if (thread == 0) at.ntasks = 0;
+    // Tasks for all sequences of these kinds, or more tasks, for these too.
+    __device__ void make_tasks(u32 kinds, bool more = false) {
+        if (thread == 0 && !more) at.ntasks = 0;
         __syncthreads();
         if (thread < KINDS * CONTEXTS) {
             const u32 kind = thread / CONTEXTS, c = thread % CONTEXTS;
@@ -291,7 +336,6 @@ struct Planner {
                 const u32 segments = (size + SEGMENT - 1) / SEGMENT, first = segments ? atomicAdd(&at.ntasks, segments) : 0;
                 for (u32 i = 0; i < segments; ++i) at.tasks[first + i] = kind << 4 | c | i << 8;
                 q.size = size;
-                q.first_task = first;
             }
         }
         __syncthreads();
@@ -305,11 +349,14 @@ struct Planner {
             if (!q.pending) continue;
             const u32 end = min(first + SEGMENT, q.size), k = q.k;
             u32 costs[WINDOW] = {};
-            for (u32 i = first + lane; i < end; i += 32) {
-                const u64 v = value(kind, c, i);
+            for (u32 i0 = first; i0 < end; i0 += 32 * AHEAD) {
+                V v[AHEAD];
+                values(kind, c, i0, end, v);
 #pragma unroll
-                for (u32 w = 0; w < WINDOW; ++w)
-                    if (k >= w) costs[w] += WIDTH > 32 || v >> 32 ? rice_bits(v, k - w) : rice_bits((u32)v, k - w);
+                for (u32 j = 0; j < AHEAD; ++j)
+#pragma unroll
+                    for (u32 w = 0; w < WINDOW; ++w)
+                        if (k >= w && i0 + 32 * j + lane < end) costs[w] += rice_bits(v[j], k - w);
             }
 #pragma unroll
             for (u32 w = 0; w < WINDOW; ++w) {
@@ -400,8 +447,7 @@ struct Planner {
             if (!at.contexts[c].candidate) continue;
             if (thread == 0) at.considered += at.contexts[c].n;
             for (u32 i = thread; i < at.contexts[c].n; i += PLAN_THREADS) {
-                const Pair p = scratch.pairs[at.contexts[c].offset + i];
-                atomicAdd(&at.frequency[(T)(p.old ^ p.now) >> (WIDTH - 8)], 1);
+                atomicAdd(&at.frequency[scratch.moves[at.contexts[c].offset + i].flip >> (WIDTH - 8)], 1);
             }
         }
         __syncthreads();
@@ -433,70 +479,53 @@ struct Planner {
             }
             if (lane == 0) at.ks = ks;
         }
-        make_tasks(1u << SYMBOLS_OF);
-        // Their tasks take the place of earlier ones, whose costs are kept no longer: they are found again before writing.
+        make_tasks(1u << SYMBOLS_OF, true);
         choose_parameters(1u << SYMBOLS_OF);
-        if (thread == 0) {
-            u64 saved = 0;
-            for (u32 c = 0; c < contexts; ++c) {
-                ContextPlan& p = at.contexts[c];
-                if (!p.candidate) continue;
-                p.symbols_bits = at.sequences[SYMBOLS_OF][c].bits + p.n * (WIDTH - 8);
-                if (p.symbols_bits < p.value_bits) saved += p.value_bits - p.symbols_bits;
-                else p.candidate = 0;
+        if (warp == 0) {
+            ContextPlan& p = at.contexts[lane % CONTEXTS];
+            u32 saved = 0;
+            if (lane < contexts && p.candidate) {
+                p.symbols_bits = at.sequences[SYMBOLS_OF][lane].bits + p.n * (WIDTH - 8);
+                if (p.symbols_bits < p.value_bits) saved = p.value_bits - p.symbols_bits;
             }
-            if (saved > 11 + 8 * at.symbols) {
-                at.has_table = 1;
-                for (u32 c = 0; c < contexts; ++c)
-                    if (at.contexts[c].candidate) {
-                        at.contexts[c].mode = SYMBOLS;
-                        at.contexts[c].value_bits = at.contexts[c].symbols_bits;
-                    }
+            const bool table = warp_sum(saved) > 11 + 8 * at.symbols;
+            if (lane == 0) at.has_table = table;
+            if (table && saved) {
+                p.mode = SYMBOLS;
+                p.value_bits = p.symbols_bits;
             }
         }
         __syncthreads();
-        // The sequences that will be written, with the costs of their segments at the chosen parameter.
-        constexpr u32 plain = 1u << GAPS | 1u << INVERTED_GAPS | 1u << LARGER_GAPS | 1u << MAGNITUDES | 1u << LARGER_MAGNITUDES;
-        const u32 kinds = plain | (at.has_table ? 1u << SYMBOLS_OF : 0);
-        make_tasks(kinds);
-        if (thread < KINDS * CONTEXTS) {
-            Sequence& q = at.sequences[thread / CONTEXTS][thread % CONTEXTS];
-            q.pending = (kinds >> (thread / CONTEXTS) & 1) && q.size;
-            q.k = q.chosen;
-        }
-        __syncthreads();
-        find_costs();
     }
 
     // Where everything stands in the body, and how long it is.
     __device__ void place_streams(u32 elements) {
-        if (thread == 0) {
-            u64 bits = 12 + (at.has_table ? 11 + 8 * at.symbols : 0);
-            for (u32 c = 0; c < contexts; ++c) {
-                const ContextPlan& p = at.contexts[c];
-                bits += count_bits(p.n);
-                if (!p.n) continue;
-                bits += 8 + (p.inverted ? count_bits(p.elements - p.n) : 0);
-                if (p.mode == RUNS) bits += count_bits(p.larger) + 11;
-                if (p.mode == DIRECT) bits += 6;
+        if (warp == 0) {
+            ContextPlan& p = at.contexts[lane % CONTEXTS];
+            u32 head = 0, positions = 0, signs = 0, codes = 0, rest = 0;
+            if (lane < contexts) head = count_bits(p.n);
+            if (lane < contexts && p.n) {
+                head += 8 + (p.inverted ? count_bits(p.elements - p.n) : 0) + (p.mode == RUNS ? count_bits(p.larger) + 11 : p.mode == DIRECT ? 6 : 0);
+                positions = at.sequences[p.inverted ? INVERTED_GAPS : GAPS][lane].bits;
+                signs = p.mode == SYMBOLS ? 0 : p.n;
+                codes = p.mode == RUNS ? at.sequences[LARGER_GAPS][lane].bits : 0;
+                if (p.mode == RUNS) rest = at.sequences[LARGER_MAGNITUDES][lane].bits;
+                if (p.mode == DIRECT) rest = at.sequences[MAGNITUDES][lane].bits;
+                if (p.mode == SYMBOLS) rest = p.symbols_bits;
             }
-            for (u32 c = 0; c < contexts; ++c) {
-                ContextPlan& p = at.contexts[c];
-                if (!p.n) continue;
-                p.positions_at = bits;
-                bits += at.sequences[p.inverted ? INVERTED_GAPS : GAPS][c].bits;
-                p.signs_at = bits;
-                if (p.mode != SYMBOLS) bits += p.n;
-                p.codes_at = bits;
-                if (p.mode == RUNS) bits += at.sequences[LARGER_GAPS][c].bits;
-                p.larger_at = bits;
-                if (p.mode == RUNS) bits += at.sequences[LARGER_MAGNITUDES][c].bits;
-                if (p.mode == DIRECT) bits += at.sequences[MAGNITUDES][c].bits;
-                if (p.mode == SYMBOLS) bits += p.symbols_bits;
+            const u32 heads = 12 + (at.has_table ? 11 + 8 * at.symbols : 0) + warp_sum(head), size = positions + signs + codes + rest;
+            const u32 upto = heads + inclusive_scan(size, lane);
+            if (lane < contexts) {
+                p.positions_at = upto - size;
+                p.signs_at = p.positions_at + positions;
+                p.codes_at = p.signs_at + signs;
+                p.larger_at = p.codes_at + codes;
             }
-            const u64 bytes = (bits + 7) / 8, raw = (u64)elements * BYTES;
-            at.mode = bytes < raw ? CODED : RAW;
-            at.bytes = (u32)min(bytes, raw);
+            if (lane == 31) {
+                const u32 bytes = (upto + 7) / 8, raw = elements * BYTES;
+                at.mode = bytes < raw ? CODED : RAW;
+                at.bytes = min(bytes, raw);
+            }
         }
         __syncthreads();
     }
@@ -527,7 +556,9 @@ struct Planner {
         }
     }
 
+    // Codes go to memory of the warp's own first: in the body many lanes would wait for the same words.
     __device__ void write_streams(u32* out) const {
+        u32* const staged = at.staged[warp];
         for (u32 task = warp; task < at.ntasks; task += PLAN_WARPS) {
             const u32 c = at.tasks[task] & 15, kind = at.tasks[task] >> 4 & 15, segment = at.tasks[task] >> 8, first = segment * SEGMENT;
             const Sequence& q = at.sequences[kind][c];
@@ -539,37 +570,51 @@ struct Planner {
                                 : kind == LARGER_MAGNITUDES ? p.mode == RUNS
                                                             : p.mode == SYMBOLS;
             const u32 end = min(first + SEGMENT, q.size), k = q.chosen;
-            if (kind == GAPS) {
-                // The task of the gaps writes the signs too: there is one such task for every 1024 changes.
-                if (p.mode != SYMBOLS)
-                    for (u32 i0 = first; i0 < end; i0 += 32) {
-                        const u32 i = i0 + lane;
-                        const u32 signs = __ballot_sync(ALL, i < end && step_of(scratch.pairs[p.offset + min(i, end - 1)], floating) >> (WIDTH - 1));
-                        if (lane == 0) put_bits(out, p.signs_at + i0, signs, min(32u, end - i0));
-                    }
-            }
+            // The task of the gaps writes the signs too: there is one such task for every 1024 changes.
+            if (kind == GAPS && p.mode != SYMBOLS && first + 32 * lane < end)
+                put_bits(out, p.signs_at + first + 32 * lane, at.signs[p.first_move_task + segment][lane], min(32u, end - first - 32 * lane));
             if (!wanted) continue;
-            u64 to = kind <= INVERTED_GAPS ? p.positions_at : kind == LARGER_MAGNITUDES ? p.larger_at : p.codes_at;
+            u32 to = kind <= INVERTED_GAPS ? p.positions_at : kind == LARGER_MAGNITUDES ? p.larger_at : p.codes_at;
             const u32 extra = kind == SYMBOLS_OF ? WIDTH - 8 : 0;
-            for (u32 before = 0; before < segment; ++before) to += at.task_costs[task - segment + before][q.k - k] + extra * SEGMENT;
-            for (u32 i0 = first; i0 < end; i0 += 32) {
-                const u32 i = i0 + lane;
-                u64 v = 0;
-                u32 length = 0;
-                if (i < end) {
-                    v = value(kind, c, i);
-                    length = (WIDTH > 32 || v >> 32 ? rice_bits(v, k) : rice_bits((u32)v, k)) + extra;
+            to += warp_sum(lane < segment ? at.task_costs[task - segment + lane][q.k - k] + extra * SEGMENT : 0);
+            for (u32 i0 = first; i0 < end; i0 += 32 * AHEAD) {
+                V v[AHEAD];
+                u32 begin[AHEAD], total = 0;
+                values(kind, c, i0, end, v);
+#pragma unroll
+                for (u32 j = 0; j < AHEAD; ++j) {
+                    const u32 length = i0 + 32 * j + lane < end ? rice_bits(v[j], k) + extra : 0, upto = inclusive_scan(length, lane);
+                    begin[j] = total + upto - length;
+                    total += __shfl_sync(ALL, upto, 31);
                 }
-                const u32 upto = inclusive_scan(length, lane);
-                if (i < end) {
-                    put_rice(out, to + upto - length, k, v);
-                    if (WIDTH > 8 && kind == SYMBOLS_OF) {
-                        const Pair pair = scratch.pairs[p.offset + i];
-                        constexpr u64 low = WIDTH > 8 ? (1ull << (WIDTH - 8)) - 1 : 0;
-                        put_bits(out, to + upto - extra, (u64)(pair.old ^ pair.now) & low, extra);
+                const u32 skew = to & 31, words = (skew + total + 31) / 32;
+                u32* const body = out + (to >> 5);
+                const auto put = [&](u32* target) {
+#pragma unroll
+                    for (u32 j = 0; j < AHEAD; ++j) {
+                        const u32 i = i0 + 32 * j + lane;
+                        if (i >= end) continue;
+                        put_rice(target, skew + begin[j], k, v[j]);
+                        if (WIDTH > 8 && kind == SYMBOLS_OF) {
+                            constexpr u64 low = WIDTH > 8 ? (1ull << (WIDTH - 8)) - 1 : 0;
+                            put_bits(target, skew + begin[j] + rice_bits(v[j], k), (u64)scratch.moves[p.offset + i].flip & low, extra);
+                        }
                     }
+                };
+                if (words <= STAGED_WORDS) {
+                    put(staged);
+                    __syncwarp();
+                    for (u32 w = lane; w < words; w += 32) {
+                        const u32 x = staged[w];
+                        staged[w] = 0;
+                        if (w && w + 1 < words) body[w] = x;
+                        else if (x) atomicOr(body + w, x);  // others write to these too
+                    }
+                    __syncwarp();
+                } else {
+                    put(body);
                 }
-                to += __shfl_sync(ALL, upto, 31);
+                to += total;
             }
         }
     }
@@ -581,6 +626,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
     extern __shared__ __align__(16) u8 shared[];
     PlanSpace& at = *(PlanSpace*)shared;
     if (*changes.cursor > changes.capacity) return;
+    for (u32 i = threadIdx.x; i < PLAN_WARPS * STAGED_WORDS; i += PLAN_THREADS) at.staged[i / STAGED_WORDS][i % STAGED_WORDS] = 0;
     for (;;) {
         __syncthreads();
         if (threadIdx.x == 0) at.chunk = atomicAdd(taken, 1);
