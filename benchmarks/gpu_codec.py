@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import threading
@@ -27,7 +28,7 @@ from deltawire.codec.gpu.device import gpu_at
 from deltawire.codec.gpu.digest import start_digest
 from deltawire.codec.gpu.encode import encode_tensors
 from deltawire.codec.gpu.resolve import resolve_tensors
-from deltawire.codec.gpu.spans import Facts
+from deltawire.codec.gpu.spans import Table
 from deltawire.dtypes import dtype_named
 from deltawire.handover import Handover
 
@@ -153,10 +154,15 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     base, new = weights(elements, density, kind)
     if sizes is None:
         sizes = [min(LARGEST, elements - at) for at in range(0, elements, LARGEST)]
-    facts, at = [], 0
-    for index, size in enumerate(sizes):
-        facts.append(Facts(base[at:].data_ptr(), new[at:].data_ptr(), size, index, dtype))
-        at += size
+    at = sum(sizes)
+    starts = [end - size for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    bases, news = ([side.data_ptr() + start * side.element_size() for start in starts] for side in (base, new))
+    facts = sizes, list(range(len(sizes))), [dtype.code] * len(sizes)
+
+    def table() -> Table:
+        """Made anew for each call, as the codec does."""
+        return Table.of(bases, *facts, news)
+
     nbytes = base.numel() * base.element_size()
     row = Row(name, at, len(sizes))
     if peers:
@@ -165,40 +171,39 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
         row.nonzero_ms = median_ms(lambda: nonzero(base, new, integer), 3)
         row.nonzero_copy_ms = median_ms(lambda: [(i.cpu(), v.cpu()) for i, v in found], 2)
         del found
-    encoded, row.encode_memory = peak(lambda: encode_tensors(facts, GPU), nbytes)
-    row.changed = sum(e.changed for e in encoded)
+    encoded, row.encode_memory = peak(lambda: encode_tensors(table(), GPU), nbytes)
+    row.changed = int(encoded.changed.sum())
     separate = [b"".join(e.payload) or None for e in encoded]
     row.payload_bytes = sum(len(payload) for payload in separate if payload)
     payloads, pinned = in_a_row(separate, pinned=False), in_a_row(separate, pinned=True)
     del separate
-    afters = [e.after for e in encoded]
+    after = encoded.after
     del encoded
-    row.encode_ms = median_ms(lambda: encode_tensors(facts, GPU))
-    row.encode_kernels_ms = kernels_ms(lambda: encode_tensors(facts, GPU), row.kernels)
-    row.digest_ms = median_ms(lambda: start_digest(facts, GPU))
-    (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(facts, payloads, GPU), nbytes)
-    assert [o.after for o in outcomes] == afters, "resolving does not lead to the new weights"
+    row.encode_ms = median_ms(lambda: encode_tensors(table(), GPU))
+    row.encode_kernels_ms = kernels_ms(lambda: encode_tensors(table(), GPU), row.kernels)
+    row.digest_ms = median_ms(lambda: start_digest(table(), GPU))
+    (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(table(), payloads, GPU), nbytes)
+    assert (outcomes.after == after).all(), "resolving does not lead to the new weights"
     row.patch_memory = patch.nbytes / nbytes
-    bases = [f.base for f in facts]
-    patch.write(bases, swap=True)
+    patch.write(table().base, swap=True)
     assert torch.equal(base.view(integer), new.view(integer)), "the scatter is not exact"
-    row.scatter_ms = median_ms(lambda: patch.write(bases, swap=True), 6)  # an even number of swaps in all: the old weights are back
+    row.scatter_ms = median_ms(lambda: patch.write(table().base, swap=True), 6)  # an even number of swaps in all: the old weights are back
     assert not row.changed or not torch.equal(base.view(integer), new.view(integer))
-    row.resolve_ms = median_ms(lambda: resolve_tensors(facts, payloads, GPU), 5)
-    row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(facts, pinned, GPU), 5)
-    row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(facts, pinned, GPU), row.kernels)
+    row.resolve_ms = median_ms(lambda: resolve_tensors(table(), payloads, GPU), 5)
+    row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(table(), pinned, GPU), 5)
+    row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(table(), pinned, GPU), row.kernels)
     if peers and kind == "bf16":
-        row.masters_ms = masters_ms(facts, new)
+        row.masters_ms = masters_ms(table(), new)
     return row
 
 
-def masters_ms(facts: list[Facts], new: torch.Tensor) -> float:
+def masters_ms(table: Table, new: torch.Tensor) -> float:
     """Encoding from float32 that rounds to the new weights."""
     masters = torch.empty(new.numel(), dtype=torch.float32, device=DEVICE)
     for start in range(0, new.numel(), 1 << 30):
         masters[start : start + (1 << 30)] = new[start : start + (1 << 30)]
-    wide = [fact._replace(next=masters.data_ptr() + 2 * (fact.next - new.data_ptr()), masters=True) for fact in facts]
-    assert [e.after for e in encode_tensors(wide, GPU)] == [e.after for e in encode_tensors(facts, GPU)]
+    wide = dataclasses.replace(table, next=masters.data_ptr() + 2 * (table.next - new.data_ptr()), masters=True)
+    assert (encode_tensors(wide, GPU).after == encode_tensors(table, GPU).after).all()
     return median_ms(lambda: encode_tensors(wide, GPU), 5)
 
 

@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from blake3 import blake3
 
 from .codec.base import Buffer, EncodeJob
@@ -19,7 +21,7 @@ from .format.digest import Digest
 from .format.staged_output import StagedOutput
 from .masters import Rounding
 from .state import Progress, batches, codec_for, digest_tensors, thread_count
-from .tensors import State, TensorBits, check_name, tensor_bits
+from .tensors import State, TensorBits, check_names, keys_of, named_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,7 @@ def write_delta(base: State, new: State, path: Path, *, threads: int | None = No
     return summary
 
 
-@dataclass(slots=True)
-class _Pair:
+class _Pair(NamedTuple):
     """One tensor on its way into a delta; `old` None where it appears."""
 
     new: TensorBits
@@ -90,26 +91,8 @@ def _encode(
     base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None, *, masters: bool = False
 ) -> tuple[bytes, DeltaSummary]:
     """Hand the data section to `write`, piece by piece, and return the header that belongs before it."""
-    for name in (*base, *new):
-        check_name(name)
-    names = sorted({*base, *new})
-    added: dict[str, tuple[TensorBits, None]] = {}
-    gone: list[TensorBits] = []
-    pairs: list[_Pair] = []
-    rounding = Rounding() if masters else None
-    for name in names:
-        old = tensor_bits(name, base[name]) if name in base else None
-        now = tensor_bits(name, new[name]) if name in new else None
-        if now is not None and rounding is not None:
-            now = rounding.follow(old, now)
-        if old is not None and (now is None or old.identity != now.identity):
-            gone.append(old)
-            old = None
-        if now is not None:
-            pairs.append(_Pair(now, old))
-            if old is None:
-                added[name] = (now, None)
-    codec = codec_for([*gone, *(side for pair in pairs for side in (pair.new, pair.old) if side)])
+    pairs, gone = _paired(base, new, Rounding() if masters else None)
+    codec = codec_for([*gone, *(side for pair in pairs for side in pair if side is not None)])
     parts = _parts(pairs, gone)
     before = digest_tensors(gone, threads, codec)
     after = Digest()
@@ -120,35 +103,54 @@ def _encode(
     changed = elements = weight_bytes = 0
     for batch in batches(pairs, lambda pair: pair.nbytes, codec):
         own = [pair for pair in batch if pair.new.name not in aliases]
-        jobs = [EncodeJob(pair.old.bits if pair.old else None, pair.new.bits, pair.new.dtype, pair.new.key.seed) for pair in own]
-        for pair, encoded in zip(own, codec.encode(jobs, threads), strict=True):
-            key = pair.new.key
-            if pair.old:
-                before += key.digest(encoded.before)
-            after += key.digest(encoded.after)
-            changed += encoded.changed
-            if encoded.payload:
-                sizes.append((pair.new.name, sum(map(len, encoded.payload))))
-                for piece in encoded.payload:
-                    hasher.update(piece)
-                    write(piece)
+        keys = keys_of([pair.new for pair in own])
+        sides = zip(own, keys.seeds.tolist(), strict=True)
+        found = codec.encode([EncodeJob(old.bits if old else None, now.bits, now.dtype, seed) for (now, old), seed in sides], threads)
+        stays = np.array([pair.old is not None for pair in own], np.bool_)
+        before += keys.digest(found.before[stays], stays)
+        after += keys.digest(found.after)
+        changed += int(found.changed.sum())
+        sizes += [(pair.new.name, size) for pair, size in zip(own, found.sizes.tolist(), strict=True) if size]
+        for piece in found.pieces:
+            hasher.update(piece)
+            write(piece)
         tied = [pair for pair in batch if pair.new.name in aliases]
         before += digest_tensors([pair.old for pair in tied if pair.old], threads, codec)
         after += digest_tensors([pair.new for pair in tied], threads, codec)
         elements += sum(pair.new.bits.size for pair in batch)
-        weight_bytes += sum(pair.nbytes for pair in batch)
+        nbytes = sum(pair.nbytes for pair in batch)
+        weight_bytes += nbytes
         if progress:
-            progress(sum(pair.nbytes for pair in batch))
+            progress(nbytes)
 
     changing = {name for name, _ in sizes}
     structure = Structure(
-        {name: (tensor.dtype, tensor.shape) for name, (tensor, _) in added.items()},
+        {pair.new.name: (pair.new.dtype, pair.new.shape) for pair in pairs if pair.old is None},
         tuple(tensor.name for tensor in gone),
         {name: target for name, target in aliases.items() if target in changing},
     )
     header = delta_file.build_header(before, after, hasher.hexdigest(), sizes, structure, parts)
     size = len(header) + sum(size for _, size in sizes)
     return header, DeltaSummary(size, weight_bytes, elements, changed, len(sizes), before, after)
+
+
+def _paired(base: State, new: State, rounding: Rounding | None) -> tuple[list[_Pair], list[TensorBits]]:
+    """The tensors of the new state, each with the one that it follows, and those of the base that vanish; in order of names."""
+    for state in (base, new):
+        check_names(state)
+    pairs: list[_Pair] = []
+    gone: list[TensorBits] = []
+    for name in sorted({*base, *new}):
+        old = named_bits(name, base[name]) if name in base else None
+        now = named_bits(name, new[name]) if name in new else None
+        if now is not None and rounding is not None:
+            now = rounding.follow(old, now)
+        if old is not None and (now is None or old.identity != now.identity):
+            gone.append(old)
+            old = None
+        if now is not None:
+            pairs.append(_Pair(now, old))
+    return pairs, gone
 
 
 def _parts(pairs: Sequence[_Pair], gone: Sequence[TensorBits]) -> Parts | None:
@@ -167,7 +169,7 @@ def _aliases(pairs: Sequence[_Pair]) -> dict[str, str]:
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
     for pair in pairs:
-        if pair.old is None or pair.new.memory is None:
+        if pair.old is None or not pair.new.bits.size:
             continue
         target = first.setdefault((pair.old.memory, pair.new.memory), pair.new.name)
         if target != pair.new.name:

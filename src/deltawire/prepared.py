@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import MutableMapping
 
-from .codec.base import Resolution
+from .codec.base import Buffer, Resolution
 from .errors import CorruptDelta, StateNotWritable
 from .format import delta_file
 from .format.delta_file import Coverage, DeltaBytes
@@ -33,7 +32,7 @@ class PreparedUpdate:
         self._resolution: Resolution | None = None
         self._is_ready = self.is_applied = False
         self._coverage = Coverage()
-        self._met: dict[object, tuple[str, memoryview | None]] = {}
+        self._met: dict[object, tuple[str, Buffer | None]] = {}
         self.changed = 0
         """Elements that it changes."""
         self.nbytes = 0
@@ -56,11 +55,11 @@ class PreparedUpdate:
         codec = codec_for(plan.tensors)
         if self._resolution is None:  # all parts are where the first is: on the host, or on one GPU
             self._resolution = codec.deferred_resolution(self._threads)
-        outcomes = resolve_plan(plan, self._resolution, self._threads, codec, None)
-        for index, outcome in outcomes.items():
-            if plan.jobs[index].write:
-                self.changed += outcome.changed
-                self.nbytes += outcome.changed * (4 + plan.jobs[index].dtype.itemsize)
+        found = resolve_plan(plan, self._resolution, self._threads, codec, None)
+        for job, changed in zip(plan.jobs, found.tolist(), strict=True):
+            if job.write:
+                self.changed += changed
+                self.nbytes += changed * (4 + job.dtype.itemsize)
         return file.before, file.after
 
     def apply(self) -> None:
@@ -75,16 +74,16 @@ class PreparedUpdate:
 
     def _write_once(self, plan: ResolutionPlan) -> None:
         """Leave out writes to memory that an earlier part writes already, under another name."""
-        for index, tensor in enumerate(plan.tensors):
-            if tensor.memory is None:
+        for tensor, job in zip(plan.tensors, plan.jobs, strict=True):
+            memory = tensor.memory
+            if memory is None:
                 continue
-            payload = plan.jobs[index].payload
-            mine = None if payload is None else memoryview(payload)
-            name, theirs = self._met.setdefault(tensor.memory, (tensor.name, mine))
-            if name != tensor.name and mine != theirs:  # payloads of the same change are the same bytes; comparing views takes its time
+            name, payload = self._met.setdefault(memory, (tensor.name, job.payload))
+            if name == tensor.name:
+                continue
+            if job.payload != payload:  # payloads of the same change are the same bytes; comparing views takes its time
                 raise StateNotWritable(f"tensors {name!r} and {tensor.name!r} are the same memory, but do not change together.")
-            if name != tensor.name and plan.jobs[index].write:
-                plan.jobs[index] = dataclasses.replace(plan.jobs[index], write=False)
+            job.write = False
 
     def _exchange(self) -> None:
         if not self._is_ready:

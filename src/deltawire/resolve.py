@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .codec.base import Codec, Outcome, Resolution, ResolveJob
+from .codec.base import Codec, Resolution, ResolveJob
 from .dtypes import DTYPES
 from .errors import (
     BaseMismatch,
@@ -26,10 +25,10 @@ from .errors import (
 )
 from .format import delta_file
 from .format.delta_file import DeltaBytes, DeltaFile, Parts
-from .format.digest import PART_ALIGNMENT, Digest, TensorKey
+from .format.digest import PART_ALIGNMENT, Digest, TensorKeys
 from .patch import ResolvedPatch, TensorPatch, change_structure, check_writable
 from .state import Progress, batches, codec_for, digest_tensors, thread_count
-from .tensors import State, Tensor, TensorBits, byte_bounds, check_name, tensor_bits, typed
+from .tensors import State, Tensor, TensorBits, byte_bounds, check_names, keys_of, named_bits, typed
 
 _KEPT_CHANGES = 32 << 20
 """Decoded changes that `apply_delta` keeps, in bytes, beyond the size of the delta itself."""
@@ -47,12 +46,14 @@ def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None
     codec = codec_for(plan.tensors)
     resolution = codec.resolution(thread_count(threads), 2**63)
     resolve_plan(plan, resolution, thread_count(threads), codec, None)
+    changing = [index for index in range(len(plan.tensors)) if plan.jobs[index].payload is not None]
     changed = {}
-    for index, tensor in enumerate(plan.tensors):
-        if plan.jobs[index].payload is not None:
-            indices, values = resolution.changes(plan.place[index])
-            shape = tensor.shape if tensor.whole is None else tensor.whole
-            changed[tensor.name] = TensorPatch(indices + tensor.start, typed(values, tensor.dtype), shape)
+    for index, (indices, values) in zip(changing, resolution.changes([plan.place[index] for index in changing]), strict=True):
+        tensor = plan.tensors[index]
+        if tensor.whole is None:
+            changed[tensor.name] = TensorPatch(indices, typed(values, tensor.dtype), tensor.shape)
+        else:
+            changed[tensor.name] = TensorPatch(indices + tensor.start, typed(values, tensor.dtype), tensor.whole)
     return ResolvedPatch(plan.file.before, plan.file.after, changed, _added(plan, resolution), plan.file.structure.removed)
 
 
@@ -86,47 +87,46 @@ class ResolutionPlan:
 
     file: DeltaFile
     tensors: list[TensorBits]
+    keys: TensorKeys
     jobs: list[ResolveJob] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    keys: list[TensorKey] = field(default_factory=list)
-    first: set[str] = field(default_factory=set)
-    """Tensors to be resolved before any is written: they are the same memory as another that is."""
+    first: set[int] = field(default_factory=set)
+    """Jobs to be done before anything is written: their tensors are the same memory as others that are."""
     place: dict[int, int] = field(default_factory=dict)
     """Where the resolution has the tensor of a job."""
 
 
 def plan_resolution(state: State, file: DeltaFile) -> ResolutionPlan:
     structure = file.structure
+    removed = set(structure.removed)
     for name in sorted({*file.payloads, *structure.removed, *structure.aliases, *(file.parts or ())} - structure.added.keys()):
         if name not in state:
             raise TensorMissing(f"the state has no tensor {name!r}.")
     for name in structure.added.keys() & state.keys():
-        if name not in structure.removed:
+        if name not in removed:
             raise TensorUnexpected(f"the state already has a tensor {name!r}.")
-    plan = ResolutionPlan(file, _covered(state, file.parts))
-    for tensor in plan.tensors:
-        payload = None if tensor.name in structure.removed else file.payload(tensor.name)
+    added_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in structure.added.values())
+    tensors = _covered(state, file.parts)
+    added = [(name, dtype, shape) for name, (dtype, shape) in sorted(structure.added.items())]
+    keys = keys_of(tensors).followed_by(TensorKeys.of(added))
+    seeds = keys.seeds.tolist()
+    plan = ResolutionPlan(file, tensors, keys)
+    for tensor, seed in zip(tensors, seeds, strict=False):
+        payload = None if tensor.name in removed else file.payload(tensor.name)
         if payload is not None:
             _check_type(tensor, payload)
-        key = tensor.key
-        plan.jobs.append(ResolveJob(tensor.bits, tensor.bits.size, payload, tensor.dtype, key.seed))
-        plan.names.append(tensor.name)
-        plan.keys.append(key)
-    added_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in structure.added.values())
+        plan.jobs.append(ResolveJob(tensor.bits, tensor.bits.size, payload, tensor.dtype, seed))
     if added_bytes > _MOST_ADDED + _MOST_ADDED_TIMES * sum(map(len, file.payloads.values())):
         raise DeltaTooLarge(f"the delta adds tensors of {added_bytes:,} bytes.")
-    for name, (dtype, shape) in sorted(structure.added.items()):
-        key = TensorKey.of(name, dtype, shape)
-        count = math.prod(shape)
-        plan.jobs.append(ResolveJob(None, count, file.payloads[name], dtype, key.seed))
-        plan.names.append(name)
-        plan.keys.append(key)
+    for (name, dtype, shape), seed in zip(added, seeds[len(tensors) :], strict=True):
+        plan.jobs.append(ResolveJob(None, math.prod(shape), file.payloads[name], dtype, seed))
     return plan
 
 
 def _covered(state: State, parts: Parts | None) -> list[TensorBits]:
     """What a delta is about, in order of names: all of the state, or parts of some of its tensors."""
-    tensors = [tensor_bits(name, state[name]) for name in sorted(map(check_name, state if parts is None else parts))]
+    names = state if parts is None else parts
+    check_names(names)
+    tensors = [named_bits(name, state[name]) for name in sorted(names)]
     if parts is None:
         return tensors
     for tensor in tensors:
@@ -141,14 +141,14 @@ def _check_type(tensor: TensorBits, payload: memoryview) -> None:
         raise DtypeMismatch(f"tensor {tensor.name!r} is {tensor.dtype.name}, its delta is for {theirs}.")
 
 
-def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, codec: Codec, progress: Progress | None) -> dict[int, Outcome]:
-    """Decode everything and check both digests. What was found, by job."""
+def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, codec: Codec, progress: Progress | None) -> NDArray[np.int64]:
+    """Decode everything and check both digests. How many elements change, by job."""
     before, after = Digest(), Digest()
-    found: dict[int, Outcome] = {}
+    changed = np.zeros(len(plan.jobs), np.int64)
     removed = set(plan.file.structure.removed)
     held = len(plan.tensors)
-    order = sorted(range(held), key=lambda index: plan.names[index] not in plan.first)
-    groups: list[Sequence[int]] = [order[: len(plan.first)], order[len(plan.first) :], range(held, len(plan.jobs))]
+    stays = np.array([tensor.name not in removed for tensor in plan.tensors] + [True] * (len(plan.jobs) - held), np.bool_)
+    groups = [sorted(plan.first), [index for index in range(held) if index not in plan.first], range(held, len(plan.jobs))]
     try:
         for batch in (batch for group in groups for batch in batches(group, lambda index: plan.jobs[index].nbytes, codec)):
             try:
@@ -157,14 +157,12 @@ def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, cod
                 if batch[0] < held:
                     raise
                 raise CorruptDelta(f"a tensor that the delta adds is not of the type and size that it says: {error}") from None
-            for index, outcome in zip(batch, outcomes, strict=True):
-                appears = index >= held
-                found[index] = outcome
-                plan.place[index] = len(plan.place)
-                if not appears:
-                    before += plan.keys[index].digest(outcome.before)
-                if appears or plan.names[index] not in removed:
-                    after += plan.keys[index].digest(outcome.after)
+            numbers = np.array(batch)
+            changed[numbers] = outcomes.changed
+            plan.place.update(zip(batch, range(len(plan.place), len(plan.place) + len(batch)), strict=True))
+            if batch[0] < held:
+                before += plan.keys.digest(outcomes.before, numbers)
+            after += plan.keys.digest(outcomes.after[stays[numbers]], numbers[stays[numbers]])
             if progress:
                 progress(sum(plan.jobs[index].nbytes for index in batch))
     except CorruptDelta:
@@ -178,7 +176,7 @@ def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, cod
         raise _base_mismatch(before, plan.file)
     if after != plan.file.after:
         raise ResultMismatch(f"the delta promises a state with digest {plan.file.after}, but leads to {after}.")
-    return found
+    return changed
 
 
 def _base_mismatch(found: Digest, file: DeltaFile) -> BaseMismatch:
@@ -188,21 +186,23 @@ def _base_mismatch(found: Digest, file: DeltaFile) -> BaseMismatch:
 def mark_writes(plan: ResolutionPlan) -> None:
     """Decide which jobs write: those of tensors that change, each memory once. Raises `StateNotWritable` before anything is done."""
     written: dict[object, memoryview] = {}
-    for index, tensor in enumerate(plan.tensors):
-        job = plan.jobs[index]
-        if job.payload is None or not job.count:
+    memories = [tensor.memory for tensor in plan.tensors]
+    for index, (tensor, job, memory) in enumerate(zip(plan.tensors, plan.jobs, memories, strict=False)):
+        if job.payload is None or memory is None:
             continue
         check_writable(tensor)
-        if tensor.memory in written:
-            plan.first.add(tensor.name)
+        if memory in written:
+            plan.first.add(index)
         else:
-            written[tensor.memory] = plan.file.payloads[plan.file.structure.aliases.get(tensor.name, tensor.name)]
-            plan.jobs[index] = dataclasses.replace(job, write=True)
-    targets = [tensor for index, tensor in enumerate(plan.tensors) if plan.jobs[index].write]
-    together = {
-        tensor.name for tensor in plan.tensors if tensor.memory in written and written[tensor.memory] is plan.file.payload(tensor.name)
-    }
-    _check_overlap(targets, [tensor for tensor in plan.tensors if tensor.name not in together])
+            written[memory] = plan.file.payloads[plan.file.structure.aliases.get(tensor.name, tensor.name)]
+            job.write = True
+    targets = [tensor for tensor, job in zip(plan.tensors, plan.jobs, strict=False) if job.write]
+    others = [
+        tensor
+        for tensor, memory in zip(plan.tensors, memories, strict=True)
+        if memory not in written or written[memory] is not plan.file.payload(tensor.name)
+    ]
+    _check_overlap(targets, others)
 
 
 def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits]) -> None:
@@ -230,7 +230,6 @@ def _share_memory(a: TensorBits, b: TensorBits) -> bool:
 
 
 def _added(plan: ResolutionPlan, resolution: Resolution) -> dict[str, NDArray[Any]]:
-    return {
-        name: typed(resolution.dense(plan.place[index]), dtype, shape)
-        for index, (name, (dtype, shape)) in enumerate(sorted(plan.file.structure.added.items()), len(plan.tensors))
-    }
+    places = [plan.place[index] for index in range(len(plan.tensors), len(plan.jobs))]
+    added = zip(sorted(plan.file.structure.added.items()), resolution.dense(places), strict=True)
+    return {name: typed(elements, dtype, shape) for (name, (dtype, shape)), elements in added}

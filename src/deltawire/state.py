@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from .codec import default_codec
 from .codec.base import Codec
 from .format.digest import Digest
-from .tensors import State, TensorBits, tensor_bits
+from .tensors import State, TensorBits, keys_of, state_bits
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of weights done since the last call."""
@@ -23,7 +23,7 @@ def state_digest(state: State, *, threads: int | None = None) -> Digest:
 
     It is linear: `patch.after - patch.before` of a resolved patch, added to the digest of its base, gives that of its result.
     """
-    tensors = [tensor_bits(name, tensor) for name, tensor in state.items()]
+    tensors = state_bits(state)
     return digest_tensors(tensors, thread_count(threads), codec_for(tensors))
 
 
@@ -39,11 +39,10 @@ def codec_for(tensors: Iterable[TensorBits]) -> Codec:
 
 def digest_tensors(tensors: Sequence[TensorBits], threads: int, codec: Codec) -> Digest:
     """The digest of a part of a state."""
-    total = Digest()
-    keys = [tensor.key for tensor in tensors]
-    for key, sums in zip(keys, codec.digest([(t.bits, k.seed) for t, k in zip(tensors, keys, strict=True)], threads), strict=True):
-        total += key.digest(sums)
-    return total
+    if not tensors:
+        return Digest()
+    keys = keys_of(tensors)
+    return keys.digest(codec.digest([(tensor.bits, seed) for tensor, seed in zip(tensors, keys.seeds.tolist(), strict=True)], threads))
 
 
 _Item = TypeVar("_Item")

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .codec.base import Bits
 from .dtypes import DType, dtype_named, dtype_of_numpy
 from .errors import BadTensorName, ShapeMismatch, UnsupportedDtype, UnsupportedTensor
-from .format.digest import PART_ALIGNMENT, TensorKey
+from .format.digest import PART_ALIGNMENT, TensorKeys
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class TensorPart:
         return dataclasses.replace(self, elements=self.elements.copy())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take three times as long to make
 class TensorBits:
     """A named tensor, seen as unsigned integers. `bits` shares memory with the tensor.
 
@@ -84,16 +84,12 @@ class TensorBits:
     bits: Bits
     whole: tuple[int, ...] | None = None
     start: int = 0
+    known_address: int | None = None
+    """Of the first element, where it was cheap to have: an array takes long to tell."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.bits.shape
-
-    @property
-    def key(self) -> TensorKey:
-        if self.whole is None:
-            return TensorKey.of(self.name, self.dtype, self.shape)
-        return TensorKey.of(self.name, self.dtype, self.whole).part(self.start * self.dtype.itemsize)
 
     @property
     def identity(self) -> tuple[DType, tuple[int, ...], tuple[int, ...] | None, int]:
@@ -114,9 +110,13 @@ class TensorBits:
         return TensorBits(self.name, self.dtype, _run(self.bits, start, stop), self.shape, start)
 
     @property
-    def memory(self) -> tuple[int, DType, tuple[int, ...], tuple[int, ...]] | None:
+    def memory(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
         """Equal for two tensors that are the same memory seen in the same way; None where there are no elements."""
-        return (address(self.bits), self.dtype, self.shape, self.bits.strides) if self.bits.size else None
+        return (self.address, self.dtype.code, self.shape, self.bits.strides) if self.bits.size else None
+
+    @property
+    def address(self) -> int:
+        return address(self.bits) if self.known_address is None else self.known_address
 
     @property
     def on_host(self) -> bool:
@@ -126,9 +126,19 @@ class TensorBits:
 
 def tensor_bits(name: object, tensor: object) -> TensorBits:
     """See a tensor as bits. Raises `BadTensorName`, `UnsupportedTensor` or `UnsupportedDtype`."""
-    checked = check_name(name)
+    return named_bits(check_name(name), tensor)
+
+
+def state_bits(state: State) -> list[TensorBits]:
+    """See all tensors of a state as bits. Raises as `tensor_bits` does."""
+    check_names(state)
+    return [named_bits(name, tensor) for name, tensor in state.items()]
+
+
+def named_bits(checked: str, tensor: object) -> TensorBits:
+    """Like `tensor_bits`, for a name that was checked."""
     if isinstance(tensor, TensorPart):
-        part = tensor_bits(checked, tensor.elements)
+        part = named_bits(checked, tensor.elements)
         room = math.prod(tensor.shape)
         if part.bits.ndim != 1 or not 0 <= tensor.start <= tensor.stop <= room or tensor.start * part.dtype.itemsize % PART_ALIGNMENT:
             raise UnsupportedTensor(f"tensor {checked!r} has a part that cannot be: elements {tensor.start} to {tensor.stop} of {room}.")
@@ -138,7 +148,9 @@ def tensor_bits(name: object, tensor: object) -> TensorBits:
         tensor.flags.writeable = False  # a copy: writing to it would be lost
     if isinstance(tensor, np.ndarray):
         dtype = dtype_of_numpy(tensor.dtype)
-        if any(stride % dtype.itemsize and size > 1 for size, stride in zip(tensor.shape, tensor.strides, strict=True)):
+        if not tensor.flags.c_contiguous and any(
+            stride % dtype.itemsize and size > 1 for size, stride in zip(tensor.shape, tensor.strides, strict=True)
+        ):
             raise UnsupportedTensor(f"tensor {checked!r} has strides that are no multiple of its element size.")
         return TensorBits(checked, dtype, np.asarray(tensor).view(dtype.bits))
     torch = sys.modules.get("torch")
@@ -158,6 +170,25 @@ def check_name(name: object) -> str:
     if name in ("", "__metadata__"):
         raise BadTensorName(f"{name!r} cannot be the name of a tensor.")
     return name
+
+
+def check_names(names: Collection[object]) -> None:
+    """`check_name` of many."""
+    try:
+        "".join(cast("Collection[str]", names)).encode()
+        sound = "" not in names and "__metadata__" not in names
+    except (TypeError, UnicodeEncodeError):
+        sound = False
+    if not sound:
+        for name in names:
+            check_name(name)
+
+
+def keys_of(tensors: Sequence[TensorBits]) -> TensorKeys:
+    keys = TensorKeys.of((tensor.name, tensor.dtype, tensor.shape if tensor.whole is None else tensor.whole) for tensor in tensors)
+    if all(tensor.whole is None for tensor in tensors):
+        return keys
+    return keys.of_parts([None if tensor.whole is None else tensor.start * tensor.dtype.itemsize for tensor in tensors])
 
 
 def address(bits: Bits) -> int:
@@ -202,31 +233,33 @@ def to_torch(array: NDArray[Any]) -> torch.Tensor:
     import torch
 
     dtype = dtype_of_numpy(array.dtype)
-    name = next(torch_name for torch_name, known in _TORCH_NAMES.items() if known == dtype.name)
-    return torch.from_numpy(array.view(_signed(dtype.width))).view(getattr(torch, name))
+    return torch.from_numpy(array.view(_signed(dtype.width))).view(_torch_types(torch).dtypes[dtype.name])
 
 
 def _torch_bits(name: str, tensor: torch.Tensor, torch: Any) -> TensorBits:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else torch.Tensor):
+    known = _torch_types(torch)
+    if type(tensor) not in known.tensors:
         raise UnsupportedTensor(f"tensor {name!r} is a {type(tensor).__name__}.")
-    if tensor.layout != torch.strided or tensor.is_quantized:
+    if tensor.layout != known.dense or tensor.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} is not dense.")
-    if tensor.device.type not in ("cpu", "cuda") or torch.version.hip:
+    if not (tensor.is_cpu or tensor.is_cuda) or torch.version.hip:
         raise UnsupportedTensor(f"tensor {name!r} is on device {tensor.device}.")
-    dtype = _torch_dtypes(torch).get(tensor.dtype)
-    if dtype is None:
+    if tensor.dtype not in known.elements:
         raise UnsupportedDtype(str(tensor.dtype))
+    dtype, integer = known.elements[tensor.dtype]
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if _is_on_gpu(tensor):
-        return TensorBits(name, dtype, _cuda_bits(name, tensor.detach(), getattr(torch, f"int{dtype.width}")))
+        return TensorBits(name, dtype, _cuda_bits(name, tensor, integer))
     try:
-        signed = tensor.detach().view(getattr(torch, f"int{dtype.width}")).numpy()
+        signed = tensor.view(integer).numpy()
     except RuntimeError:  # nested, or computed when it is read (lazily negated, all zeros): there is no memory that is these bits
         raise UnsupportedTensor(f"tensor {name!r} is not plain memory.") from None
-    return TensorBits(name, dtype, signed.view(dtype.bits))
+    return TensorBits(name, dtype, signed.view(dtype.bits), None, 0, tensor.data_ptr())
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
-    return bool(tensor.device.type == "cuda")
+    return bool(tensor.is_cuda)
 
 
 def _cuda_bits(name: str, tensor: torch.Tensor, integer: torch.dtype) -> Bits:
@@ -247,18 +280,33 @@ def dtype_of(values: Any) -> DType:
     """The type of an array or of a torch tensor."""
     if isinstance(values, np.ndarray):
         return dtype_of_numpy(values.dtype)
-    return _torch_dtypes(sys.modules["torch"])[values.dtype]
+    return _torch_types(sys.modules["torch"]).elements[values.dtype][0]
 
 
 def _torch_dtype(dtype: DType) -> Any:
     import torch
 
-    return next(ours for ours, known in _torch_dtypes(torch).items() if known == dtype)
+    return _torch_types(torch).dtypes[dtype.name]
+
+
+class _TorchTypes(NamedTuple):
+    """What of torch is asked for with every tensor."""
+
+    tensors: frozenset[type]
+    """Classes that are plain memory."""
+    dense: Any
+    elements: dict[Any, tuple[DType, Any]]
+    """Of torch's element types: ours, and the integer of the same width."""
+    dtypes: dict[str, Any]
+    """Torch's element types by our names."""
 
 
 @functools.lru_cache(maxsize=1)
-def _torch_dtypes(torch: Any) -> dict[Any, DType]:
-    return {getattr(torch, ours): dtype_named(theirs) for ours, theirs in _TORCH_NAMES.items() if hasattr(torch, ours)}
+def _torch_types(torch: Any) -> _TorchTypes:
+    dtypes = {theirs: getattr(torch, ours) for ours, theirs in _TORCH_NAMES.items() if hasattr(torch, ours)}
+    elements = {dtype: (dtype_named(name), getattr(torch, f"int{dtype_named(name).width}")) for name, dtype in dtypes.items()}
+    classes = [torch.Tensor, torch.nn.Parameter, *([torch.nn.Buffer] if hasattr(torch.nn, "Buffer") else [])]
+    return _TorchTypes(frozenset(classes), torch.strided, elements, dtypes)
 
 
 def _signed(width: int) -> np.dtype[Any]:

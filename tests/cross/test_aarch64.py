@@ -45,5 +45,5 @@ def test_aarch64_writes_the_same_bytes(program: Path, dtype: DType, tmp_path: Pa
     command = [EMULATOR, program, tmp_path / "base", tmp_path / "new", tmp_path / "payload", *facts]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
     assert done.stdout == "scalar\n"
-    ours = codec_named("auto").encode([EncodeJob(old, new, dtype, 1)], 1)[0]
-    assert (tmp_path / "payload").read_bytes() == b"".join(ours.payload)
+    ours = codec_named("auto").encode([EncodeJob(old, new, dtype, 1)], 1)
+    assert (tmp_path / "payload").read_bytes() == b"".join(ours.pieces)

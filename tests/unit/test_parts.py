@@ -13,7 +13,7 @@ from deltawire.dtypes import DTYPES
 from deltawire.errors import BaseMismatch, CorruptDelta, ShapeMismatch, StateNotWritable, TensorMissing, UnsupportedTensor
 from deltawire.format import delta_file
 from deltawire.format.checkpoint import Checkpoint
-from deltawire.format.digest import Digest, TensorKey
+from deltawire.format.digest import Digest, TensorKeys
 from deltawire.prepared import PreparedUpdate
 from deltawire.subscribe.checkpoint_in_place import CheckpointInPlace
 from deltawire.tensors import TensorPart, tensor_bits
@@ -52,11 +52,7 @@ def parts_of(state, number, count):
 
 
 def tags(state):
-    total = Digest()
-    for name, array in state.items():
-        bits = tensor_bits(name, array)
-        total += TensorKey.of(name, bits.dtype, bits.shape).tag
-    return total
+    return TensorKeys.of((name, tensor_bits(name, array).dtype, array.shape) for name, array in state.items()).tag()
 
 
 def deltas_of(base, new, count):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -19,7 +19,14 @@ Lanes: TypeAlias = tuple[int, int, int, int]
 """The four 32-bit lanes of a digest."""
 
 
-@dataclass(frozen=True, slots=True)
+Sums: TypeAlias = NDArray[np.uint32]
+"""Word sums of tensors (their digests less the tags): a row of four lanes for each."""
+
+# Models have ten thousand tensors and more. So there is a job for each, not frozen, as that takes three times as long to make; but what
+# codecs find is in columns.
+
+
+@dataclass(slots=True)
 class EncodeJob:
     """One tensor to encode; `base` is None for a tensor that appears (it is coded against zeros)."""
 
@@ -30,10 +37,7 @@ class EncodeJob:
 
 
 class Encoded(NamedTuple):
-    """A payload in pieces (none at all where nothing changes), and the word sums (digest less the tag) of both sides.
-
-    `before` is all zeros where the job had no base.
-    """
+    """One tensor of `Encodings`: its payload in pieces (none at all where nothing changes), and the word sums of both sides."""
 
     payload: Sequence[Buffer]
     changed: int
@@ -42,6 +46,39 @@ class Encoded(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Encodings:
+    """What tensors were encoded to. `before` is all zeros where a job had no base.
+
+    `pieces` are all payloads in a row, in the order of tensors; where one ends is said by `sizes`, 0 where nothing changes.
+    """
+
+    pieces: Sequence[Buffer]
+    sizes: NDArray[np.int64]
+    changed: NDArray[np.int64]
+    before: Sums
+    after: Sums
+
+    @classmethod
+    def of(cls, tensors: Sequence[Encoded]) -> Encodings:
+        sizes = [sum(map(len, tensor.payload)) for tensor in tensors]
+        before, after = sums([tensor.before for tensor in tensors]), sums([tensor.after for tensor in tensors])
+        changed = np.array([tensor.changed for tensor in tensors], np.int64)
+        return cls([piece for tensor in tensors for piece in tensor.payload], np.array(sizes, np.int64), changed, before, after)
+
+    def __iter__(self) -> Iterator[Encoded]:
+        pieces, rest = (memoryview(piece) for piece in self.pieces), memoryview(b"")
+        for size, changed, before, after in zip(
+            *(column.tolist() for column in (self.sizes, self.changed, self.before, self.after)), strict=True
+        ):
+            payload = []
+            while size:
+                rest = rest or next(pieces)
+                payload.append(rest[:size])
+                size, rest = size - len(payload[-1]), rest[size:]
+            yield Encoded(payload, changed, tuple(before), tuple(after))
+
+
+@dataclass(slots=True)
 class ResolveJob:
     """One tensor to resolve. `payload` None means that the tensor does not change and is only digested; `base` None that it appears.
 
@@ -60,30 +97,35 @@ class ResolveJob:
         return self.count * self.dtype.itemsize
 
 
-class Outcome(NamedTuple):
-    """What resolving one tensor found: how many elements change, and the word sums before and after."""
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What resolving tensors found: how many elements change, and the word sums before and after."""
 
-    changed: int
-    before: Lanes
-    after: Lanes
+    changed: NDArray[np.int64]
+    before: Sums
+    after: Sums
+
+
+def sums(lanes: Sequence[Lanes]) -> Sums:
+    return np.array(lanes, np.uint32).reshape(-1, 4)
 
 
 class Resolution(Protocol):
     """Payloads decoded against their bases. Tensors are counted over all calls of `add`."""
 
-    def add(self, jobs: Sequence[ResolveJob]) -> list[Outcome]:
+    def add(self, jobs: Sequence[ResolveJob]) -> Outcomes:
         """Decode and digest. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`; then only `revert` is of use.
 
         Bases that are written to must share no memory with any other job of this call or a later one.
         """
         ...
 
-    def changes(self, tensor: int) -> tuple[NDArray[np.int64], Bits]:
-        """The changed elements of a tensor that was not written to: ascending flat indices and their new bits."""
+    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], Bits]]:
+        """The changed elements of tensors that were not written to: ascending flat indices and their new bits."""
         ...
 
-    def dense(self, tensor: int) -> Bits:
-        """All elements of a tensor that appears, flat."""
+    def dense(self, tensors: Sequence[int]) -> Sequence[Bits]:
+        """All elements of tensors that appear, flat."""
         ...
 
     def settle(self) -> None:
@@ -111,7 +153,7 @@ class Codec(Protocol):
 
     name: str
 
-    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> list[Encoded]: ...
+    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings: ...
 
     def resolution(self, threads: int, budget: int) -> Resolution:
         """An empty resolution that keeps at most `budget` bytes of decoded changes; the rest it may decode again."""
@@ -121,7 +163,7 @@ class Codec(Protocol):
         """An empty resolution that keeps all changes and writes none until `exchange`: neither `settle` nor `revert` is of use."""
         ...
 
-    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
+    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
         """The word sums of (bits, seed) pairs."""
         ...
 

@@ -8,9 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _native
-from ..dtypes import DType
+from ..dtypes import DTYPES, DType
 from ..errors import CodecUnavailable, CorruptDelta, DtypeMismatch, ShapeMismatch
-from .base import Bits, Buffer, Encoded, EncodeJob, Lanes, Outcome, ResolveJob
+from .base import Bits, Buffer, EncodeJob, Encodings, Outcomes, ResolveJob, Sums, sums
+
+_CODES = [bytes([dtype.code]) for dtype in DTYPES]
+"""What payloads begin with."""
 
 
 def instruction_sets() -> list[str]:
@@ -27,13 +30,17 @@ class NativeCodec:
             raise CodecUnavailable(f"this machine does not run {isa!r}; it has {', '.join(sets)}.")
         self.name = isa or sets[0]
 
-    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> list[Encoded]:
+    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
         native = [(job.base, job.new, _type(job.dtype), job.seed) for job in jobs]
-        encoded = []
-        for job, (blocks, changed, before, after) in zip(jobs, _native.encode(native, threads, self.name), strict=True):
-            payload: list[Buffer] = [bytes([job.dtype.code]), *(block.data for block in blocks)] if changed or job.base is None else []
-            encoded.append(Encoded(payload, changed, before, after))
-        return encoded
+        found = _native.encode(native, threads, self.name)
+        pieces: list[Buffer] = []
+        sizes = [0] * len(jobs)
+        for index, (job, (blocks, changed, _, _)) in enumerate(zip(jobs, found, strict=True)):
+            if changed or job.base is None:
+                pieces += [_CODES[job.dtype.code], *(block.data for block in blocks)]
+                sizes[index] = 1 + sum(map(len, blocks))
+        _, changes, before, after = zip(*found, strict=True) if found else ([], [], [], [])
+        return Encodings(pieces, np.array(sizes, np.int64), np.array(changes, np.int64), sums(before), sums(after))
 
     def resolution(self, threads: int, budget: int) -> NativeResolution:
         return NativeResolution(self.name, threads, budget, False)
@@ -41,8 +48,8 @@ class NativeCodec:
     def deferred_resolution(self, threads: int) -> NativeResolution:
         return NativeResolution(self.name, threads, 0, True)
 
-    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
-        return _native.digest(list(arrays), threads, self.name)
+    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
+        return sums(_native.digest(list(arrays), threads, self.name))
 
     def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
         _native.write_elements(bits, np.ascontiguousarray(indices), np.ascontiguousarray(values).view(np.uint8))
@@ -55,7 +62,7 @@ class NativeResolution:
         self._native = _native.Resolution(threads, budget, defer, isa)
         self._jobs: list[tuple[ResolveJob, int]] = []
 
-    def add(self, jobs: Sequence[ResolveJob]) -> list[Outcome]:
+    def add(self, jobs: Sequence[ResolveJob]) -> Outcomes:
         payloads = [None if job.payload is None else _bytes(job.payload) for job in jobs]
         native = [
             (job.base, job.count, payload, _type(job.dtype), job.seed, job.write) for job, payload in zip(jobs, payloads, strict=True)
@@ -68,22 +75,26 @@ class NativeResolution:
             raise ShapeMismatch(str(error)) from None
         except _native.WrongType:
             raise DtypeMismatch("a tensor has another element type than its delta.") from None
-        outcomes = [Outcome(*facts) for facts in found]
-        self._jobs += [(job, outcome.changed) for job, outcome in zip(jobs, outcomes, strict=True)]
-        return outcomes
+        changed, before, after = zip(*found, strict=True) if found else ([], [], [])
+        self._jobs += zip(jobs, changed, strict=True)
+        return Outcomes(np.array(changed, np.int64), sums(before), sums(after))
 
-    def changes(self, tensor: int) -> tuple[NDArray[np.int64], Bits]:
-        job, changed = self._jobs[tensor]
-        indices = np.empty(changed, np.int64)
-        values = np.empty(changed, job.dtype.bits)
-        self._native.extract(tensor, indices, values.view(np.uint8))
-        return indices, values
+    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], Bits]]:
+        found = []
+        for tensor in tensors:
+            job, changed = self._jobs[tensor]
+            indices, values = np.empty(changed, np.int64), np.empty(changed, job.dtype.bits)
+            self._native.extract(tensor, indices, values.view(np.uint8))
+            found.append((indices, values))
+        return found
 
-    def dense(self, tensor: int) -> Bits:
-        job, _ = self._jobs[tensor]
-        out = np.empty(job.count, job.dtype.bits)
-        self._native.extract_dense(tensor, out.view(np.uint8))
-        return out
+    def dense(self, tensors: Sequence[int]) -> Sequence[Bits]:
+        found = []
+        for tensor in tensors:
+            job, _ = self._jobs[tensor]
+            found.append(np.empty(job.count, job.dtype.bits))
+            self._native.extract_dense(tensor, found[-1].view(np.uint8))
+        return found
 
     def settle(self) -> None:
         self._native.settle()

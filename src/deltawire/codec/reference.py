@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..dtypes import DType
 from ..errors import CorruptDelta, DtypeMismatch, ShapeMismatch
-from .base import Bits, Encoded, EncodeJob, Lanes, Outcome, ResolveJob
+from .base import Bits, Encoded, EncodeJob, Encodings, Lanes, Outcomes, ResolveJob, Sums, sums
 
 U64: TypeAlias = NDArray[np.uint64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -545,8 +545,8 @@ class ReferenceCodec:
 
     name = "reference"
 
-    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> list[Encoded]:
-        return [encode_job(job) for job in jobs]
+    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
+        return Encodings.of([encode_job(job) for job in jobs])
 
     def resolution(self, threads: int, budget: int) -> ReferenceResolution:
         return ReferenceResolution()
@@ -554,8 +554,8 @@ class ReferenceCodec:
     def deferred_resolution(self, threads: int) -> ReferenceResolution:
         return ReferenceResolution()
 
-    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
-        return [word_sums(bits, seed) for bits, seed in arrays]
+    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
+        return sums([word_sums(bits, seed) for bits, seed in arrays])
 
     def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
         if indices.size and not 0 <= indices.min() <= indices.max() < bits.size:
@@ -569,21 +569,22 @@ class ReferenceResolution:
     def __init__(self) -> None:
         self.tensors: list[tuple[Bits | None, Bits, Bits]] = []  # where to write, old and new elements, flat
 
-    def add(self, jobs: Sequence[ResolveJob]) -> list[Outcome]:
-        return [self._add(job) for job in jobs]
+    def add(self, jobs: Sequence[ResolveJob]) -> Outcomes:
+        resolved = [resolve_job(job) for job in jobs]
+        self.tensors += [(job.base if job.write else None, base, new) for job, (base, new) in zip(jobs, resolved, strict=True)]
+        before = sums([word_sums(base, job.seed) for job, (base, _) in zip(jobs, resolved, strict=True)])
+        after = sums([word_sums(new, job.seed) for job, (_, new) in zip(jobs, resolved, strict=True)])
+        return Outcomes(np.array([np.count_nonzero(new != base) for base, new in resolved], np.int64), before, after)
 
-    def _add(self, job: ResolveJob) -> Outcome:
-        base, new = resolve_job(job)
-        self.tensors.append((job.base if job.write else None, base, new))
-        return Outcome(int(np.count_nonzero(new != base)), word_sums(base, job.seed), word_sums(new, job.seed))
+    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], Bits]]:
+        return [self._changes(*self.tensors[tensor][1:]) for tensor in tensors]
 
-    def changes(self, tensor: int) -> tuple[NDArray[np.int64], Bits]:
-        _, base, new = self.tensors[tensor]
+    def _changes(self, base: Bits, new: Bits) -> tuple[NDArray[np.int64], Bits]:
         indices = np.flatnonzero(new != base).astype(np.int64)
         return indices, new[indices]
 
-    def dense(self, tensor: int) -> Bits:
-        return self.tensors[tensor][2]
+    def dense(self, tensors: Sequence[int]) -> Sequence[Bits]:
+        return [self.tensors[tensor][2] for tensor in tensors]
 
     def settle(self) -> None:
         for target, _, new in self.tensors:

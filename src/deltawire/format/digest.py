@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
-from ..codec.base import Lanes
+from ..codec.base import Lanes, Sums
 from ..dtypes import DType
 
 _CONTEXT = "deltawire 2026 tensor digest v1"
 _GOLDEN = 0x9E3779B97F4A7C15
+_KEY = np.dtype([("tag", "<u4", 4), ("seed", "<u8")])
 
 PART_ALIGNMENT = 512
 """Parts of tensors begin at multiples of so many bytes: 256 words, which share one M of docs/format.md §2."""
@@ -45,37 +50,48 @@ class Digest:
         raw = bytes.fromhex(text)
         if len(raw) != 16 or raw.hex() != text:
             raise ValueError(f"not a digest: {text!r}")
-        return cls(_lanes(raw))
+        return cls(struct.unpack("<4I", raw))
+
+    @classmethod
+    def sum(cls, rows: Sums) -> Digest:
+        """Of digests that are rows of an array."""
+        a, b, c, d = rows.sum(axis=0, dtype=np.uint32).tolist()
+        return cls((a, b, c, d))
 
     def __str__(self) -> str:
         return self.hex()
 
 
 @dataclass(frozen=True, slots=True)
-class TensorKey:
-    """What a tensor's name, type and shape contribute: a constant, and the seed of its coefficients."""
+class TensorKeys:
+    """What the names, types and shapes of tensors contribute, in columns: constants, and the seeds of their coefficients."""
 
-    tag: Digest
-    seed: int
+    tags: Sums
+    seeds: NDArray[np.uint64]
 
     @classmethod
-    def of(cls, name: str, dtype: DType, shape: Sequence[int]) -> TensorKey:
-        identity = f"{dtype.name}\0{','.join(map(str, shape))}\0{name}".encode()
-        raw = blake3(identity, derive_key_context=_CONTEXT).digest(24)
-        return cls(Digest(_lanes(raw[:16])), int.from_bytes(raw[16:], "little"))
+    def of(cls, tensors: Iterable[tuple[str, DType, Sequence[int]]]) -> TensorKeys:
+        """Of tensors of these names, types and shapes."""
+        identities = [f"{dtype.name}\0{','.join(map(str, shape))}\0{name}".encode() for name, dtype, shape in tensors]
+        raw = np.frombuffer(b"".join([blake3(each, derive_key_context=_CONTEXT).digest(_KEY.itemsize) for each in identities]), _KEY)
+        return cls(raw["tag"].astype(np.uint32), raw["seed"].astype(np.uint64))
 
-    def part(self, start: int) -> TensorKey:
-        """The key of a part that begins `start` bytes into the tensor, a multiple of `PART_ALIGNMENT`.
+    def followed_by(self, others: TensorKeys) -> TensorKeys:
+        return TensorKeys(np.concatenate([self.tags, others.tags]), np.concatenate([self.seeds, others.seeds]))
 
-        It has no tag, and the coefficients that the same words have in the whole: the digests of all parts add up to it, but for its tag.
+    def of_parts(self, starts: Sequence[int | None]) -> TensorKeys:
+        """The keys of parts that begin so many bytes into the tensors, multiples of `PART_ALIGNMENT`; None stands for a whole tensor.
+
+        Parts have no tag, and the coefficients that the same words have in the whole: the digests of all add up to it, but for its tag.
         """
-        return TensorKey(Digest(), (self.seed + 2 * _GOLDEN * (start // PART_ALIGNMENT)) % 2**64)
+        blocks = np.array([(start or 0) // PART_ALIGNMENT for start in starts], np.uint64)
+        is_whole = np.array([start is None for start in starts], np.uint32)
+        return TensorKeys(self.tags * is_whole[:, None], self.seeds + np.uint64(2 * _GOLDEN % 2**64) * blocks)
 
-    def digest(self, word_sums: Lanes) -> Digest:
-        """The digest of the tensor whose words sum up to `word_sums` under this seed."""
-        return self.tag + Digest(word_sums)
+    def digest(self, word_sums: Sums, which: Any = slice(None)) -> Digest:
+        """The digest of these tensors together, if their words sum up to `word_sums`: of all, or of those whose numbers are given."""
+        return self.tag(which) + Digest.sum(word_sums)
 
-
-def _lanes(raw: bytes) -> Lanes:
-    a, b, c, d = (int.from_bytes(raw[i : i + 4], "little") for i in (0, 4, 8, 12))
-    return a, b, c, d
+    def tag(self, which: Any = slice(None)) -> Digest:
+        """What the tensors contribute whatever their elements are."""
+        return Digest.sum(self.tags[which])

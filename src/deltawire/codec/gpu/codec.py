@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 from ...dtypes import DTYPES
 from .. import default_codec
-from ..base import Bits, Encoded, EncodeJob, Lanes, Outcome, Resolution, ResolveJob
+from ..base import Bits, EncodeJob, Encodings, Outcomes, Resolution, ResolveJob, Sums
 from .device import Gpu, gpu_at
-from .device_bits import DeviceBits, MasterBits, is_device
+from .device_bits import MasterBits, is_device
 from .digest import digest_tensors
 from .encode import encode_tensors
 from .patch import DevicePatch
+from .reach import copied, in_place, within_reach
 from .resolve import resolve_tensors
-from .spans import Facts
+from .spans import Table
 
 
 class GpuCodec:
@@ -37,32 +38,27 @@ class GpuCodec:
         self.device = device
         """Where tensors that appear are put."""
 
-    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> list[Encoded]:
-        ours, theirs = _split(is_device(job.new) or is_device(job.base) for job in jobs)
-        results: dict[int, Encoded] = {}
-        if theirs:
-            results.update(zip(theirs, default_codec().encode([jobs[i] for i in theirs], threads), strict=True))
-        devices = [_device(jobs[i].new, jobs[i].base) for i in ours]
-        kinds = [jobs[i].dtype.itemsize + _MASTERS * isinstance(jobs[i].new, MasterBits) for i in ours]
-        for (device, kind), group in _groups(ours, devices, kinds).items():
+    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
+        found: list[tuple[Sequence[int], Encodings]] = []
+        groups = _groups(
+            (job.new if is_device(job.new) else job.base, job.dtype.itemsize + _MASTERS * isinstance(job.new, MasterBits)) for job in jobs
+        )
+        for (device, kind), group in groups.items():
+            mine = jobs if len(group) == len(jobs) else [jobs[i] for i in group]
+            if device is None:
+                found.append((group, default_codec().encode(mine, threads)))
+                continue
             with _side_stream(device) as stream:
-                for part in _parts(group, device, lambda i: (jobs[i].base, jobs[i].new)):
-                    flats = [(_flat(jobs[i].base, device), _flat(jobs[i].new, device)) for i in part]
-                    facts = [
-                        Facts(
-                            _address(base),
-                            _address(new),
-                            jobs[i].new.size,
-                            jobs[i].seed,
-                            jobs[i].dtype,
-                            jobs[i].base is None,
-                            kind > _MASTERS,
-                        )
-                        for i, (base, new) in zip(part, flats, strict=True)
-                    ]
-                    results.update(zip(part, encode_tensors(facts, gpu_at(device)), strict=True))
+                for rows, (bases, news) in within_reach([[job.base for job in mine], [job.new for job in mine]], device):
+                    part = mine[rows]
+                    facts = [job.new.size for job in part], [job.seed for job in part], [job.dtype.code for job in part]
+                    table = Table.of(bases, *facts, news, [job.base is None for job in part], masters=kind > _MASTERS)
+                    found.append((group[rows], encode_tensors(table, gpu_at(device))))
                 stream.synchronize()
-        return [results[i] for i in range(len(jobs))]
+        if len(found) == 1:
+            return found[0][1]
+        by_job = {i: encoded for numbers, encodings in found for i, encoded in zip(numbers, encodings, strict=True)}
+        return Encodings.of([by_job[i] for i in range(len(jobs))])
 
     def resolution(self, threads: int, budget: int) -> GpuResolution:
         return GpuResolution(self.device, default_codec().resolution(threads, budget) if _host_codec_works() else None)
@@ -70,23 +66,24 @@ class GpuCodec:
     def deferred_resolution(self, threads: int) -> GpuResolution:
         return GpuResolution(self.device, default_codec().deferred_resolution(threads) if _host_codec_works() else None)
 
-    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> list[Lanes]:
-        ours, theirs = _split(is_device(bits) for bits, _ in arrays)
-        results: dict[int, Lanes] = {}
-        if theirs:
-            results.update(zip(theirs, default_codec().digest([arrays[i] for i in theirs], threads), strict=True))
-        kinds = [arrays[i][0].itemsize + _MASTERS * isinstance(arrays[i][0], MasterBits) for i in ours]
-        for (device, kind), group in _groups(ours, [_device(arrays[i][0]) for i in ours], kinds).items():
+    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
+        found = np.zeros((len(arrays), 4), np.uint32)
+        groups = _groups((bits, bits.itemsize + _MASTERS * isinstance(bits, MasterBits)) for bits, _ in arrays)
+        for (device, kind), group in groups.items():
+            if device is None:
+                found[group] = default_codec().digest([arrays[i] for i in group], threads)
+                continue
+            code = _INTEGERS[kind % _MASTERS]
             with _side_stream(device):
                 # Master weights have to be rounded for it: one tensor at a time.
-                parts = ([i] for i in group) if kind > _MASTERS else _parts(group, device, lambda i: (arrays[i][0],))
-                for part in parts:
-                    flats = [_flat(b.rounded() if isinstance(b, MasterBits) else b, device) for b in (arrays[i][0] for i in part)]
-                    numbers = zip(part, flats, strict=True)
-                    facts = [Facts(_address(flat), 0, arrays[i][0].size, arrays[i][1], _INTEGERS[kind % _MASTERS]) for i, flat in numbers]
-                    results.update(zip(part, digest_tensors(facts, gpu_at(device)), strict=True))
-                    del flats, numbers  # before those of the next part are made
-        return [results[i] for i in range(len(arrays))]
+                for part in ([i] for i in group) if kind > _MASTERS else [group]:
+                    column = [bits.rounded() if isinstance(bits, MasterBits) else bits for bits in (arrays[i][0] for i in part)]
+                    for rows, (bases,) in within_reach([column], device):
+                        count = [bits.size for bits in column[rows]]
+                        table = Table.of(bases, count, [arrays[i][1] for i in part[rows]], [code] * len(bases))
+                        found[part[rows]] = digest_tensors(table, gpu_at(device))
+                    del column  # before that of the next part is made
+        return found
 
     def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
         if not is_device(bits):
@@ -106,7 +103,7 @@ class GpuCodec:
 
 def marks(tensors: Iterable[Bits]) -> list[tuple[Gpu, torch.cuda.Event]]:
     """The GPUs that these are on, each with an event that comes when what the current stream was given so far is done."""
-    devices = dict.fromkeys(_device(bits) for bits in tensors if is_device(bits))
+    devices = dict.fromkeys(cast(Any, bits).tensor.device for bits in tensors if is_device(bits))
     return [(gpu_at(device), gpu_at(device).mark()) for device in devices]
 
 
@@ -115,8 +112,20 @@ class _Group:
     """Tensors that were resolved together."""
 
     patch: DevicePatch
-    jobs: list[ResolveJob]
-    flats: list[torch.Tensor | None]
+    jobs: Sequence[ResolveJob]
+    bases: NDArray[np.uint64]
+    """Addresses."""
+    copies: dict[int, torch.Tensor]
+    """Elements of those that the kernels cannot work on in place, or that appear."""
+
+    def write(self, which: Sequence[bool], *, swap: bool) -> None:
+        """Write the changes of some of the tensors, on the current stream: into their copies, where they have such."""
+        chosen = np.array(which, np.bool_)
+        if chosen.any():
+            self.patch.write(np.where(chosen, self.bases, np.uint64(0)), swap=swap)
+        for place, flat in self.copies.items():
+            if chosen[place]:
+                self.patch.gpu.keep(flat, self.patch.gpu.current())
 
 
 @dataclass(slots=True)
@@ -130,49 +139,64 @@ class GpuResolution:
     """Of each tensor: its group (−1: the host's) and its number there."""
     host_tensors: int = 0
 
-    def add(self, jobs: Sequence[ResolveJob]) -> list[Outcome]:
-        ours, theirs = _split(job.base is None or is_device(job.base) for job in jobs)
-        results: dict[int, Outcome] = {}
+    def add(self, jobs: Sequence[ResolveJob]) -> Outcomes:
+        found = Outcomes(np.zeros(len(jobs), np.int64), np.zeros((len(jobs), 4), np.uint32), np.zeros((len(jobs), 4), np.uint32))
+        groups = _groups(((job.base, job.dtype.itemsize) for job in jobs), self.device)
         places: dict[int, tuple[int, int]] = {}
-        if theirs:
-            if self.host is None:
-                default_codec()  # raises, and says why
-            assert self.host is not None
-            results.update(zip(theirs, self.host.add([jobs[i] for i in theirs]), strict=True))
-            places.update({i: (-1, self.host_tensors + n) for n, i in enumerate(theirs)})
-            self.host_tensors += len(theirs)
-        devices = [self.device if jobs[i].base is None else _device(jobs[i].base) for i in ours]
-        for (device, _), group in _groups(ours, devices, [jobs[i].dtype.itemsize for i in ours]).items():
-            with _side_stream(device):
-                flats = [_flat_or_zeros(jobs[i], device) for i in group]
-                facts = [Facts(_address(flat), 0, jobs[i].count, jobs[i].seed, jobs[i].dtype) for i, flat in zip(group, flats, strict=True)]
-                patch, outcomes = resolve_tensors(facts, [jobs[i].payload for i in group], gpu_at(device))
-            results.update(zip(group, outcomes, strict=True))
-            places.update({i: (len(self.groups), n) for n, i in enumerate(group)})
-            self.groups.append(_Group(patch, [jobs[i] for i in group], flats))
+        for (device, _), group in groups.items():
+            mine = jobs if len(group) == len(jobs) else [jobs[i] for i in group]
+            if device is None:
+                outcomes = self._add_on_host(mine)
+                places.update({i: (-1, self.host_tensors + n) for n, i in enumerate(group)})
+                self.host_tensors += len(group)
+            else:
+                outcomes = self._add_on_device(mine, device)
+                places.update({i: (len(self.groups) - 1, n) for n, i in enumerate(group)})
+            found.changed[group], found.before[group], found.after[group] = outcomes.changed, outcomes.before, outcomes.after
         self.places += [places[i] for i in range(len(jobs))]
-        return [results[i] for i in range(len(jobs))]
+        return found
 
-    def changes(self, tensor: int) -> tuple[Any, Any]:
-        """Like `Resolution.changes`; of a CUDA tensor, tensors on its device."""
-        group, place = self.places[tensor]
-        if group < 0:
-            assert self.host is not None
-            return self.host.changes(place)
-        patch = self.groups[group].patch
-        with patch.gpu.active():
-            return patch.indices(place), patch.values_of(place)
+    def _add_on_host(self, jobs: Sequence[ResolveJob]) -> Outcomes:
+        if self.host is None:
+            default_codec()  # raises, and says why
+        assert self.host is not None
+        return self.host.add(jobs)
 
-    def dense(self, tensor: int) -> Any:
-        """All elements of a tensor that appears, flat, as integers on the device."""
-        group, place = self.places[tensor]
-        found = self.groups[group]
-        flat = found.flats[place]
-        assert flat is not None
-        with found.patch.gpu.active():
-            found.patch.write([flat.data_ptr() if i == place else 0 for i in range(len(found.jobs))], swap=False)
-            found.patch.gpu.keep(flat, found.patch.gpu.current())
-        return flat
+    def _add_on_device(self, jobs: Sequence[ResolveJob], device: torch.device) -> Outcomes:
+        with _side_stream(device):
+            bases = [None if job.base is None else in_place(job.base, device) for job in jobs]
+            copies = {n: _elements(jobs[n], device) for n, base in enumerate(bases) if base is None}
+            addresses = [copies[n].data_ptr() if base is None else base for n, base in enumerate(bases)]
+            facts = [job.count for job in jobs], [job.seed for job in jobs], [job.dtype.code for job in jobs]
+            table = Table.of(addresses, *facts)
+            patch, outcomes = resolve_tensors(table, [job.payload for job in jobs], gpu_at(device))
+        self.groups.append(_Group(patch, jobs, table.base, copies))
+        return outcomes
+
+    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[Any, Any]]:
+        """Like `Resolution.changes`; of CUDA tensors, tensors on their device."""
+        found: dict[tuple[int, int], tuple[Any, Any]] = {}
+        wanted = [self.places[tensor] for tensor in tensors]
+        for number in {group for group, _ in wanted}:
+            places = [place for group, place in wanted if group == number]
+            if number < 0:
+                assert self.host is not None
+                found.update(zip([(-1, place) for place in places], self.host.changes(places), strict=True))
+            else:
+                patch = self.groups[number].patch
+                with patch.gpu.active():
+                    changes = patch.changes()
+                found.update({(number, place): changes[place] for place in places})
+        return [found[place] for place in wanted]
+
+    def dense(self, tensors: Sequence[int]) -> Sequence[Any]:
+        """All elements of tensors that appear, flat, as integers on the device."""
+        wanted = [self.places[tensor] for tensor in tensors]
+        for number in {group for group, _ in wanted}:
+            group = self.groups[number]
+            with group.patch.gpu.active():
+                group.write([job.base is None for job in group.jobs], swap=False)
+        return [self.groups[number].copies[place] for number, place in wanted]
 
     def settle(self) -> None:
         """Write, on the current stream of each device."""
@@ -196,14 +220,11 @@ class GpuResolution:
     def _write(self, *, swap: bool) -> None:
         for group in self.groups:
             with group.patch.gpu.active():
-                writes = [flat if job.write else None for job, flat in zip(group.jobs, group.flats, strict=True)]
-                if any(flat is not None for flat in writes):
-                    group.patch.write([_address(flat) for flat in writes], swap=swap)
-                for job, flat in zip(group.jobs, writes, strict=True):
-                    base: Any = job.base
-                    if flat is not None and not base.plain:
+                group.write([job.write for job in group.jobs], swap=swap)
+                for place, flat in group.copies.items():
+                    if group.jobs[place].write:
+                        base: Any = group.jobs[place].base
                         base.tensor.copy_(flat.view(base.shape))
-                        group.patch.gpu.keep(flat, group.patch.gpu.current())
 
     def revert(self) -> None:
         if self.host is not None:
@@ -213,73 +234,26 @@ class GpuResolution:
 _MASTERS = 16
 """Added to the size of an element, to keep master weights apart."""
 
-_MOST_COPIED = 256 << 20
-"""Bytes of tensors that are brought to the device, or into plain memory there, at a time."""
-
-_INTEGERS = {dtype.itemsize: dtype for dtype in DTYPES if dtype.name in ("U8", "U16", "U32", "U64")}
+_INTEGERS = {dtype.itemsize: dtype.code for dtype in DTYPES if dtype.name in ("U8", "U16", "U32", "U64")}
 
 
-def _split(ours: Any) -> tuple[list[int], list[int]]:
-    """The numbers of those that are, and of those that are not."""
-    parts: tuple[list[int], list[int]] = ([], [])
-    for index, one in enumerate(ours):
-        parts[0 if one else 1].append(index)
-    return parts
+def _groups(tensors: Iterable[tuple[Any, int]], default: torch.device | None = None) -> dict[tuple[torch.device | None, int], list[int]]:
+    """The numbers of tensors by device and by what else must be the same to work on them together: the size of an element.
 
-
-def _groups(items: Sequence[int], devices: Sequence[torch.device], kinds: Sequence[int]) -> dict[tuple[torch.device, int], list[int]]:
-    """Items by device and by what else must be the same to work on them together: the size of an element."""
-    groups: dict[tuple[torch.device, int], list[int]] = {}
-    for item, device, kind in zip(items, devices, kinds, strict=True):
-        groups.setdefault((device, kind), []).append(item)
+    What is on the host is one group, at None; where there is no tensor, it counts as one on the device `default`.
+    """
+    groups: dict[tuple[torch.device | None, int], list[int]] = {}
+    for number, (bits, kind) in enumerate(tensors):
+        device = bits.tensor.device if is_device(bits) else default if bits is None else None
+        groups.setdefault((device, kind if device else 0), []).append(number)
     return groups
 
 
-def _parts(items: Sequence[int], device: torch.device, tensors: Callable[[int], Sequence[Any]]) -> Iterator[list[int]]:
-    """Items such that no part copies more than `_MOST_COPIED` bytes to the device, unless a single one does."""
-    part: list[int] = []
-    size = 0
-    for item in items:
-        more = sum(_copied(bits, device) for bits in tensors(item))
-        if part and size + more > _MOST_COPIED:
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += more
-    if part:
-        yield part
-
-
-def _copied(bits: Any, device: torch.device) -> int:
-    """Bytes that `_flat` copies."""
-    if bits is None or (isinstance(bits, DeviceBits) and bits.plain and bits.tensor.device == device):
-        return 0
-    return int(bits.nbytes)
-
-
-def _device(*bits: Any) -> torch.device:
-    device: torch.device = next(b.tensor.device for b in bits if isinstance(b, DeviceBits))
-    return device
-
-
-def _flat(bits: Any, device: torch.device) -> torch.Tensor | None:
-    """The elements where kernels can read them. What is on the host, or elsewhere, is copied."""
-    if bits is None or not bits.size:
-        return None
-    if isinstance(bits, DeviceBits):
-        return bits.flat() if bits.tensor.device == device else bits.tensor.to(device).contiguous().view(-1)
-    flat = np.ascontiguousarray(bits).reshape(-1).view(f"i{bits.itemsize}")
-    return torch.from_numpy(flat if flat.flags.writeable else flat.copy()).to(device, non_blocking=True)
-
-
-def _flat_or_zeros(job: ResolveJob, device: torch.device) -> torch.Tensor | None:
+def _elements(job: ResolveJob, device: torch.device) -> torch.Tensor:
+    """Those of the base in memory of their own; zeros if there is none."""
     if job.base is not None:
-        return _flat(job.base, device)
+        return copied(job.base, device)
     return torch.zeros(max(job.count, 1), dtype=getattr(torch, f"int{job.dtype.width}"), device=device)[: job.count]
-
-
-def _address(flat: torch.Tensor | None) -> int:
-    return 0 if flat is None else flat.data_ptr()
 
 
 class _side_stream:

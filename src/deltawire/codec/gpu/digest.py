@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..base import Lanes
+from ..base import Sums
 from .device import Gpu
-from .spans import SUMS, Facts, Table, lanes, place_tiles
+from .spans import SUMS, Table, place_tiles
 
 _BLOCKS = 3
 """Thread blocks per processor."""
 
 
-def digest_tensors(tensors: Sequence[Facts], gpu: Gpu) -> list[Lanes]:
+def digest_tensors(table: Table, gpu: Gpu) -> Sums:
     """The word sums of tensors of one width, on the current stream."""
-    return lanes(start_digest(tensors, gpu).cpu().numpy().view(SUMS)["before"])
+    found: Sums = start_digest(table, gpu).cpu().numpy().view(SUMS)["before"]
+    return found
 
 
-def start_digest(tensors: Sequence[Facts], gpu: Gpu) -> torch.Tensor:
+def start_digest(table: Table, gpu: Gpu) -> torch.Tensor:
     """The same, not waited for: `SUMS` of all tensors on the device."""
-    table = Table.of(tensors)
     sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
     digest_spans(table.blocks(), table.width, sums, gpu)
     return sums

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..base import Buffer, Encoded
+from ..base import Buffer, Encodings
 from .device import Gpu
-from .spans import BLOCK, CONTEXTS, SUMS, TILE, UNIT, UNITS, Bodies, Changes, Facts, Table, lanes, place_tiles, tiles_of
+from .spans import BLOCK, CONTEXTS, SUMS, TILE, UNIT, UNITS, Bodies, Changes, Table, place_tiles, tiles_of
 
 _SHARE = 0.006
 """Share of the weights' bytes that the list of changes may take. There is always room for one block, all of it changed."""
@@ -38,13 +38,13 @@ _GRANT = 1024
 """Slots of the list that a warp of the scan takes at a time."""
 
 
-def encode_tensors(tensors: Sequence[Facts], gpu: Gpu) -> list[Encoded]:
+def encode_tensors(table: Table, gpu: Gpu) -> Encodings:
     """Encode tensors of one width, on the current stream. Returns when all bytes are on the host, in pinned memory."""
-    table = Table.of(tensors)
     spans = table.blocks()
     upto = np.concatenate([[0], np.cumsum(spans["count"], dtype=np.int64)])
     work = _Workspace(table, gpu)
-    pieces: list[list[Buffer]] = [[] for _ in tensors]
+    pieces: list[memoryview] = []
+    sizes = np.zeros(len(table), np.int64)
 
     def start(first: int, size: int) -> _Slab | None:
         if first == len(spans):
@@ -59,7 +59,8 @@ def encode_tensors(tensors: Sequence[Facts], gpu: Gpu) -> list[Encoded]:
         following = start(slab.end, size)
         size = work.next_size(slab)
         if slab.fits:
-            _hand_out(slab, work.join(slab), pieces)
+            pieces.append(memoryview(work.join(slab).numpy()))  # its bytes are on their way
+            np.add.at(sizes, slab.spans["tensor"], np.diff(slab.ends, prepend=0))
         elif slab.end - slab.first == 1:
             raise AssertionError("one block does not fit the workspace")
         else:
@@ -69,23 +70,31 @@ def encode_tensors(tensors: Sequence[Facts], gpu: Gpu) -> list[Encoded]:
     _learnt[work.kind] = size
     sums = work.sums.cpu().numpy().view(SUMS).reshape(-1)
     work.copies.synchronize()
-    for index in np.flatnonzero(table.count == 0).tolist():
-        pieces[index].append(bytes([tensors[index].dtype.code]))
-    changed = sums["changed"].tolist()
-    for index in np.flatnonzero((sums["changed"] == 0) & ~np.array(table.appears)).tolist():
-        pieces[index] = []
-    return list(map(Encoded, pieces, changed, lanes(sums["before"]), lanes(sums["before"] + sums["change"])))
+    changed = sums["changed"].astype(np.int64)
+    unchanged = (changed == 0) & ~table.appears
+    found = Encodings(
+        _without(pieces, sizes, unchanged), np.where(unchanged, 0, sizes), changed, sums["before"], sums["before"] + sums["change"]
+    )
+    nothing = table.appears & (table.count == 0)
+    if nothing.any():  # what appears without elements has a payload all the same: its type
+        codes = [bytes([code]) if is_empty else b"" for code, is_empty in zip(table.codes.tolist(), nothing.tolist(), strict=True)]
+        found = Encodings.of([row._replace(payload=[code] if code else row.payload) for row, code in zip(found, codes, strict=True)])
+    return found
 
 
-def _hand_out(slab: _Slab, payload: torch.Tensor, pieces: list[list[Buffer]]) -> None:
-    """Give each tensor its part of a slab's bytes, which are on their way."""
-    host = memoryview(payload.numpy())
-    owners = slab.spans["tensor"]
-    last = np.flatnonzero(np.append(owners[1:] != owners[:-1], True))  # of each tensor's blocks in this slab
-    begin = 0
-    for owner, end in zip(owners[last].tolist(), slab.ends[last].tolist(), strict=True):
-        pieces[owner].append(host[begin:end])
-        begin = end
+def _without(pieces: Sequence[memoryview], sizes: NDArray[np.int64], left_out: NDArray[np.bool_]) -> list[Buffer]:
+    """What tensors have in these pieces, one after the other, less some of them."""
+    ends = np.cumsum(sizes)
+    bounds = np.flatnonzero(np.diff(left_out, prepend=True, append=True)).reshape(-1, 2)  # of tensors in a row that stay: first and end
+    begins, stops = (ends - sizes)[bounds[:, 0]], ends[bounds[:, 1] - 1]
+    kept: list[Buffer] = []
+    at = 0
+    for piece in pieces:
+        runs = slice(np.searchsorted(stops, at, "right"), np.searchsorted(begins, at + len(piece)))
+        for begin, stop in zip((begins[runs] - at).tolist(), (stops[runs] - at).tolist(), strict=True):
+            kept.append(piece[max(begin, 0) : stop])
+        at += len(piece)
+    return kept
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,31 +37,26 @@ class DevicePatch:
     starts: NDArray[np.int64]
     """Of each tensor its first change, and after them how many there are."""
 
-    def write(self, bases: Sequence[int], *, swap: bool) -> None:
+    def write(self, bases: NDArray[np.uint64], *, swap: bool) -> None:
         """Write the values to tensors that start at these addresses (0: not to this one), on the current stream.
 
         With `swap`, the patch keeps the values that it replaces: then the same call once more takes everything back.
         """
-        addresses = self.gpu.upload(np.array(bases, np.uint64))
+        addresses = self.gpu.upload(bases)
         blocks = min(-(-self.ntiles // 8), 32 * self.gpu.processors)
         arguments = [self.spans, ctypes.c_uint32(self.nspans), ctypes.c_uint32(self.ntiles), self._struct(), addresses]
         self.kernels.launch("swap_patch" if swap else "write_patch", blocks, 256, arguments)
         self._used_here()
 
-    def indices(self, tensor: int) -> torch.Tensor:
-        """Flat indices of a tensor's changes, ascending, 64 bits each."""
-        first, end = self.starts[tensor : tensor + 2].tolist()
-        out = self.gpu.empty(end - first, torch.int64)
-        first_tile, end_tile = self.tile_starts[tensor : tensor + 2].tolist()
-        arguments = [self.spans, *map(ctypes.c_uint32, (self.nspans, first_tile, end_tile)), self._struct(), out]
-        self.kernels.launch("flat_indices", -(-(end_tile - first_tile) // 8), 256, arguments)
+    def changes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each tensor the flat indices of its changes, ascending, 64 bits each, and their values, as integers: the new ones, or the
+        old ones once they were swapped."""
+        sizes = np.diff(self.starts).tolist()
+        indices = self.gpu.empty(int(self.starts[-1]), torch.int64)
+        arguments = [self.spans, *map(ctypes.c_uint32, (self.nspans, 0, self.ntiles)), self._struct(), indices]
+        self.kernels.launch("flat_indices", -(-self.ntiles // 8), 256, arguments)
         self._used_here()
-        return out
-
-    def values_of(self, tensor: int) -> torch.Tensor:
-        """The values of a tensor's changes, as integers: the new ones, or the old ones once they were swapped."""
-        self.gpu.keep(self.values, self.gpu.current())
-        return self.values[slice(*self.starts[tensor : tensor + 2].tolist())]
+        return list(zip(indices.split(sizes), self.values.split(sizes), strict=True))
 
     def _used_here(self) -> None:
         """The arrays were made for the codec's streams: dropped, they go back to those, while this one may still read them."""

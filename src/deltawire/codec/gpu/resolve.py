@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import CorruptDelta, DtypeMismatch, ShapeMismatch
-from ..base import Buffer, Outcome
+from ..base import Buffer, Outcomes, Sums
 from .device import Gpu, KernelSet, Purpose
 from .digest import digest_spans
 from .patch import DevicePatch, Patch
 from .payloads import Numbers, Payloads
 from .slabs import Chunks, Slab
-from .spans import SPAN, SUMS, TILE, Facts, Table, lanes
+from .spans import MASKS, SHIFTS, SPAN, SUMS, TILE, Table
 
 _SHARE, _MOST_SLABS, _LEAST_SLAB = 0.0008, 48, 1 << 18
 _LONG_SLABS = 12
@@ -86,12 +86,12 @@ class _Targets(ctypes.Structure):
     _fields_ = [("ranks", ctypes.c_void_p), ("operands", ctypes.c_void_p), ("first", ctypes.c_uint32)]
 
 
-def resolve_tensors(tensors: Sequence[Facts], payloads: Sequence[Buffer | None], gpu: Gpu) -> tuple[DevicePatch, list[Outcome]]:
+def resolve_tensors(table: Table, payloads: Sequence[Buffer | None], gpu: Gpu) -> tuple[DevicePatch, Outcomes]:
     """Decode and digest tensors of one width, on the current stream. Nothing is written to them.
 
     A tensor without a payload is only digested. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`.
     """
-    work = _Work(Table.of(tensors), Payloads(payloads, gpu), gpu)
+    work = _Work(table, Payloads(payloads, gpu), gpu)
     main, side = gpu.current(), gpu.stream("decode")
     side.wait_stream(main)
     try:
@@ -126,7 +126,7 @@ class _Work:
             self.sources[name] = column
         self.sources["tile0"] = self.tile_ends - tiles
         of_tensors: list[tuple[str, NDArray[Any]]] = [("base", table.base), ("count", table.count), ("seed", table.seed)]
-        for name, values in [*of_tensors, ("shift", table.shift), ("mask", table.mask), ("code", table.codes)]:
+        for name, values in [*of_tensors, ("shift", SHIFTS[table.codes]), ("mask", MASKS[table.codes]), ("code", table.codes)]:
             self.sources[name] = values[owners]
         self.sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
         self.tiles = gpu.empty(self.ntiles * self.tile_size, torch.uint8)
@@ -237,7 +237,7 @@ class _Work:
             memory = gpu.empty(chunks.lists(late, itemsize, windows=windows).size, torch.uint8)
             self._locate_slabs(chunks, late, memory)
         there.synchronize()
-        self.before = lanes(counted.numpy().view(SUMS)["before"])  # while the device is still at it
+        self.before: Sums = counted.numpy().view(SUMS)["before"]
 
     def _locate_slabs(self, chunks: Chunks, slabs: Sequence[Slab], memory: torch.Tensor) -> None:
         memory.zero_()  # nothing depends on what is after a payload, but it is read
@@ -271,17 +271,16 @@ class _Work:
         arguments += [here, self.heads, starting, targets, patch, self.sums]
         launch("locate", blocks, 128, arguments, self.locate_shared)
 
-    def result(self) -> tuple[DevicePatch, list[Outcome]]:
+    def result(self) -> tuple[DevicePatch, Outcomes]:
         """Waits for all of it."""
         errors = self.columns[:, _ERROR].cpu().numpy()
         found = self.sums.cpu().numpy().view(SUMS).reshape(-1)
         _check(errors)
-        after = lanes(found["before"] + found["change"])
         chunks, tiles = np.zeros((2, len(self.table) + 1), np.int64)
         chunks[self.data.numbers + 1] = self.chunks
         tiles[self.data.numbers + 1] = np.diff(self.tile_ends, prepend=0)
         starts = np.append(self.spans["start"], self.total)[np.cumsum(chunks)].astype(np.int64)
-        outcomes = list(map(Outcome, np.diff(starts).tolist(), self.before, after))
+        outcomes = Outcomes(np.diff(starts), self.before, found["before"] + found["change"])
         arrays = (self.placed, len(self.spans), self.ntiles, self.firsts, self.tiles, self.places, self.values)
         return DevicePatch(self.gpu, self.kernels, *arrays, np.cumsum(tiles), starts), outcomes
 

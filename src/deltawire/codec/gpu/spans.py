@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...dtypes import DTYPES, DType
-from ..base import Lanes
+from ...dtypes import DTYPES
 
 BLOCK, TILE, UNIT = 1 << 24, 1 << 14, 1 << 10
 CONTEXTS, UNITS = 16, 16
@@ -22,8 +21,8 @@ SPAN = np.dtype(
 )
 SUMS = np.dtype([("changed", "u8"), ("before", "u4", 4), ("change", "u4", 4)])
 
-_SHIFTS = np.array([dtype.exponent_shift for dtype in DTYPES], np.uint32)
-_MASKS = np.array([(1 << dtype.exponent_bits) - 1 for dtype in DTYPES], np.uint32)
+SHIFTS = np.array([dtype.exponent_shift for dtype in DTYPES], np.uint32)
+MASKS = np.array([(1 << dtype.exponent_bits) - 1 for dtype in DTYPES], np.uint32)
 """By code of the type."""
 
 
@@ -43,65 +42,56 @@ class Bodies(ctypes.Structure):
     _fields_ = [("words", ctypes.c_void_p), ("capacity", ctypes.c_uint64), ("cursor", ctypes.c_void_p)]
 
 
-class Facts(NamedTuple):
-    """One tensor as kernels see it; addresses 0 stand for zeros, or for no elements."""
-
-    base: int
-    next: int
-    elements: int
-    seed: int
-    dtype: DType
-    appears: bool = False
-    """It had no base: then it has a payload even if nothing changes."""
-    masters: bool = False
-    """`next` are float32, to be rounded to the type (bfloat16). All tensors of a call, or none."""
-
-
 @dataclass(slots=True)
 class Table:
     """The facts of many tensors of one width, a column each: models have thousands of tensors, and Python is slow with each of them."""
 
     base: NDArray[np.uint64]
     next: NDArray[np.uint64]
+    """Addresses; 0 stands for zeros, or for no elements."""
     count: NDArray[np.int64]
     seed: NDArray[np.uint64]
-    dtypes: Sequence[DType]
     codes: NDArray[np.uint8]
-    shift: NDArray[np.uint32]
-    mask: NDArray[np.uint32]
-    appears: Sequence[bool]
+    """Of their types."""
+    appears: NDArray[np.bool_]
+    """They had no base: then they have a payload even if nothing changes."""
     masters: bool
+    """`next` are float32, to be rounded to the type (bfloat16)."""
 
     @classmethod
-    def of(cls, tensors: Sequence[Facts]) -> Table:
-        base, following, count, seed, dtypes, appears, masters = zip(*tensors, strict=True)
-        first = dtypes[0]
-        alike = dtypes.count(first) == len(dtypes)
-        codes = np.full(len(dtypes), first.code, np.uint8) if alike else np.array([dtype.code for dtype in dtypes], np.uint8)
+    def of(
+        cls,
+        base: Sequence[int],
+        count: Sequence[int],
+        seed: Sequence[int],
+        codes: Sequence[int],
+        next: Sequence[int] = (),
+        appears: Sequence[bool] = (),
+        *,
+        masters: bool = False,
+    ) -> Table:
+        """Of at least one tensor. Without `next` and `appears`, there is nothing to follow, and none appears."""
         return cls(
             np.array(base, np.uint64),
-            np.array(following, np.uint64),
+            np.array(next, np.uint64) if next else np.zeros(len(base), np.uint64),
             np.array(count, np.int64),
             np.array(seed, np.uint64),
-            dtypes,
-            codes,
-            _SHIFTS[codes],
-            _MASKS[codes],
-            appears,
-            masters[0],
+            np.array(codes, np.uint8),
+            np.array(appears, np.bool_) if appears else np.zeros(len(base), np.bool_),
+            masters,
         )
 
     def __len__(self) -> int:
-        return len(self.dtypes)
+        return self.base.size
 
     @property
     def width(self) -> int:
         """Of an element, in bits."""
-        return self.dtypes[0].width
+        return DTYPES[int(self.codes[0])].width
 
     @property
     def itemsize(self) -> int:
-        return self.dtypes[0].itemsize
+        return DTYPES[int(self.codes[0])].itemsize
 
     @property
     def nbytes(self) -> int:
@@ -126,8 +116,8 @@ class Table:
         spans["seed"] = self.seed[owner]
         spans["first"] = first
         spans["tensor"] = owner
-        spans["shift"] = self.shift[owner]
-        spans["mask"] = self.mask[owner]
+        spans["shift"] = SHIFTS[self.codes[owner]]
+        spans["mask"] = MASKS[self.codes[owner]]
         return spans
 
 
@@ -147,9 +137,3 @@ def place_tiles(spans: NDArray[np.void]) -> int:
 
 def tiles_of(spans: NDArray[np.void]) -> NDArray[np.int64]:
     return -(-spans["count"].astype(np.int64) // TILE)
-
-
-def lanes(words: NDArray[np.uint32]) -> list[Lanes]:
-    """Rows of four words each."""
-    rows: list[Lanes] = np.ascontiguousarray(words).view([(f"{i}", "u4") for i in range(4)]).reshape(-1).tolist()
-    return rows

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...dtypes import dtype_named
 from ...encode import encode_delta
 from ...errors import PublishError
-from ...format.digest import PART_ALIGNMENT, Digest, TensorKey
+from ...format.digest import PART_ALIGNMENT, Digest, TensorKeys
 from ...format.records import CommitRef
 from ...resolve import apply_delta
 from ...state import state_digest
@@ -45,10 +45,7 @@ class Division:
     @cached_property
     def tags(self) -> Digest:
         """What the digest of a state has beyond those of its parts (docs/format.md §6)."""
-        total = Digest()
-        for name, dtype, shape in zip(self.table.names, self.table.dtypes, self.table.shapes, strict=True):
-            total += TensorKey.of(name, dtype, shape).tag
-        return total
+        return TensorKeys.of(zip(self.table.names, self.table.dtypes, self.table.shapes, strict=True)).tag()
 
     def segments(self, rank: int, segment_bytes: int) -> tuple[Segment, ...]:
         """Runs of tensors, the same for all ranks, with the bytes that this one has in each."""
