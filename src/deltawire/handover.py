@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .tensors import State, tensor_bits
+from . import tensors
+from .tensors import State
 
 
 class Handover:
@@ -22,17 +23,64 @@ class Handover:
     """
 
     def __init__(self, *states: State) -> None:
-        self._marks: list[tuple[Any, Any]] = []
-        if "torch" in sys.modules:
-            from .codec.gpu import codec
-
-            bits = [tensor_bits(name, tensor).bits for state in states for name, tensor in state.items()]
-            self._marks = codec.marks(bits)
+        self._marks = [(gpu, gpu.mark()) for gpu in _gpus(states)]
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for gpu, mark in self._marks:
-                mark.synchronize()
-                stack.enter_context(gpu.using(gpu.stream("background")))
+        self.wait()
+        with _in_background([gpu for gpu, _ in self._marks]):
             yield
+
+    def wait(self) -> None:
+        """Return when all that the maker's streams had been given is done."""
+        for _, mark in self._marks:
+            mark.synchronize()
+
+    def precede(self) -> None:
+        """Let what the calling thread's streams are given from now on come after what the maker's had been given. Nobody waits here."""
+        for gpu, mark in self._marks:
+            gpu.current().wait_event(mark)
+
+
+@contextlib.contextmanager
+def beside(*states: State) -> Iterator[Callable[[], None]]:
+    """To work on states that are complete, beside all other streams: like a `Handover` of which there is nothing to wait for.
+
+    Gives what waits until the work is done: to be called before anybody else may change what it reads, or use what it makes.
+    """
+    gpus = _gpus(states)
+
+    def wait() -> None:
+        for gpu in gpus:
+            gpu.current().synchronize()
+
+    with _in_background(gpus):
+        yield wait
+
+
+def finish(*states: State) -> None:
+    """Wait until the GPUs that these are on have done all that they were given, by whatever thread, on whatever stream."""
+    for gpu in _gpus(states):
+        gpu.finish()
+
+
+@contextlib.contextmanager
+def _in_background(gpus: Sequence[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for gpu in gpus:
+            stack.enter_context(gpu.using(gpu.stream("background")))
+        yield
+
+
+def _gpus(states: Sequence[State]) -> list[Any]:
+    """The GPUs that have tensors of these states."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    each = (tensor for state in states for tensor in state.values() if isinstance(tensor, torch.Tensor))
+    devices = dict.fromkeys(tensor.device for tensor in each if tensors._is_on_gpu(tensor))
+    if not devices:
+        return []
+    from .codec.gpu.device import gpu_at
+
+    return [gpu_at(device) for device in devices]

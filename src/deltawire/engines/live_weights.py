@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 
 from ..chain.memory_state import MemoryState, NewUpdate, Undo, Update
 from ..errors import BaseMismatch, EngineFenced, EngineRefused, ResultMismatch
+from ..format.delta_file import DeltaBytes
 from ..format.digest import Digest
 from ..format.records import Commit
+from ..handover import Handover
 from ..module_tensors import tied_names
+from ..prepared import PreparedUpdate
 from ..state import state_digest
 from ..subscribe.journey import Journey
 from ..subscribe.memory_replica import MemoryReplica
@@ -50,7 +53,7 @@ class LiveReplica(MemoryReplica):
         undo_bytes: int | None = None,
         new_update: NewUpdate | None = None,
     ) -> None:
-        super().__init__(threads=threads, undo_bytes=undo_bytes, new_update=new_update)
+        super().__init__(threads=threads, undo_bytes=undo_bytes, new_update=new_update or (lambda: LiveUpdate(threads=threads)))
         self._tensors = tensors
         self._swap = swap
         self._at = at
@@ -160,6 +163,14 @@ class LiveReplica(MemoryReplica):
             self._commit = None
             self._is_unknown = True
             raise
+
+
+class LiveUpdate(PreparedUpdate):
+    """An update that is decoded beside what the engine's streams do: on a GPU they would else wait for it, in the middle of generating."""
+
+    def add(self, state: Any, delta: DeltaBytes) -> tuple[Digest, Digest]:
+        with Handover(state).taken():
+            return super().add(state, delta)
 
 
 class Change:

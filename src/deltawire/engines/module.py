@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..handover import finish
 from ..module_tensors import NameMap, named_weights
 from ..subscribe.replica import Replica
 from .base import Engine, KvCache, Swap
@@ -23,8 +24,9 @@ class ModuleEngine(Engine):
     >>> model = AutoModelForCausalLM.from_pretrained(checkpoint)
     >>> HotSwap("s3://bucket/run", ModuleEngine(model)).sync()
 
-    On the CPU the module's weights are the only copy there is: deltas are decoded against them. Weights on another device (or of a tensor
-    subclass) have a copy on the host. Nothing may train or cast the module; what it has must be what is published, type for type.
+    On the CPU or one NVIDIA GPU, the module's weights are the only copy there is: deltas are decoded against them. Weights elsewhere, on
+    several devices, or of a tensor subclass have a copy on the host. Nothing may train or cast the module; what it has must be what is
+    published, type for type.
 
     Swaps wait for calls of the module (`module(...)`, and so `generate`) to end, and calls wait for swaps. Whatever else reads the weights,
     such as a submodule that is called directly, belongs into `forward_pass()`. With `KvCache.DROP`, swaps also wait for what runs inside
@@ -68,7 +70,9 @@ class ModuleEngine(Engine):
         return kind(self.weights, swap, **self._options)
 
     def pause(self, kv_cache: KvCache) -> None:
+        of_each_device = {str(tensor.device): tensor for tensor in self.weights().values()}
         self._gate.close(kv_cache, self._pause_timeout)
+        finish(of_each_device)  # of calls that have returned, a GPU may still be at the work, on any stream
 
     def resume(self) -> None:
         self._gate.open()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..format.checkpoint import INDEX_FILE, SINGLE_FILE
 from ..format.safetensors_header import build_header, place_in_order
@@ -25,7 +26,7 @@ _MOST_SHARDS = 64
 
 _PIECE = 8 << 20
 SegmentSource = Callable[[int], Mapping[str, Any]]
-"""Gives the tensors of a segment, by its index; C-contiguous, and not changed by anybody while they are in use."""
+"""Gives the tensors of a segment, by its index; C-contiguous, complete (on a GPU: for any stream), and not changed while in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,16 @@ class Shard:
         return len(self.header) + self.raw
 
     def pieces(self, source: SegmentSource) -> Iterator[memoryview]:
-        """The bytes of the file. Holds one segment of the source at a time."""
+        """The bytes of the file. Holds one segment at a time, on the host: what is sent may be long on its way."""
         yield memoryview(self.header)
         held: int | None = None
-        tensors: Mapping[str, Any] = {}
+        tensors: dict[str, NDArray[Any]] = {}
         for name, segment in self.order:
             if segment != held:
-                tensors, held = source(segment), segment
-            flat = host_array(name, tensors[name]).reshape(-1).view(np.uint8).data
+                tensors.clear()
+                tensors.update({name: host_array(name, tensor) for name, tensor in source(segment).items()})
+                held = segment
+            flat = tensors[name].reshape(-1).view(np.uint8).data
             for start in range(0, len(flat), _PIECE):
                 yield flat[start : start + _PIECE]
 

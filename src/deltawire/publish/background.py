@@ -100,6 +100,8 @@ class BackgroundPublisher:
         try:
             if not arrays or TensorTable.of(arrays) != table or not is_kept_like(arrays, state, self._place):
                 arrays = new_arrays(table, state, self._place)
+            if superseded is not None:
+                superseded.copied.precede()  # that copy may have been given to another stream
             copy_tensors(state, arrays, wait=False)
             snapshot = _Snapshot(arrays, table, step, meta, Handover(state), PendingVersion(self._forget_error))
             with self._changed:

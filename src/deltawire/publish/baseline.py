@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ..encode import encode_delta
 from ..format.digest import Digest
 from ..format.records import CommitRef
+from ..handover import Handover, beside
 from ..resolve import apply_delta
 from ..tensors import State
 from .compose import compose
@@ -94,6 +95,7 @@ class Baseline:
         with self._moving(at, digest, None, 0):
             for index, delta in deltas.items():
                 apply_delta(self.part(index), delta, threads=self._threads)
+                Handover(self.part(index)).wait()
 
     def replace(self, arrays: Arrays, at: CommitRef, digest: Digest) -> None:
         """Start again from another state, of another table perhaps. The way back is lost."""
@@ -125,13 +127,21 @@ class Baseline:
             self._history.release(seq)
 
     def segment_at(self, seq: int, index: int) -> Arrays:
-        """A copy of a segment as it was at version `seq`, which is held. Raises `Forgotten` if the baseline has started again since."""
+        """A copy of a segment as it was at version `seq`, which is held. Raises `Forgotten` if the baseline has started again since.
+
+        On a GPU it is made beside all other streams, and complete.
+        """
         with self._lock:
             way = self._history.way_back(seq)
-            part = {name: copy_of(array) for name, array in self.part(index).items()}
-        for reverse in way:
-            if index in reverse.deltas:
-                apply_delta(part, reverse.deltas[index], threads=self._threads)
+            now = self.part(index)
+            with beside(now) as wait:
+                part = {name: copy_of(array) for name, array in now.items()}
+                wait()  # before anybody else, and any other stream, gets to change what is copied
+        with beside(part) as wait:
+            for reverse in way:
+                if index in reverse.deltas:
+                    apply_delta(part, reverse.deltas[index], threads=self._threads)
+            wait()
         return part
 
     def compose(self) -> Iterator[Composed]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import DType
+from ..handover import Handover, beside
 from ..masters import Rounding
 from ..tensors import State, tensor_bits, typed
 from .segments import TensorTable
@@ -21,6 +22,10 @@ Arrays = dict[str, Any]
 
 Place: TypeAlias = Literal["host", "device"]
 """Where copies of weights are kept that are on a GPU. Those of other weights are on the host."""
+
+
+_PIECE = 8 << 20
+"""Bytes that come from a GPU at a time, where they come by way of pinned memory."""
 
 
 def new_arrays(table: TensorTable, state: State, place: Place) -> Arrays:
@@ -40,16 +45,19 @@ def is_kept_like(arrays: Mapping[str, Any], state: State, place: Place) -> bool:
 def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True) -> None:
     """Copy every tensor of `source` to the memory of its name, bit for bit; float32 where there is memory for bfloat16 is rounded to it.
 
-    Without `wait`, what comes from a GPU to the host comes when the current stream gets to it: to be read by way of a `Handover`.
+    Without `wait`, what a GPU copies is there when the current stream gets to it: to be read by way of a `Handover`.
     """
-    rounding = Rounding()
+    copied_by_gpu: Arrays = {}
     for name, tensor in source.items():
         goal = tensor_bits(name, target[name])
-        to, bits = goal.bits, rounding.follow(goal, tensor_bits(name, tensor)).bits
+        to, bits = goal.bits, Rounding().follow(goal, tensor_bits(name, tensor)).bits
         if is_on_gpu(bits) or is_on_gpu(to):
             _as_tensor(to).copy_(_as_tensor(bits), non_blocking=not wait)
+            copied_by_gpu[name] = tensor if is_on_gpu(bits) else target[name]
         else:
             np.copyto(to, bits)
+    if wait:
+        Handover(copied_by_gpu).wait()
 
 
 def copy_of(array: Any) -> Any:
@@ -58,11 +66,23 @@ def copy_of(array: Any) -> Any:
 
 
 def host_array(name: str, array: Any) -> NDArray[Any]:
-    """An array as it is, or one made from a tensor on a GPU."""
+    """An array as it is, or one made from a tensor on a GPU, which must be complete: it is read beside all other streams."""
     if isinstance(array, np.ndarray):
         return array
+    from ..codec.gpu.device import gpu_at
+
     tensor = tensor_bits(name, array)
-    found: NDArray[Any] = typed(_as_tensor(tensor.bits).cpu().numpy(), tensor.dtype, tensor.shape)
+    there = _as_tensor(tensor.bits).view(-1)
+    found = np.empty(tensor.shape, tensor.dtype.numpy)
+    flat = found.reshape(-1).view(f"i{found.itemsize}")
+    step = _PIECE // found.itemsize
+    pinned = gpu_at(there.device).pinned(min(step, flat.size), there.dtype)
+    with beside({name: array}) as wait:
+        for start in range(0, flat.size, step):
+            piece = there[start : start + step]
+            pinned[: piece.numel()].copy_(piece, non_blocking=True)
+            wait()
+            flat[start : start + step] = pinned.numpy()[: piece.numel()]
     return found
 
 

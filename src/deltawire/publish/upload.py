@@ -14,6 +14,7 @@ from blake3 import blake3
 from ..encode import encode_with_summary
 from ..format.digest import Digest
 from ..format.records import FileEntry
+from ..handover import beside
 from ..state import state_digest
 from ..store.base import Buffer, Store
 from ..store.keys import data_key
@@ -173,7 +174,8 @@ def upload_checkpoint(
         arrays = dict(source(index))
         if index not in seen:
             seen.add(index)
-            done.digest += state_digest(arrays, threads=threads)
+            with beside(arrays):
+                done.digest += state_digest(arrays, threads=threads)
         return arrays
 
     try:

@@ -94,6 +94,8 @@ class EmulatedGpu:
     def mark(self) -> Event:
         return Event()
 
+    def finish(self) -> None: ...
+
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None: ...
 
     def is_pinned(self, address: int) -> bool:

@@ -79,6 +79,10 @@ class Gpu:
         event.record(self.current())
         return event
 
+    def finish(self) -> None:
+        """Wait until all that the device was given, on any stream, is done."""
+        torch.cuda.synchronize(self.device)
+
     def keep(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Let nothing else have this memory before what `stream` was given so far is done."""
         tensor.record_stream(stream)

@@ -1,0 +1,267 @@
+"""What is done beside training, or beside an engine that generates, is done on no stream of theirs, and in order with what is.
+
+On an emulated GPU, which knows what each stream was given and told to wait for; the last test needs a real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+
+import numpy as np
+import pytest
+from emulator.build import compiler
+
+import deltawire
+from deltawire.codec import using_codec
+from deltawire.engines import HotSwap, ModuleEngine
+from deltawire.format.records import CommitRef
+from deltawire.publish.background import BackgroundPublisher
+from deltawire.publish.baseline import Baseline
+from deltawire.publish.segments import TensorTable
+
+torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
+REAL = torch.cuda.is_available()
+if not REAL and compiler() is None:
+    pytest.skip("needs an NVIDIA GPU, or a C++ compiler to emulate one", allow_module_level=True)
+
+from emulator.gpu import EmulatedGpu, Event, Stream, emulated  # noqa: E402
+
+emulates = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler to emulate a GPU")
+
+
+class KnowingStream(Stream):
+    """Knows the streams and events that it was told to wait for, and is told when somebody waits for it."""
+
+    def __init__(self):
+        self.waited_for = []
+        self.on_synchronize = lambda: None
+
+    def wait_stream(self, other):
+        self.waited_for.append(other)
+
+    def wait_event(self, event):
+        self.waited_for.append(event)
+
+    def synchronize(self):
+        self.on_synchronize()
+
+
+class StreamingGpu(EmulatedGpu):
+    """Knows the stream that each thread works on, and which threads have used the default one."""
+
+    def __init__(self):
+        super().__init__()
+        self.default = KnowingStream()
+        self.streams = {}
+        self.own = threading.local()
+        self.on_default = set()
+        self.finished = 0
+
+    def stream(self, purpose):
+        return self.streams.setdefault(purpose, KnowingStream())
+
+    def current(self):
+        found = getattr(self.own, "stream", self.default)
+        if found is self.default:
+            self.on_default.add(threading.current_thread().name)
+        return found
+
+    @contextlib.contextmanager
+    def using(self, stream):
+        before, self.own.stream = getattr(self.own, "stream", self.default), stream
+        yield
+        self.own.stream = before
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.fixture
+def gpu():
+    with using_codec("reference"), emulated(StreamingGpu()) as gpu:
+        yield gpu
+
+
+def bits(size, seed=1):
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 2**15, size, np.int16))
+
+
+def ref(seq, state):
+    return CommitRef(seq, f"{seq:064x}", deltawire.state_digest(state))
+
+
+@emulates
+def test_a_publisher_in_the_background_works_on_no_stream_of_training(tmp_path, gpu, monkeypatch):
+    """Nor when it makes skips and anchors of what it has published, nor do the threads that upload them."""
+
+    def watched(operation):
+        return lambda *arguments, **options: (gpu.current(), operation(*arguments, **options))[1]
+
+    for name in ("clone", "copy_", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name)))
+    events, state = [], {"v": bits(700), "w": bits(3000)}
+    policy = deltawire.AnchorPolicy(min_versions=2, max_versions=2)
+    with deltawire.Publisher(
+        tmp_path,
+        background=True,
+        snapshot="device",
+        anchor_policy=policy,
+        on_event=lambda event: events.append(event.name),
+        shard_bytes=2000,
+    ) as publisher:
+        for _ in range(6):
+            publisher.publish(state)
+            publisher.flush(60)
+            state["w"][::10] += 1
+    assert {"skip-made", "anchored"} <= set(events)
+    assert gpu.on_default == {threading.current_thread().name}
+    with deltawire.Subscriber(tmp_path) as subscriber:
+        subscriber.sync()
+        state["w"][::10] -= 1
+        assert np.array_equal(subscriber.state["w"], state["w"].numpy())
+
+
+@emulates
+def test_a_held_version_is_copied_before_anybody_can_change_it(gpu, monkeypatch):
+    """The device copies when it gets to it. Who has the lock next may give the memory to another stream, which does not wait."""
+    late = []
+    gpu.stream("background").on_synchronize = lambda: [late.pop(0)() for _ in tuple(late)]
+
+    def clone(tensor):
+        copy = torch.zeros_like(tensor)
+        late.append(lambda: copy.copy_(tensor))
+        return copy
+
+    state = {"w": bits(3000)}
+    before = state["w"].numpy().copy()
+    baseline = Baseline(state, ref(0, state), deltawire.state_digest(state))
+    baseline.hold()
+
+    class Lock:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            state["w"].fill_(7)
+
+    baseline._lock = Lock()
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    assert np.array_equal(baseline.segment_at(0, 0)["w"].numpy(), before)
+
+
+@emulates
+def test_a_copy_into_memory_of_one_that_was_superseded_comes_after_it(gpu, monkeypatch):
+    """Though they may be on different streams: else the older state would end up in the newer version."""
+    begun, may_end, marks = threading.Event(), threading.Event(), []
+
+    def mark():
+        marks.append((gpu.current(), Event()))
+        return marks[-1][1]
+
+    def append(arrays, table, step, meta):
+        begun.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(gpu, "mark", mark)
+    publisher = BackgroundPublisher(append, lambda arrays: False, lambda: None, snapshot="device")
+    state, streams = {"w": bits(100)}, [KnowingStream() for _ in range(3)]
+    try:
+        for stream in streams:
+            with gpu.using(stream):
+                publisher.submit(state, TensorTable.of(state), None, {})
+            assert begun.wait(60)
+    finally:
+        may_end.set()
+        publisher.close()
+    (copied,) = (event for stream, event in marks if stream is streams[1])
+    assert streams[2].waited_for == [copied]
+
+
+@emulates
+def test_an_engine_generates_while_an_update_is_decoded(tmp_path, gpu):
+    """Its stream waits for nothing before the pause; in it, whatever streams it has used have come to their end."""
+
+    class Engine(ModuleEngine):
+        def pause(self, kv_cache):
+            waits.append(len(gpu.default.waited_for) - seen)
+            before = gpu.finished
+            super().pause(kv_cache)
+            assert gpu.finished == before + 1
+
+    trainer, served = (torch.nn.Linear(40, 50, dtype=torch.bfloat16) for _ in range(2))
+    waits = []
+    with (
+        deltawire.Publisher(tmp_path, snapshot="device") as publisher,
+        contextlib.closing(HotSwap(tmp_path, Engine(served), pin=False)) as swap,
+    ):
+        for _ in range(3):
+            publisher.publish(trainer.state_dict())
+            seen = len(gpu.default.waited_for)
+            swap.sync()
+            assert torch.equal(trainer.weight, served.weight)
+            with torch.no_grad():
+                trainer.weight[::3] += 1
+    assert waits[1:] == [0, 0]
+
+
+class HeldUp:
+    """The default stream does not go on before `let_go`, or a minute has passed: as if a step that takes long were queued."""
+
+    SOURCE = 'extern "C" __global__ void spin(volatile int *flag) { while (!*flag) __nanosleep(10000); }'
+
+    def __init__(self):
+        from deltawire.codec.gpu import compiler
+
+        major, minor = torch.cuda.get_device_capability()
+        cubin = compiler._compile(compiler._nvrtc(), self.SOURCE, [f"--gpu-architecture=sm_{major}{minor}"])
+        driver, module, spin = compiler._driver(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._end = torch.cuda.Event()
+        torch.cuda.synchronize()
+        compiler._check(driver.cuModuleLoadData(ctypes.byref(module), cubin))
+        compiler._check(driver.cuModuleGetFunction(ctypes.byref(spin), module, b"spin"))
+        address = ctypes.c_void_p(self._flag.data_ptr())
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(address))
+        stream = ctypes.c_void_p(torch.cuda.default_stream().cuda_stream)
+        compiler._check(driver.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, stream, arguments, None))
+        self._end.record(torch.cuda.default_stream())
+        self._timer = threading.Timer(60, self._flag.fill_, [1])
+        self._timer.start()
+
+    def is_held_up(self):
+        return not self._end.query()
+
+    def let_go(self):
+        self._timer.cancel()
+        self._flag.fill_(1)
+        self._end.synchronize()
+
+
+@pytest.mark.skipif(not REAL, reason="needs an NVIDIA GPU")
+def test_versions_and_anchors_are_published_while_training_s_stream_is_busy(tmp_path):
+    """Published from another stream, as threads that do not care for streams use the one that is busy here."""
+    anchors, stream = threading.Semaphore(0), torch.cuda.Stream()
+    state = {"w": bits(1 << 22).cuda()}
+    policy = deltawire.AnchorPolicy(min_versions=1, max_versions=1)
+    with deltawire.Publisher(
+        tmp_path,
+        background=True,
+        snapshot="device",
+        anchor_policy=policy,
+        on_event=lambda event: anchors.release() if event.name == "anchored" else None,
+    ) as publisher:
+        for version in range(6):
+            state["w"][::10] += 1
+            torch.cuda.synchronize()
+            held = HeldUp() if version == 5 else None  # before, memory is allocated and kernels are loaded: all streams wait for that
+            with torch.cuda.stream(stream):
+                publisher.publish(state)
+            publisher.flush(60)
+            if version:
+                assert anchors.acquire(timeout=60)
+            if held is not None:
+                was_held_up = held.is_held_up()
+                held.let_go()
+                assert was_held_up, "it was done only when training's stream had come to its end"
