@@ -56,13 +56,13 @@ def changed(module: Any) -> None:
 
 
 class NetRig(EngineRig):
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         trainer, self.module = Net(0).to(DEVICE), Net(99).to(DEVICE)
         self._states = []
         for _ in range(6):
             self._states.append({name: tensor.clone() for name, tensor in trainer.state_dict().items()})
             changed(trainer)
-        self.engine = ModuleEngine(self.module)
+        self.engine = ModuleEngine(self.module, **options)
 
     def state(self, number: int) -> Any:
         return self._states[number]
@@ -81,6 +81,12 @@ class TestModuleOnAGpu(EngineConformance):
         return NetRig()
 
 
+class TestModuleOnAGpuThatCanGoBack(EngineConformance):
+    @pytest.fixture
+    def rig(self) -> NetRig:
+        return NetRig(undo_bytes=1 << 20)
+
+
 def test_weights_on_a_gpu_are_changed_where_they_are():
     """In place, by the patch that was made there: the module's tensors are the state, and their memory stays the same."""
     store = MemoryStore()
@@ -92,6 +98,19 @@ def test_weights_on_a_gpu_are_changed_where_they_are():
             swap.sync()
             assert all(torch.equal(a, b) for a, b in zip(trainer.state_dict().values(), served.state_dict().values(), strict=True))
             changed(trainer)
-        replica = ModuleEngine(served).replica(lambda change, target: None)
-        assert type(replica) is LiveReplica
+        assert type(swap._replica) is LiveReplica
     assert addresses == [p.data_ptr() for p in served.parameters()]
+
+
+@pytest.mark.parametrize("undo_bytes", [None, 1 << 20])
+def test_memory_of_a_gpu_is_kept_for_the_way_back_only_if_one_says_so(undo_bytes):
+    store = MemoryStore()
+    trainer, served = Net(0).to(DEVICE), Net(1).to(DEVICE)
+    engine = ModuleEngine(served, undo_bytes=undo_bytes)
+    with Publisher(store, snapshot="device") as publisher, contextlib.closing(HotSwap(store, engine, pin=False)) as swap:
+        for _ in range(3):
+            publisher.publish(trainer.state_dict())
+            swap.sync()
+            with torch.no_grad():
+                trainer.scale.add_(1)
+        assert len(swap._replica._undo) == (0 if undo_bytes is None else 2)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from .. import tensors
 from ..handover import finish
 from ..module_tensors import NameMap, named_weights
 from ..subscribe.replica import Replica
@@ -34,6 +35,8 @@ class ModuleEngine(Engine):
 
     `names` maps the module's names to those of the chain, `bundle` is the one to take where a version has several. `at` is the version that
     the module was loaded from, which saves a whole download. `keep_others` allows, and keeps in memory, tensors that the module has not.
+    `undo_bytes` bounds the memory, on the module's device, for going back to earlier versions without the store; None means a quarter of
+    the weights, and of those on a GPU nothing.
     """
 
     def __init__(
@@ -66,8 +69,11 @@ class ModuleEngine(Engine):
         return named_weights(self._module, self._names, bundle=self._bundle)
 
     def replica(self, swap: Swap) -> Replica:
-        kind = LiveReplica if _are_plain(list(self.weights().values())) else DeviceReplica
-        return kind(self.weights, swap, **self._options)
+        weights = list(self.weights().values())
+        options = dict(self._options)
+        if options["undo_bytes"] is None and any(tensors._is_on_gpu(tensor) for tensor in weights):
+            options["undo_bytes"] = 0
+        return (LiveReplica if _are_plain(weights) else DeviceReplica)(self.weights, swap, **options)
 
     def pause(self, kv_cache: KvCache) -> None:
         of_each_device = {str(tensor.device): tensor for tensor in self.weights().values()}
@@ -101,10 +107,10 @@ class ModuleEngine(Engine):
         self._gate.leave()
 
 
-def _are_plain(tensors: list[torch.Tensor]) -> bool:
+def _are_plain(weights: list[torch.Tensor]) -> bool:
     """Whether the codec can work on them where they are: all on the CPU, or all on one NVIDIA GPU."""
     import torch
 
-    devices = {tensor.device for tensor in tensors}
+    devices = {tensor.device for tensor in weights}
     works = all(device.type == "cpu" or (device.type == "cuda" and not torch.version.hip) for device in devices)
-    return works and len(devices) <= 1 and all(type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for tensor in tensors)
+    return works and len(devices) <= 1 and all(type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for tensor in weights)
