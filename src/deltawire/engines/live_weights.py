@@ -105,8 +105,9 @@ class LiveReplica(MemoryReplica):
                 raise ResultMismatch(f"tensor {name!r} of the module was replaced while it was being changed.")
 
     def digest(self, tensors: Mapping[str, Any]) -> Digest:
-        """The digest of live tensors."""
-        return state_digest(tensors, threads=self._threads)
+        """The digest of live tensors; found beside what the engine's streams do, like updates."""
+        with Handover(tensors).taken():
+            return state_digest(tensors, threads=self._threads)
 
     def _replacement(self, live: Mapping[str, torch.Tensor], arrays: Tensors, target: Commit) -> PreparedSwap:
         covered = {name: live[name] for name in arrays if name in live}
