@@ -16,14 +16,16 @@ import json
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from workloads import BF16, FP8_E4M3, update_size
 
 import deltawire
+from deltawire.codec.base import Buffer
 from deltawire.codec.gpu.device import gpu_at
 from deltawire.codec.gpu.digest import start_digest
 from deltawire.codec.gpu.encode import encode_tensors
@@ -134,19 +136,14 @@ def nonzero(base: torch.Tensor, new: torch.Tensor, integer: torch.dtype) -> list
     return found
 
 
-def in_a_row(payloads: list[bytes | None], *, pinned: bool) -> list[memoryview | None]:
-    """The same bytes as a receiver has them, one after the other; `pinned`: where the GPU can fetch them itself."""
-    memory = torch.empty(sum(len(p) for p in payloads if p), dtype=torch.uint8, pin_memory=pinned).numpy()
-    views: list[memoryview | None] = []
+def in_a_row(pieces: Sequence[Buffer], *, pinned: bool) -> memoryview:
+    """The bytes of payloads as a receiver has them, one after the other; `pinned`: where the GPU can fetch them itself."""
+    memory = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, pin_memory=pinned).numpy()
     at = 0
-    for payload in payloads:
-        if payload:
-            memory[at : at + len(payload)] = bytearray(payload)
-            views.append(memoryview(memory[at : at + len(payload)]))
-            at += len(payload)
-        else:
-            views.append(None)
-    return views
+    for piece in pieces:
+        memory[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+    return memoryview(memory)
 
 
 def measure(name: str, elements: int, density: float, kind: str, sizes: list[int] | None = None, peers: bool = False) -> Row:
@@ -173,25 +170,25 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
         del found
     encoded, row.encode_memory = peak(lambda: encode_tensors(table(), GPU), nbytes)
     row.changed = int(encoded.changed.sum())
-    separate = [b"".join(e.payload) or None for e in encoded]
-    row.payload_bytes = sum(len(payload) for payload in separate if payload)
-    payloads, pinned = in_a_row(separate, pinned=False), in_a_row(separate, pinned=True)
-    del separate
+    row.payload_bytes = int(encoded.sizes.sum())
+    payloads, pinned = in_a_row(encoded.pieces, pinned=False), in_a_row(encoded.pieces, pinned=True)
+    ends = itertools.accumulate(encoded.sizes.tolist())
+    spans = [(end - size, end) if size else None for size, end in zip(encoded.sizes.tolist(), ends, strict=True)]
     after = encoded.after
     del encoded
     row.encode_ms = median_ms(lambda: encode_tensors(table(), GPU))
     row.encode_kernels_ms = kernels_ms(lambda: encode_tensors(table(), GPU), row.kernels)
     row.digest_ms = median_ms(lambda: start_digest(table(), GPU))
-    (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(table(), payloads, GPU), nbytes)
+    (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(table(), spans, payloads, GPU), nbytes)
     assert (outcomes.after == after).all(), "resolving does not lead to the new weights"
     row.patch_memory = patch.nbytes / nbytes
     patch.write(table().base, swap=True)
     assert torch.equal(base.view(integer), new.view(integer)), "the scatter is not exact"
     row.scatter_ms = median_ms(lambda: patch.write(table().base, swap=True), 6)  # an even number of swaps in all: the old weights are back
     assert not row.changed or not torch.equal(base.view(integer), new.view(integer))
-    row.resolve_ms = median_ms(lambda: resolve_tensors(table(), payloads, GPU), 5)
-    row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(table(), pinned, GPU), 5)
-    row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(table(), pinned, GPU), row.kernels)
+    row.resolve_ms = median_ms(lambda: resolve_tensors(table(), spans, payloads, GPU), 5)
+    row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(table(), spans, pinned, GPU), 5)
+    row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(table(), spans, pinned, GPU), row.kernels)
     if peers and kind == "bf16":
         row.masters_ms = masters_ms(table(), new)
     return row

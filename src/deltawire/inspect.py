@@ -56,7 +56,7 @@ def inspect_delta(delta: DeltaBytes) -> DeltaFacts:
         memoryview(delta).nbytes,
         file.before,
         file.after,
-        [_facts(name, payload) for name, payload in file.payloads.items()],
+        [_facts(name, file.data[slice(*span)]) for name, span in file.payloads.items()],
         {name: (dtype.name, shape) for name, (dtype, shape) in structure.added.items()},
         structure.removed,
         structure.aliases,

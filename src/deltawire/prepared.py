@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-from .codec.base import Buffer, Resolution
+from .codec.base import Resolution
 from .errors import CorruptDelta, StateNotWritable
 from .format import delta_file
-from .format.delta_file import Coverage, DeltaBytes
+from .format.delta_file import Coverage, DeltaBytes, Span
 from .format.digest import Digest
 from .resolve import ResolutionPlan, mark_writes, plan_resolution, resolve_plan
 from .state import codec_for, thread_count
@@ -32,7 +32,7 @@ class PreparedUpdate:
         self._resolution: Resolution | None = None
         self._is_ready = self.is_applied = False
         self._coverage = Coverage()
-        self._met: dict[object, tuple[str, Buffer | None]] = {}
+        self._met: dict[object, tuple[str, memoryview, Span | None]] = {}
         self.changed = 0
         """Elements that it changes."""
         self.nbytes = 0
@@ -78,10 +78,10 @@ class PreparedUpdate:
             memory = tensor.memory
             if memory is None:
                 continue
-            name, payload = self._met.setdefault(memory, (tensor.name, job.payload))
+            name, data, payload = self._met.setdefault(memory, (tensor.name, plan.file.data, job.payload))
             if name == tensor.name:
                 continue
-            if job.payload != payload:  # payloads of the same change are the same bytes; comparing views takes its time
+            if _bytes(data, payload) != _bytes(plan.file.data, job.payload):  # payloads of the same change are the same bytes
                 raise StateNotWritable(f"tensors {name!r} and {tensor.name!r} are the same memory, but do not change together.")
             job.write = False
 
@@ -95,3 +95,7 @@ class PreparedUpdate:
         self.is_applied = not self.is_applied
         if self._resolution is not None:
             self._resolution.exchange()
+
+
+def _bytes(data: memoryview, payload: Span | None) -> memoryview | None:
+    return None if payload is None else data[slice(*payload)]

@@ -24,7 +24,7 @@ from .errors import (
     TensorUnexpected,
 )
 from .format import delta_file
-from .format.delta_file import DeltaBytes, DeltaFile, Parts
+from .format.delta_file import DeltaBytes, DeltaFile, Parts, Span
 from .format.digest import PART_ALIGNMENT, Digest, TensorKeys
 from .patch import ResolvedPatch, TensorPatch, change_structure, check_writable
 from .state import Progress, batches, codec_for, digest_tensors, thread_count
@@ -112,10 +112,10 @@ def plan_resolution(state: State, file: DeltaFile) -> ResolutionPlan:
     plan = ResolutionPlan(file, tensors, keys)
     for tensor, seed in zip(tensors, seeds, strict=False):
         payload = None if tensor.name in removed else file.payload(tensor.name)
-        if payload is not None:
-            _check_type(tensor, payload)
+        if payload is not None and payload[0] < payload[1] and file.data[payload[0]] != tensor.dtype.code:
+            raise _wrong_type(tensor, file.data[payload[0]])
         plan.jobs.append(ResolveJob(tensor.bits, tensor.bits.size, payload, tensor.dtype, seed))
-    if added_bytes > _MOST_ADDED + _MOST_ADDED_TIMES * sum(map(len, file.payloads.values())):
+    if added_bytes > _MOST_ADDED + _MOST_ADDED_TIMES * len(file.data):
         raise DeltaTooLarge(f"the delta adds tensors of {added_bytes:,} bytes.")
     for (name, dtype, shape), seed in zip(added, seeds[len(tensors) :], strict=True):
         plan.jobs.append(ResolveJob(None, math.prod(shape), file.payloads[name], dtype, seed))
@@ -135,10 +135,9 @@ def _covered(state: State, parts: Parts | None) -> list[TensorBits]:
     return [tensor.cut(*parts[tensor.name]) for tensor in tensors]
 
 
-def _check_type(tensor: TensorBits, payload: memoryview) -> None:
-    if len(payload) and payload[0] != tensor.dtype.code:
-        theirs = DTYPES[payload[0]].name if payload[0] < len(DTYPES) else f"unknown ({payload[0]})"
-        raise DtypeMismatch(f"tensor {tensor.name!r} is {tensor.dtype.name}, its delta is for {theirs}.")
+def _wrong_type(tensor: TensorBits, code: int) -> DtypeMismatch:
+    theirs = DTYPES[code].name if code < len(DTYPES) else f"unknown ({code})"
+    return DtypeMismatch(f"tensor {tensor.name!r} is {tensor.dtype.name}, its delta is for {theirs}.")
 
 
 def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, codec: Codec, progress: Progress | None) -> NDArray[np.int64]:
@@ -152,7 +151,7 @@ def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, cod
     try:
         for batch in (batch for group in groups for batch in batches(group, lambda index: plan.jobs[index].nbytes, codec)):
             try:
-                outcomes = resolution.add([plan.jobs[index] for index in batch])
+                outcomes = resolution.add([plan.jobs[index] for index in batch], plan.file.data)
             except (DtypeMismatch, ShapeMismatch) as error:
                 if batch[0] < held:
                     raise
@@ -185,7 +184,7 @@ def _base_mismatch(found: Digest, file: DeltaFile) -> BaseMismatch:
 
 def mark_writes(plan: ResolutionPlan) -> None:
     """Decide which jobs write: those of tensors that change, each memory once. Raises `StateNotWritable` before anything is done."""
-    written: dict[object, memoryview] = {}
+    written: dict[object, Span] = {}
     memories = [tensor.memory for tensor in plan.tensors]
     for index, (tensor, job, memory) in enumerate(zip(plan.tensors, plan.jobs, memories, strict=False)):
         if job.payload is None or memory is None:
@@ -200,7 +199,7 @@ def mark_writes(plan: ResolutionPlan) -> None:
     others = [
         tensor
         for tensor, memory in zip(plan.tensors, memories, strict=True)
-        if memory not in written or written[memory] is not plan.file.payload(tensor.name)
+        if memory not in written or written[memory] != plan.file.payload(tensor.name)
     ]
     _check_overlap(targets, others)
 

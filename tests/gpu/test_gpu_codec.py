@@ -223,14 +223,14 @@ def test_bad_payloads_are_refused_as_the_reference_refuses_them(name):
                 bad = bad[: -int(rng.integers(1, 9))]
             want: object
             try:
-                want = resolve_job(ResolveJob(base, base.size, bytes(bad), dtype, 1))[1].tobytes()
+                want = resolve_job(ResolveJob(base, base.size, (0, len(bad)), dtype, 1), bad)[1].tobytes()
             except DeltawireError as error:
                 want = type(error)
             target = cuda(base, dtype)
             got: object
             resolution = GpuCodec(DEVICE).resolution(1, 0)
             try:
-                resolution.add([ResolveJob(tensor_bits("w", target).bits, base.size, bytes(bad), dtype, 1, write=True)])
+                resolution.add([ResolveJob(tensor_bits("w", target).bits, base.size, (0, len(bad)), dtype, 1, write=True)], bad)
                 assert np.array_equal(host(target), base)
                 resolution.settle()
                 got = host(target).tobytes()
@@ -264,12 +264,12 @@ def test_another_base_is_refused_and_left_alone():
 def test_an_exchange_is_taken_back_by_another():
     base = torch.randn(1_000_000 if REAL else 100_000, device=DEVICE, dtype=torch.bfloat16)
     new = (base.float() * (1 + 1e-3 * torch.randn_like(base, dtype=torch.float32))).to(torch.bfloat16)
-    payload = (
+    payload = b"".join(
         GpuCodec(DEVICE).encode([EncodeJob(tensor_bits("w", base).bits, tensor_bits("w", new).bits, dtype_named("BF16"), 1)], 1).pieces
     )
     resolution = GpuCodec(DEVICE).deferred_resolution(1)
     kept = base.clone()
-    resolution.add([ResolveJob(tensor_bits("w", base).bits, base.numel(), b"".join(payload), dtype_named("BF16"), 1, write=True)])
+    resolution.add([ResolveJob(tensor_bits("w", base).bits, base.numel(), (0, len(payload)), dtype_named("BF16"), 1, write=True)], payload)
     for state in (new, kept, new):
         resolution.exchange()
         assert torch.equal(base.view(torch.int16), state.view(torch.int16))

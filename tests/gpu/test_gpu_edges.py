@@ -80,7 +80,7 @@ def test_lists_of_slabs_that_do_not_fit_into_the_patch_are_not_put_there(monkeyp
     monkeypatch.setattr(resolve._Work, "_locate_slabs", checked)
     target = on_gpu(base)
     resolution = GpuCodec(DEVICE).resolution(1, 0)
-    resolution.add([ResolveJob(target, base.size, unchanged_first, BF16, 1, write=True)])
+    resolution.add([ResolveJob(target, base.size, (0, len(unchanged_first)), BF16, 1, write=True)], unchanged_first)
     resolution.settle()
     assert np.array_equal(target.tensor.numpy().view(np.uint16), new)
 
@@ -108,7 +108,9 @@ def test_what_a_resolution_hands_out_is_kept_for_the_stream_that_uses_it(gpu):
     base, came = bits(1000), bits(700, seed=2)
     payloads = [b"".join(encode_job(EncodeJob(old, new, BF16, 1)).payload) for old, new in ((base, step(base, 10)), (None, came))]
     resolution = GpuCodec(DEVICE).resolution(1, 0)
-    resolution.add([ResolveJob(on_gpu(base), base.size, payloads[0], BF16, 1), ResolveJob(None, came.size, payloads[1], BF16, 1)])
+    spans = (0, len(payloads[0])), (len(payloads[0]), len(b"".join(payloads)))
+    jobs = [ResolveJob(on_gpu(base), base.size, spans[0], BF16, 1), ResolveJob(None, came.size, spans[1], BF16, 1)]
+    resolution.add(jobs, b"".join(payloads))
     arrays = {array.data_ptr() for array in resolution.groups[0].patch._arrays}
     gpu.kept.clear()
     resolution.changes([0])

@@ -85,7 +85,8 @@ def encode(base, new, dtype):
 
 def resolve(base, data, dtype, size=None):
     resolution = CODEC.resolution(1, 0)
-    outcomes = resolution.add([ResolveJob(base, base.size if size is None else size, data, dtype, SEED)])
+    span = None if data is None else (0, len(data))
+    outcomes = resolution.add([ResolveJob(base, base.size if size is None else size, span, dtype, SEED)], b"" if data is None else data)
     return Resolved(*resolution.changes([0])[0], tuple(outcomes.before[0].tolist()), tuple(outcomes.after[0].tolist()))
 
 

@@ -82,12 +82,13 @@ class Encodings:
 class ResolveJob:
     """One tensor to resolve. `payload` None means that the tensor does not change and is only digested; `base` None that it appears.
 
+    A payload is a part of the data that comes with the jobs: where it begins and ends there.
     With `write`, changes go into the base at once, to be kept by `Resolution.settle` or taken back by `Resolution.revert`.
     """
 
     base: Bits | None
     count: int
-    payload: Buffer | None
+    payload: tuple[int, int] | None
     dtype: DType
     seed: int
     write: bool = False
@@ -113,8 +114,10 @@ def sums(lanes: Sequence[Lanes]) -> Sums:
 class Resolution(Protocol):
     """Payloads decoded against their bases. Tensors are counted over all calls of `add`."""
 
-    def add(self, jobs: Sequence[ResolveJob]) -> Outcomes:
+    def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
         """Decode and digest. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`; then only `revert` is of use.
+
+        `data`, which payloads are parts of, must stay as it is until the resolution has done its work.
 
         Bases that are written to must share no memory with any other job of this call or a later one.
         """

@@ -15,6 +15,8 @@ from .base import Bits, Buffer, EncodeJob, Encodings, Outcomes, ResolveJob, Sums
 _CODES = [bytes([dtype.code]) for dtype in DTYPES]
 """What payloads begin with."""
 
+_TYPES = [(dtype.code, dtype.itemsize, dtype.exponent_shift, dtype.exponent_bits) for dtype in DTYPES]
+
 
 def instruction_sets() -> list[str]:
     """What this machine runs, best first; the last is always `scalar`."""
@@ -31,7 +33,7 @@ class NativeCodec:
         self.name = isa or sets[0]
 
     def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
-        native = [(job.base, job.new, _type(job.dtype), job.seed) for job in jobs]
+        native = [(job.base, job.new, _TYPES[job.dtype.code], job.seed) for job in jobs]
         found = _native.encode(native, threads, self.name)
         pieces: list[Buffer] = []
         sizes = [0] * len(jobs)
@@ -62,10 +64,11 @@ class NativeResolution:
         self._native = _native.Resolution(threads, budget, defer, isa)
         self._jobs: list[tuple[ResolveJob, int]] = []
 
-    def add(self, jobs: Sequence[ResolveJob]) -> Outcomes:
-        payloads = [None if job.payload is None else _bytes(job.payload) for job in jobs]
+    def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
+        whole = _bytes(data)
+        payloads = [None if job.payload is None else whole[slice(*job.payload)] for job in jobs]
         native = [
-            (job.base, job.count, payload, _type(job.dtype), job.seed, job.write) for job, payload in zip(jobs, payloads, strict=True)
+            (job.base, job.count, payload, _TYPES[job.dtype.code], job.seed, job.write) for job, payload in zip(jobs, payloads, strict=True)
         ]
         try:
             found = self._native.add(native)
@@ -113,15 +116,11 @@ class NativeResolution:
 def inspect_payload(payload: Buffer, dtype: DType) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:
     """What a payload says without its base: (mode, elements, changed, bytes) per chunk, changes by value mode and by length of step."""
     try:
-        return _native.inspect(_bytes(payload), _type(dtype))
+        return _native.inspect(_bytes(payload), _TYPES[dtype.code])
     except _native.Corrupt as error:
         raise CorruptDelta(str(error)) from None
     except _native.WrongType:
         raise CorruptDelta("a payload has an unknown element type.") from None
-
-
-def _type(dtype: DType) -> tuple[int, int, int, int]:
-    return dtype.code, dtype.itemsize, dtype.exponent_shift, dtype.exponent_bits
 
 
 def _bytes(payload: Buffer) -> NDArray[np.uint8]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..dtypes import DType
 from ..errors import CorruptDelta, DtypeMismatch, ShapeMismatch
-from .base import Bits, Encoded, EncodeJob, Encodings, Lanes, Outcomes, ResolveJob, Sums, sums
+from .base import Bits, Buffer, Encoded, EncodeJob, Encodings, Lanes, Outcomes, ResolveJob, Sums, sums
 
 U64: TypeAlias = NDArray[np.uint64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -569,8 +569,8 @@ class ReferenceResolution:
     def __init__(self) -> None:
         self.tensors: list[tuple[Bits | None, Bits, Bits]] = []  # where to write, old and new elements, flat
 
-    def add(self, jobs: Sequence[ResolveJob]) -> Outcomes:
-        resolved = [resolve_job(job) for job in jobs]
+    def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
+        resolved = [resolve_job(job, data) for job in jobs]
         self.tensors += [(job.base if job.write else None, base, new) for job, (base, new) in zip(jobs, resolved, strict=True)]
         before = sums([word_sums(base, job.seed) for job, (base, _) in zip(jobs, resolved, strict=True)])
         after = sums([word_sums(new, job.seed) for job, (_, new) in zip(jobs, resolved, strict=True)])
@@ -613,11 +613,11 @@ def encode_job(job: EncodeJob) -> Encoded:
     return Encoded(payload, changed, word_sums(base, job.seed), word_sums(new, job.seed))
 
 
-def resolve_job(job: ResolveJob) -> tuple[Bits, Bits]:
+def resolve_job(job: ResolveJob, data: Buffer) -> tuple[Bits, Bits]:
     """The old and the new elements of a tensor, flat."""
     chunks = []
     if job.payload is not None:
-        payload = bytes(job.payload)
+        payload = bytes(data[slice(*job.payload)])
         chunks = read_chunks(payload, job.dtype)
         covered = sum(elements for elements, _, _ in chunks)
         if covered != job.count:  # before anything of that size is made

@@ -24,6 +24,9 @@ _MAX_ELEMENTS = 2**62
 _PAYLOAD = dtype_named("U8")
 
 
+Span: TypeAlias = tuple[int, int]
+"""Bytes of the data section: the first, and the first after them."""
+
 Parts: TypeAlias = Mapping[str, tuple[int, int]]
 """By tensor, the elements that a delta covers: from the first number up to, and without, the second (docs/format.md §6)."""
 
@@ -39,16 +42,17 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class DeltaFile:
-    """A parsed delta. Payloads are views into the file's bytes, checked against its BLAKE3 but not decoded."""
+    """A parsed delta. `data` is a view of the file's bytes, checked against its BLAKE3; payloads, not decoded, are parts of it."""
 
     before: Digest
     after: Digest
-    payloads: Mapping[str, memoryview]
+    data: memoryview
+    payloads: Mapping[str, Span]
     structure: Structure
     parts: Parts | None = None
     """All that the file is about, if these are not whole tensors."""
 
-    def payload(self, name: str) -> memoryview | None:
+    def payload(self, name: str) -> Span | None:
         """The payload that changes this tensor, its own or that of the tensor it is tied to; None if it does not change."""
         return self.payloads.get(self.structure.aliases.get(name, name))
 
@@ -110,7 +114,7 @@ def parse(delta: DeltaBytes) -> DeltaFile:
     except ValueError:
         _refuse("its metadata has a malformed digest.")
     data = view[header.data_start :]
-    payloads = _payloads(header, data)
+    payloads = _payloads(header)
     structure = _structure(metadata.get("changes"))
     for name in structure.added:
         if name not in payloads:
@@ -127,16 +131,16 @@ def parse(delta: DeltaBytes) -> DeltaFile:
         _refuse("it covers parts of tensors, and more than these.")
     if blake3(data).hexdigest() != metadata["blake3"]:
         _refuse("its data does not match its BLAKE3.")
-    return DeltaFile(before, after, payloads, structure, parts)
+    return DeltaFile(before, after, data, payloads, structure, parts)
 
 
-def _payloads(header: Header, data: memoryview) -> dict[str, memoryview]:
+def _payloads(header: Header) -> dict[str, Span]:
     if list(header.entries) != sorted(header.entries) or "" in header.entries:
         _refuse("its entries are out of order, or nameless.")
     for name, entry in header.entries.items():
-        if entry.dtype != _PAYLOAD or len(entry.shape) != 1:
+        if entry.dtype.code != _PAYLOAD.code or len(entry.shape) != 1:
             _refuse(f"the entry of {name!r} is not a payload.")
-    return {name: data[entry.begin : entry.end] for name, entry in header.entries.items()}
+    return {name: (entry.begin, entry.end) for name, entry in header.entries.items()}
 
 
 def _structure(text: str | None) -> Structure:

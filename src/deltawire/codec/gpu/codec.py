@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...dtypes import DTYPES
 from .. import default_codec
-from ..base import Bits, EncodeJob, Encodings, Outcomes, Resolution, ResolveJob, Sums
+from ..base import Bits, Buffer, EncodeJob, Encodings, Outcomes, Resolution, ResolveJob, Sums
 from .device import Gpu, gpu_at
 from .device_bits import MasterBits, is_device
 from .digest import digest_tensors
@@ -139,37 +139,37 @@ class GpuResolution:
     """Of each tensor: its group (−1: the host's) and its number there."""
     host_tensors: int = 0
 
-    def add(self, jobs: Sequence[ResolveJob]) -> Outcomes:
+    def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
         found = Outcomes(np.zeros(len(jobs), np.int64), np.zeros((len(jobs), 4), np.uint32), np.zeros((len(jobs), 4), np.uint32))
         groups = _groups(((job.base, job.dtype.itemsize) for job in jobs), self.device)
         places: dict[int, tuple[int, int]] = {}
         for (device, _), group in groups.items():
             mine = jobs if len(group) == len(jobs) else [jobs[i] for i in group]
             if device is None:
-                outcomes = self._add_on_host(mine)
+                outcomes = self._add_on_host(mine, data)
                 places.update({i: (-1, self.host_tensors + n) for n, i in enumerate(group)})
                 self.host_tensors += len(group)
             else:
-                outcomes = self._add_on_device(mine, device)
+                outcomes = self._add_on_device(mine, data, device)
                 places.update({i: (len(self.groups) - 1, n) for n, i in enumerate(group)})
             found.changed[group], found.before[group], found.after[group] = outcomes.changed, outcomes.before, outcomes.after
         self.places += [places[i] for i in range(len(jobs))]
         return found
 
-    def _add_on_host(self, jobs: Sequence[ResolveJob]) -> Outcomes:
+    def _add_on_host(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
         if self.host is None:
             default_codec()  # raises, and says why
         assert self.host is not None
-        return self.host.add(jobs)
+        return self.host.add(jobs, data)
 
-    def _add_on_device(self, jobs: Sequence[ResolveJob], device: torch.device) -> Outcomes:
+    def _add_on_device(self, jobs: Sequence[ResolveJob], data: Buffer, device: torch.device) -> Outcomes:
         with _side_stream(device):
             bases = [None if job.base is None else in_place(job.base, device) for job in jobs]
             copies = {n: _elements(jobs[n], device) for n, base in enumerate(bases) if base is None}
             addresses = [copies[n].data_ptr() if base is None else base for n, base in enumerate(bases)]
             facts = [job.count for job in jobs], [job.seed for job in jobs], [job.dtype.code for job in jobs]
             table = Table.of(addresses, *facts)
-            patch, outcomes = resolve_tensors(table, [job.payload for job in jobs], gpu_at(device))
+            patch, outcomes = resolve_tensors(table, [job.payload for job in jobs], data, gpu_at(device))
         self.groups.append(_Group(patch, jobs, table.base, copies))
         return outcomes
 

@@ -29,20 +29,28 @@ _FIRST_PART = 0.25
 """Share of the payloads that is brought there first."""
 
 Numbers = NDArray[np.int64]
+Spans = Sequence[tuple[int, int] | None]
+"""Of each tensor's payload, if it has one: where it begins and ends."""
+
+_NO_PAYLOAD = (-1, -1)
 _Run = tuple[int, int, int]
 """A piece of the host's memory: address, size, and its place in the image."""
 
 
 class Payloads:
-    """Payloads of tensors, None for those that have none. Where they are not in pinned memory, they are brought there, by threads."""
+    """Payloads of tensors, parts of `data`. Where that is not pinned memory, they are brought there, by threads."""
 
-    def __init__(self, payloads: Sequence[Buffer | None], gpu: Gpu) -> None:
-        self.numbers: Numbers = np.array([i for i, payload in enumerate(payloads) if payload is not None], np.int64)
+    def __init__(self, spans: Spans, data: Buffer, gpu: Gpu) -> None:
+        bounds = np.array([span or _NO_PAYLOAD for span in spans], np.int64).reshape(-1, 2)
+        self.numbers: Numbers = np.flatnonzero(bounds[:, 0] >= 0)
         """Of the tensors that have one."""
-        self._payloads = [payload for payload in payloads if payload is not None]
+        begins, ends = bounds[self.numbers].T
+        self._data = np.frombuffer(data, np.uint8)  # it keeps them where they are
         self._gpu = gpu
-        self.addresses, self.lengths = _places_in_memory(self._payloads)
-        """Where the device can read them, and in bytes."""
+        self.lengths: Numbers = ends - begins
+        """In bytes."""
+        self.addresses: Numbers = self._data.ctypes.data + begins
+        """Where the device can read them."""
         if (self.lengths == 0).any():
             raise CorruptDelta("a payload is empty.")
         ends = np.cumsum(self.lengths)
@@ -60,7 +68,7 @@ class Payloads:
             self._staged = gpu.pinned(self.size)
             begin = self._staged.data_ptr()
             first = self._end_of_first_part()
-            held = (self._payloads, self._staged)
+            held = (self._data, self._staged)
             self._moves = [_moved(_cut(self._runs, *part), begin, held) for part in ((0, first), (first, self.size))]
             self._runs = [(begin, self.size, 0)]
             self.addresses = begin + self.places
@@ -140,35 +148,6 @@ def _moved(runs: Sequence[_Run], to: int, held: object) -> list[Future[None]]:
 def _move(runs: Sequence[_Run], to: int, held: object) -> None:
     for address, size, place in runs:
         ctypes.memmove(to + place, address, size)
-
-
-class _PyBuffer(ctypes.Structure):
-    """`Py_buffer` of the C API."""
-
-    _fields_ = [
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("format", "shape", "strides", "suboffsets", "internal")),
-    ]
-
-
-def _places_in_memory(buffers: Sequence[Buffer]) -> tuple[Numbers, Numbers]:
-    """Addresses and lengths in bytes. By the C API: an array of each would take three times as long, for thousands of them."""
-    get, release = ctypes.pythonapi.PyObject_GetBuffer, ctypes.pythonapi.PyBuffer_Release
-    view = _PyBuffer()
-    here = ctypes.byref(view)
-    addresses, lengths = [], []
-    for buffer in buffers:
-        if get(ctypes.py_object(buffer), here, 0):
-            raise BufferError("a payload is not one piece of memory")
-        addresses.append(view.buf or 0)
-        lengths.append(view.len)
-        release(here)
-    return np.array(addresses, np.int64), np.array(lengths, np.int64)
 
 
 @functools.cache

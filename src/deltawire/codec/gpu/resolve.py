@@ -19,7 +19,7 @@ from ..base import Buffer, Outcomes, Sums
 from .device import Gpu, KernelSet, Purpose
 from .digest import digest_spans
 from .patch import DevicePatch, Patch
-from .payloads import Numbers, Payloads
+from .payloads import Numbers, Payloads, Spans
 from .slabs import Chunks, Slab
 from .spans import MASKS, SHIFTS, SPAN, SUMS, TILE, Table
 
@@ -86,12 +86,12 @@ class _Targets(ctypes.Structure):
     _fields_ = [("ranks", ctypes.c_void_p), ("operands", ctypes.c_void_p), ("first", ctypes.c_uint32)]
 
 
-def resolve_tensors(table: Table, payloads: Sequence[Buffer | None], gpu: Gpu) -> tuple[DevicePatch, Outcomes]:
+def resolve_tensors(table: Table, payloads: Spans, data: Buffer, gpu: Gpu) -> tuple[DevicePatch, Outcomes]:
     """Decode and digest tensors of one width, on the current stream. Nothing is written to them.
 
-    A tensor without a payload is only digested. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`.
+    Payloads are parts of `data`. A tensor without one is only digested. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`.
     """
-    work = _Work(table, Payloads(payloads, gpu), gpu)
+    work = _Work(table, Payloads(payloads, data, gpu), gpu)
     main, side = gpu.current(), gpu.stream("decode")
     side.wait_stream(main)
     try:
