@@ -114,3 +114,24 @@ def test_memory_of_a_gpu_is_kept_for_the_way_back_only_if_one_says_so(undo_bytes
             with torch.no_grad():
                 trainer.scale.add_(1)
         assert len(swap._replica._undo) == (0 if undo_bytes is None else 2)
+
+
+def test_tensors_that_the_module_has_not_are_kept_on_the_host_beside_it():
+    """Files of a delta may be about tensors of one kind only, or of both."""
+    store = MemoryStore()
+    trainer, served = Net(0).to(DEVICE), Net(1).to(DEVICE)
+    engine = ModuleEngine(served, keep_others=True)
+    others = {"a": torch.arange(50.0, device=DEVICE), "head2": torch.arange(30.0, device=DEVICE), "z": torch.arange(9.0, device=DEVICE)}
+    with (
+        Publisher(store, snapshot="device", segment_bytes=200) as publisher,
+        contextlib.closing(HotSwap(store, engine, pin=False)) as swap,
+    ):
+        for _ in range(3):
+            publisher.publish({**trainer.state_dict(), **others})
+            swap.sync()
+            assert all(torch.equal(a, b) for a, b in zip(trainer.state_dict().values(), served.state_dict().values(), strict=True))
+            kept = swap._replica.live()
+            assert all(kept[name].tolist() == others[name].tolist() for name in others)
+            changed(trainer)
+            for other in others.values():
+                other.add_(1)

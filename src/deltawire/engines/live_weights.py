@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from ..format.records import Commit
 from ..handover import Handover
 from ..module_tensors import tied_names
 from ..prepared import PreparedUpdate
-from ..state import state_digest
+from ..state import codec_for, state_digest
 from ..subscribe.journey import Journey
 from ..subscribe.memory_replica import MemoryReplica
 from ..tensors import tensor_bits, to_torch
@@ -53,7 +54,7 @@ class LiveReplica(MemoryReplica):
         undo_bytes: int | None = None,
         new_update: NewUpdate | None = None,
     ) -> None:
-        super().__init__(threads=threads, undo_bytes=undo_bytes, new_update=new_update or (lambda: LiveUpdate(threads=threads)))
+        super().__init__(threads=threads, undo_bytes=undo_bytes, new_update=new_update or (lambda: LiveUpdate(tensors(), threads)))
         self._tensors = tensors
         self._swap = swap
         self._at = at
@@ -167,7 +168,15 @@ class LiveReplica(MemoryReplica):
 
 
 class LiveUpdate(PreparedUpdate):
-    """An update that is decoded beside what the engine's streams do: on a GPU they would else wait for it, in the middle of generating."""
+    """An update that is decoded beside what the engine's streams do: on a GPU they would else wait for it, in the middle of generating.
+
+    Parts of it may be about tensors only that the module has not, which are on the host: it is the module's that say which codec works.
+    """
+
+    def __init__(self, live: Mapping[str, torch.Tensor], threads: int | None) -> None:
+        super().__init__(threads=threads)
+        first = [tensor_bits(name, tensor) for name, tensor in itertools.islice(live.items(), 1)]  # all are on one device
+        self._resolution = codec_for(first).deferred_resolution(self._threads)
 
     def add(self, state: Any, delta: DeltaBytes) -> tuple[Digest, Digest]:
         with Handover(state).taken():

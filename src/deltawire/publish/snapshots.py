@@ -47,17 +47,19 @@ def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True)
 
     Without `wait`, what a GPU copies is there when the current stream gets to it: to be read by way of a `Handover`.
     """
-    copied_by_gpu: Arrays = {}
     for name, tensor in source.items():
-        goal = tensor_bits(name, target[name])
-        to, bits = goal.bits, Rounding().follow(goal, tensor_bits(name, tensor)).bits
-        if is_on_gpu(bits) or is_on_gpu(to):
-            _as_tensor(to).copy_(_as_tensor(bits), non_blocking=not wait)
-            copied_by_gpu[name] = tensor if is_on_gpu(bits) else target[name]
-        else:
-            np.copyto(to, bits)
+        _copy(name, tensor, target[name], wait)
     if wait:
-        Handover(copied_by_gpu).wait()
+        Handover(source, {name: target[name] for name in source}).wait()
+
+
+def _copy(name: str, source: Any, target: Any, wait: bool) -> None:
+    goal = tensor_bits(name, target)
+    to, bits = goal.bits, Rounding().follow(goal, tensor_bits(name, source)).bits
+    if is_on_gpu(bits) or is_on_gpu(to):
+        _as_tensor(to).copy_(_as_tensor(bits), non_blocking=not wait)
+    else:
+        np.copyto(to, bits)
 
 
 def copy_of(array: Any) -> Any:
