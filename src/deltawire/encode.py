@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -76,15 +77,18 @@ def write_delta(base: State, new: State, path: Path, *, threads: int | None = No
     return summary
 
 
-class _Pair(NamedTuple):
-    """One tensor on its way into a delta; `old` None where it appears."""
+@dataclass(slots=True)
+class _Pairs:
+    """The tensors of the new state, in order of names, each with the one that it follows: None where it appears.
 
-    new: TensorBits
-    old: TensorBits | None
+    Lists beside each other: what there are ten thousand of, Python's collection of garbage has to look at.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return self.new.bits.nbytes
+    new: list[TensorBits] = field(default_factory=list)
+    old: list[TensorBits | None] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[TensorBits, TensorBits | None]]:
+        return zip(self.new, self.old, strict=True)
 
 
 def _encode(
@@ -92,7 +96,7 @@ def _encode(
 ) -> tuple[bytes, DeltaSummary]:
     """Hand the data section to `write`, piece by piece, and return the header that belongs before it."""
     pairs, gone = _paired(base, new, Rounding() if masters else None)
-    codec = codec_for([*gone, *(side for pair in pairs for side in pair if side is not None)])
+    codec = codec_for(itertools.chain(gone, pairs.new, filter(None, pairs.old)))
     parts = _parts(pairs, gone)
     before = digest_tensors(gone, threads, codec)
     after = Digest()
@@ -100,45 +104,44 @@ def _encode(
 
     hasher = blake3()
     sizes: list[tuple[str, int]] = []
-    changed = elements = weight_bytes = 0
-    for batch in batches(pairs, lambda pair: pair.nbytes, codec):
-        own = [pair for pair in batch if pair.new.name not in aliases]
-        keys = keys_of([pair.new for pair in own])
-        sides = zip(own, keys.seeds.tolist(), strict=True)
-        found = codec.encode([EncodeJob(old.bits if old else None, now.bits, now.dtype, seed) for (now, old), seed in sides], threads)
-        stays = np.array([pair.old is not None for pair in own], np.bool_)
+    changed = 0
+    for batch in batches(range(len(pairs.new)), lambda number: pairs.new[number].bits.nbytes, codec):
+        own = [number for number in batch if pairs.new[number].name not in aliases] if aliases else batch
+        news, olds = [pairs.new[number] for number in own], [pairs.old[number] for number in own]
+        keys = keys_of(news)
+        sides = zip(olds, news, keys.seeds.tolist(), strict=True)
+        found = codec.encode([EncodeJob(old.bits if old else None, now.bits, now.dtype, seed) for old, now, seed in sides], threads)
+        stays = np.array([old is not None for old in olds], np.bool_)
         before += keys.digest(found.before[stays], stays)
         after += keys.digest(found.after)
         changed += int(found.changed.sum())
-        sizes += [(pair.new.name, size) for pair, size in zip(own, found.sizes.tolist(), strict=True) if size]
+        sizes += [(tensor.name, size) for tensor, size in zip(news, found.sizes.tolist(), strict=True) if size]
         for piece in found.pieces:
             hasher.update(piece)
             write(piece)
-        tied = [pair for pair in batch if pair.new.name in aliases]
-        before += digest_tensors([pair.old for pair in tied if pair.old], threads, codec)
-        after += digest_tensors([pair.new for pair in tied], threads, codec)
-        elements += sum(pair.new.bits.size for pair in batch)
-        nbytes = sum(pair.nbytes for pair in batch)
-        weight_bytes += nbytes
+        tied = [number for number in batch if pairs.new[number].name in aliases] if aliases else []
+        before += digest_tensors([old for old in (pairs.old[number] for number in tied) if old], threads, codec)
+        after += digest_tensors([pairs.new[number] for number in tied], threads, codec)
         if progress:
-            progress(nbytes)
+            progress(sum(pairs.new[number].bits.nbytes for number in batch))
 
     changing = {name for name, _ in sizes}
     structure = Structure(
-        {pair.new.name: (pair.new.dtype, pair.new.shape) for pair in pairs if pair.old is None},
+        {now.name: (now.dtype, now.shape) for now, old in pairs if old is None},
         tuple(tensor.name for tensor in gone),
         {name: target for name, target in aliases.items() if target in changing},
     )
     header = delta_file.build_header(before, after, hasher.hexdigest(), sizes, structure, parts)
     size = len(header) + sum(size for _, size in sizes)
+    weight_bytes, elements = (sum(getattr(tensor.bits, each) for tensor in pairs.new) for each in ("nbytes", "size"))
     return header, DeltaSummary(size, weight_bytes, elements, changed, len(sizes), before, after)
 
 
-def _paired(base: State, new: State, rounding: Rounding | None) -> tuple[list[_Pair], list[TensorBits]]:
-    """The tensors of the new state, each with the one that it follows, and those of the base that vanish; in order of names."""
+def _paired(base: State, new: State, rounding: Rounding | None) -> tuple[_Pairs, list[TensorBits]]:
+    """What is to be encoded, and the tensors of the base that vanish."""
     for state in (base, new):
         check_names(state)
-    pairs: list[_Pair] = []
+    pairs = _Pairs()
     gone: list[TensorBits] = []
     for name in sorted({*base, *new}):
         old = named_bits(name, base[name]) if name in base else None
@@ -149,29 +152,31 @@ def _paired(base: State, new: State, rounding: Rounding | None) -> tuple[list[_P
             gone.append(old)
             old = None
         if now is not None:
-            pairs.append(_Pair(now, old))
+            pairs.new.append(now)
+            pairs.old.append(old)
     return pairs, gone
 
 
-def _parts(pairs: Sequence[_Pair], gone: Sequence[TensorBits]) -> Parts | None:
+def _parts(pairs: _Pairs, gone: Sequence[TensorBits]) -> Parts | None:
     """What a delta between states of parts covers; None between states of whole tensors."""
-    tensors = [*(pair.new for pair in pairs), *gone]
+    tensors = [*pairs.new, *gone]
     if all(tensor.whole is None for tensor in tensors):
         return None
     for tensor in tensors:
-        if tensor.whole is None or gone or any(pair.old is None for pair in pairs):
+        if tensor.whole is None or gone or None in pairs.old:
             raise UnsupportedTensor(f"tensor {tensor.name!r}: parts are encoded against the same parts only, not beside whole tensors.")
     return {tensor.name: (tensor.start, tensor.start + tensor.bits.size) for tensor in tensors if tensor.bits.size}
 
 
-def _aliases(pairs: Sequence[_Pair]) -> dict[str, str]:
+def _aliases(pairs: _Pairs) -> dict[str, str]:
     """Tensors that are one memory with an earlier one, in the base as well as in the new state."""
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
-    for pair in pairs:
-        if pair.old is None or not pair.new.bits.size:
+    tensors_at = Counter(tensor.address for tensor in pairs.new)
+    for now, old in pairs:
+        if old is None or tensors_at[now.address] == 1 or not now.bits.size:
             continue
-        target = first.setdefault((pair.old.memory, pair.new.memory), pair.new.name)
-        if target != pair.new.name:
-            aliases[pair.new.name] = target
+        target = first.setdefault((old.memory, now.memory), now.name)
+        if target != now.name:
+            aliases[now.name] = target
     return aliases

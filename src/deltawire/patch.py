@@ -85,6 +85,8 @@ def check_writable(tensor: TensorBits) -> None:
     """Raise `StateNotWritable` unless each element of the tensor can be set on its own."""
     if tensor.on_host and not tensor.bits.flags.writeable:
         raise StateNotWritable(f"tensor {tensor.name!r} is read-only.")
+    if tensor.is_contiguous:
+        return
     reach = tensor.bits.itemsize
     for stride, size in sorted((abs(stride), size) for size, stride in zip(tensor.shape, tensor.bits.strides, strict=True) if size > 1):
         if stride < reach:

@@ -28,7 +28,7 @@ from .format.delta_file import DeltaBytes, DeltaFile, Parts, Span
 from .format.digest import PART_ALIGNMENT, Digest, TensorKeys
 from .patch import ResolvedPatch, TensorPatch, change_structure, check_writable
 from .state import Progress, batches, codec_for, digest_tensors, thread_count
-from .tensors import State, Tensor, TensorBits, byte_bounds, check_names, keys_of, named_bits, typed
+from .tensors import State, Tensor, TensorBits, check_names, keys_of, named_bits, typed
 
 _KEPT_CHANGES = 32 << 20
 """Decoded changes that `apply_delta` keeps, in bytes, beyond the size of the delta itself."""
@@ -185,29 +185,36 @@ def _base_mismatch(found: Digest, file: DeltaFile) -> BaseMismatch:
 def mark_writes(plan: ResolutionPlan) -> None:
     """Decide which jobs write: those of tensors that change, each memory once. Raises `StateNotWritable` before anything is done."""
     written: dict[object, Span] = {}
-    memories = [tensor.memory for tensor in plan.tensors]
-    for index, (tensor, job, memory) in enumerate(zip(plan.tensors, plan.jobs, memories, strict=False)):
-        if job.payload is None or memory is None:
+    held = list(zip(plan.tensors, plan.jobs, strict=False))
+    bounds = np.array([tensor.byte_bounds for tensor, job in held], np.int64).reshape(-1, 2)
+    apart = _are_apart(bounds[[job.count > 0 for _, job in held]])
+    for index, (tensor, job) in enumerate(held):
+        if job.payload is None or not job.count:
             continue
         check_writable(tensor)
-        if memory in written:
+        if apart:
+            job.write = True
+        elif tensor.memory in written:
             plan.first.add(index)
         else:
-            written[memory] = plan.file.payloads[plan.file.structure.aliases.get(tensor.name, tensor.name)]
+            written[tensor.memory] = job.payload
             job.write = True
-    targets = [tensor for tensor, job in zip(plan.tensors, plan.jobs, strict=False) if job.write]
-    others = [
-        tensor
-        for tensor, memory in zip(plan.tensors, memories, strict=True)
-        if memory not in written or written[memory] != plan.file.payload(tensor.name)
-    ]
-    _check_overlap(targets, others)
+    if apart:
+        return
+    together = {tensor.name for tensor, job in held if job.payload is not None and job.payload == written.get(tensor.memory)}
+    _check_overlap([tensor for tensor, job in held if job.write], [tensor for tensor, _ in held if tensor.name not in together])
+
+
+def _are_apart(bounds: NDArray[np.int64]) -> bool:
+    """Whether no two tensors reach into each other: of nearly all states that is the end of it."""
+    ordered = bounds[np.argsort(bounds[:, 0])]
+    return bool((ordered[1:, 0] >= ordered[:-1, 1]).all())
 
 
 def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits]) -> None:
     """Writing to a tensor must change no other one, unless they are the same memory and change in the same way."""
     tensors = [tensor for tensor in [*targets, *others] if tensor.bits.size]
-    bounds = sorted((*byte_bounds(tensor.bits), index) for index, tensor in enumerate(tensors))
+    bounds = sorted((*tensor.byte_bounds, index) for index, tensor in enumerate(tensors))
     open_: list[tuple[int, int]] = []  # the ends and indices of those that reach beyond the start of the next
     for start, end, index in bounds:
         open_ = [(reach, earlier) for reach, earlier in open_ if reach > start]

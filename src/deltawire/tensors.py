@@ -119,6 +119,24 @@ class TensorBits:
         return address(self.bits) if self.known_address is None else self.known_address
 
     @property
+    def byte_bounds(self) -> tuple[int, int]:
+        """The first address of its elements, and the first after them. Of no meaning where there are none."""
+        low = high = self.address
+        if self.is_contiguous:
+            return low, low + self.bits.nbytes
+        for size, stride in zip(self.shape, self.bits.strides, strict=True):
+            if stride < 0:
+                low += (size - 1) * stride
+            else:
+                high += (size - 1) * stride
+        return low, high + self.bits.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        bits: Any = self.bits
+        return bool(bits.flags.c_contiguous if self.on_host else bits.tensor.is_contiguous())
+
+    @property
     def on_host(self) -> bool:
         """Whether `bits` are an array. Those of a CUDA tensor only have the attributes of one that whole states are handled with."""
         return isinstance(self.bits, np.ndarray)
@@ -210,17 +228,6 @@ def _run(bits: Any, start: int, stop: int) -> Bits:
     else:
         raise UnsupportedTensor("a part of a tensor that is not contiguous can be had on the CPU only.")
     return cast("Bits", run if memory is bits else type(bits)(run))
-
-
-def byte_bounds(bits: Bits) -> tuple[int, int]:
-    """The first address of an array's elements, and the first after them."""
-    low = high = address(bits)
-    for size, stride in zip(bits.shape, bits.strides, strict=True):
-        if stride < 0:
-            low += (size - 1) * stride
-        else:
-            high += (size - 1) * stride
-    return low, high + bits.itemsize
 
 
 def is_torch(tensor: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias
 
@@ -15,7 +15,7 @@ from ..dtypes import DType, dtype_named
 from ..errors import CorruptDelta, UnsupportedDtype, UnsupportedVersion
 from . import safetensors_header
 from .digest import Digest
-from .safetensors_header import LENGTH_BYTES, Header, MalformedHeader, header_length, parse_header, parse_json_object, place_in_order
+from .safetensors_header import LENGTH_BYTES, Header, MalformedHeader, TensorEntry, header_length, parse_header, parse_json_object
 
 DeltaBytes: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 
@@ -74,7 +74,14 @@ def build_header(
         metadata["changes"] = _dump(changes)
     if parts is not None:
         metadata["parts"] = _dump(dict(sorted(parts.items())))
-    return safetensors_header.build_header(place_in_order([(name, _PAYLOAD, (size,)) for name, size in sizes]), metadata)
+    return safetensors_header.build_header(_entries(sizes), metadata)
+
+
+def _entries(sizes: Iterable[tuple[str, int]]) -> Iterator[tuple[str, TensorEntry]]:
+    end = 0
+    for name, size in sizes:
+        yield name, TensorEntry(_PAYLOAD, (size,), end, end + size)
+        end += size
 
 
 class Coverage:
