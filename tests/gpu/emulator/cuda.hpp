@@ -278,6 +278,7 @@ inline int dot_high(unsigned words, unsigned factors, int sum) {
 }
 
 inline void fetch_16(unsigned char* to, const unsigned char* from, unsigned size) { emulated::current->copies.push_back({to, from, size}); }
+inline void fetch_16(unsigned char* to, const unsigned char* from) { fetch_16(to, from, 16); }
 inline void fetch_commit() { emulated::current->groups.push_back(emulated::current->copies.size()); }
 template <unsigned LEFT>
 inline void fetch_wait() {

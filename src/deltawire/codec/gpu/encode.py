@@ -169,7 +169,7 @@ class _Workspace:
         launch = self.kernels.launch
         launch("choose_tops", len(spans), 256, [on_device])
         launch(self.scan, self._scan_blocks(ntiles), 128, [on_device, nspans, tiles, elements, changes, self.sums], self.scan_shared)
-        launch("cut_chunks", len(spans), 32, [on_device, counts, chunks, work, ctypes.c_void_p(cursors.data_ptr() + 16)])
+        launch("cut_chunks", len(spans), 256, [on_device, counts, chunks, work, ctypes.c_void_p(cursors.data_ptr() + 16)])
         return _Slab(first, end, spans, ntiles, on_device, [elements, counts, slots, sizes, chunks, work], cursors, changes, before)
 
     def plan(self, slab: _Slab) -> None:

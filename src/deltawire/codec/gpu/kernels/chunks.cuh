@@ -37,41 +37,54 @@ struct Chunk {
     u64 body;    // where the body was put, in words
 };
 
-// §5.1: a warp per span. `work` lists chunks in no order, `nwork` counts them.
-extern "C" __global__ void __launch_bounds__(32) cut_chunks(const Span* spans, const u16* counts, Chunk* chunks, u32* work, u32* nwork) {
+// §5.1: a thread block per span. `work` lists chunks in no order, `nwork` counts them.
+extern "C" __global__ void __launch_bounds__(256) cut_chunks(const Span* spans, const u16* counts, Chunk* chunks, u32* work, u32* nwork) {
+    __shared__ u32 changes[BLOCK / TILE], ended[BLOCK / TILE / 32], ended_before[BLOCK / TILE / 32], place;
     const Span s = spans[blockIdx.x];
-    const u32 lane = threadIdx.x, tiles = (s.count + TILE - 1) / TILE;
-    u32 start = 0, pending = 0;
-    for (u32 first = 0; first < tiles; first += 32) {
-        u32 mine = 0;
-        if (first + lane < tiles) {
-            const uint4* from = (const uint4*)(counts + (u64)(s.tile0 + first + lane) * CONTEXTS);
-            const uint4 a = from[0], b = from[1];
-            const u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    const u32 thread = threadIdx.x, lane = thread % 32, tiles = (s.count + TILE - 1) / TILE;
+    for (u32 t = thread; t < tiles; t += 256) {
+        const uint4* from = (const uint4*)(counts + (u64)(s.tile0 + t) * CONTEXTS);
+        const uint4 a = from[0], b = from[1];
+        const u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        u32 sum = 0;
 #pragma unroll
-            for (u32 i = 0; i < 8; ++i) mine += (w[i] & 0xffff) + (w[i] >> 16);
-            chunks[s.tile0 + first + lane].tiles = 0;
-        }
-        __syncwarp();
-        const u32 upto = inclusive_scan(mine, lane);
-        u32 done = 0;  // changes of these tiles that belong to chunks that have ended
-        for (;;) {
-            const bool ends = first + lane >= start && first + lane < tiles && (pending + upto - done >= TILE || first + lane + 1 == tiles);
-            const u32 found = __ballot_sync(ALL, ends);
-            if (!found) break;
-            const u32 at = __ffs(found) - 1;
-            if (lane == 0) {
-                Chunk& c = chunks[s.tile0 + start];
-                c.tiles = first + at + 1 - start;
-                c.span = blockIdx.x;
-                work[atomicAdd(nwork, 1)] = s.tile0 + start;
+        for (u32 i = 0; i < 8; ++i) sum += (w[i] & 0xffff) + (w[i] >> 16);
+        changes[t] = sum;
+        chunks[s.tile0 + t].tiles = 0;
+    }
+    __syncthreads();
+    if (thread < 32) {  // which tiles a chunk ends with
+        u32 start = 0, pending = 0, total = 0;
+        for (u32 first = 0; first < tiles; first += 32) {
+            const u32 upto = inclusive_scan(first + lane < tiles ? changes[first + lane] : 0, lane);
+            u32 done = 0, found_here = 0;  // changes of these tiles that belong to chunks that have ended
+            for (;;) {
+                const bool ends = first + lane >= start && first + lane < tiles && (pending + upto - done >= TILE || first + lane + 1 == tiles);
+                const u32 found = __ballot_sync(ALL, ends);
+                if (!found) break;
+                const u32 at = __ffs(found) - 1;
+                found_here |= 1u << at;
+                start = first + at + 1;
+                done = __shfl_sync(ALL, upto, at);
+                pending = 0;
             }
-            __syncwarp();
-            start = first + at + 1;
-            done = __shfl_sync(ALL, upto, at);
-            pending = 0;
+            pending += __shfl_sync(ALL, upto, 31) - done;
+            if (lane == 0) ended[first / 32] = found_here, ended_before[first / 32] = total;
+            total += __popc(found_here);
         }
-        pending += __shfl_sync(ALL, upto, 31) - done;
+        if (lane == 0) place = atomicAdd(nwork, total);
+    }
+    __syncthreads();
+    for (u32 t = thread; t < tiles; t += 256) {
+        if (!(ended[t / 32] >> lane & 1)) continue;
+        u32 word = t / 32, earlier = ended[word] & ((1u << lane) - 1);
+        const u32 number = ended_before[word] + __popc(earlier);
+        while (!earlier && word) earlier = ended[--word];
+        const u32 begin = earlier ? 32 * word + 32 - __clz(earlier) : 0;
+        Chunk& c = chunks[s.tile0 + begin];
+        c.tiles = t + 1 - begin;
+        c.span = blockIdx.x;
+        work[place + number] = s.tile0 + begin;
     }
 }
 

@@ -19,7 +19,7 @@ typedef u64 T;
 
 constexpr u32 BYTES = WIDTH / 8;
 constexpr u32 CONTEXTS = 16;
-constexpr u32 TILE = 1 << 14;
+constexpr u32 TILE = 1 << 14, BLOCK = 1 << 24;
 constexpr u32 UNIT = 1 << 10;           // elements that a warp takes at a time
 constexpr u32 UNITS = TILE / UNIT;
 constexpr u32 RUN = 32;                 // consecutive elements of a lane
@@ -293,6 +293,9 @@ __device__ __forceinline__ void count_contexts(const Planes& p, u32 valid, u32 c
 __device__ __forceinline__ void fetch_16(u8* to, const u8* from, u32 size) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(size));
 }
+__device__ __forceinline__ void fetch_16(u8* to, const u8* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from));
+}
 __device__ __forceinline__ void fetch_commit() { asm volatile("cp.async.commit_group;"); }
 template <u32 LEFT>
 __device__ __forceinline__ void fetch_wait() {
@@ -302,11 +305,17 @@ __device__ __forceinline__ void fetch_wait() {
 
 // Starts to copy `bytes` bytes to a stage, and zeros after them. `from` null: zeros only.
 __device__ __forceinline__ void fetch_unit(u8* stage, const u8* from, u32 bytes, u32 lane, const u8* any) {
+    u8* const to = stage + lane / PIECES * STRIDE + lane % PIECES * 16;
+    constexpr u32 STEP = 32 / PIECES * STRIDE;  // from a piece to the lane's next
+    if (from && bytes == UNIT * BYTES) {  // all units but the last of a tensor
 #pragma unroll
+        for (u32 i = 0; i < PIECES; ++i) fetch_16(to + STEP * i, from + 16 * lane + 512 * i);
+        return;
+    }
+#pragma unroll 1
     for (u32 i = 0; i < PIECES; ++i) {
-        const u32 g = 32 * i + lane;
-        const u32 size = from && 16 * g < bytes ? min(bytes - 16 * g, 16u) : 0;
-        fetch_16(stage + g / PIECES * STRIDE + g % PIECES * 16, size ? from + 16 * g : any, size);
+        const u32 at = 16 * (32 * i + lane), size = from && at < bytes ? min(bytes - at, 16u) : 0;
+        fetch_16(to + STEP * i, size ? from + at : any, size);
     }
 }
 

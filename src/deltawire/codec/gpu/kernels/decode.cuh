@@ -8,6 +8,7 @@ struct Task {
     u32 sum;         // of what the codes before it say; from bit 25 on the context, from bit 29 on the stream
 };
 
+static_assert(MOST / 128 <= 256, "segments are numbered with 8 bits");
 constexpr u32 LOW_24 = (1 << 24) - 1, LOW_25 = (1 << 25) - 1;
 
 struct LongCode {

@@ -32,13 +32,12 @@ enum Error {
     WRONG_SHAPE,
 };
 
-constexpr u32 BLOCK = 1 << 24;
 constexpr u32 LONGEST_BODY = 1 << 21;  // of a coded chunk: 2¹⁵ changes of the longest codes take less
 
 enum Stream { RANKS, INVERTED_RANKS, STEPS, XORS, LARGER };
 
-// Codes of a stream that a thread decodes: so many that they take about as long, and that what is noted of them takes little room.
-__device__ __forceinline__ u32 segment_codes(u32 stream) { return stream == LARGER ? 128 : stream >= STEPS ? 256 : 512; }
+// Codes of a stream that a thread decodes: the fewer, the sooner all are done; but what is noted of each segment takes room, and there are at most 256.
+__device__ __forceinline__ u32 segment_codes(u32 stream) { return stream >= STEPS ? 128 : 256; }
 __device__ __forceinline__ u32 segments(u32 codes, u32 stream) { return (codes + segment_codes(stream) - 1) / segment_codes(stream); }
 
 struct ContextHead {

@@ -157,7 +157,15 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
             const u64 digest_block = (s.first + offset) * BYTES / 512;
             u32 seen = 0, counts_of_unit = 0;
             u64 full = 0;
-            u32 target = !raw && at + lane / CONTEXTS < n_c ? decoded.ranks[base_at + at + lane / CONTEXTS] : ALL;
+            // Two changes of every context, one for each of its lanes, are on their way while a unit is looked at.
+            u32 target = ALL;
+            T operand = 0;
+            const auto look_ahead = [&] {
+                const u32 i = at + lane / CONTEXTS;
+                target = i < n_c ? decoded.ranks[base_at + i] : ALL;
+                operand = i < n_c ? decoded.operands[base_at + i] : (T)0;
+            };
+            if (!raw) look_ahead();
             for (u32 u = 0; u < units; ++u) {
                 if (u % (32 / DIGEST_BLOCKS) == 0) {
                     __syncwarp();
@@ -213,25 +221,50 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                     // First two changes of every context at once; what is left then, context by context.
                     if (__any_sync(ALL, target < end)) {
                         const bool active = target < end;
-                        if (active) place(c, target - start, decoded.operands[base_at + at + lane / CONTEXTS], is_xor);
-                        at += active + __shfl_xor_sync(ALL, (u32)active, CONTEXTS);
-                        target = at + lane / CONTEXTS < n_c ? decoded.ranks[base_at + at + lane / CONTEXTS] : ALL;
+                        const u32 both = __ballot_sync(ALL, active);
+                        at += (both >> c & 1) + (both >> (c + CONTEXTS) & 1);
+                        const u32 rank = target - start;
+                        const T by = operand;
+                        look_ahead();
+                        if (active) place(c, rank, by, is_xor);
                     }
-                    for (u32 left = __ballot_sync(ALL, target < end) & 0xffff; left; left &= left - 1) {
-                        const u32 context = __ffs(left) - 1, n = __shfl_sync(ALL, n_c, context), from = __shfl_sync(ALL, base_at, context);
-                        const u32 upto = __shfl_sync(ALL, end, context), first = __shfl_sync(ALL, start, context);
-                        const bool by_xor = __shfl_sync(ALL, (u32)is_xor, context);
-                        u32 i = __shfl_sync(ALL, at, context), found;
-                        do {
-                            const u32 mine = i + lane < n ? decoded.ranks[from + i + lane] : ALL;
-                            if (mine < upto) place(context, mine - first, decoded.operands[from + i + lane], by_xor);
-                            found = __popc(__ballot_sync(ALL, mine < upto));
+                    u32 left = __ballot_sync(ALL, target < end) & 0xffff;
+                    if (left) {  // each half of the warp takes a context at a time, and asks for its next changes before it places these
+                        u32 context = CONTEXTS, i = 0, count = 0, from = 0, upto = 0, first = 0, mine = ALL;
+                        bool by_xor = false, is_free = true;
+                        T by = 0;
+                        const auto go_on = [&] {
+                            const u32 free_lanes = __ballot_sync(ALL, is_free);
+                            if (free_lanes) {
+                                const u32 rest = left & (left - 1), a = left ? __ffs(left) - 1 : CONTEXTS, b = rest ? __ffs(rest) - 1 : CONTEXTS;
+                                const u32 next = is_free ? free_lanes == ALL && lane >= CONTEXTS ? b : a : context, source = next % CONTEXTS;
+                                left = free_lanes == ALL ? rest & (rest - 1) : rest;
+                                const u32 next_i = __shfl_sync(ALL, at, source), next_count = __shfl_sync(ALL, n_c, source);
+                                from = __shfl_sync(ALL, base_at, source), upto = __shfl_sync(ALL, end, source), first = __shfl_sync(ALL, start, source);
+                                by_xor = __shfl_sync(ALL, (u32)is_xor, source);
+                                context = next;
+                                if (is_free) i = next_i;
+                                count = context < CONTEXTS ? next_count : 0;
+                            }
+                            const bool there = i + c < count;
+                            mine = there ? decoded.ranks[from + i + c] : ALL;
+                            by = there ? decoded.operands[from + i + c] : (T)0;
+                        };
+                        for (go_on(); __any_sync(ALL, context < CONTEXTS);) {
+                            const bool active = mine < upto, xors = by_xor;
+                            const u32 found = __popc(__ballot_sync(ALL, active) >> (lane & CONTEXTS) & 0xffff), rank = mine - first, here = context;
+                            const T operand_here = by;
                             i += found;
-                        } while (found == 32);
-                        if (c == context) {
-                            at = i;
-                            target = at + lane / CONTEXTS < n_c ? decoded.ranks[base_at + at + lane / CONTEXTS] : ALL;
+                            is_free = found < CONTEXTS;
+#pragma unroll
+                            for (u32 half = 0; half < 32; half += CONTEXTS) {
+                                const u32 ended = __shfl_sync(ALL, is_free ? context : CONTEXTS, half), upto_here = __shfl_sync(ALL, i, half);
+                                if (c == ended) at = upto_here;
+                            }
+                            go_on();
+                            if (active) place(here, rank, operand_here, xors);
                         }
+                        look_ahead();
                     }
                 }
                 __syncwarp();
@@ -242,15 +275,12 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                     patch.places[to] = (u8)(lane * RUN + e);
                     patch.values[to++] = *(const T*)(stage + lane * STRIDE + e * BYTES);
                 }
-                u32 before = 0;
-#pragma unroll
-                for (u32 b = 0; b < 4; ++b) {
-                    const u32 end = __shfl_sync(ALL, upto, 8 * b + 7);
-                    if (lane == u) counts_of_unit |= (end - before & 0xff) << (8 * b);
-                    if (end - before == 256) full |= 1ull << (4 * u + b);
-                    before = end;
-                }
-                slot += before;
+                // Of the four blocks of the unit, one to a lane.
+                const u32 end = __shfl_sync(ALL, upto, (8 * lane + 7) % 32), before = __shfl_up_sync(ALL, end, 1), count = end - (lane ? before : 0);
+                const u32 four = warp_sum(lane < 4 ? (count & 0xff) << (8 * lane) : 0), whole = __ballot_sync(ALL, lane < 4 && count == 256);
+                if (lane == u) counts_of_unit = four;
+                full |= (u64)whole << (4 * u);
+                slot += __shfl_sync(ALL, upto, 31);
                 __syncwarp();
             }
             if (lane < UNITS) ((u32*)patch.tiles[tile].counts)[lane] = counts_of_unit;

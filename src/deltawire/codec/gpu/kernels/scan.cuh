@@ -30,7 +30,12 @@ struct SpaceOf<true, true> {
 };
 
 __device__ __forceinline__ void fetch_masters(u8* to, const u8* from, u32 bytes, u32 lane, const u8* any) {
+    if (bytes == UNIT * 4) {
 #pragma unroll
+        for (u32 i = 0; i < UNIT * 4 / 512; ++i) fetch_16(to + 16 * lane + 512 * i, from + 16 * lane + 512 * i);
+        return;
+    }
+#pragma unroll 1
     for (u32 i = 0; i < UNIT * 4 / 512; ++i) {
         const u32 at = 16 * (32 * i + lane), size = at < bytes ? min(bytes - at, 16u) : 0;
         fetch_16(to + at, size ? from + at : any, size);
