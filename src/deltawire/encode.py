@@ -105,7 +105,7 @@ def _encode(
     hasher = blake3()
     sizes: list[tuple[str, int]] = []
     changed = 0
-    for batch in batches(range(len(pairs.new)), lambda number: pairs.new[number].bits.nbytes, codec):
+    for batch in batches(range(len(pairs.new)), lambda number: pairs.new[number].nbytes, codec):
         own = [number for number in batch if pairs.new[number].name not in aliases] if aliases else batch
         news, olds = [pairs.new[number] for number in own], [pairs.old[number] for number in own]
         keys = keys_of(news)
@@ -123,7 +123,7 @@ def _encode(
         before += digest_tensors([old for old in (pairs.old[number] for number in tied) if old], threads, codec)
         after += digest_tensors([pairs.new[number] for number in tied], threads, codec)
         if progress:
-            progress(sum(pairs.new[number].bits.nbytes for number in batch))
+            progress(sum(pairs.new[number].nbytes for number in batch))
 
     changing = {name for name, _ in sizes}
     structure = Structure(
@@ -133,7 +133,7 @@ def _encode(
     )
     header = delta_file.build_header(before, after, hasher.hexdigest(), sizes, structure, parts)
     size = len(header) + sum(size for _, size in sizes)
-    weight_bytes, elements = (sum(getattr(tensor.bits, each) for tensor in pairs.new) for each in ("nbytes", "size"))
+    weight_bytes, elements = sum(tensor.nbytes for tensor in pairs.new), sum(tensor.size for tensor in pairs.new)
     return header, DeltaSummary(size, weight_bytes, elements, changed, len(sizes), before, after)
 
 
@@ -148,7 +148,7 @@ def _paired(base: State, new: State, rounding: Rounding | None) -> tuple[_Pairs,
         now = named_bits(name, new[name]) if name in new else None
         if now is not None and rounding is not None:
             now = rounding.follow(old, now)
-        if old is not None and (now is None or old.identity != now.identity):
+        if old is not None and (now is None or not now.can_follow(old)):
             gone.append(old)
             old = None
         if now is not None:
@@ -165,7 +165,7 @@ def _parts(pairs: _Pairs, gone: Sequence[TensorBits]) -> Parts | None:
     for tensor in tensors:
         if tensor.whole is None or gone or None in pairs.old:
             raise UnsupportedTensor(f"tensor {tensor.name!r}: parts are encoded against the same parts only, not beside whole tensors.")
-    return {tensor.name: (tensor.start, tensor.start + tensor.bits.size) for tensor in tensors if tensor.bits.size}
+    return {tensor.name: (tensor.start, tensor.start + tensor.size) for tensor in tensors if tensor.size}
 
 
 def _aliases(pairs: _Pairs) -> dict[str, str]:
@@ -174,7 +174,7 @@ def _aliases(pairs: _Pairs) -> dict[str, str]:
     aliases: dict[str, str] = {}
     tensors_at = Counter(tensor.address for tensor in pairs.new)
     for now, old in pairs:
-        if old is None or tensors_at[now.address] == 1 or not now.bits.size:
+        if old is None or tensors_at[now.address] == 1 or not now.size:
             continue
         target = first.setdefault((old.memory, now.memory), now.name)
         if target != now.name:

@@ -83,12 +83,12 @@ def write_all(codec: Codec, targets: Sequence[tuple[Bits, NDArray[np.int64], Bit
 
 def check_writable(tensor: TensorBits) -> None:
     """Raise `StateNotWritable` unless each element of the tensor can be set on its own."""
-    if tensor.on_host and not tensor.bits.flags.writeable:
+    if tensor.is_read_only:
         raise StateNotWritable(f"tensor {tensor.name!r} is read-only.")
     if tensor.is_contiguous:
         return
-    reach = tensor.bits.itemsize
-    for stride, size in sorted((abs(stride), size) for size, stride in zip(tensor.shape, tensor.bits.strides, strict=True) if size > 1):
+    reach = tensor.dtype.itemsize
+    for stride, size in sorted((abs(stride), size) for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size > 1):
         if stride < reach:
             raise StateNotWritable(f"tensor {tensor.name!r} is expanded or overlaps itself: several of its elements are one memory.")
         reach += (size - 1) * stride

@@ -49,7 +49,7 @@ class PreparedUpdate:
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, which has no place here.")
         plan = plan_resolution(state, file)
-        self._coverage.add({tensor.name: (tensor.start, tensor.start + tensor.bits.size) for tensor in plan.tensors})
+        self._coverage.add({tensor.name: (tensor.start, tensor.start + tensor.size) for tensor in plan.tensors})
         mark_writes(plan)
         self._write_once(plan)
         codec = codec_for(plan.tensors)

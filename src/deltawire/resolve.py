@@ -114,7 +114,7 @@ def plan_resolution(state: State, file: DeltaFile) -> ResolutionPlan:
         payload = None if tensor.name in removed else file.payload(tensor.name)
         if payload is not None and payload[0] < payload[1] and file.data[payload[0]] != tensor.dtype.code:
             raise _wrong_type(tensor, file.data[payload[0]])
-        plan.jobs.append(ResolveJob(tensor.bits, tensor.bits.size, payload, tensor.dtype, seed))
+        plan.jobs.append(ResolveJob(tensor.bits, tensor.size, payload, tensor.dtype, seed))
     if added_bytes > _MOST_ADDED + _MOST_ADDED_TIMES * len(file.data):
         raise DeltaTooLarge(f"the delta adds tensors of {added_bytes:,} bytes.")
     for (name, dtype, shape), seed in zip(added, seeds[len(tensors) :], strict=True):
@@ -213,7 +213,7 @@ def _are_apart(bounds: NDArray[np.int64]) -> bool:
 
 def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits]) -> None:
     """Writing to a tensor must change no other one, unless they are the same memory and change in the same way."""
-    tensors = [tensor for tensor in [*targets, *others] if tensor.bits.size]
+    tensors = [tensor for tensor in [*targets, *others] if tensor.size]
     bounds = sorted((*tensor.byte_bounds, index) for index, tensor in enumerate(tensors))
     open_: list[tuple[int, int]] = []  # the ends and indices of those that reach beyond the start of the next
     for start, end, index in bounds:

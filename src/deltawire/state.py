@@ -17,6 +17,9 @@ Progress = Callable[[int], None]
 _BATCH = 1 << 29
 """Bytes of weights handed to the codec at a time: between batches Python reports progress and takes signals."""
 
+_MOST_AT_A_TIME = 512
+"""Tensors handed to it at a time, at most. What Python makes for each of them is gone again before its collector gets to know it."""
+
 
 def state_digest(state: State, *, threads: int | None = None) -> Digest:
     """The digest of a state: equal for equal names, types, shapes and bits, in whatever order or memory layout (docs/format.md §2).
@@ -39,24 +42,29 @@ def codec_for(tensors: Iterable[TensorBits]) -> Codec:
 
 def digest_tensors(tensors: Sequence[TensorBits], threads: int, codec: Codec) -> Digest:
     """The digest of a part of a state."""
-    if not tensors:
-        return Digest()
     keys = keys_of(tensors)
-    return keys.digest(codec.digest([(tensor.bits, seed) for tensor, seed in zip(tensors, keys.seeds.tolist(), strict=True)], threads))
+    seeds = keys.seeds.tolist()
+    total = keys.tag()
+    for numbers in batches(range(len(tensors)), lambda number: tensors[number].nbytes, codec):
+        total += Digest.sum(codec.digest([(tensors[number].bits, seeds[number]) for number in numbers], threads))
+    return total
 
 
 _Item = TypeVar("_Item")
 
 
 def batches(items: Sequence[_Item], size: Callable[[_Item], int], codec: Codec | None = None) -> Iterator[list[_Item]]:
-    """Cut a list into parts of about `_BATCH` bytes, or what the codec wants at a time."""
-    limit = getattr(codec, "batch", _BATCH)
+    """Cut a list into parts of about `_BATCH` bytes and no more than `_MOST_AT_A_TIME` items; or all of it, if the codec wants that."""
+    if codec is not None and codec.takes_all:
+        if items:
+            yield list(items)
+        return
     batch: list[_Item] = []
     total = 0
     for item in items:
         batch.append(item)
         total += size(item)
-        if total >= limit:
+        if total >= _BATCH or len(batch) == _MOST_AT_A_TIME:
             yield batch
             batch, total = [], 0
     if batch:

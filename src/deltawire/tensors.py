@@ -81,20 +81,38 @@ class TensorBits:
 
     name: str
     dtype: DType
-    bits: Bits
+    source: Any
+    """The bits, as `Bits`; or a torch tensor on the host, in plain memory, of which they are made each time that they are asked for."""
     whole: tuple[int, ...] | None = None
     start: int = 0
-    known_address: int | None = None
-    """Of the first element, where it was cheap to have: an array takes long to tell."""
+    seen_as: Any = None
+    """Of a torch tensor: torch's unsigned integer of the same width."""
+
+    @property
+    def bits(self) -> Bits:
+        found: Bits = self.source
+        if self.seen_as is not None:
+            tensor = self.source.detach() if self.source.requires_grad else self.source
+            found = tensor.view(self.seen_as).numpy()
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.bits.shape
+        return tuple(self.source.shape)
 
     @property
-    def identity(self) -> tuple[DType, tuple[int, ...], tuple[int, ...] | None, int]:
-        """What must be the same for one tensor to follow another by a delta."""
-        return self.dtype, self.shape, self.whole, self.start
+    def size(self) -> int:
+        """The number of its elements."""
+        return int(self.source.size if self.seen_as is None else self.source.numel())
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def can_follow(self, other: TensorBits) -> bool:
+        """Whether a delta can lead from the other one to this."""
+        alike = self.dtype.code == other.dtype.code and self.source.shape == other.source.shape
+        return bool(alike and self.whole == other.whole and self.start == other.start)
 
     def cut(self, start: int, stop: int) -> TensorBits:
         """Its elements from `start` to `stop`, in row-major order. `ShapeMismatch` if it has not got them.
@@ -102,44 +120,58 @@ class TensorBits:
         They are the same memory where the tensor is contiguous, or the part is one of whole rows; else a copy that cannot be written to.
         """
         if self.whole is not None:
-            if (start, stop) != (self.start, self.start + self.bits.size):
+            if (start, stop) != (self.start, self.start + self.size):
                 raise ShapeMismatch(f"of tensor {self.name!r} there are not exactly the elements from {start} to {stop}.")
             return self
-        if not 0 <= start <= stop <= self.bits.size:
+        if not 0 <= start <= stop <= self.size:
             raise ShapeMismatch(f"tensor {self.name!r} has no elements from {start} to {stop}.")
         return TensorBits(self.name, self.dtype, _run(self.bits, start, stop), self.shape, start)
 
     @property
     def memory(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
         """Equal for two tensors that are the same memory seen in the same way; None where there are no elements."""
-        return (self.address, self.dtype.code, self.shape, self.bits.strides) if self.bits.size else None
+        return (self.address, self.dtype.code, self.shape, self.strides) if self.size else None
 
     @property
     def address(self) -> int:
-        return address(self.bits) if self.known_address is None else self.known_address
+        """Of the first element, on whatever device."""
+        return address(self.source) if self.seen_as is None else int(self.source.data_ptr())
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bytes."""
+        if self.seen_as is None:
+            strides: tuple[int, ...] = self.source.strides
+            return strides
+        return tuple(stride * self.dtype.itemsize for stride in self.source.stride())
 
     @property
     def byte_bounds(self) -> tuple[int, int]:
         """The first address of its elements, and the first after them. Of no meaning where there are none."""
         low = high = self.address
         if self.is_contiguous:
-            return low, low + self.bits.nbytes
-        for size, stride in zip(self.shape, self.bits.strides, strict=True):
+            return low, low + self.nbytes
+        for size, stride in zip(self.shape, self.strides, strict=True):
             if stride < 0:
                 low += (size - 1) * stride
             else:
                 high += (size - 1) * stride
-        return low, high + self.bits.itemsize
+        return low, high + self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
-        bits: Any = self.bits
-        return bool(bits.flags.c_contiguous if self.on_host else bits.tensor.is_contiguous())
+        if isinstance(self.source, np.ndarray):
+            return self.source.flags.c_contiguous
+        return bool((self.source.tensor if self.seen_as is None else self.source).is_contiguous())
+
+    @property
+    def is_read_only(self) -> bool:
+        return isinstance(self.source, np.ndarray) and not self.source.flags.writeable
 
     @property
     def on_host(self) -> bool:
         """Whether `bits` are an array. Those of a CUDA tensor only have the attributes of one that whole states are handled with."""
-        return isinstance(self.bits, np.ndarray)
+        return self.seen_as is not None or isinstance(self.source, np.ndarray)
 
 
 def tensor_bits(name: object, tensor: object) -> TensorBits:
@@ -155,10 +187,13 @@ def state_bits(state: State) -> list[TensorBits]:
 
 def named_bits(checked: str, tensor: object) -> TensorBits:
     """Like `tensor_bits`, for a name that was checked."""
+    torch = sys.modules.get("torch")
+    if torch is not None and type(tensor) in _torch_types(torch).tensors:
+        return _torch_bits(checked, cast(Any, tensor), torch)
     if isinstance(tensor, TensorPart):
         part = named_bits(checked, tensor.elements)
         room = math.prod(tensor.shape)
-        if part.bits.ndim != 1 or not 0 <= tensor.start <= tensor.stop <= room or tensor.start * part.dtype.itemsize % PART_ALIGNMENT:
+        if len(part.shape) != 1 or not 0 <= tensor.start <= tensor.stop <= room or tensor.start * part.dtype.itemsize % PART_ALIGNMENT:
             raise UnsupportedTensor(f"tensor {checked!r} has a part that cannot be: elements {tensor.start} to {tensor.stop} of {room}.")
         return dataclasses.replace(part, whole=tensor.shape, start=tensor.start)
     if isinstance(tensor, np.generic):
@@ -171,9 +206,8 @@ def named_bits(checked: str, tensor: object) -> TensorBits:
         ):
             raise UnsupportedTensor(f"tensor {checked!r} has strides that are no multiple of its element size.")
         return TensorBits(checked, dtype, np.asarray(tensor).view(dtype.bits))
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(tensor, torch.Tensor):
-        return _torch_bits(checked, tensor, torch)
+    if is_torch(tensor):
+        raise UnsupportedTensor(f"tensor {checked!r} is a {type(tensor).__name__}.")
     raise UnsupportedTensor(f"tensor {checked!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}.")
 
 
@@ -210,7 +244,6 @@ def keys_of(tensors: Sequence[TensorBits]) -> TensorKeys:
 
 
 def address(bits: Bits) -> int:
-    """Of the first element, on whatever device."""
     return bits.ctypes.data if isinstance(bits, np.ndarray) else bits.address
 
 
@@ -245,24 +278,22 @@ def to_torch(array: NDArray[Any]) -> torch.Tensor:
 
 def _torch_bits(name: str, tensor: torch.Tensor, torch: Any) -> TensorBits:
     known = _torch_types(torch)
-    if type(tensor) not in known.tensors:
-        raise UnsupportedTensor(f"tensor {name!r} is a {type(tensor).__name__}.")
     if tensor.layout != known.dense or tensor.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} is not dense.")
     if not (tensor.is_cpu or tensor.is_cuda) or torch.version.hip:
         raise UnsupportedTensor(f"tensor {name!r} is on device {tensor.device}.")
     if tensor.dtype not in known.elements:
         raise UnsupportedDtype(str(tensor.dtype))
-    dtype, integer = known.elements[tensor.dtype]
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    dtype, signed, unsigned = known.elements[tensor.dtype]
     if _is_on_gpu(tensor):
-        return TensorBits(name, dtype, _cuda_bits(name, tensor, integer))
+        return TensorBits(name, dtype, _cuda_bits(name, tensor.detach(), signed))
     try:
-        signed = tensor.view(integer).numpy()
+        found = TensorBits(name, dtype, tensor, None, 0, unsigned)
+        if tensor.is_contiguous() and tensor.data_ptr() and not (tensor.is_neg() or tensor.is_nested):
+            return found
+        return TensorBits(name, dtype, found.bits)
     except RuntimeError:  # nested, or computed when it is read (lazily negated, all zeros): there is no memory that is these bits
         raise UnsupportedTensor(f"tensor {name!r} is not plain memory.") from None
-    return TensorBits(name, dtype, signed.view(dtype.bits), None, 0, tensor.data_ptr())
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
@@ -302,8 +333,8 @@ class _TorchTypes(NamedTuple):
     tensors: frozenset[type]
     """Classes that are plain memory."""
     dense: Any
-    elements: dict[Any, tuple[DType, Any]]
-    """Of torch's element types: ours, and the integer of the same width."""
+    elements: dict[Any, tuple[DType, Any, Any]]
+    """Of torch's element types: ours, and the integers of the same width, signed and unsigned."""
     dtypes: dict[str, Any]
     """Torch's element types by our names."""
 
@@ -311,7 +342,10 @@ class _TorchTypes(NamedTuple):
 @functools.lru_cache(maxsize=1)
 def _torch_types(torch: Any) -> _TorchTypes:
     dtypes = {theirs: getattr(torch, ours) for ours, theirs in _TORCH_NAMES.items() if hasattr(torch, ours)}
-    elements = {dtype: (dtype_named(name), getattr(torch, f"int{dtype_named(name).width}")) for name, dtype in dtypes.items()}
+    elements = {}
+    for name, dtype in dtypes.items():
+        width = dtype_named(name).width
+        elements[dtype] = dtype_named(name), getattr(torch, f"int{width}"), getattr(torch, f"uint{width}")
     classes = [torch.Tensor, torch.nn.Parameter, *([torch.nn.Buffer] if hasattr(torch.nn, "Buffer") else [])]
     return _TorchTypes(frozenset(classes), torch.strided, elements, dtypes)
 

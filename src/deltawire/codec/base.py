@@ -155,6 +155,8 @@ class Codec(Protocol):
     """An implementation of the codec. Never reads outside a payload, never writes to a base unasked."""
 
     name: str
+    takes_all: bool
+    """Whether the more tensors it is given at a time the better; its memory is bounded all the same."""
 
     def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings: ...
 

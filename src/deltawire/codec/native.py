@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ def instruction_sets() -> list[str]:
 class NativeCodec:
     """Same bytes as the reference; runs without the GIL, in memory that does not grow with the tensors."""
 
+    takes_all = False
+
     def __init__(self, isa: str | None = None) -> None:
         sets = instruction_sets()
         if isa is not None and isa not in sets:
@@ -35,14 +38,14 @@ class NativeCodec:
     def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
         native = [(job.base, job.new, _TYPES[job.dtype.code], job.seed) for job in jobs]
         found = _native.encode(native, threads, self.name)
-        pieces: list[Buffer] = []
+        pieces: list[Any] = []
         sizes = [0] * len(jobs)
         for index, (job, (blocks, changed, _, _)) in enumerate(zip(jobs, found, strict=True)):
             if changed or job.base is None:
-                pieces += [_CODES[job.dtype.code], *(block.data for block in blocks)]
+                pieces += [_CODES[job.dtype.code], *blocks]
                 sizes[index] = 1 + sum(map(len, blocks))
         _, changes, before, after = zip(*found, strict=True) if found else ([], [], [], [])
-        return Encodings(pieces, np.array(sizes, np.int64), np.array(changes, np.int64), sums(before), sums(after))
+        return Encodings([b"".join(pieces)], np.array(sizes, np.int64), np.array(changes, np.int64), sums(before), sums(after))
 
     def resolution(self, threads: int, budget: int) -> NativeResolution:
         return NativeResolution(self.name, threads, budget, False)
@@ -62,7 +65,8 @@ class NativeResolution:
 
     def __init__(self, isa: str, threads: int, budget: int, defer: bool) -> None:
         self._native = _native.Resolution(threads, budget, defer, isa)
-        self._jobs: list[tuple[ResolveJob, int]] = []
+        self._jobs: list[ResolveJob] = []
+        self._changed: list[int] = []
 
     def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
         whole = _bytes(data)
@@ -79,13 +83,14 @@ class NativeResolution:
         except _native.WrongType:
             raise DtypeMismatch("a tensor has another element type than its delta.") from None
         changed, before, after = zip(*found, strict=True) if found else ([], [], [])
-        self._jobs += zip(jobs, changed, strict=True)
+        self._jobs += jobs
+        self._changed += changed
         return Outcomes(np.array(changed, np.int64), sums(before), sums(after))
 
     def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], Bits]]:
         found = []
         for tensor in tensors:
-            job, changed = self._jobs[tensor]
+            job, changed = self._jobs[tensor], self._changed[tensor]
             indices, values = np.empty(changed, np.int64), np.empty(changed, job.dtype.bits)
             self._native.extract(tensor, indices, values.view(np.uint8))
             found.append((indices, values))
@@ -94,7 +99,7 @@ class NativeResolution:
     def dense(self, tensors: Sequence[int]) -> Sequence[Bits]:
         found = []
         for tensor in tensors:
-            job, _ = self._jobs[tensor]
+            job = self._jobs[tensor]
             found.append(np.empty(job.count, job.dtype.bits))
             self._native.extract_dense(tensor, found[-1].view(np.uint8))
         return found

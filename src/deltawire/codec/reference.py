@@ -544,6 +544,7 @@ class ReferenceCodec:
     """The codec that defines the format. Needs memory of the order of the tensors, and one thread."""
 
     name = "reference"
+    takes_all = False
 
     def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
         return Encodings.of([encode_job(job) for job in jobs])

@@ -142,12 +142,12 @@ def parse(delta: DeltaBytes) -> DeltaFile:
 
 
 def _payloads(header: Header) -> dict[str, Span]:
-    if list(header.entries) != sorted(header.entries) or "" in header.entries:
+    if list(header.extents) != sorted(header.extents) or "" in header.extents:
         _refuse("its entries are out of order, or nameless.")
-    for name, entry in header.entries.items():
-        if entry.dtype.code != _PAYLOAD.code or len(entry.shape) != 1:
+    for name, (code, shape, _, _) in header.extents.items():
+        if code != _PAYLOAD.code or len(shape) != 1:
             _refuse(f"the entry of {name!r} is not a payload.")
-    return {name: (entry.begin, entry.end) for name, entry in header.entries.items()}
+    return {name: (begin, end) for name, (_, _, begin, end) in header.extents.items()}
 
 
 def _structure(text: str | None) -> Structure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -72,8 +73,7 @@ class TensorKeys:
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, DType, Sequence[int]]]) -> TensorKeys:
         """Of tensors of these names, types and shapes."""
-        identities = [f"{dtype.name}\0{','.join(map(str, shape))}\0{name}".encode() for name, dtype, shape in tensors]
-        raw = np.frombuffer(b"".join([blake3(each, derive_key_context=_CONTEXT).digest(_KEY.itemsize) for each in identities]), _KEY)
+        raw = np.frombuffer(b"".join([_key(name, dtype.name, tuple(shape)) for name, dtype, shape in tensors]), _KEY)
         return cls(raw["tag"].astype(np.uint32), raw["seed"].astype(np.uint64))
 
     def followed_by(self, others: TensorKeys) -> TensorKeys:
@@ -95,3 +95,9 @@ class TensorKeys:
     def tag(self, which: Any = slice(None)) -> Digest:
         """What the tensors contribute whatever their elements are."""
         return Digest.sum(self.tags[which])
+
+
+@functools.lru_cache(maxsize=1 << 16)  # states have the same tensors time and again
+def _key(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    identity = f"{dtype}\0{','.join(map(str, shape))}\0{name}".encode()
+    return blake3(identity, derive_key_context=_CONTEXT).digest(_KEY.itemsize)

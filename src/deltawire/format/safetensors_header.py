@@ -6,14 +6,15 @@ of the file before anything is mapped: a header that passes cannot make a reader
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from ..dtypes import DType, dtype_named
+from ..dtypes import DTYPES, DType, dtype_named
 from ..errors import UnsupportedDtype
 
 LENGTH_BYTES = 8
@@ -42,13 +43,21 @@ class TensorEntry(NamedTuple):
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
+Extent: TypeAlias = tuple[int, tuple[int, ...], int, int]
+"""The same with the code of the type. Only of plain tuples of numbers does Python's collection of garbage take no notice."""
+
+
+@dataclass(frozen=True)
 class Header:
     """The entries in the order of their data, the free-form metadata (None where the file has none), and where the data section starts."""
 
-    entries: dict[str, TensorEntry]
+    extents: dict[str, Extent]
     metadata: dict[str, str] | None
     data_start: int
+
+    @functools.cached_property
+    def entries(self) -> dict[str, TensorEntry]:
+        return {name: TensorEntry(DTYPES[code], shape, begin, end) for name, (code, shape, begin, end) in self.extents.items()}
 
 
 def header_length(prefix: bytes, file_size: int) -> int:
@@ -65,11 +74,11 @@ def header_length(prefix: bytes, file_size: int) -> int:
 
 def parse_header(text: bytes, file_size: int) -> Header:
     """The header in `text`, for a file of `file_size` bytes. Raises `MalformedHeader`."""
-    document = parse_json_object(text, _sound_entry)
+    document = parse_json_object(text, _sound_extent)
     metadata = _metadata(document.pop("__metadata__", None))
-    entries = {name: entry if type(entry) is TensorEntry else _entry(name, entry) for name, entry in document.items()}
+    extents = {name: extent if type(extent) is tuple else _extent(name, extent) for name, extent in document.items()}
     # Tensors without elements share their offset with a neighbour; sorting by the end too puts them before it.
-    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    ordered = dict(sorted(extents.items(), key=lambda item: item[1][2:]))
     data_start = LENGTH_BYTES + len(text)
     _check_extents(ordered, file_size - data_start)
     return Header(ordered, metadata, data_start)
@@ -142,17 +151,17 @@ def _metadata(value: Any) -> dict[str, str] | None:
     return value
 
 
-def _sound_entry(fields: dict[str, Any]) -> TensorEntry | dict[str, Any]:
-    """The entry of a tensor, if that is what these are."""
+def _sound_extent(fields: dict[str, Any]) -> Extent | dict[str, Any]:
+    """What an entry says, if these are the fields of a sound one."""
     if fields.keys() != _FIELDS:
         return fields
     try:
-        return _entry("", fields)
+        return _extent("", fields)
     except MalformedHeader:
         return fields  # who knows its name refuses it
 
 
-def _entry(name: str, fields: Any) -> TensorEntry:
+def _extent(name: str, fields: Any) -> Extent:
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise MalformedHeader(f"tensor {name!r} must have exactly dtype, shape and data_offsets.")
     shape, offsets, dtype_name = fields["shape"], fields["data_offsets"], fields["dtype"]
@@ -168,7 +177,7 @@ def _entry(name: str, fields: Any) -> TensorEntry:
         raise MalformedHeader(f"tensor {name!r} has no usable dtype.")
     if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
         raise MalformedHeader(f"tensor {name!r}: {offsets[1] - offsets[0]:,} bytes do not fit {dtype.name} {shape}.")
-    return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
+    return dtype.code, tuple(shape), offsets[0], offsets[1]
 
 
 def _is_list_of_sizes(value: Any) -> bool:
@@ -180,13 +189,13 @@ def _is_list_of_sizes(value: Any) -> bool:
     return True
 
 
-def _check_extents(ordered: Mapping[str, TensorEntry], data_bytes: int) -> None:
+def _check_extents(ordered: Mapping[str, Extent], data_bytes: int) -> None:
     end = 0
-    for name, entry in ordered.items():
-        if entry.begin != end:
-            kind = "overlaps the one before it" if entry.begin < end else "leaves a hole before it"
-            raise MalformedHeader(f"tensor {name!r} {kind} ({entry.begin:,} instead of {end:,}).")
-        end = entry.end
+    for name, (_, _, begin, its_end) in ordered.items():
+        if begin != end:
+            kind = "overlaps the one before it" if begin < end else "leaves a hole before it"
+            raise MalformedHeader(f"tensor {name!r} {kind} ({begin:,} instead of {end:,}).")
+        end = its_end
     if end > data_bytes:
         raise MalformedHeader(f"the file is cut short: {end - data_bytes:,} bytes are missing.")
     if end < data_bytes:

@@ -31,8 +31,7 @@ class GpuCodec:
     """
 
     name = "gpu"
-    batch = 1 << 40
-    """Bytes of weights per call: slabs bound the memory, so the more at a time the better."""
+    takes_all = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
