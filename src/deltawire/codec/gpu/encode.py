@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 
 from ..base import Buffer, Encodings
 from .device import Gpu
-from .spans import BLOCK, CONTEXTS, SUMS, TILE, UNIT, UNITS, Bodies, Changes, Table, place_tiles, tiles_of
+from .spans import BLOCK, SUMS, TILE, UNIT, Bodies, Changes, Table, place_tiles
 
-_SHARE = 0.006
+_SHARE = 0.0085
 """Share of the weights' bytes that the list of changes may take. There is always room for one block, all of it changed."""
+
+_PLAN_SHARE = 0.0055
+"""Share that the working memory of thread blocks which encode chunks may take: two on each processor, but one at least."""
 
 _FULL = 0.93
 """How much of the list a slab is meant to fill, going by the slab before it."""
@@ -31,7 +34,7 @@ _MOST_SLAB = 1 << 31
 _learnt: dict[tuple[torch.device, int, int], int] = {}
 """How many elements were taken last, by device, size of an element and length of the list."""
 
-_SCAN_BLOCKS, _ENCODE_BLOCKS = 4, 2
+_SCAN_BLOCKS = 4
 """Thread blocks per processor."""
 
 _GRANT = 1024
@@ -60,7 +63,7 @@ def encode_tensors(table: Table, gpu: Gpu) -> Encodings:
         size = work.next_size(slab)
         if slab.fits:
             pieces.append(memoryview(work.join(slab).numpy()))  # its bytes are on their way
-            np.add.at(sizes, slab.spans["tensor"], np.diff(slab.ends, prepend=0))
+            np.add.at(sizes, slab.spans["tensor"], slab.sizes)
         elif slab.end - slab.first == 1:
             raise AssertionError("one block does not fit the workspace")
         else:
@@ -106,24 +109,33 @@ class _Slab:
     spans: NDArray[np.void]
     ntiles: int
     on_device: torch.Tensor
-    arrays: list[torch.Tensor]
-    """What kernels keep per tile, alive as long as they need it: elements, counts, slots, sizes, chunks, work, and sizes of chunks."""
-    cursors: torch.Tensor
-    """Of changes, of bodies; chunks listed, chunks taken."""
+    found: torch.Tensor | None
+    """What is known of tiles until chunks are encoded: elements, counts, slots and sizes."""
+    chunks: torch.Tensor
+    """By first tile: facts, which of them there are, and where their bytes end."""
+    progress: torch.Tensor
+    """Cursors of changes and of bodies; chunks listed, chunks taken; then how many bytes each span comes to."""
     changes: Changes
     sums_before: torch.Tensor
-    running: torch.Tensor | None = None
     report: torch.Tensor | None = None
     reported: torch.cuda.Event | None = None
     fits: bool = False
-    chunks: int = 0
+    nchunks: int = 0
+
+    def address(self, word: int) -> ctypes.c_void_p:
+        """Of a word of `progress`."""
+        return ctypes.c_void_p(self.progress.data_ptr() + 8 * word)
+
+    def chunk_arrays(self) -> list[ctypes.c_void_p]:
+        """Addresses of the arrays in `chunks`."""
+        return [ctypes.c_void_p(self.chunks.data_ptr() + place * self.ntiles) for place in (0, 24, 28)]
 
     @property
-    def ends(self) -> NDArray[np.int64]:
-        """Where the chunks of each span end in the slab's bytes."""
+    def sizes(self) -> NDArray[np.int64]:
+        """Bytes of each span."""
         assert self.report is not None
-        ends: NDArray[np.int64] = self.report.numpy()[4:]
-        return ends
+        sizes: NDArray[np.int64] = self.report.numpy()[4:]
+        return sizes
 
 
 class _Workspace:
@@ -141,12 +153,13 @@ class _Workspace:
         wanted = max(int(_SHARE * elements * self.width / (2 + 2 * self.width)), BLOCK)
         self.capacity = min(wanted, units * UNIT)
         self.kind = (gpu.device, self.width, self.capacity)
-        self.encode_blocks = min(_ENCODE_BLOCKS * gpu.processors, ntiles)
+        affordable = int(_PLAN_SHARE * elements * self.width / scratch)
+        self.encode_blocks = min(max(affordable, gpu.processors), 2 * gpu.processors, ntiles)
         self.ranks = gpu.empty(self.capacity, torch.int16)
         self.pairs = gpu.empty(self.capacity * 2 * self.width, torch.uint8)
         self.scratch = gpu.empty(self.encode_blocks * scratch, torch.uint8)
         # A body is shorter than the elements of its chunk; with each rounded up, the bodies of one block always fit.
-        self.body_words = max(self.capacity * 3 // 8, min(elements, BLOCK) * self.width // 4 + 4 * min(ntiles, BLOCK // TILE) + 16)
+        self.body_words = max(self.capacity // 4, min(elements, BLOCK) * self.width // 4 + 4 * min(ntiles, BLOCK // TILE) + 16)
         self.bodies = gpu.zeros(self.body_words, torch.int32)
         self.used = 0
         self.sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
@@ -157,37 +170,32 @@ class _Workspace:
         """Find the changes and cut them into chunks."""
         ntiles = place_tiles(spans)
         on_device = self.gpu.upload(spans)
-        empty = self.gpu.empty
-        elements, counts = empty(ntiles * CONTEXTS, torch.int16), empty(ntiles * CONTEXTS, torch.int16)
-        slots, sizes = empty(ntiles * UNITS, torch.int32), empty(ntiles * UNITS, torch.int16)
-        chunks, work = empty(ntiles * 24, torch.uint8), empty(ntiles, torch.int32)
-        cursors = self.gpu.zeros(4, torch.int64)
-        pointers = (array.data_ptr() for array in (slots, sizes, counts, self.ranks, self.pairs))
-        changes = Changes(*pointers, self.capacity, cursors.data_ptr())
-        before = self.sums.clone()
-        nspans, tiles = ctypes.c_uint32(len(spans)), ctypes.c_uint32(ntiles)
+        found, chunks = self.gpu.empty(ntiles * 160, torch.uint8), self.gpu.empty(ntiles * 32, torch.uint8)
+        progress = self.gpu.zeros(4 + len(spans), torch.int64)
+        elements, counts, slots, sizes = (found.data_ptr() + place * ntiles for place in (0, 32, 64, 128))
+        changes = Changes(slots, sizes, counts, self.ranks.data_ptr(), self.pairs.data_ptr(), self.capacity, progress.data_ptr())
+        slab = _Slab(first, end, spans, ntiles, on_device, found, chunks, progress, changes, self.sums.clone())
+        facts, work, _ = slab.chunk_arrays()
+        nspans, tiles, pointer = ctypes.c_uint32(len(spans)), ctypes.c_uint32(ntiles), ctypes.c_void_p
         launch = self.kernels.launch
         launch("choose_tops", len(spans), 256, [on_device])
-        launch(self.scan, self._scan_blocks(ntiles), 128, [on_device, nspans, tiles, elements, changes, self.sums], self.scan_shared)
-        launch("cut_chunks", len(spans), 256, [on_device, counts, chunks, work, ctypes.c_void_p(cursors.data_ptr() + 16)])
-        return _Slab(first, end, spans, ntiles, on_device, [elements, counts, slots, sizes, chunks, work], cursors, changes, before)
+        arguments = [on_device, nspans, tiles, pointer(elements), changes, self.sums]
+        launch(self.scan, self._scan_blocks(ntiles), 128, arguments, self.scan_shared)
+        launch("cut_chunks", len(spans), 256, [on_device, pointer(counts), facts, work, slab.address(2)])
+        return slab
 
     def plan(self, slab: _Slab) -> None:
         """Encode all chunks, to wherever there is room, and start to tell the host what came of it."""
-        elements, _, _, _, chunks, work = slab.arrays
-        address = slab.cursors.data_ptr()
+        assert slab.found is not None
         self.bodies[: self.used].zero_()
-        sizes = self.gpu.zeros(slab.ntiles, torch.int64)
-        bodies = Bodies(self.bodies.data_ptr(), self.body_words, address + 8)
-        arguments = [slab.on_device, chunks, work, ctypes.c_void_p(address + 16), ctypes.c_void_p(address + 24), elements]
-        arguments += [slab.changes, self.scratch, bodies]
+        bodies = Bodies(self.bodies.data_ptr(), self.body_words, slab.address(1))
+        facts, work, ends = slab.chunk_arrays()
+        arguments = [slab.on_device, facts, work, slab.address(2), slab.address(3), slab.found, slab.changes, self.scratch, bodies]
         self.kernels.launch("encode_chunks", min(self.encode_blocks, slab.ntiles), 512, arguments, self.plan_shared)
-        arguments = [slab.on_device, chunks, ctypes.c_uint32(slab.ntiles), sizes, slab.changes]
-        self.kernels.launch("measure_chunks", -(-slab.ntiles // 256), 256, arguments)
-        slab.running = torch.cumsum(sizes, 0)
-        last = self.gpu.upload(np.cumsum(tiles_of(slab.spans)) - 1).view(torch.int64)
-        slab.report = self.gpu.pinned(4 + len(slab.spans), torch.int64)
-        slab.report.copy_(torch.cat([slab.cursors, slab.running[last]]), non_blocking=True)
+        self.kernels.launch("measure_chunks", len(slab.spans), 256, [slab.on_device, facts, ends, slab.address(4), slab.changes])
+        slab.found = None  # the next slab has it after this one
+        slab.report = self.gpu.pinned(slab.progress.numel(), torch.int64)
+        slab.report.copy_(slab.progress, non_blocking=True)
         slab.reported = self.gpu.mark()
 
     def next_size(self, slab: _Slab) -> int:
@@ -196,7 +204,7 @@ class _Workspace:
         assert slab.reported is not None
         slab.reported.synchronize()
         listed, words, chunks = (int(number) for number in slab.report[:3])
-        slab.chunks = chunks
+        slab.nchunks = chunks
         slab.fits = listed <= self.capacity and words <= self.body_words
         self.used = min(words, self.body_words)
         elements = int(slab.spans["count"].sum(dtype=np.int64))
@@ -210,21 +218,28 @@ class _Workspace:
 
     def join(self, slab: _Slab) -> torch.Tensor:
         """Put the chunks in order and start their way to the host."""
-        assert slab.running is not None
-        size = int(slab.ends[-1])
+        size = int(slab.sizes.sum())
         out = self.gpu.empty(size, torch.uint8)
-        *_, chunks, work = slab.arrays
-        nwork = ctypes.c_void_p(slab.cursors.data_ptr() + 16)
-        arguments = [slab.on_device, chunks, work, nwork, slab.running, self.bodies, self.codes]
-        arguments += [ctypes.c_uint32(self.masters), out]
-        self.kernels.launch("join_chunks", min(slab.chunks, 16 * self.gpu.processors), 128, arguments)
+        facts, work, ends = slab.chunk_arrays()
+        span_ends = slab.progress[4:].cumsum(0)
+        arguments = [
+            slab.on_device,
+            facts,
+            work,
+            slab.address(2),
+            ends,
+            span_ends,
+            self.bodies,
+            self.codes,
+            ctypes.c_uint32(self.masters),
+            out,
+        ]
+        self.kernels.launch("join_chunks", min(slab.nchunks, 16 * self.gpu.processors), 128, arguments)
         host = self.gpu.pinned(size)
         self.copies.wait_stream(self.gpu.current())
         with self.gpu.using(self.copies):
             host.copy_(out, non_blocking=True)
         self.gpu.keep(out, self.copies)
-        slab.arrays.clear()  # what it held may serve the next
-        slab.running = None
         return host
 
     def _scan_blocks(self, ntiles: int) -> int:

@@ -88,30 +88,38 @@ extern "C" __global__ void __launch_bounds__(256) cut_chunks(const Span* spans, 
     }
 }
 
-// How many bytes of payload begin with each tile.
-extern "C" __global__ void __launch_bounds__(256) measure_chunks(
-    const Span* spans, const Chunk* chunks, u32 ntiles, u64* sizes, Changes changes) {
-    const u32 tile = blockIdx.x * 256 + threadIdx.x;
-    if (tile >= ntiles || *changes.cursor > changes.capacity) return;  // then no chunk was encoded
-    const Chunk c = chunks[tile];
-    u64 size = 0;
-    if (c.tiles) {
-        const Span& s = spans[c.span];
-        size = 8 + c.bytes + (s.first == 0 && s.tile0 == tile);  // the element type stands before a tensor's first chunk
-    }
-    sizes[tile] = size;
+// Where the bytes of each chunk end among those of its span, by its first tile, and how many there are in all. A thread block per span.
+extern "C" __global__ void __launch_bounds__(256) measure_chunks(const Span* spans, const Chunk* chunks, u32* ends, u64* totals, Changes changes) {
+    __shared__ u32 sums[8];
+    if (*changes.cursor > changes.capacity) return;  // then no chunk was encoded
+    const Span& s = spans[blockIdx.x];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tiles = (s.count + TILE - 1) / TILE, each = (tiles + 255) / 256;
+    const u32 begin = min(threadIdx.x * each, tiles), end = min(begin + each, tiles);
+    const auto size_of = [&](u32 t) {
+        const Chunk& c = chunks[s.tile0 + t];
+        return c.tiles ? 8 + c.bytes + (s.first == 0 && t == 0) : 0;  // the element type stands before a tensor's first chunk
+    };
+    u32 sum = 0;
+    for (u32 t = begin; t < end; ++t) sum += size_of(t);
+    u32 upto = inclusive_scan(sum, lane);
+    if (lane == 31) sums[warp] = upto;
+    __syncthreads();
+    for (u32 w = 0; w < warp; ++w) upto += sums[w];
+    u32 at = upto - sum;
+    for (u32 t = begin; t < end; ++t) ends[s.tile0 + t] = at += size_of(t);
+    if (threadIdx.x == 255) totals[blockIdx.x] = upto;
 }
 
-// Writes the chunks, headers and all, in order. `ends` are the running sums of `sizes`; `codes` the element type of each tensor; `masters`: the new
-// elements are float32, to be rounded.
+// Writes the chunks, headers and all, in order. `ends` are those of `measure_chunks`, `span_ends` the running sums of its totals; `codes` the element type
+// of each tensor; `masters`: the new elements are float32, to be rounded.
 extern "C" __global__ void __launch_bounds__(128) join_chunks(
-    const Span* spans, const Chunk* chunks, const u32* work, const u32* nwork, const u64* ends, const u32* bodies, const u8* codes, u32 masters,
-    u8* out) {
+    const Span* spans, const Chunk* chunks, const u32* work, const u32* nwork, const u32* ends, const u64* span_ends, const u32* bodies, const u8* codes,
+    u32 masters, u8* out) {
     for (u32 w = blockIdx.x; w < *nwork; w += gridDim.x) {
         const u32 tile = work[w];
         const Chunk c = chunks[tile];
         const Span& s = spans[c.span];
-        const u64 end = ends[tile], begin = end - c.bytes;
+        const u64 end = (c.span ? span_ends[c.span - 1] : 0) + ends[tile], begin = end - c.bytes;
         const u32 offset = (tile - s.tile0) * TILE, elements = min(c.tiles * TILE, s.count - offset);
         if (threadIdx.x < 8) out[begin - 8 + threadIdx.x] = (u8)((threadIdx.x < 4 ? elements | c.mode << 30 : c.bytes) >> (8 * (threadIdx.x & 3)));
         if (threadIdx.x == 8 && s.first == 0 && s.tile0 == tile) out[begin - 9] = codes[s.tensor];
