@@ -23,9 +23,9 @@ from .payloads import Numbers, Payloads, Spans
 from .slabs import Chunks, Slab
 from .spans import MASKS, SHIFTS, SPAN, SUMS, TILE, Table
 
-_SHARE, _MOST_SLABS, _LEAST_SLAB = 0.0008, 48, 1 << 18
+_SHARE, _MOST_SLABS, _LEAST_SLAB = 0.0006, 64, 1 << 18
 _LONG_SLABS = 12
-"""Changes that are located at a time: so many that their lists take this share of the weights' bytes, or a 48th of all; a twelfth, as
+"""Changes that are located at a time: so many that their lists take this share of the weights' bytes, or a 64th of all; a twelfth, as
 long as there is room."""
 
 _KEPT_SHARE, _KEPT = 0.001, 1 << 20
@@ -212,10 +212,7 @@ class _Work:
         for tensor in (self.placed, self.heads, self.tasks):
             gpu.keep(tensor, gpu.current())
         if not self.has_raw and self.data.size > max(_KEPT_SHARE * self.table.nbytes, _KEPT):
-            assert self.room is not None
-            for purpose in _SIDE_STREAMS:
-                gpu.keep(self.room, gpu.stream(purpose))
-            self.room = None
+            self.room = None  # this stream has waited for those that read it, so its memory serves the patch
         self.firsts = gpu.empty(self.ntiles + 1, torch.int32)
         self.firsts[self.ntiles :].fill_(self.total - (1 << 32) if self.total >= 1 << 31 else self.total)
         self.places, self.values = gpu.empty(self.total, torch.uint8), gpu.empty(self.total, getattr(torch, f"int{self.table.width}"))
