@@ -32,7 +32,10 @@ class PreparedUpdate:
         self._resolution: Resolution | None = None
         self._is_ready = self.is_applied = False
         self._coverage = Coverage()
-        self._met: dict[object, tuple[str, memoryview, Span | None]] = {}
+        self._data: list[memoryview] = []
+        """Of the deltas that were added."""
+        self._met: dict[object, tuple[str, int, Span | None]] = {}
+        """By memory: the tensor that has it, in which delta, and where its payload is there."""
         self.changed = 0
         """Elements that it changes."""
         self.nbytes = 0
@@ -56,10 +59,10 @@ class PreparedUpdate:
         if self._resolution is None:  # all parts are where the first is: on the host, or on one GPU
             self._resolution = codec.deferred_resolution(self._threads)
         found = resolve_plan(plan, self._resolution, self._threads, codec, None)
-        for job, changed in zip(plan.jobs, found.tolist(), strict=True):
-            if job.write:
+        for tensor, write, changed in zip(plan.tensors, plan.writes, found.tolist(), strict=True):
+            if write:
                 self.changed += changed
-                self.nbytes += changed * (4 + job.dtype.itemsize)
+                self.nbytes += changed * (4 + tensor.dtype.itemsize)
         return file.before, file.after
 
     def apply(self) -> None:
@@ -74,16 +77,17 @@ class PreparedUpdate:
 
     def _write_once(self, plan: ResolutionPlan) -> None:
         """Leave out writes to memory that an earlier part writes already, under another name."""
-        for tensor, job in zip(plan.tensors, plan.jobs, strict=True):
+        self._data.append(plan.file.data)
+        for number, tensor in enumerate(plan.tensors):
             memory = tensor.memory
             if memory is None:
                 continue
-            name, data, payload = self._met.setdefault(memory, (tensor.name, plan.file.data, job.payload))
+            name, part, payload = self._met.setdefault(memory, (tensor.name, len(self._data) - 1, plan.payloads[number]))
             if name == tensor.name:
                 continue
-            if _bytes(data, payload) != _bytes(plan.file.data, job.payload):  # payloads of the same change are the same bytes
+            if _bytes(self._data[part], payload) != _bytes(plan.file.data, plan.payloads[number]):  # the same change is the same bytes
                 raise StateNotWritable(f"tensors {name!r} and {tensor.name!r} are the same memory, but do not change together.")
-            job.write = False
+            plan.writes[number] = False
 
     def _exchange(self) -> None:
         if not self._is_ready:
@@ -91,6 +95,7 @@ class PreparedUpdate:
                 self._resolution.compact()
             self._coverage = Coverage()
             self._met.clear()
+            self._data.clear()
             self._is_ready = True
         self.is_applied = not self.is_applied
         if self._resolution is not None:

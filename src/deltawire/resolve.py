@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .codec.base import Codec, Resolution, ResolveJob
-from .dtypes import DTYPES
+from .dtypes import DTYPES, DType
 from .errors import (
     BaseMismatch,
     CorruptDelta,
@@ -46,7 +46,7 @@ def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None
     codec = codec_for(plan.tensors)
     resolution = codec.resolution(thread_count(threads), 2**63)
     resolve_plan(plan, resolution, thread_count(threads), codec, None)
-    changing = [index for index in range(len(plan.tensors)) if plan.jobs[index].payload is not None]
+    changing = [index for index, payload in enumerate(plan.payloads) if payload is not None]
     changed = {}
     for index, (indices, values) in zip(changing, resolution.changes([plan.place[index] for index in changing]), strict=True):
         tensor = plan.tensors[index]
@@ -83,16 +83,40 @@ def apply_delta(
 
 @dataclass(slots=True)
 class ResolutionPlan:
-    """Which tensor of a state meets which payload. `jobs` are those of `tensors`, then those of the tensors that appear."""
+    """Which tensor of a state meets which payload. Jobs are counted over `tensors`, then those that appear."""
 
     file: DeltaFile
     tensors: list[TensorBits]
+    added: list[tuple[str, DType, tuple[int, ...]]]
     keys: TensorKeys
-    jobs: list[ResolveJob] = field(default_factory=list)
+    payloads: list[Span | None] = field(default_factory=list)
+    """Of `tensors`."""
+    writes: list[bool] = field(default_factory=list)
+    """Which of them are written to."""
     first: set[int] = field(default_factory=set)
     """Jobs to be done before anything is written: their tensors are the same memory as others that are."""
     place: dict[int, int] = field(default_factory=dict)
     """Where the resolution has the tensor of a job."""
+
+    def __len__(self) -> int:
+        return len(self.tensors) + len(self.added)
+
+    def jobs(self, numbers: Sequence[int]) -> list[ResolveJob]:
+        return [self._job(number, seed) for number, seed in zip(numbers, self.keys.seeds[numbers].tolist(), strict=True)]
+
+    def _job(self, number: int, seed: int) -> ResolveJob:
+        if number < len(self.tensors):
+            tensor = self.tensors[number]
+            return ResolveJob(tensor.bits, tensor.size, self.payloads[number], tensor.dtype, seed, self.writes[number])
+        name, dtype, shape = self.added[number - len(self.tensors)]
+        return ResolveJob(None, math.prod(shape), self.file.payloads[name], dtype, seed)
+
+    def nbytes(self, number: int) -> int:
+        """Bytes of weights of a job."""
+        if number < len(self.tensors):
+            return self.tensors[number].nbytes
+        _, dtype, shape = self.added[number - len(self.tensors)]
+        return math.prod(shape) * dtype.itemsize
 
 
 def plan_resolution(state: State, file: DeltaFile) -> ResolutionPlan:
@@ -107,18 +131,15 @@ def plan_resolution(state: State, file: DeltaFile) -> ResolutionPlan:
     added_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in structure.added.values())
     tensors = _covered(state, file.parts)
     added = [(name, dtype, shape) for name, (dtype, shape) in sorted(structure.added.items())]
-    keys = keys_of(tensors).followed_by(TensorKeys.of(added))
-    seeds = keys.seeds.tolist()
-    plan = ResolutionPlan(file, tensors, keys)
-    for tensor, seed in zip(tensors, seeds, strict=False):
+    plan = ResolutionPlan(file, tensors, added, keys_of(tensors).followed_by(TensorKeys.of(added)))
+    for tensor in tensors:
         payload = None if tensor.name in removed else file.payload(tensor.name)
         if payload is not None and payload[0] < payload[1] and file.data[payload[0]] != tensor.dtype.code:
             raise _wrong_type(tensor, file.data[payload[0]])
-        plan.jobs.append(ResolveJob(tensor.bits, tensor.size, payload, tensor.dtype, seed))
+        plan.payloads.append(payload)
+    plan.writes = [False] * len(tensors)
     if added_bytes > _MOST_ADDED + _MOST_ADDED_TIMES * len(file.data):
         raise DeltaTooLarge(f"the delta adds tensors of {added_bytes:,} bytes.")
-    for (name, dtype, shape), seed in zip(added, seeds[len(tensors) :], strict=True):
-        plan.jobs.append(ResolveJob(None, math.prod(shape), file.payloads[name], dtype, seed))
     return plan
 
 
@@ -143,15 +164,15 @@ def _wrong_type(tensor: TensorBits, code: int) -> DtypeMismatch:
 def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, codec: Codec, progress: Progress | None) -> NDArray[np.int64]:
     """Decode everything and check both digests. How many elements change, by job."""
     before, after = Digest(), Digest()
-    changed = np.zeros(len(plan.jobs), np.int64)
+    changed = np.zeros(len(plan), np.int64)
     removed = set(plan.file.structure.removed)
     held = len(plan.tensors)
-    stays = np.array([tensor.name not in removed for tensor in plan.tensors] + [True] * (len(plan.jobs) - held), np.bool_)
-    groups = [sorted(plan.first), [index for index in range(held) if index not in plan.first], range(held, len(plan.jobs))]
+    stays = np.array([tensor.name not in removed for tensor in plan.tensors] + [True] * len(plan.added), np.bool_)
+    groups = [sorted(plan.first), [index for index in range(held) if index not in plan.first], range(held, len(plan))]
     try:
-        for batch in (batch for group in groups for batch in batches(group, lambda index: plan.jobs[index].nbytes, codec)):
+        for batch in (batch for group in groups for batch in batches(group, plan.nbytes, codec)):
             try:
-                outcomes = resolution.add([plan.jobs[index] for index in batch], plan.file.data)
+                outcomes = resolution.add(plan.jobs(batch), plan.file.data)
             except (DtypeMismatch, ShapeMismatch) as error:
                 if batch[0] < held:
                     raise
@@ -163,7 +184,7 @@ def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, cod
                 before += plan.keys.digest(outcomes.before, numbers)
             after += plan.keys.digest(outcomes.after[stays[numbers]], numbers[stays[numbers]])
             if progress:
-                progress(sum(plan.jobs[index].nbytes for index in batch))
+                progress(sum(map(plan.nbytes, batch)))
     except CorruptDelta:
         # Decoded against another state than its own, a sound delta can look broken in many ways. Say what is really wrong.
         resolution.revert()
@@ -185,28 +206,29 @@ def _base_mismatch(found: Digest, file: DeltaFile) -> BaseMismatch:
 def mark_writes(plan: ResolutionPlan) -> None:
     """Decide which jobs write: those of tensors that change, each memory once. Raises `StateNotWritable` before anything is done."""
     written: dict[object, Span] = {}
-    held = list(zip(plan.tensors, plan.jobs, strict=False))
-    bounds = np.array([tensor.byte_bounds for tensor, job in held], np.int64).reshape(-1, 2)
-    apart = _are_apart(bounds[[job.count > 0 for _, job in held]])
-    for index, (tensor, job) in enumerate(held):
-        if job.payload is None or not job.count:
+    held = list(zip(plan.tensors, plan.payloads, strict=True))
+    apart = _are_apart(plan.tensors)
+    for index, (tensor, payload) in enumerate(held):
+        if payload is None or not tensor.size:
             continue
         check_writable(tensor)
         if apart:
-            job.write = True
+            plan.writes[index] = True
         elif tensor.memory in written:
             plan.first.add(index)
         else:
-            written[tensor.memory] = job.payload
-            job.write = True
+            written[tensor.memory] = payload
+            plan.writes[index] = True
     if apart:
         return
-    together = {tensor.name for tensor, job in held if job.payload is not None and job.payload == written.get(tensor.memory)}
-    _check_overlap([tensor for tensor, job in held if job.write], [tensor for tensor, _ in held if tensor.name not in together])
+    together = {tensor.name for tensor, payload in held if payload is not None and payload == written.get(tensor.memory)}
+    targets = [tensor for tensor, write in zip(plan.tensors, plan.writes, strict=True) if write]
+    _check_overlap(targets, [tensor for tensor in plan.tensors if tensor.name not in together])
 
 
-def _are_apart(bounds: NDArray[np.int64]) -> bool:
+def _are_apart(tensors: Sequence[TensorBits]) -> bool:
     """Whether no two tensors reach into each other: of nearly all states that is the end of it."""
+    bounds = np.array([tensor.byte_bounds for tensor in tensors if tensor.size], np.int64).reshape(-1, 2)
     ordered = bounds[np.argsort(bounds[:, 0])]
     return bool((ordered[1:, 0] >= ordered[:-1, 1]).all())
 
@@ -236,6 +258,6 @@ def _share_memory(a: TensorBits, b: TensorBits) -> bool:
 
 
 def _added(plan: ResolutionPlan, resolution: Resolution) -> dict[str, NDArray[Any]]:
-    places = [plan.place[index] for index in range(len(plan.tensors), len(plan.jobs))]
-    added = zip(sorted(plan.file.structure.added.items()), resolution.dense(places), strict=True)
-    return {name: typed(elements, dtype, shape) for (name, (dtype, shape)), elements in added}
+    places = [plan.place[index] for index in range(len(plan.tensors), len(plan))]
+    added = zip(plan.added, resolution.dense(places), strict=True)
+    return {name: typed(elements, dtype, shape) for (name, dtype, shape), elements in added}

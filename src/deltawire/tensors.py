@@ -286,7 +286,7 @@ def _torch_bits(name: str, tensor: torch.Tensor, torch: Any) -> TensorBits:
         raise UnsupportedDtype(str(tensor.dtype))
     dtype, signed, unsigned = known.elements[tensor.dtype]
     if _is_on_gpu(tensor):
-        return TensorBits(name, dtype, _cuda_bits(name, tensor.detach(), signed))
+        return TensorBits(name, dtype, _cuda_bits(name, tensor.detach() if tensor.requires_grad else tensor, signed))
     try:
         found = TensorBits(name, dtype, tensor, None, 0, unsigned)
         if tensor.is_contiguous() and tensor.data_ptr() and not (tensor.is_neg() or tensor.is_nested):
@@ -301,11 +301,17 @@ def _is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def _cuda_bits(name: str, tensor: torch.Tensor, integer: torch.dtype) -> Bits:
-    from .codec.gpu.device_bits import DeviceBits
-
     if tensor.is_neg() or tensor.is_conj():
         raise UnsupportedTensor(f"tensor {name!r} is not plain memory.")
-    return cast("Bits", DeviceBits(tensor.view(integer)))
+    bits: Bits = _device_bits()(tensor.view(integer))
+    return bits
+
+
+@functools.cache
+def _device_bits() -> Any:
+    from .codec.gpu.device_bits import DeviceBits
+
+    return DeviceBits
 
 
 def typed(flat: Any, dtype: DType, shape: tuple[int, ...] | None = None) -> Any:

@@ -65,7 +65,8 @@ class NativeResolution:
 
     def __init__(self, isa: str, threads: int, budget: int, defer: bool) -> None:
         self._native = _native.Resolution(threads, budget, defer, isa)
-        self._jobs: list[ResolveJob] = []
+        self._dtypes: list[DType] = []
+        self._counts: list[int] = []
         self._changed: list[int] = []
 
     def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
@@ -83,15 +84,15 @@ class NativeResolution:
         except _native.WrongType:
             raise DtypeMismatch("a tensor has another element type than its delta.") from None
         changed, before, after = zip(*found, strict=True) if found else ([], [], [])
-        self._jobs += jobs
+        self._dtypes += [job.dtype for job in jobs]
+        self._counts += [job.count for job in jobs]
         self._changed += changed
         return Outcomes(np.array(changed, np.int64), sums(before), sums(after))
 
     def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], Bits]]:
         found = []
         for tensor in tensors:
-            job, changed = self._jobs[tensor], self._changed[tensor]
-            indices, values = np.empty(changed, np.int64), np.empty(changed, job.dtype.bits)
+            indices, values = np.empty(self._changed[tensor], np.int64), np.empty(self._changed[tensor], self._dtypes[tensor].bits)
             self._native.extract(tensor, indices, values.view(np.uint8))
             found.append((indices, values))
         return found
@@ -99,8 +100,7 @@ class NativeResolution:
     def dense(self, tensors: Sequence[int]) -> Sequence[Bits]:
         found = []
         for tensor in tensors:
-            job = self._jobs[tensor]
-            found.append(np.empty(job.count, job.dtype.bits))
+            found.append(np.empty(self._counts[tensor], self._dtypes[tensor].bits))
             self._native.extract_dense(tensor, found[-1].view(np.uint8))
         return found
 
@@ -115,7 +115,8 @@ class NativeResolution:
 
     def compact(self) -> None:
         self._native.compact()
-        self._jobs.clear()
+        for column in (self._dtypes, self._counts, self._changed):
+            column.clear()
 
 
 def inspect_payload(payload: Buffer, dtype: DType) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:

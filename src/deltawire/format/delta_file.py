@@ -88,15 +88,15 @@ class Coverage:
     """The elements that the deltas of one step are for. They were made from the same state, so no two may be for the same element."""
 
     def __init__(self) -> None:
-        self._spans: dict[str, list[tuple[int, int]]] = {}
+        self._spans: dict[str, tuple[tuple[int, int], ...]] = {}
 
     def add(self, spans: Parts) -> None:
         """Another delta, for these elements. Raises `CorruptDelta` if an earlier one was for some of them."""
         for name, (start, stop) in spans.items():
-            others = self._spans.setdefault(name, [])
+            others = self._spans.get(name, ())
             if any(start < end and begin < stop for begin, end in others):
                 raise CorruptDelta(f"two deltas are for the same elements of tensor {name!r}.")
-            others.append((start, stop))
+            self._spans[name] = (*others, (start, stop))
 
 
 def parse(delta: DeltaBytes) -> DeltaFile:
