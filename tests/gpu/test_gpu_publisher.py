@@ -102,3 +102,24 @@ def test_master_weights_are_published_as_what_they_round_to(tmp_path, snapshot, 
             state["c"] = state["c"] * np.float32(1.02)
     with deltawire.Publisher(tmp_path, snapshot=snapshot, masters=True) as publisher:  # one that resumes goes on by a delta
         assert publisher.publish(state, step=3).kind == "delta"
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_weights_of_a_module_are_published_from_where_they_are(tmp_path, masters):
+    from deltawire.trainers import WeightSource
+
+    module = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 8)).to(DEVICE, torch.float32 if masters else torch.bfloat16)
+    source = WeightSource(module)
+    with deltawire.Publisher(tmp_path, snapshot="device", background=True, masters=masters) as publisher:
+        for version in range(3):
+            given = source.snapshot()
+            assert all(given[name].data_ptr() == parameter.data_ptr() for name, parameter in module.named_parameters())
+            source.publish(publisher, step=version)
+            expected = {name: bits(parameter.detach().bfloat16()) for name, parameter in module.named_parameters()}
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(1 + 2**-6)
+            publisher.flush()
+            assert publisher.version.kind == ("delta" if version else "anchor")
+            read(tmp_path, expected)
+        assert all(isinstance(array, torch.Tensor) for array in publisher._appender.baseline.arrays.values())

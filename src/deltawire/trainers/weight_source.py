@@ -25,8 +25,10 @@ class WeightSource:
     is not published; `keep` is asked for each wire name. Tied weights are published once, under their first name, as checkpoints of
     transformers have them; with `tied=True` under all of their names.
 
-    Tensors that are cast, or not on the CPU, are copied into buffers that are used again for every snapshot. Those of the wire's own type
-    are handed over as they are: a publisher in the background makes its copy before `publish` returns.
+    Tensors that are cast are copied into buffers on the host that are used again for every snapshot. Those of the wire's own type, on the
+    CPU or an NVIDIA GPU, are handed over as they are: a publisher in the background makes its copy before `publish` returns. With
+    `Publisher(snapshot="device")` that copy is on the GPU too, and only deltas leave it; of float32 masters as well, if the publisher
+    rounds them (`masters=True`, and no `dtype` here).
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class WeightSource:
                     continue
                 tensor = tensor.detach()
                 dtype = self._wire_dtype(name, tensor)
-                if dtype == tensor.dtype and tensor.device.type == "cpu":
+                is_nvidia = tensor.device.type == "cuda" and not torch.version.hip
+                if dtype == tensor.dtype and (tensor.device.type == "cpu" or is_nvidia):
                     state[name] = tensor
                     continue
                 buffer = self._buffer(name, tensor, dtype)
