@@ -118,12 +118,13 @@ def kernels_ms(work: Callable[[], object], each: dict[str, float] | None = None)
 
 
 def peak(work: Callable[[], Any], nbytes: int) -> tuple[Any, float]:
+    """With the result, the most memory that could be used for nothing else, what was given back but waits for a stream included."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     result = work()
-    return result, (torch.cuda.max_memory_allocated() - before) / nbytes
+    return result, (torch.cuda.memory_stats()["active_bytes.all.peak"] - before) / nbytes
 
 
 def nonzero(base: torch.Tensor, new: torch.Tensor, integer: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
