@@ -128,9 +128,9 @@ class TensorBits:
         return TensorBits(self.name, self.dtype, _run(self.bits, start, stop), self.shape, start)
 
     @property
-    def memory(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
+    def memory(self) -> tuple[int, ...] | None:
         """Equal for two tensors that are the same memory seen in the same way; None where there are no elements."""
-        return (self.address, self.dtype.code, self.shape, self.strides) if self.size else None
+        return (self.address, self.dtype.code, *self.shape, *self.strides) if self.size else None
 
     @property
     def address(self) -> int:

@@ -144,10 +144,10 @@ def parse(delta: DeltaBytes) -> DeltaFile:
 def _payloads(header: Header) -> dict[str, Span]:
     if list(header.extents) != sorted(header.extents) or "" in header.extents:
         _refuse("its entries are out of order, or nameless.")
-    for name, (code, shape, _, _) in header.extents.items():
+    for name, (_, _, code, *shape) in header.extents.items():
         if code != _PAYLOAD.code or len(shape) != 1:
             _refuse(f"the entry of {name!r} is not a payload.")
-    return {name: (begin, end) for name, (_, _, begin, end) in header.extents.items()}
+    return {name: (begin, end) for name, (begin, end, *_) in header.extents.items()}
 
 
 def _structure(text: str | None) -> Structure:

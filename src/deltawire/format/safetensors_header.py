@@ -43,8 +43,8 @@ class TensorEntry(NamedTuple):
         return self.end - self.begin
 
 
-Extent: TypeAlias = tuple[int, tuple[int, ...], int, int]
-"""The same with the code of the type. Only of plain tuples of numbers does Python's collection of garbage take no notice."""
+Extent: TypeAlias = tuple[int, ...]
+"""The same: begin, end, code of the type, and the shape. Of plain tuples of numbers Python's collection of garbage takes no notice."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Header:
 
     @functools.cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        return {name: TensorEntry(DTYPES[code], shape, begin, end) for name, (code, shape, begin, end) in self.extents.items()}
+        return {name: TensorEntry(DTYPES[code], tuple(shape), begin, end) for name, (begin, end, code, *shape) in self.extents.items()}
 
 
 def header_length(prefix: bytes, file_size: int) -> int:
@@ -78,7 +78,7 @@ def parse_header(text: bytes, file_size: int) -> Header:
     metadata = _metadata(document.pop("__metadata__", None))
     extents = {name: extent if type(extent) is tuple else _extent(name, extent) for name, extent in document.items()}
     # Tensors without elements share their offset with a neighbour; sorting by the end too puts them before it.
-    ordered = dict(sorted(extents.items(), key=lambda item: item[1][2:]))
+    ordered = dict(sorted(extents.items(), key=lambda item: item[1][:2]))
     data_start = LENGTH_BYTES + len(text)
     _check_extents(ordered, file_size - data_start)
     return Header(ordered, metadata, data_start)
@@ -177,7 +177,7 @@ def _extent(name: str, fields: Any) -> Extent:
         raise MalformedHeader(f"tensor {name!r} has no usable dtype.")
     if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
         raise MalformedHeader(f"tensor {name!r}: {offsets[1] - offsets[0]:,} bytes do not fit {dtype.name} {shape}.")
-    return dtype.code, tuple(shape), offsets[0], offsets[1]
+    return (*offsets, dtype.code, *shape)
 
 
 def _is_list_of_sizes(value: Any) -> bool:
@@ -191,7 +191,7 @@ def _is_list_of_sizes(value: Any) -> bool:
 
 def _check_extents(ordered: Mapping[str, Extent], data_bytes: int) -> None:
     end = 0
-    for name, (_, _, begin, its_end) in ordered.items():
+    for name, (begin, its_end, *_) in ordered.items():
         if begin != end:
             kind = "overlaps the one before it" if begin < end else "leaves a hole before it"
             raise MalformedHeader(f"tensor {name!r} {kind} ({begin:,} instead of {end:,}).")
