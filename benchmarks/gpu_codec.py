@@ -183,9 +183,10 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(table(), spans, payloads, GPU), nbytes)
     assert (outcomes.after == after).all(), "resolving does not lead to the new weights"
     row.patch_memory = patch.nbytes / nbytes
-    patch.write(table().base, swap=True)
+    addresses = table().base
+    patch.write(addresses, swap=True)
     assert torch.equal(base.view(integer), new.view(integer)), "the scatter is not exact"
-    row.scatter_ms = median_ms(lambda: patch.write(table().base, swap=True), 6)  # an even number of swaps in all: the old weights are back
+    row.scatter_ms = median_ms(lambda: patch.write(addresses, swap=True), 6)  # an even number of swaps in all: the old weights are back
     assert not row.changed or not torch.equal(base.view(integer), new.view(integer))
     row.resolve_ms = median_ms(lambda: resolve_tensors(table(), spans, payloads, GPU), 5)
     row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(table(), spans, pinned, GPU), 5)

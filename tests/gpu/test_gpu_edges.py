@@ -22,7 +22,7 @@ if compiler() is None:
 
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
-from deltawire.codec.gpu import device, encode, resolve  # noqa: E402
+from deltawire.codec.gpu import device, encode, reach, resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.codec.gpu.device_bits import DeviceBits, MasterBits  # noqa: E402
 
@@ -55,6 +55,11 @@ def on_gpu(array):
 
 def bits(size, seed=1):
     return np.random.default_rng(seed).integers(0, 2**16, size, np.uint16)
+
+
+def strided(array):
+    """The same on the GPU, in memory that kernels cannot read as it is."""
+    return DeviceBits(torch.from_numpy(np.repeat(array, 2).view(np.int16))[::2])
 
 
 def step(array, every):
@@ -101,6 +106,40 @@ def test_many_small_tensors_that_change_all_over_are_encoded(monkeypatch):
     got = GpuCodec(DEVICE).encode([EncodeJob(on_gpu(base), on_gpu(new), BF16, 3) for base, new in cases], 1)
     for ours, (base, new) in zip(got, cases, strict=True):
         assert b"".join(ours.payload) == b"".join(encode_job(EncodeJob(base, new, BF16, 3)).payload)
+
+
+def test_what_does_not_change_or_has_no_elements_leaves_the_payloads_of_others_whole(monkeypatch):
+    """All payloads come in a row, slab by slab: what does not belong there is cut out, at the beginning, the end and in between."""
+    monkeypatch.setattr(encode, "_FIRST_SLAB", 1)
+    monkeypatch.setattr(encode, "_learnt", {})
+    pairs = []
+    for number, kind in enumerate("..cc.a0.e.c0ec.aac.."):
+        old = bits(700 + 3 * number, number)
+        changed, appears, zeros, empty = (old, step(old, 9)), (None, old), (None, np.zeros(5, np.uint16)), (None, bits(0))
+        pairs.append({"c": changed, ".": (old, old), "a": appears, "0": zeros, "e": empty}[kind])
+    got = GpuCodec(DEVICE).encode([EncodeJob(None if old is None else on_gpu(old), on_gpu(new), BF16, 3) for old, new in pairs], 1)
+    for ours, (old, new) in zip(got, pairs, strict=True):
+        theirs = encode_job(EncodeJob(old, new, BF16, 3))
+        assert (b"".join(ours.payload), *ours[1:]) == (b"".join(theirs.payload), *theirs[1:])
+
+
+def test_tensors_that_need_copies_are_taken_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr(reach, "_MOST_COPIED", 5000)
+    copied, alive = reach.copied, []
+
+    def counted(*arguments):
+        made = copied(*arguments)
+        alive.append(weakref.ref(made.untyped_storage()))
+        assert sum(storage() is not None for storage in alive) <= 2, "more than fit into 5000 bytes"
+        return made
+
+    monkeypatch.setattr(reach, "copied", counted)
+    cases = [(bits(1000, seed), step(bits(1000, seed), 7)) for seed in range(9)]
+    jobs = [EncodeJob(on_gpu(base), on_gpu(new) if i % 3 else strided(new), BF16, i) for i, (base, new) in enumerate(cases)]
+    want = [encode_job(EncodeJob(base, new, BF16, i)) for i, (base, new) in enumerate(cases)]
+    assert [b"".join(ours.payload) for ours in GpuCodec(DEVICE).encode(jobs, 1)] == [b"".join(theirs.payload) for theirs in want]
+    assert GpuCodec(DEVICE).digest([(job.new, job.seed) for job in jobs], 1).tolist() == [[*theirs.after] for theirs in want]
+    assert len(alive) == 6
 
 
 def test_what_a_resolution_hands_out_is_kept_for_the_stream_that_uses_it(gpu):
