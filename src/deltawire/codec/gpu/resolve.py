@@ -21,12 +21,14 @@ from .digest import digest_spans
 from .patch import DevicePatch, Patch
 from .payloads import Numbers, Payloads, Spans
 from .slabs import Chunks, Slab
-from .spans import MASKS, SHIFTS, SPAN, SUMS, TILE, Table
+from .spans import CONTEXTS, MASKS, SHIFTS, SPAN, SUMS, TILE, Table
 
-_SHARE, _MOST_SLABS, _LEAST_SLAB = 0.0006, 64, 1 << 18
-_LONG_SLABS = 12
-"""Changes that are located at a time: so many that their lists take this share of the weights' bytes, or a 64th of all; a twelfth, as
-long as there is room."""
+_SHARE = 0.0198
+"""Of the weights' bytes: what is held in all, the patch included, if that alone is not more."""
+
+_LONG_SLABS, _MOST_SLABS, _LEAST_SLAB = 12, 64, 1 << 18
+"""Changes that are located at a time: a twelfth of all as long as there is room in the patch for their lists; then so many that these fit
+into the share, but a 64th at least."""
 
 _KEPT_SHARE, _KEPT = 0.001, 1 << 20
 """Payloads of no more than this share of the weights' bytes, or so many bytes, stay on the device; of others only what a slab needs."""
@@ -219,7 +221,7 @@ class _Work:
         counted = gpu.pinned(self.sums.numel())
         counted.copy_(self.sums, non_blocking=True)
         there = gpu.mark()
-        most = max(int(_SHARE * self.table.nbytes / (4 + itemsize)), self.total // _MOST_SLABS, _LEAST_SLAB)
+        most = max(self._affordable_changes(), self.total // _MOST_SLABS, _LEAST_SLAB)
         chunks = Chunks(self.spans, self.ends, self.body_ends, self.ntiles)
         wave, windows = _LOCATE_WARPS * _LOCATE_BLOCKS * gpu.processors, self.room is None
         early: list[Slab] = []
@@ -235,6 +237,13 @@ class _Work:
             self._locate_slabs(chunks, late, memory)
         there.synchronize()
         self.before: Sums = counted.numpy().view(SUMS)["before"]
+
+    def _affordable_changes(self) -> int:
+        """How many of them have lists that still fit into the share."""
+        held = [self.sums, self.tiles, self.heads, self.placed, self.tasks, self.firsts, self.places, self.values]
+        held, windowed = (held, self.data.size) if self.room is None else ([*held, self.room], 0)
+        each = 4 + self.table.itemsize + (4 * CONTEXTS * self.ntiles + 2 * windowed) / max(self.total, 1)
+        return int((_SHARE * self.table.nbytes - sum(array.nbytes for array in held)) / each)
 
     def _locate_slabs(self, chunks: Chunks, slabs: Sequence[Slab], memory: torch.Tensor) -> None:
         memory.zero_()  # nothing depends on what is after a payload, but it is read
