@@ -187,9 +187,6 @@ def state_bits(state: State) -> list[TensorBits]:
 
 def named_bits(checked: str, tensor: object) -> TensorBits:
     """Like `tensor_bits`, for a name that was checked."""
-    torch = sys.modules.get("torch")
-    if torch is not None and type(tensor) in _torch_types(torch).tensors:
-        return _torch_bits(checked, cast(Any, tensor), torch)
     if isinstance(tensor, TensorPart):
         part = named_bits(checked, tensor.elements)
         room = math.prod(tensor.shape)
@@ -206,8 +203,9 @@ def named_bits(checked: str, tensor: object) -> TensorBits:
         ):
             raise UnsupportedTensor(f"tensor {checked!r} has strides that are no multiple of its element size.")
         return TensorBits(checked, dtype, np.asarray(tensor).view(dtype.bits))
-    if is_torch(tensor):
-        raise UnsupportedTensor(f"tensor {checked!r} is a {type(tensor).__name__}.")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        return _torch_bits(checked, tensor, _torch_types(torch))
     raise UnsupportedTensor(f"tensor {checked!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}.")
 
 
@@ -276,11 +274,12 @@ def to_torch(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array.view(_signed(dtype.width))).view(_torch_types(torch).dtypes[dtype.name])
 
 
-def _torch_bits(name: str, tensor: torch.Tensor, torch: Any) -> TensorBits:
-    known = _torch_types(torch)
+def _torch_bits(name: str, tensor: torch.Tensor, known: _TorchTypes) -> TensorBits:
+    if type(tensor) not in known.tensors:
+        raise UnsupportedTensor(f"tensor {name!r} is a {type(tensor).__name__}.")
     if tensor.layout != known.dense or tensor.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} is not dense.")
-    if not (tensor.is_cpu or tensor.is_cuda) or torch.version.hip:
+    if not (tensor.is_cpu or tensor.is_cuda) or known.is_hip:
         raise UnsupportedTensor(f"tensor {name!r} is on device {tensor.device}.")
     if tensor.dtype not in known.elements:
         raise UnsupportedDtype(str(tensor.dtype))
@@ -339,6 +338,8 @@ class _TorchTypes(NamedTuple):
     tensors: frozenset[type]
     """Classes that are plain memory."""
     dense: Any
+    is_hip: bool
+    """It calls AMD's GPUs cuda."""
     elements: dict[Any, tuple[DType, Any, Any]]
     """Of torch's element types: ours, and the integers of the same width, signed and unsigned."""
     dtypes: dict[str, Any]
@@ -353,7 +354,7 @@ def _torch_types(torch: Any) -> _TorchTypes:
         width = dtype_named(name).width
         elements[dtype] = dtype_named(name), getattr(torch, f"int{width}"), getattr(torch, f"uint{width}")
     classes = [torch.Tensor, torch.nn.Parameter, *([torch.nn.Buffer] if hasattr(torch.nn, "Buffer") else [])]
-    return _TorchTypes(frozenset(classes), torch.strided, elements, dtypes)
+    return _TorchTypes(frozenset(classes), torch.strided, bool(torch.version.hip), elements, dtypes)
 
 
 def _signed(width: int) -> np.dtype[Any]:
