@@ -66,6 +66,9 @@ class Row:
     patch_memory: float = 0
     scatter_ms: float = 0
     digest_ms: float = 0
+    encode_delta_ms: float = 0
+    apply_delta_ms: float = 0
+    """What users call: names, hashes and the delta file included."""
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)
     """Milliseconds by kernel, of one call each of encode and resolve."""
 
@@ -184,13 +187,21 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     assert (outcomes.after == after).all(), "resolving does not lead to the new weights"
     row.patch_memory = patch.nbytes / nbytes
     addresses = table().base
-    patch.write(addresses, swap=True)
+    patch.write(patch.targets(addresses), swap=True)
     assert torch.equal(base.view(integer), new.view(integer)), "the scatter is not exact"
-    row.scatter_ms = median_ms(lambda: patch.write(addresses, swap=True), 6)  # an even number of swaps in all: the old weights are back
+    # An even number of swaps in all: the old weights are back.
+    row.scatter_ms = median_ms(lambda: patch.write(patch.targets(addresses), swap=True), 6)
     assert not row.changed or not torch.equal(base.view(integer), new.view(integer))
     row.resolve_ms = median_ms(lambda: resolve_tensors(table(), spans, payloads, GPU), 5)
     row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(table(), spans, pinned, GPU), 5)
     row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(table(), spans, pinned, GPU), row.kernels)
+    old, now = (
+        {f"model.layers.{i}.weight": side[start : start + size] for i, (start, size) in enumerate(zip(starts, sizes, strict=True))}
+        for side in (base, new)
+    )
+    row.encode_delta_ms = median_ms(lambda: deltawire.encode_delta(old, now), 3)
+    turns = itertools.cycle([deltawire.encode_delta(old, now), deltawire.encode_delta(now, old)])
+    row.apply_delta_ms = median_ms(lambda: deltawire.apply_delta(old, next(turns)), 5)  # there and back again
     if peers and kind == "bf16":
         row.masters_ms = masters_ms(table(), new)
     return row

@@ -102,7 +102,7 @@ def _encode(
     after = Digest()
     aliases = _aliases(pairs)
 
-    hasher = blake3()
+    hasher = blake3(max_threads=blake3.AUTO if threads > 1 else 1)
     sizes: list[tuple[str, int]] = []
     changed = 0
     for batch in batches(range(len(pairs.new)), lambda number: pairs.new[number].nbytes, codec):

@@ -16,15 +16,13 @@ from blake3 import blake3
 
 from ..errors import DataDamaged, DataMissing, LimitExceeded, ObjectMissing, VersionGone
 from ..events import OnEvent, Stopwatch, emit
+from ..format.content_hash import content_hash
 from ..format.records import FileEntry, Limits
 from ..store.base import Progress, Store
 from ..store.keys import check_data_key
 
 WasCollected = Callable[[], bool]
 """Asked when an object is missing: whether that is because it was collected as garbage."""
-
-_THREADED_HASH = 1 << 20
-"""From this size on BLAKE3 is worth several threads."""
 
 _WINDOW = 64 << 20
 _SLICE = 0.1
@@ -150,7 +148,7 @@ class Fetcher:
         with self.watch.phase("fetch"):
             self._fill(entry, buffer, 0, progress)
         with self.watch.phase("verify"):
-            found = blake3(buffer, max_threads=blake3.AUTO if len(buffer) >= _THREADED_HASH else 1).hexdigest()
+            found = content_hash(buffer)
         self._compare(entry, found)
         return buffer
 

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias
 
-from blake3 import blake3
-
 from ..dtypes import DType, dtype_named
 from ..errors import CorruptDelta, UnsupportedDtype, UnsupportedVersion
 from . import safetensors_header
+from .content_hash import content_hash
 from .digest import Digest
 from .safetensors_header import LENGTH_BYTES, Header, MalformedHeader, TensorEntry, header_length, parse_header, parse_json_object
 
@@ -136,7 +135,7 @@ def parse(delta: DeltaBytes) -> DeltaFile:
     parts = _parts(metadata["parts"]) if version == VERSION_OF_PARTS else None
     if parts is not None and (structure.added or structure.removed or not {*payloads, *structure.aliases} <= parts.keys()):
         _refuse("it covers parts of tensors, and more than these.")
-    if blake3(data).hexdigest() != metadata["blake3"]:
+    if content_hash(data) != metadata["blake3"]:
         _refuse("its data does not match its BLAKE3.")
     return DeltaFile(before, after, data, payloads, structure, parts)
 

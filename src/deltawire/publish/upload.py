@@ -12,6 +12,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from ..encode import encode_with_summary
+from ..format.content_hash import content_hash
 from ..format.digest import Digest
 from ..format.records import FileEntry
 from ..handover import beside
@@ -38,7 +39,7 @@ class DataPlace:
 
     def put(self, data: Buffer, *, name: str | None = None, raw: int = 0, segment: Segment | None = None) -> FileEntry:
         """Upload an object that is in memory, under the name of its hash."""
-        content = blake3(data, max_threads=blake3.AUTO).hexdigest()
+        content = content_hash(data)
         key = data_key(self.epoch, self.seq, content, "safetensors" if segment is not None else "file")
         self.store.put(key, data, size=len(data))
         first, count = (None, None) if segment is None else (segment.first, segment.count)

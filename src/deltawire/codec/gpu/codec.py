@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...dtypes import DTYPES
 from .. import default_codec
 from ..base import Bits, Buffer, EncodeJob, Encodings, Outcomes, Resolution, ResolveJob, Sums
-from .device import Gpu, gpu_at
+from .device import gpu_at
 from .device_bits import MasterBits, is_device
 from .digest import digest_tensors
 from .encode import encode_tensors
@@ -100,12 +100,6 @@ class GpuCodec:
             target[torch.unravel_index(at, target.shape)] = new
 
 
-def marks(tensors: Iterable[Bits]) -> list[tuple[Gpu, torch.cuda.Event]]:
-    """The GPUs that these are on, each with an event that comes when what the current stream was given so far is done."""
-    devices = dict.fromkeys(cast(Any, bits).tensor.device for bits in tensors if is_device(bits))
-    return [(gpu_at(device), gpu_at(device).mark()) for device in devices]
-
-
 @dataclass(slots=True)
 class _Group:
     """Tensors that were resolved together."""
@@ -117,14 +111,17 @@ class _Group:
     copies: dict[int, torch.Tensor]
     """Elements of those that the kernels cannot work on in place, or that appear."""
 
-    def write(self, which: Sequence[bool], *, swap: bool) -> None:
-        """Write the changes of some of the tensors, on the current stream: into their copies, where they have such."""
+    def targets(self, which: Sequence[bool]) -> torch.Tensor | None:
+        """Where the changes of some of the tensors go: into their copies, where they have such."""
         chosen = np.array(which, np.bool_)
-        if chosen.any():
-            self.patch.write(np.where(chosen, self.bases, np.uint64(0)), swap=swap)
-        for place, flat in self.copies.items():
-            if chosen[place]:
-                self.patch.gpu.keep(flat, self.patch.gpu.current())
+        return self.patch.targets(np.where(chosen, self.bases, np.uint64(0))) if chosen.any() else None
+
+    def write(self, targets: torch.Tensor | None, *, swap: bool) -> None:
+        """Write to some of the tensors, on the current stream."""
+        if targets is not None:
+            self.patch.write(targets, swap=swap)
+        for flat in self.copies.values():
+            self.patch.gpu.keep(flat, self.patch.gpu.current())
 
 
 @dataclass(slots=True)
@@ -194,7 +191,7 @@ class GpuResolution:
         for number in {group for group, _ in wanted}:
             group = self.groups[number]
             with group.patch.gpu.active():
-                group.write([job.base is None for job in group.jobs], swap=False)
+                group.write(group.targets([job.base is None for job in group.jobs]), swap=False)
         return [self.groups[number].copies[place] for number, place in wanted]
 
     def settle(self) -> None:
@@ -217,9 +214,13 @@ class GpuResolution:
             self.host.compact()
 
     def _write(self, *, swap: bool) -> None:
-        for group in self.groups:
+        targets = []
+        for group in self.groups:  # first all that may fail
             with group.patch.gpu.active():
-                group.write([job.write for job in group.jobs], swap=swap)
+                targets.append(group.targets([job.write for job in group.jobs]))
+        for group, writes in zip(self.groups, targets, strict=True):
+            with group.patch.gpu.active():
+                group.write(writes, swap=swap)
                 for place, flat in group.copies.items():
                     if group.jobs[place].write:
                         base: Any = group.jobs[place].base

@@ -37,14 +37,17 @@ class DevicePatch:
     starts: NDArray[np.int64]
     """Of each tensor its first change, and after them how many there are."""
 
-    def write(self, bases: NDArray[np.uint64], *, swap: bool) -> None:
-        """Write the values to tensors that start at these addresses (0: not to this one), on the current stream.
+    def targets(self, bases: NDArray[np.uint64]) -> torch.Tensor:
+        """Tensors to write to, which start at these addresses (0: not to this one). All that writing takes memory for."""
+        return self.gpu.upload(bases)
+
+    def write(self, targets: torch.Tensor, *, swap: bool) -> None:
+        """Write the values to `targets`, on the current stream.
 
         With `swap`, the patch keeps the values that it replaces: then the same call once more takes everything back.
         """
-        addresses = self.gpu.upload(bases)
         blocks = min(-(-self.ntiles // 8), 32 * self.gpu.processors)
-        arguments = [self.spans, ctypes.c_uint32(self.nspans), ctypes.c_uint32(self.ntiles), self._struct(), addresses]
+        arguments = [self.spans, ctypes.c_uint32(self.nspans), ctypes.c_uint32(self.ntiles), self._struct(), targets]
         self.kernels.launch("swap_patch" if swap else "write_patch", blocks, 256, arguments)
         self._used_here()
 
