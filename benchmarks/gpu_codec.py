@@ -162,6 +162,9 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
 
     def table() -> Table:
         """Made anew for each call, as the codec does."""
+        return Table.of(bases, *facts)
+
+    def pairs() -> Table:
         return Table.of(bases, *facts, news)
 
     nbytes = base.numel() * base.element_size()
@@ -172,7 +175,7 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
         row.nonzero_ms = median_ms(lambda: nonzero(base, new, integer), 3)
         row.nonzero_copy_ms = median_ms(lambda: [(i.cpu(), v.cpu()) for i, v in found], 2)
         del found
-    encoded, row.encode_memory = peak(lambda: encode_tensors(table(), GPU), nbytes)
+    encoded, row.encode_memory = peak(lambda: encode_tensors(pairs(), GPU), nbytes)
     row.changed = int(encoded.changed.sum())
     row.payload_bytes = int(encoded.sizes.sum())
     payloads, pinned = in_a_row(encoded.pieces, pinned=False), in_a_row(encoded.pieces, pinned=True)
@@ -180,8 +183,8 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     spans = [(end - size, end) if size else None for size, end in zip(encoded.sizes.tolist(), ends, strict=True)]
     after = encoded.after
     del encoded
-    row.encode_ms = median_ms(lambda: encode_tensors(table(), GPU))
-    row.encode_kernels_ms = kernels_ms(lambda: encode_tensors(table(), GPU), row.kernels)
+    row.encode_ms = median_ms(lambda: encode_tensors(pairs(), GPU))
+    row.encode_kernels_ms = kernels_ms(lambda: encode_tensors(pairs(), GPU), row.kernels)
     row.digest_ms = median_ms(lambda: start_digest(table(), GPU))
     (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(table(), spans, payloads, GPU), nbytes)
     assert (outcomes.after == after).all(), "resolving does not lead to the new weights"
@@ -203,7 +206,7 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     turns = itertools.cycle([deltawire.encode_delta(old, now), deltawire.encode_delta(now, old)])
     row.apply_delta_ms = median_ms(lambda: deltawire.apply_delta(old, next(turns)), 5)  # there and back again
     if peers and kind == "bf16":
-        row.masters_ms = masters_ms(table(), new)
+        row.masters_ms = masters_ms(pairs(), new)
     return row
 
 

@@ -171,6 +171,21 @@ def test_changes_are_located_slab_by_slab(monkeypatch):
     assert min(located) >= 2
 
 
+def test_lists_of_slabs_become_shorter_as_the_patch_fills_up(monkeypatch):
+    for name, value in {"_SHARE": 0, "_MOST_SLABS": 10**6, "_LEAST_SLAB": 500, "_KEPT": 0, "_KEPT_SHARE": 0}.items():
+        monkeypatch.setattr(resolve, name, value)
+    dtype = dtype_named("BF16")
+    cases = list(pairs(dtype, [2000], [0.5]))[:1] * 200
+    base = {f"t{i:03}": cuda(b, dtype) for i, (b, _) in enumerate(cases)}
+    new = {f"t{i:03}": cuda(n, dtype) for i, (_, n) in enumerate(cases)}
+    sizes = []
+    monkeypatch.setattr(resolve._Work, "_locate_slabs", lambda *arguments: (sizes.append(arguments[3].numel()), locate_slabs(*arguments)))
+    deltawire.apply_delta(base, deltawire.encode_delta(base, new))
+    assert all(np.array_equal(host(base[name]), host(new[name])) for name in new)
+    assert len(sizes) > 2
+    assert sizes == sorted(sizes, reverse=True)
+
+
 def tied_on_host(state):
     arrays = on_host(state)
     return {**arrays, "tied": arrays["plain"]}

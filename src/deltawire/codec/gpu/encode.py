@@ -18,10 +18,10 @@ from ..base import Buffer, Encodings
 from .device import Gpu
 from .spans import BLOCK, SUMS, TILE, UNIT, Bodies, Changes, Table, place_tiles
 
-_SHARE = 0.0085
+_SHARE = 0.0082
 """Share of the weights' bytes that the list of changes may take. There is always room for one block, all of it changed."""
 
-_PLAN_SHARE = 0.0055
+_PLAN_SHARE = 0.005
 """Share that the working memory of thread blocks which encode chunks may take: two on each processor, but one at least."""
 
 _FULL = 0.93

@@ -41,7 +41,8 @@ class Payloads:
     """Payloads of tensors, parts of `data`. Where that is not pinned memory, they are brought there, by threads."""
 
     def __init__(self, spans: Spans, data: Buffer, gpu: Gpu) -> None:
-        bounds = np.array([span or _NO_PAYLOAD for span in spans], np.int64).reshape(-1, 2)
+        numbers = itertools.chain.from_iterable(span or _NO_PAYLOAD for span in spans)
+        bounds = np.fromiter(numbers, np.int64, 2 * len(spans)).reshape(-1, 2)
         self.numbers: Numbers = np.flatnonzero(bounds[:, 0] >= 0)
         """Of the tensors that have one."""
         begins, ends = bounds[self.numbers].T

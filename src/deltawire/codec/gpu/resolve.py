@@ -26,9 +26,9 @@ from .spans import CONTEXTS, MASKS, SHIFTS, SPAN, SUMS, TILE, Table
 _SHARE = 0.0198
 """Of the weights' bytes: what is held in all, the patch included, if that alone is not more."""
 
-_LONG_SLABS, _MOST_SLABS, _LEAST_SLAB = 12, 64, 1 << 18
-"""Changes that are located at a time: a twelfth of all as long as there is room in the patch for their lists; then so many that these fit
-into the share, but a 64th at least."""
+_LONG_SLABS, _MOST_SLABS, _LEAST_SLAB = 12, 72, 1 << 18
+"""Changes that are located at a time: a twelfth of what is left as long as there is room in the patch for their lists; then so many that
+these fit into the share, but a 72nd of all at least."""
 
 _KEPT_SHARE, _KEPT = 0.001, 1 << 20
 """Payloads of no more than this share of the weights' bytes, or so many bytes, stay on the device; of others only what a slab needs."""
@@ -79,7 +79,7 @@ _WRONG_TYPE, _WRONG_SHAPE = len(_ERRORS), len(_ERRORS) + 1
 
 _SOURCE = np.dtype(
     [(name, "u8") for name in ("base", "payload", "bytes", "place", "count", "seed")]
-    + [(name, "u4") for name in ("tensor", "tile0", "shift", "mask", "code", "chunk0")]
+    + [(name, "u4") for name in ("tensor", "tile0", "shift", "mask", "code", "unused")]
 )
 _WALK = np.dtype([("covered", "u8"), ("chunks", "u4"), ("error", "u4")])
 
@@ -146,19 +146,19 @@ class _Work:
         copies, room, empty = self.gpu.stream("copies"), self.room, self.gpu.empty
         assert room is not None
         begin, upto = int(self.data.places[first]), int(self.data.places[end - 1] + self.data.lengths[end - 1])
+        sources, n = self.gpu.upload(self.sources[first:end]), ctypes.c_uint32(end - first)  # before it would have to wait for the payloads
         copies.wait_stream(self.gpu.current())
         with self.gpu.using(copies):
             self.data.copy(begin, upto, room.data_ptr() + begin)
-        sources, n = self.sources[first:end], ctypes.c_uint32(end - first)
         found = empty((end - first) * _WALK.itemsize, torch.uint8)
-        self.kernels.launch("find_chunks", -(-(end - first) // 32), 32, [self.gpu.upload(sources), n, self.tiles, found])
+        self.kernels.launch("find_chunks", -(-(end - first) // 32), 32, [sources, n, self.tiles, found])
         walks = found.cpu().numpy().view(_WALK)
-        _check_walks(walks, sources["count"])
+        _check_walks(walks, self.sources["count"][first:end])
         self.chunks[first:end] = walks["chunks"]
         ends = np.cumsum(walks["chunks"], dtype=np.int64)
-        sources["chunk0"] = ends - walks["chunks"]
+        numbers = self.gpu.upload((ends - walks["chunks"]).astype(np.uint32))
         spans, heads = empty(int(ends[-1]) * SPAN.itemsize, torch.uint8), self.gpu.zeros(int(ends[-1]) * self.head_size, torch.uint8)
-        self.kernels.launch("list_chunks", -(-(end - first) // 32), 32, [self.gpu.upload(sources), n, self.tiles, spans, heads])
+        self.kernels.launch("list_chunks", -(-(end - first) // 32), 32, [sources, n, numbers, self.tiles, spans, heads])
         self.found.append((spans, heads))
 
     def count(self, first: int, end: int) -> None:
@@ -207,8 +207,8 @@ class _Work:
     def locate(self) -> None:
         """Decode all changes, and find the elements that they belong to.
 
-        A slab needs lists that are longer than its part of the patch. At first they lie where the last slabs will leave their values,
-        so they may be long; those slabs have shorter ones of their own.
+        A slab needs lists that are longer than its part of the patch. They lie where later slabs will leave their values, and so become
+        shorter; the last slabs have memory of their own for them.
         """
         gpu, itemsize = self.gpu, self.table.itemsize
         for tensor in (self.placed, self.heads, self.tasks):
@@ -224,14 +224,17 @@ class _Work:
         most = max(self._affordable_changes(), self.total // _MOST_SLABS, _LEAST_SLAB)
         chunks = Chunks(self.spans, self.ends, self.body_ends, self.ntiles)
         wave, windows = _LOCATE_WARPS * _LOCATE_BLOCKS * gpu.processors, self.room is None
-        early: list[Slab] = []
-        if self.total > _LONG_SLABS * most:
-            early = chunks.slabs(0, changes=self.total // _LONG_SLABS, window=2 * self.data.size // _LONG_SLABS, wave=wave)
-        free = self.total - -(-chunks.lists(early, itemsize, windows=windows).size // itemsize)  # below 0: there is no room for them
-        early = [slab for slab in early if chunks.changes(slab)[1] <= free]
-        late = chunks.slabs(early[-1][1] if early else 0, changes=most, window=self.data.size, wave=wave)
-        if early:
+        first = done = 0
+        while self.total - done > _LONG_SLABS * most:
+            share = (self.total - done) // _LONG_SLABS
+            early = chunks.slabs(first, changes=share, window=2 * self.data.size * share // self.total, wave=wave)
+            free = self.total - -(-chunks.lists(early, itemsize, windows=windows).size // itemsize)  # below 0: there is no room for them
+            early = [slab for slab in early if chunks.changes(slab)[1] <= free]
+            if not early:
+                break
             self._locate_slabs(chunks, early, self.values.view(torch.uint8)[free * itemsize :])
+            first, done = early[-1][1], chunks.changes(early[-1])[1]
+        late = chunks.slabs(first, changes=most, window=self.data.size, wave=wave)
         if late:
             memory = gpu.empty(chunks.lists(late, itemsize, windows=windows).size, torch.uint8)
             self._locate_slabs(chunks, late, memory)

@@ -76,7 +76,7 @@ class Table:
             np.array(next, np.uint64) if next else np.zeros(len(base), np.uint64),
             np.array(count, np.int64),
             np.array(seed, np.uint64),
-            np.array(codes, np.uint8),
+            np.frombuffer(bytes(codes), np.uint8),
             np.array(appears, np.bool_) if appears else np.zeros(len(base), np.bool_),
             masters,
         )

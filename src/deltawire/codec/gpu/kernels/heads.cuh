@@ -65,8 +65,7 @@ struct Source {
     const T* base;
     const u8* payload;  // in memory of the host
     u64 bytes, place, count, seed;
-    u32 tensor, tile0, shift, mask, code;
-    u32 chunk0;         // the number of its first chunk
+    u32 tensor, tile0, shift, mask, code, unused;
 };
 
 struct Walk {
@@ -128,12 +127,13 @@ extern "C" __global__ void __launch_bounds__(32) find_chunks(const Source* sourc
     });
 }
 
-// The same, when it is known where they go. `heads` are zeros.
-extern "C" __global__ void __launch_bounds__(32) list_chunks(const Source* sources, u32 n, const Tile* tiles, Span* spans, Head* heads) {
+// The same, when it is known where they go: `numbers` are those of each payload's first chunk. `heads` are zeros.
+extern "C" __global__ void __launch_bounds__(32) list_chunks(
+    const Source* sources, u32 n, const u32* numbers, const Tile* tiles, Span* spans, Head* heads) {
     const u32 i = blockIdx.x * 32 + threadIdx.x;
     if (i >= n) return;
     const Source s = sources[i];
-    u32 chunk = s.chunk0;
+    u32 chunk = numbers[i];
     for (u64 first = 0; first < s.count; ++chunk) {
         const u32 number = s.tile0 + (u32)(first / TILE);
         const Tile& tile = tiles[number];
