@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from emulator.build import compiler
 
+import deltawire
 from deltawire.codec import using_codec
 from deltawire.codec.base import EncodeJob, ResolveJob
 from deltawire.codec.reference import encode_job
 from deltawire.dtypes import dtype_named
+from deltawire.prepared import PreparedUpdate
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
 if compiler() is None:
@@ -193,3 +195,30 @@ def test_threads_that_need_a_stream_at_once_get_the_same(monkeypatch):
     for thread in threads:
         thread.join(60)
     assert found[0] is found[1] is gpu.stream("decode")
+
+
+def test_an_update_that_finds_no_memory_to_be_written_is_not_written_at_all(gpu, monkeypatch):
+    """Two widths are two launches: memory is asked for before the first, and never again."""
+    state = {"a": torch.zeros(300, dtype=torch.bfloat16), "b": torch.zeros(300, dtype=torch.float32)}
+    new = {name: tensor + 1 for name, tensor in state.items()}
+    update = PreparedUpdate()
+    update.add(state, deltawire.encode_delta(state, new))
+    upload, asked = gpu.upload, []
+
+    def fails_the_second_time(array):
+        asked.append(array.nbytes)
+        if len(asked) == 2:
+            raise MemoryError
+        return upload(array)
+
+    monkeypatch.setattr(gpu, "upload", fails_the_second_time)
+    with pytest.raises(MemoryError):
+        update.apply()
+    assert not update.is_applied
+    assert all((tensor == 0).all() for tensor in state.values())
+    update.apply()
+    assert all(torch.equal(state[name], new[name]) for name in new)
+    monkeypatch.delattr(EmulatedGpu, "upload")
+    monkeypatch.delattr(gpu, "upload")
+    update.revert()
+    assert all((tensor == 0).all() for tensor in state.values())

@@ -134,6 +134,8 @@ class GpuResolution:
     places: list[tuple[int, int]] = field(default_factory=list)
     """Of each tensor: its group (−1: the host's) and its number there."""
     host_tensors: int = 0
+    targets: list[torch.Tensor | None] = field(default_factory=list)
+    """Of each group, once nothing more is to be added."""
 
     def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
         found = Outcomes(np.zeros(len(jobs), np.int64), np.zeros((len(jobs), 4), np.uint32), np.zeros((len(jobs), 4), np.uint32))
@@ -209,22 +211,27 @@ class GpuResolution:
             self.host.exchange()
 
     def compact(self) -> None:
-        """The patch is all there is, but for what the host keeps."""
+        """The patch is all there is, but for what the host keeps. What `exchange` needs beside it is made now, so that it cannot fail."""
+        self.targets = self._targets()
         if self.host is not None:
             self.host.compact()
 
     def _write(self, *, swap: bool) -> None:
-        targets = []
-        for group in self.groups:  # first all that may fail
+        for group, targets in zip(self.groups, self.targets or self._targets(), strict=True):
             with group.patch.gpu.active():
-                targets.append(group.targets([job.write for job in group.jobs]))
-        for group, writes in zip(self.groups, targets, strict=True):
-            with group.patch.gpu.active():
-                group.write(writes, swap=swap)
+                group.write(targets, swap=swap)
                 for place, flat in group.copies.items():
                     if group.jobs[place].write:
                         base: Any = group.jobs[place].base
                         base.tensor.copy_(flat.view(base.shape))
+
+    def _targets(self) -> list[torch.Tensor | None]:
+        """Where the changes of each group go."""
+        found = []
+        for group in self.groups:
+            with group.patch.gpu.active():
+                found.append(group.targets([job.write for job in group.jobs]))
+        return found
 
     def revert(self) -> None:
         if self.host is not None:
