@@ -41,7 +41,7 @@ class Payloads:
     """Payloads of tensors, parts of `data`. Where that is not pinned memory, they are brought there, by threads."""
 
     def __init__(self, spans: Spans, data: Buffer, gpu: Gpu) -> None:
-        numbers = itertools.chain.from_iterable(span or _NO_PAYLOAD for span in spans)
+        numbers = itertools.chain.from_iterable([span or _NO_PAYLOAD for span in spans])
         bounds = np.fromiter(numbers, np.int64, 2 * len(spans)).reshape(-1, 2)
         self.numbers: Numbers = np.flatnonzero(bounds[:, 0] >= 0)
         """Of the tensors that have one."""

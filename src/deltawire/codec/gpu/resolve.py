@@ -26,9 +26,9 @@ from .spans import CONTEXTS, MASKS, SHIFTS, SPAN, SUMS, TILE, Table
 _SHARE = 0.0198
 """Of the weights' bytes: what is held in all, the patch included, if that alone is not more."""
 
-_LONG_SLABS, _MOST_SLABS, _LEAST_SLAB = 12, 72, 1 << 18
+_LONG_SLABS, _MOST_SLABS, _LEAST_SLAB = 12, 80, 1 << 18
 """Changes that are located at a time: a twelfth of what is left as long as there is room in the patch for their lists; then so many that
-these fit into the share, but a 72nd of all at least."""
+these fit into the share, but an 80th of all at least."""
 
 _KEPT_SHARE, _KEPT = 0.001, 1 << 20
 """Payloads of no more than this share of the weights' bytes, or so many bytes, stay on the device; of others only what a slab needs."""
@@ -135,11 +135,14 @@ class _Work:
         self.room: torch.Tensor | None = data.room()
         self.chunks: Numbers = np.zeros(owners.size, np.int64)
         """Of each payload: how many."""
+        self.read_by_kernels: list[torch.Tensor] = []
+        """Pinned memory that must live as long as they may read it."""
         self.found: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Chunks and their heads, by part."""
         quiet = np.ones(len(table), np.bool_)
         quiet[owners] = False
-        digest_spans(table.blocks(np.flatnonzero(quiet & (table.base != 0))), table.width, self.sums, gpu)
+        if quiet.any():
+            digest_spans(table.blocks(np.flatnonzero(quiet & (table.base != 0))), table.width, self.sums, gpu)
 
     def find_chunks(self, first: int, end: int) -> None:
         """Where the chunks of these payloads are, which go on their way to the device meanwhile."""
@@ -156,7 +159,9 @@ class _Work:
         _check_walks(walks, self.sources["count"][first:end])
         self.chunks[first:end] = walks["chunks"]
         ends = np.cumsum(walks["chunks"], dtype=np.int64)
-        numbers = self.gpu.upload((ends - walks["chunks"]).astype(np.uint32))
+        numbers = self.gpu.pinned(end - first, torch.int32)  # read from there: a copy would have to wait for that of the payloads
+        numbers.numpy()[:] = ends - walks["chunks"]
+        self.read_by_kernels.append(numbers)
         spans, heads = empty(int(ends[-1]) * SPAN.itemsize, torch.uint8), self.gpu.zeros(int(ends[-1]) * self.head_size, torch.uint8)
         self.kernels.launch("list_chunks", -(-(end - first) // 32), 32, [sources, n, numbers, self.tiles, spans, heads])
         self.found.append((spans, heads))

@@ -126,11 +126,14 @@ extern "C" __global__ void __launch_bounds__(128) join_chunks(
         const u32* const from = c.mode == RAW ? (const u32*)(s.next + offset) : bodies + c.body;  // 16-byte aligned
         const bool rounds = masters && c.mode == RAW;
         const u32* const floats = (const u32*)s.next + offset;
-        const auto word = [&](u32 i) {
-            if (!rounds) return from[i];
-            return rounded(floats[2 * i]) | (2 * i + 1 < elements ? rounded(floats[2 * i + 1]) << 16 : 0);
-        };
         const auto byte = [&](u32 i) { return rounds ? (u8)(rounded(floats[i / 2]) >> (8 * (i % 2))) : ((const u8*)from)[i]; };
+        const auto word = [&](u32 i) {
+            u32 x = 0;
+            if (4 * i + 4 > c.bytes)  // nothing is read beyond a tensor's end
+                for (u32 b = 4 * i; b < c.bytes; ++b) x |= (u32)byte(b) << (8 * (b % 4));
+            else x = rounds ? rounded(floats[2 * i]) | rounded(floats[2 * i + 1]) << 16 : from[i];
+            return x;
+        };
         const u32 lead = min((u32)(-(u64)(out + begin)) & 3, c.bytes), words = (c.bytes - lead) / 4, tail = lead + 4 * words;
         if (threadIdx.x < lead) out[begin + threadIdx.x] = byte(threadIdx.x);
         if (threadIdx.x < c.bytes - tail) out[begin + tail + threadIdx.x] = byte(tail + threadIdx.x);
