@@ -42,7 +42,7 @@ def encode_delta(base: State, new: State, *, masters: bool = False, threads: int
     """The delta file that turns the state `base` into the state `new`, bit for bit.
 
     States map names to NumPy arrays (bf16 and fp8 as `ml_dtypes`) or torch tensors on the CPU or a GPU, of any shape and strides. Beyond
-    its inputs it needs about twice the size of the result, and on a GPU about 0.3 GB there, or 2% of the weights if that is more
+    its inputs it needs about twice the size of the result, and on a GPU about 0.2 GB there, or 2% of the weights if that is more
     (docs/gpu.md). The same states give the same bytes, wherever they are and whatever the number of threads.
 
     With `masters`, a tensor of `new` that is float32 where the base has bfloat16 counts as the bfloat16 that it rounds to: an optimizer's
