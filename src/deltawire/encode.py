@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 
 from .codec.base import Buffer, EncodeJob
 from .errors import UnsupportedTensor
 from .format import delta_file
+from .format.content_hash import new_hash
 from .format.delta_file import Parts, Structure
 from .format.digest import Digest
 from .format.staged_output import StagedOutput
@@ -102,7 +102,7 @@ def _encode(
     after = Digest()
     aliases = _aliases(pairs)
 
-    hasher = blake3(max_threads=blake3.AUTO if threads > 1 else 1)
+    hasher = new_hash(threads=threads > 1)
     sizes: list[tuple[str, int]] = []
     changed = 0
     for batch in batches(range(len(pairs.new)), lambda number: pairs.new[number].nbytes, codec):

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from blake3 import blake3
 
 from ..errors import DataDamaged, DataMissing, LimitExceeded, ObjectMissing, VersionGone
 from ..events import OnEvent, Stopwatch, emit
-from ..format.content_hash import content_hash
+from ..format.content_hash import content_hash, new_hash
 from ..format.records import FileEntry, Limits
 from ..store.base import Progress, Store
 from ..store.keys import check_data_key
@@ -156,7 +155,7 @@ class Fetcher:
         """Two windows take turns: one is filled from the store while the other is hashed and written."""
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.ftruncate(descriptor, 0)
-        hasher = blake3(max_threads=blake3.AUTO)
+        hasher = new_hash()
         windows = [np.empty(min(_WINDOW, entry.size), np.uint8).data for _ in range(2)]
         starts = range(0, entry.size, _WINDOW)
 

@@ -9,10 +9,8 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from blake3 import blake3
-
 from ..encode import encode_with_summary
-from ..format.content_hash import content_hash
+from ..format.content_hash import content_hash, new_hash
 from ..format.digest import Digest
 from ..format.records import FileEntry
 from ..handover import beside
@@ -181,7 +179,7 @@ def upload_checkpoint(
 
     try:
         for shard in layout.shards:
-            hasher = blake3(max_threads=blake3.AUTO)
+            hasher = new_hash()
             for piece in shard.pieces(digested):
                 hasher.update(piece)
             uploads.start(_shard_upload(place, shard, source, hasher.hexdigest()))
