@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -308,3 +310,16 @@ def test_an_added_tensor_of_2_to_the_40_elements_is_refused_in_little_memory(kin
     first, second, grown = run_python(BOMB, kind).split()
     assert first == second
     assert int(grown) < 32
+
+
+def test_long_names_of_tensors_that_appear_do_not_stay_in_memory():
+    metadata, _, _ = split_delta(DELTA)
+    tracemalloc.start()
+    try:
+        name = "z" * (8 << 20)
+        refused(join_delta(metadata, {"added": {name: ["U8", [8]]}}, {name: b"\1"}))
+        del name
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 4 << 20
+    finally:
+        tracemalloc.stop()

@@ -19,6 +19,9 @@ _CONTEXT = "deltawire 2026 tensor digest v1"
 _GOLDEN = 0x9E3779B97F4A7C15
 _KEY = np.dtype([("tag", "<u4", 4), ("seed", "<u8")])
 
+_LONGEST_KEPT = 256
+"""Characters of a name up to which its key is kept: a delta says what tensors it adds, and names of megabytes would stay in memory."""
+
 PART_ALIGNMENT = 512
 """Parts of tensors begin at multiples of so many bytes: 256 words, which share one M of docs/format.md §2."""
 
@@ -73,7 +76,8 @@ class TensorKeys:
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, DType, Sequence[int]]]) -> TensorKeys:
         """Of tensors of these names, types and shapes."""
-        raw = np.frombuffer(b"".join([_key(name, dtype.name, tuple(shape)) for name, dtype, shape in tensors]), _KEY)
+        each = ((_key if len(name) <= _LONGEST_KEPT else _key.__wrapped__, name, dtype, shape) for name, dtype, shape in tensors)
+        raw = np.frombuffer(b"".join([key(name, dtype.name, tuple(shape)) for key, name, dtype, shape in each]), _KEY)
         return cls(raw["tag"].astype(np.uint32), raw["seed"].astype(np.uint64))
 
     def followed_by(self, others: TensorKeys) -> TensorKeys:
