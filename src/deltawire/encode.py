@@ -162,8 +162,9 @@ def _parts(pairs: _Pairs, gone: Sequence[TensorBits]) -> Parts | None:
     tensors = [*pairs.new, *gone]
     if all(tensor.whole is None for tensor in tensors):
         return None
+    changes_structure = bool(gone) or None in pairs.old
     for tensor in tensors:
-        if tensor.whole is None or gone or None in pairs.old:
+        if tensor.whole is None or changes_structure:
             raise UnsupportedTensor(f"tensor {tensor.name!r}: parts are encoded against the same parts only, not beside whole tensors.")
     return {tensor.name: (tensor.start, tensor.start + tensor.size) for tensor in tensors if tensor.size}
 
