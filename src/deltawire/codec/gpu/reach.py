@@ -31,6 +31,10 @@ def copied(bits: Any, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(flat if flat.flags.writeable else flat.copy()).to(device, non_blocking=True)
 
 
+def _copied_bytes(bits: Any) -> int:
+    return int(bits.tensor.nbytes if isinstance(bits, DeviceBits) else bits.nbytes)  # of master weights, their float32
+
+
 def within_reach(columns: Sequence[Sequence[Any]], device: torch.device) -> Iterator[tuple[slice, list[list[int]]]]:
     """Rows of tensors (or None) and their addresses, column by column: so many rows at a time that no more than `_MOST_COPIED` bytes
     have to be copied, unless a single row has more. Copies are there until the next rows are asked for."""
@@ -45,7 +49,7 @@ def within_reach(columns: Sequence[Sequence[Any]], device: torch.device) -> Iter
 
     for row in missing:
         lacking = [number for number, column in enumerate(places) if column[row] is None]
-        more = sum(int(columns[number][row].nbytes) for number in lacking)
+        more = sum(_copied_bytes(columns[number][row]) for number in lacking)
         if size and size + more > _MOST_COPIED:
             yield ready(row)
             begin, size = row, 0
