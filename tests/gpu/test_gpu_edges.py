@@ -16,6 +16,7 @@ from deltawire.codec import using_codec
 from deltawire.codec.base import EncodeJob, ResolveJob
 from deltawire.codec.reference import encode_job
 from deltawire.dtypes import dtype_named
+from deltawire.errors import UnsupportedTensor
 from deltawire.prepared import PreparedUpdate
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
@@ -92,6 +93,14 @@ def test_lists_of_slabs_that_do_not_fit_into_the_patch_are_not_put_there(monkeyp
     assert np.array_equal(target.tensor.numpy().view(np.uint16), new)
 
 
+def test_a_tensor_whose_memory_was_given_back_is_refused_by_name():
+    """Kernels would take it for zeros."""
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedTensor, match="'odd'"):
+        deltawire.state_digest({"odd": freed, "empty": torch.ones(0)})
+
+
 def test_many_small_tensors_that_change_all_over_are_encoded(monkeypatch):
     """Each takes as much of the list as one of twice its size: so many elements that a single block of them fits, do not."""
     monkeypatch.setattr(encode, "BLOCK", TILE)
@@ -142,6 +151,22 @@ def test_tensors_that_need_copies_are_taken_a_few_at_a_time(monkeypatch):
     assert [b"".join(ours.payload) for ours in GpuCodec(DEVICE).encode(jobs, 1)] == [b"".join(theirs.payload) for theirs in want]
     assert GpuCodec(DEVICE).digest([(job.new, job.seed) for job in jobs], 1).tolist() == [[*theirs.after] for theirs in want]
     assert len(alive) == 6
+
+
+def test_master_weights_that_need_copies_count_with_all_their_bytes(monkeypatch):
+    """What is copied is float32, though they are published as half of that."""
+    monkeypatch.setattr(reach, "_MOST_COPIED", 5000)
+    words = [np.random.default_rng(seed).standard_normal(1000, np.float32) for seed in range(3)]
+    masters = [MasterBits(torch.from_numpy(np.repeat(word, 2).view(np.int32))[::2]) for word in words]
+    assert [rows for rows, _ in reach.within_reach([masters], DEVICE)] == [slice(0, 1), slice(1, 2), slice(2, 3)]
+
+
+def test_a_gpu_that_is_too_old_for_the_kernels_counts_as_one_without(monkeypatch):
+    """Its weights are brought to the host, by who publishes them and by engines."""
+    for number, capability in enumerate([(7, 5), (8, 0), (9, 0)], 90):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert device.has_kernels(torch.device("cuda", number)) == (capability >= (8, 0) and not torch.version.hip)
+    assert not device.has_kernels(torch.device("cpu"))
 
 
 def test_what_a_resolution_hands_out_is_kept_for_the_stream_that_uses_it(gpu):

@@ -25,9 +25,9 @@ class ModuleEngine(Engine):
     >>> model = AutoModelForCausalLM.from_pretrained(checkpoint)
     >>> HotSwap("s3://bucket/run", ModuleEngine(model)).sync()
 
-    On the CPU or one NVIDIA GPU, the module's weights are the only copy there is: deltas are decoded against them. Weights elsewhere, on
-    several devices, or of a tensor subclass have a copy on the host. Nothing may train or cast the module; what it has must be what is
-    published, type for type.
+    On the CPU or one GPU that the codec works on (docs/gpu.md), the module's weights are the only copy there is: deltas are decoded against
+    them. Weights elsewhere, on several devices, or of a tensor subclass have a copy on the host. Nothing may train or cast the module; what
+    it has must be what is published, type for type.
 
     Swaps wait for calls of the module (`module(...)`, and so `generate`) to end, and calls wait for swaps. Whatever else reads the weights,
     such as a submodule that is called directly, belongs into `forward_pass()`. With `KvCache.DROP`, swaps also wait for what runs inside
@@ -108,9 +108,11 @@ class ModuleEngine(Engine):
 
 
 def _are_plain(weights: list[torch.Tensor]) -> bool:
-    """Whether the codec can work on them where they are: all on the CPU, or all on one NVIDIA GPU."""
+    """Whether the codec can work on them where they are: all on the CPU, or all on one GPU that it has kernels for."""
     import torch
 
+    from ..codec.gpu.device import has_kernels
+
     devices = {tensor.device for tensor in weights}
-    works = all(device.type == "cpu" or (device.type == "cuda" and not torch.version.hip) for device in devices)
+    works = all(device.type == "cpu" or has_kernels(device) for device in devices)
     return works and len(devices) <= 1 and all(type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for tensor in weights)

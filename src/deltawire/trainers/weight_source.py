@@ -26,9 +26,9 @@ class WeightSource:
     transformers have them; with `tied=True` under all of their names.
 
     Tensors that are cast are copied into buffers on the host that are used again for every snapshot. Those of the wire's own type, on the
-    CPU or an NVIDIA GPU, are handed over as they are: a publisher in the background makes its copy before `publish` returns. With
-    `Publisher(snapshot="device")` that copy is on the GPU too, and only deltas leave it; of float32 masters as well, if the publisher
-    rounds them (`masters=True`, and no `dtype` here).
+    CPU or a GPU that the codec works on (docs/gpu.md), are handed over as they are: a publisher in the background makes its copy before
+    `publish` returns. With `Publisher(snapshot="device")` that copy is on the GPU too, and only deltas leave it; of float32 masters as
+    well, if the publisher rounds them (`masters=True`, and no `dtype` here).
     """
 
     def __init__(
@@ -53,6 +53,8 @@ class WeightSource:
         """The weights as they are now, by their names on the wire. Good until the module is trained on, or the next snapshot is taken."""
         import torch
 
+        from ..codec.gpu.device import has_kernels
+
         weights = named_weights(self._module, self._names, bundle=self._bundle)
         dropped = {} if self._tied else tied_names(weights)
         state: dict[str, torch.Tensor] = {}
@@ -63,8 +65,7 @@ class WeightSource:
                     continue
                 tensor = tensor.detach()
                 dtype = self._wire_dtype(name, tensor)
-                is_nvidia = tensor.device.type == "cuda" and not torch.version.hip
-                if dtype == tensor.dtype and (tensor.device.type == "cpu" or is_nvidia):
+                if dtype == tensor.dtype and (tensor.device.type == "cpu" or has_kernels(tensor.device)):
                     state[name] = tensor
                     continue
                 buffer = self._buffer(name, tensor, dtype)

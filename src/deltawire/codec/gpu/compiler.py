@@ -19,7 +19,7 @@ from .sources import kernel_source
 
 _SHARED_MEMORY_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MEMORY_TYPE, _HOST_MEMORY = 2, 1  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_HOST
-_OLDEST_ARCHITECTURE = (8, 0)
+OLDEST_ARCHITECTURE = (8, 0)
 
 
 class Kernels:
@@ -27,7 +27,7 @@ class Kernels:
 
     def __init__(self, width: int, device: int) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        if (major, minor) < _OLDEST_ARCHITECTURE:
+        if (major, minor) < OLDEST_ARCHITECTURE:
             raise CodecUnavailable(f"{torch.cuda.get_device_name(device)} is older than the GPU codec supports (compute capability 8.0).")
         cubin = _cubin(width, f"sm_{major}{minor}")
         self.device = device

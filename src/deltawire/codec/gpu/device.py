@@ -96,6 +96,12 @@ class Gpu:
 
 
 @functools.cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether the codec can work there: on an NVIDIA GPU that is not too old."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= compiler.OLDEST_ARCHITECTURE
+
+
+@functools.cache
 def gpu_at(device: torch.device) -> Gpu:
     """The one object for a device."""
     return Gpu(device)
