@@ -28,7 +28,8 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     `deltawire.trainers.fsdp`. What fails in the background is raised at the next step that publishes, or at the end of training.
 
     `dtype`, `names`, `keep` are those of `WeightSource`; further options go to `Publisher`. On a GPU with room for two more copies of the
-    model, `snapshot="device"` makes that only deltas leave it (with `masters=True` instead of `dtype` for one that is trained in float32).
+    model (three if the store is slower than training), `snapshot="device"` makes that only deltas leave it (with `masters=True` instead of
+    `dtype` for one that is trained in float32).
     """
 
     def __init__(
