@@ -7,7 +7,6 @@ for the step that is already queued, and the step after would wait for it.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -74,10 +73,10 @@ def _in_background(gpus: Sequence[Any]) -> Iterator[None]:
 
 def _gpus(states: Sequence[State]) -> list[Any]:
     """The GPUs that have tensors of these states."""
-    torch = sys.modules.get("torch")
-    if torch is None:
+    known = tensors.torch_tensor()
+    if known is None:
         return []
-    each = (tensor for state in states for tensor in state.values() if isinstance(tensor, torch.Tensor))
+    each: Iterator[Any] = (tensor for state in states for tensor in state.values() if isinstance(tensor, known))
     devices = dict.fromkeys(tensor.device for tensor in each if tensors._is_on_gpu(tensor))
     if not devices:
         return []

@@ -203,9 +203,8 @@ def named_bits(checked: str, tensor: object) -> TensorBits:
         ):
             raise UnsupportedTensor(f"tensor {checked!r} has strides that are no multiple of its element size.")
         return TensorBits(checked, dtype, np.asarray(tensor).view(dtype.bits))
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(tensor, torch.Tensor):
-        return _torch_bits(checked, tensor, _torch_types(torch))
+    if is_torch(tensor):
+        return _torch_bits(checked, cast(Any, tensor), _torch_types(sys.modules["torch"]))
     raise UnsupportedTensor(f"tensor {checked!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}.")
 
 
@@ -262,8 +261,13 @@ def _run(bits: Any, start: int, stop: int) -> Bits:
 
 
 def is_torch(tensor: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(tensor, torch.Tensor)
+    known = torch_tensor()
+    return known is not None and isinstance(tensor, known)
+
+
+def torch_tensor() -> type | None:
+    """The class of torch's tensors; None where nobody has imported torch, or somebody is at it: then there are none."""
+    return getattr(sys.modules.get("torch"), "Tensor", None)
 
 
 def to_torch(array: NDArray[Any]) -> torch.Tensor:
@@ -290,17 +294,24 @@ def _torch_bits(name: str, tensor: torch.Tensor, known: _TorchTypes) -> TensorBi
         found = TensorBits(name, dtype, tensor, None, 0, unsigned)
         if tensor.is_contiguous() and tensor.data_ptr() and not (tensor.is_neg() or tensor.is_nested):
             return found
-        return TensorBits(name, dtype, found.bits)
-    except RuntimeError:  # nested, or computed when it is read (lazily negated, all zeros): there is no memory that is these bits
-        raise UnsupportedTensor(f"tensor {name!r} is not plain memory.") from None
+        if not _is_freed(tensor):
+            return TensorBits(name, dtype, found.bits)
+    except RuntimeError:  # nested, or computed when it is read (lazily negated): there is no memory that is these bits
+        pass
+    raise UnsupportedTensor(f"tensor {name!r} is not plain memory.")
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
     return bool(tensor.is_cuda)
 
 
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether it has elements, but no memory: trainers give that back while they do without; zeros of torch's own have never had any."""
+    return not tensor.data_ptr() and tensor.numel() > 0
+
+
 def _cuda_bits(name: str, tensor: torch.Tensor, integer: torch.dtype) -> Bits:
-    if tensor.is_neg() or tensor.is_conj():
+    if tensor.is_neg() or tensor.is_conj() or _is_freed(tensor):
         raise UnsupportedTensor(f"tensor {name!r} is not plain memory.")
     bits: Bits = _device_bits()(tensor.view(integer))
     return bits
