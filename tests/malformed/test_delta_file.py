@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -247,3 +248,16 @@ def test_other_files_are_refused():
     refused(save({"a": np.zeros(60, np.uint8)}, {"format": "pt"}), CorruptDelta)
     refused(save({}), CorruptDelta)
     assert "not a delta" in str(refused(save({"a": np.zeros(60, np.float32)}), CorruptDelta))
+
+
+def test_escapes_in_a_header_do_not_have_it_held_twice():
+    def peak(name):
+        text = f'{{"{name}":[{",".join(["[]"] * 200_000)}]}}'
+        tracemalloc.start()
+        try:
+            refused(join_text(text, b""), CorruptDelta)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak("\\u0061") < 1.5 * peak("a")

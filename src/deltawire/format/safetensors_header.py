@@ -121,9 +121,9 @@ def parse_json_object(text: bytes, convert: Callable[[dict[str, Any]], Any] | No
 
     try:
         decoded = text.decode("utf-8")
-        document = json.loads(decoded, object_pairs_hook=unique, parse_constant=refuse)
-        if "\\u" in decoded:  # "\ud800" is JSON, but half a character
+        if "\\u" in decoded:  # "\ud800" is JSON, but half a character. First, so that what is read twice is not held twice
             json.dumps(json.loads(decoded), ensure_ascii=False).encode("utf-8")
+        document = json.loads(decoded, object_pairs_hook=unique, parse_constant=refuse)
     except MalformedHeader:
         raise
     except (ValueError, RecursionError) as error:
