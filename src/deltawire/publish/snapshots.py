@@ -58,8 +58,18 @@ def _copy(name: str, source: Any, target: Any, wait: bool) -> None:
     to, bits = goal.bits, Rounding().follow(goal, tensor_bits(name, source)).bits
     if is_on_gpu(bits) or is_on_gpu(to):
         _as_tensor(to).copy_(_as_tensor(bits), non_blocking=not wait)
+        if is_on_gpu(to) and not wait:
+            _keep(to)
     else:
         np.copyto(to, bits)
+
+
+def _keep(bits: Any) -> None:
+    """Memory on a GPU may have been made for another stream, to which it goes back when dropped: not before this one is done with it."""
+    from ..codec.gpu.device import gpu_at
+
+    gpu = gpu_at(bits.tensor.device)
+    gpu.keep(bits.tensor, gpu.current())
 
 
 def copy_of(array: Any) -> Any:
