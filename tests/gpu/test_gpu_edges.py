@@ -23,11 +23,13 @@ torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensor
 if compiler() is None:
     pytest.skip("needs a C++ compiler to emulate a GPU", allow_module_level=True)
 
-from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
+from emulator.gpu import EmulatedGpu, Stream, emulated  # noqa: E402
 
 from deltawire.codec.gpu import device, encode, reach, resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.codec.gpu.device_bits import DeviceBits, MasterBits  # noqa: E402
+from deltawire.publish.segments import TensorTable  # noqa: E402
+from deltawire.publish.snapshots import copy_tensors, new_arrays  # noqa: E402
 
 TILE = 1 << 14
 BF16 = dtype_named("BF16")
@@ -182,6 +184,39 @@ def test_what_a_resolution_hands_out_is_kept_for_the_stream_that_uses_it(gpu):
     resolution.changes([0])
     assert arrays <= gpu.kept
     assert resolution.dense([1])[0].data_ptr() in gpu.kept
+
+
+def test_memory_of_a_snapshot_is_kept_for_the_stream_that_copies_into_it(gpu):
+    """It may be the baseline's of before, made for another stream, and dropped while the copy is under way."""
+    state = {"a": torch.zeros(300)}
+    arrays = new_arrays(TensorTable.of(state), state, "device")
+    copy_tensors(state, arrays, wait=False)
+    assert arrays["a"].data_ptr() in gpu.kept
+
+
+def test_a_resolution_that_breaks_off_waits_for_kernels_that_read_memory_of_the_host(gpu, monkeypatch):
+    """Payloads come in two parts. When the second finds no memory, a kernel may still be reading numbers of the first."""
+    find_chunks, waited = resolve._Work.find_chunks, []
+
+    def fails_the_second_time(work, first, end):
+        if first:
+            assert not waited
+            raise MemoryError
+        find_chunks(work, first, end)
+
+    class Watched(Stream):
+        def synchronize(self):
+            waited.append(self)
+
+    side = Watched()
+    monkeypatch.setattr(resolve._Work, "find_chunks", fails_the_second_time)
+    monkeypatch.setattr(gpu, "stream", lambda purpose: side if purpose == "decode" else Stream())
+    base = bits(1000)
+    payload = b"".join(encode_job(EncodeJob(base, step(base, 10), BF16, 1)).payload)
+    jobs = [ResolveJob(on_gpu(base), base.size, (n * len(payload), (n + 1) * len(payload)), BF16, 1) for n in range(8)]
+    with pytest.raises(MemoryError):
+        GpuCodec(DEVICE).resolution(1, 0).add(jobs, payload * 8)
+    assert waited == [side]
 
 
 def test_master_weights_are_rounded_one_tensor_at_a_time_to_be_digested(monkeypatch):

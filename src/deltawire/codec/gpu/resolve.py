@@ -105,6 +105,9 @@ def resolve_tensors(table: Table, payloads: Spans, data: Buffer, gpu: Gpu) -> tu
         with gpu.using(side):
             work.read_heads()
             work.index()
+    except BaseException:
+        side.synchronize()  # else `read_by_kernels` could become somebody else's memory while they still read it
+        raise
     finally:  # what is given back from here on, is so after all of them
         for purpose in _SIDE_STREAMS:
             main.wait_stream(gpu.stream(purpose))
