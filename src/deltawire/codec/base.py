@@ -93,10 +93,6 @@ class ResolveJob:
     seed: int
     write: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
-
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:

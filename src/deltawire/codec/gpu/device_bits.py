@@ -30,21 +30,12 @@ class DeviceBits:
         return int(self.tensor.element_size())
 
     @property
-    def nbytes(self) -> int:
-        return self.size * self.itemsize
-
-    @property
     def strides(self) -> tuple[int, ...]:
         return tuple(stride * self.itemsize for stride in self.tensor.stride())
 
     @property
     def address(self) -> int:
         return int(self.tensor.data_ptr())
-
-    @property
-    def device(self) -> int:
-        index: int = self.tensor.device.index
-        return index
 
     @property
     def plain(self) -> bool:
