@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -13,10 +14,11 @@ def register() -> None:
     if path is None:
         return
     from deltawire.engines.vllm import loading
+    from deltawire.engines.vllm.places import PlacedChanges
 
-    if getattr(loading.write_elements, "is_faulty", False):
+    if getattr(loading.load_all, "is_faulty", False):
         return
-    write_elements, load_all = loading.write_elements, loading.load_all
+    write, load_all = PlacedChanges.write, loading.load_all
 
     def fails(kind: str) -> bool:
         from vllm.distributed.parallel_state import get_world_group
@@ -24,16 +26,16 @@ def register() -> None:
         faults = json.loads(Path(path).read_text()) if Path(path).exists() else {}
         return get_world_group().rank_in_group in faults.get(kind, [])
 
-    def write_some_elements(model: Any, weights: Any, changes: Any, device: Any) -> None:
+    def write_some(placed: PlacedChanges) -> None:
         if fails("write"):
-            write_elements(model, weights, changes[: len(changes) // 2], device)
+            write(dataclasses.replace(placed, scatters=placed.scatters[: len(placed.scatters) // 2]))
             raise RuntimeError("injected: half of the tensors are written")
-        write_elements(model, weights, changes, device)
+        write(placed)
 
     def load_nothing(model: Any, model_config: Any, weights: Any) -> None:
         if fails("load"):
             raise RuntimeError("injected: nothing can be loaded")
         load_all(model, model_config, weights)
 
-    write_some_elements.is_faulty = True  # type: ignore[attr-defined]
-    loading.write_elements, loading.load_all = write_some_elements, load_nothing
+    load_nothing.is_faulty = True  # type: ignore[attr-defined]
+    PlacedChanges.write, loading.load_all = write_some, load_nothing  # type: ignore[method-assign]

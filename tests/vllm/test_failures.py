@@ -158,7 +158,7 @@ def test_a_trainer_drives_the_routes_by_itself_and_a_version_that_cannot_be_had_
     version = run.publish(changed=False)
     update(version.seq)
     assert routes.checksums() == runtime_hashes(run.state, 2)
-    assert [worker["last"]["whole_tensors"] for worker in routes.status()] == [1, 1]
+    assert [worker["last"]["patched_tensors"] for worker in routes.status()] == [1, 1]
     update(version.seq - 1)  # an older one
     bits[:4] = 0
     with Subscriber(run.store) as reader:

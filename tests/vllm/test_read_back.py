@@ -71,11 +71,3 @@ def test_another_layout_is_unlike(model: Fused, weights: dict[str, torch.Tensor]
     readings = read_back(model, weights.items())
     assert "words" in readings.unlike
     assert readings.absent == {"unused"}
-
-
-def test_elements_that_are_masked_are_passed_over(model: Fused, weights: dict[str, torch.Tensor]) -> None:
-    masked = torch.full((2, 3), torch.nan)
-    masked[0, 2] = weights["q"][0, 2]
-    assert read_back(model, [("q", masked)], masked=True).equal == {"q"}
-    masked[0, 2] += 1
-    assert read_back(model, [("q", masked)], masked=True).different == {"q"}

@@ -81,7 +81,7 @@ def test_experts_that_are_in_place_are_patched_element_by_element(
     assert [swap["loaded_anew"] for swap in sidecar.events("swapped")] == [1, *[0] * 5]
     for worker in server.routes.status():
         assert worker["transformed"] == 0
-        assert worker["last"]["sparse_tensors"] == len(run.state)  # every tensor has changed, those of all experts too
+        assert worker["last"]["patched_tensors"] == len(run.state)  # every tensor has changed, those of all experts too
     fresh = serve(run.saved(), ranks=ranks, environment=environment).wait()
     assert server.routes.checksums() == fresh.routes.checksums()
     assert server.generate() == fresh.generate()

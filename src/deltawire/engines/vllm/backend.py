@@ -8,13 +8,15 @@
 
 An update that was not prepared is staged within the pause: slower, and as exact. The first one after the start loads everything, since
 nobody knows which version the server's own loading found; so does one with `"anew": true`, one that changes a tensor that is not in place
-(see read_back.py), and every one of a model that holds tensors derived from its weights (such as the absorbed projections of MLA).
+(see read_back.py), and every one of a model that holds tensors derived from its weights (such as the absorbed projections of MLA). All
+others write the elements that changed, where the model's loaders have put them (see places.py).
 
 **What is confirmed.** When the server starts, what it has loaded is read back, to learn which tensors are in place. After everything was
 loaded anew, each tensor in place is read back by the model's own loaders and compared, bit for bit, with the mirror, whose digest was
-checked against the chain. After an update, so is every element that was written; with `confirm="everything"`, every tensor. Tensors that
-vLLM transforms after loading (`transformed` in the status) cannot be read back: that they are right rests on vLLM's own reloading; that
-they were transformed again, and not left as loaded, is checked.
+checked against the chain; and where each of them is read is where elements are written from then on. After an update, every element that
+was written is read and compared; with `confirm="everything"`, every tensor, by the loaders. Tensors that vLLM transforms after loading
+(`transformed` in the status) cannot be read back: that they are right rests on vLLM's own reloading; that they were transformed again, and
+not left as loaded, is checked.
 
 **What fails.** All workers stage an update before any writes: a failure until then changes nothing. A failure while writing, or a reading
 that differs, leaves the worker *fenced*: its weights are of no known version. The call fails, the server stays paused for as long as
@@ -24,6 +26,7 @@ nobody resumes it, and the only update that is accepted is one that loads everyt
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +38,9 @@ from vllm.logger import init_logger
 from ...errors import EngineError, EngineFenced, EngineRefused
 from . import loading
 from .agreement import failed_ranks, is_spokesman
+from .places import PlacedChanges, Places
 from .read_back import read_back
-from .staging import HeldVersion, StagedUpdate, Stager
+from .staging import Change, HeldVersion, StagedUpdate, Stager
 
 logger = init_logger("vllm.deltawire")
 
@@ -80,6 +84,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._stager: Stager | None = None
         self._live: HeldVersion | None = None
         self._in_place: set[str] = set()
+        self._places: Places | None = None
         self._transformed: set[str] = set()
         self._derived = _tensors_beside_parameters(self.model)
         self._look_at_layout()
@@ -98,7 +103,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if init_info == self._info:
             return
         self.shutdown()
-        self._stager = Stager(Path(init_info.mirror), init_info.url, init_info.run, tuple(init_info.trusted_keys), init_info.threads)
+        keys = tuple(init_info.trusted_keys)
+        self._stager = Stager(Path(init_info.mirror), init_info.url, init_info.run, keys, init_info.threads, self._place)
         self._info = init_info
 
     def start_weight_update(self) -> None:
@@ -188,35 +194,29 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def _change(self, staged: StagedUpdate, *, anew: bool) -> None:
         weights, changes = staged.target.weights, staged.changes
         self._last = {}
-        is_patchable = changes is not None and not self._derived and changes.keys() <= self._in_place and loading.has_sparse_loading()
-        if anew or changes is None or not is_patchable:
+        if anew or changes is None or self._derived or not changes.keys() <= self._in_place:
             self._load_all(staged)
             return
-        elements, tensors = [], []
-        for name, change in changes.items():
-            if loading.is_sparse(loading.torch_dtype(weights, name), change):
-                elements.append((name, change))
-            else:
-                tensors.append(name)
+        placed = self._still_placed(staged.placed)
+        tensors = sorted(changes if placed is None else changes.keys() - placed.tensors)
         start = time.perf_counter()
-        loading.write_elements(self.model, weights, elements, self.device)
+        if placed is not None:
+            placed.write()
         loading.write_tensors(self.model, weights, tensors)
         written = time.perf_counter()
         assert self._info is not None
+        if placed is not None and not placed.are_written():
+            raise EngineFenced("after the update, elements that were written are not what they should be.")
+        looked_at = sorted(self._in_place) if self._info.confirm == "everything" else tensors
         with torch.no_grad():
-            if self._info.confirm == "everything":
-                different = read_back(self.model, loading.whole_tensors(weights, sorted(self._in_place))).different
-            else:
-                masked = loading.masked_tensors(weights, elements, self.device)
-                different = read_back(self.model, masked, masked=True).different
-                different |= read_back(self.model, loading.whole_tensors(weights, tensors)).different
+            different = read_back(self.model, loading.whole_tensors(weights, looked_at)).different if looked_at else set()
         if different:
             raise EngineFenced(f"after the update, {len(different)} tensors are not what they should be, such as {min(different)!r}.")
         self._last = {
             "write_ms": (written - start) * 1e3,
             "confirm_ms": (time.perf_counter() - written) * 1e3,
-            "elements": sum(len(change.indices) for _, change in elements),
-            "sparse_tensors": len(elements),
+            "elements": 0 if placed is None else placed.elements,
+            "patched_tensors": len(changes) - len(tensors),
             "whole_tensors": len(tensors),
             "loaded_anew": 0,
         }
@@ -233,8 +233,19 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if raw := readings.equal & self._transformed:
             raise EngineFenced(f"this vLLM does not transform {len(raw)} tensors as at the start, such as {min(raw)!r}.")
         self._in_place = readings.equal | readings.absent
+        self._places = Places(self.model, {**dict.fromkeys(readings.absent, ()), **readings.pieces})
         self._transformed |= readings.different
         self._last = {"write_ms": (loaded - start) * 1e3, "confirm_ms": (time.perf_counter() - loaded) * 1e3, "loaded_anew": 1}
+
+    def _place(self, changes: Mapping[str, Change]) -> PlacedChanges | None:
+        """By the staging thread: for anything but what is known to be in place there is nothing to prepare."""
+        places = self._places
+        return places.place(changes) if places is not None and changes.keys() <= self._in_place else None
+
+    def _still_placed(self, placed: PlacedChanges | None) -> PlacedChanges | None:
+        """None unless the model is where it was when its places were learnt."""
+        is_good = placed is not None and placed.places is self._places and placed.places.hold(self.model)
+        return placed if is_good else None
 
     def _look_at_layout(self) -> None:
         """Read back what vLLM has loaded just now. What differs, it has transformed; what nothing was loaded into, it has derived.

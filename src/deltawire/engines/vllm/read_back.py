@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .places import Piece
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -33,11 +35,13 @@ class Readings:
     """Not held by this worker: another shard's, or a tensor that the model does not load."""
     untouched: set[str] = field(default_factory=set)
     """Parameters of the model, by its own names, that none of the tensors was loaded into."""
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    """Where the equal ones are, if that is all a matter of strides."""
 
 
-def read_back(model: Any, weights: Iterable[tuple[str, torch.Tensor]], *, masked: bool = False) -> Readings:
-    """Compare a model with tensors of a checkpoint; with `masked`, only where these are not NaN. Nothing is changed."""
-    comparison = _Comparison(model, masked)
+def read_back(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Readings:
+    """Compare a model with tensors of a checkpoint. Nothing is changed."""
+    comparison = _Comparison(model)
     remaining = iter(weights)
     while True:
         try:
@@ -55,9 +59,8 @@ def read_back(model: Any, weights: Iterable[tuple[str, torch.Tensor]], *, masked
 class _Comparison(TorchDispatchMode):  # type: ignore[misc]
     """While it is active, nothing is written to the model's tensors: writes are compared instead."""
 
-    def __init__(self, model: Any, masked: bool) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self._masked = masked
         tensors = [*model.parameters(), *model.buffers()]
         self._owned = {_memory(tensor) for tensor in tensors} - {0}
         self._parameters = {name: _memory(tensor) for name, tensor in model.named_parameters() if tensor.numel()}
@@ -66,6 +69,8 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         self._verdicts: dict[str, list[tuple[torch.Tensor, int]]] = {}
         """By name: how many elements are equal, and of how many."""
         self._seen: list[str] = []
+        self._pieces: dict[str, list[Piece]] = {}
+        self._unplaced: set[str] = set()
         self.refused: set[str] = set()
         self.current: str | None = None
 
@@ -91,6 +96,8 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
                     readings.unlike.add(name)
             elif name in equal:
                 readings.equal.add(name)
+                if name not in self._unplaced and name in self._pieces:
+                    readings.pieces[name] = self._pieces[name]
             else:
                 readings.absent.add(name)
         return readings
@@ -106,6 +113,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
             equal: torch.Tensor | None = None
             if func is torch.ops.aten.copy_.default:
                 equal = self._compare(written, args[1])
+                self._place(name, args[1], written)
             elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):  # the padding of a vocabulary
                 equal = (written == (args[1] if len(args) > 1 else 0)).sum()
             if equal is None:
@@ -123,6 +131,15 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
                     return found[1]
         return self.current or (self._seen[-1] if self._seen else None)
 
+    def _place(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        found = self._sources.get(_memory(source))
+        tensor = found[0]() if found is not None and found[1] == name else None
+        piece = None if tensor is None else Piece.of(tensor, source, target)
+        if piece is None:
+            self._unplaced.add(name)
+        else:
+            self._pieces.setdefault(name, []).append(piece)
+
     def _compare(self, held: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
         """How many elements have the same bits, as a tensor, for nobody waits for the device here; None if the shapes do not fit."""
         source = source.to(dtype=held.dtype, device=held.device)
@@ -131,8 +148,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         except RuntimeError:
             return None
         integers = _BITS[held.element_size()]
-        same = held.view(integers) == source.view(integers)
-        return (same | torch.isnan(source)).sum() if self._masked else same.sum()
+        return (held.view(integers) == source.view(integers)).sum()
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -7,11 +7,11 @@ versions, however far apart and by whatever way the mirror came there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from ...format.records import CommitRef
 from ...state import thread_count
 from ...subscribe import Mirror, Subscriber
 from ...subscribe.mirror import HeldSlot
+
+if TYPE_CHECKING:
+    from .places import PlacedChanges
 
 _PIECE = 4 << 20
 """Elements that are compared at a time."""
@@ -59,6 +62,8 @@ class StagedUpdate:
     target: HeldVersion
     base: CommitRef | None
     changes: Mapping[str, Change] | None
+    placed: PlacedChanges | None = None
+    """The changes by their places in the model, as far as these are known."""
 
 
 @dataclass
@@ -74,6 +79,8 @@ class Stager:
     run: str | None = None
     trusted_keys: Sequence[str] = ()
     threads: int | None = None
+    place: Callable[[Mapping[str, Change]], PlacedChanges | None] = lambda changes: None
+    """Finds the places of changes; called on that thread."""
     _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "deltawire-stage"))
     _subscriber: Subscriber | None = None
     _asked: tuple[int, CommitRef | None] | None = None
@@ -134,10 +141,11 @@ class Stager:
                 raise MirrorError(f"{self.mirror} is at version {held.record.seq}, not {seq}.")
             target = HeldVersion(held)
             changes = None if live is None else find_changes(live.weights, target.weights, threads=self.threads)
+            placed = None if changes is None else self.place(changes)
         except BaseException:
             held.release()
             raise
-        return StagedUpdate(target, None if live is None else live.ref, changes)
+        return StagedUpdate(target, None if live is None else live.ref, changes, placed)
 
 
 def find_changes(old: Checkpoint, new: Checkpoint, *, threads: int | None = None) -> dict[str, Change] | None:

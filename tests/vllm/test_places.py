@@ -1,0 +1,125 @@
+"""Where loaders put elements, and writing them there: the same as loading, for whatever views a loader makes. Needs torch, not vLLM."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from deltawire.engines.vllm.places import Places  # noqa: E402
+from deltawire.engines.vllm.read_back import read_back  # noqa: E402
+from deltawire.engines.vllm.staging import Change  # noqa: E402
+
+View = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Loader(torch.nn.Module):
+    """Has one tensor of a checkpoint in parameters, by copies between views of both."""
+
+    def __init__(self, copies: list[tuple[View, View]], size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.copies = copies
+        self.held = torch.nn.Parameter(torch.zeros(size, dtype=dtype), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            for source, target in self.copies:
+                target(self.held.data).copy_(source(tensor))
+
+
+def learn(model: Loader, tensor: torch.Tensor) -> Places:
+    with torch.no_grad():
+        model.load_weights([("w", tensor)])
+        readings = read_back(model, [("w", tensor)])
+    assert readings.equal == {"w"}
+    return Places(model, readings.pieces)
+
+
+def changed(tensor: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, Change]:
+    rng = np.random.default_rng(seed)
+    indices = np.sort(rng.choice(tensor.numel(), min(count, tensor.numel()), replace=False)).astype(np.int32)
+    bits = tensor.clone().view(torch.int16)
+    bits.view(-1)[torch.from_numpy(indices).long()] ^= 0x7FFF  # NaNs and infinities too
+    return bits.view(tensor.dtype), Change(indices, bits.view(-1).numpy()[indices].view(np.uint16))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(torch.int16)
+
+
+def part(tensor: torch.Tensor, cuts: list[tuple[int, int]], order: list[int]) -> torch.Tensor:
+    for dimension, (start, size) in enumerate(cuts):
+        tensor = tensor.narrow(dimension, start, min(size, tensor.shape[dimension] - start))
+    return tensor.permute(*order)
+
+
+def place(held: torch.Tensor, number: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    room = held[number]
+    for dimension, size in enumerate(sizes):
+        room = room.narrow(dimension, 1, size)
+    return room
+
+
+@st.composite
+def loaders(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[View, View]]]:
+    """The shape of a tensor; and parts of it, in any order of dimensions, each of which goes to the middle of a row of what is held."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    copies: list[tuple[View, View]] = []
+    for number in range(draw(st.integers(1, 3))):
+        cuts = [draw(st.tuples(st.integers(0, n - 1), st.integers(1, n))) for n in shape]
+        source = functools.partial(part, cuts=cuts, order=draw(st.permutations(range(len(shape)))))
+        copies.append((source, functools.partial(place, number=number, sizes=source(torch.empty(shape)).shape)))
+    return shape, copies
+
+
+@given(loader=loaders(), count=st.integers(0, 40), seed=st.integers(0, 99))
+def test_what_is_written_to_its_places_is_what_loading_puts_there(
+    loader: tuple[tuple[int, ...], list[tuple[View, View]]], count: int, seed: int
+) -> None:
+    shape, copies = loader
+    model = Loader(copies, (3, *[7] * len(shape)))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    placed = learn(model, tensor).place({"w": changed(tensor, count, seed)[1]})
+    assert placed.tensors == {"w"}
+    placed.write()
+    assert placed.are_written()
+    written = bits(model.held).clone()
+    model.load_weights([("w", changed(tensor, count, seed)[0])])
+    assert torch.equal(written, bits(model.held))
+
+
+def test_elements_that_did_not_get_there_are_noticed() -> None:
+    model = Loader([(lambda tensor: tensor, lambda held: held[2:6])], (8, 3))
+    tensor = torch.randn(4, 3).bfloat16()
+    placed = learn(model, tensor).place({"w": changed(tensor, 5, 1)[1]})
+    placed.write()
+    bits(model.held)[placed.scatters[0].indices[0] // 3, placed.scatters[0].indices[0] % 3] ^= 1
+    assert not placed.are_written()
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        (lambda tensor: tensor, torch.float32),  # cast
+        (lambda tensor: tensor.t().contiguous(), torch.bfloat16),  # computed on the way
+        (lambda tensor: tensor[:1].expand(4, 4), torch.bfloat16),  # several places for one element
+    ],
+)
+def test_what_is_no_matter_of_strides_has_no_place(source: View, dtype: torch.dtype) -> None:
+    model = Loader([(source, lambda held: held)], (4, 4), dtype)
+    tensor = torch.randn(4, 4).bfloat16()
+    assert not learn(model, tensor).place({"w": changed(tensor, 5, 1)[1]}).tensors
+
+
+def test_places_are_known_no_more_once_a_parameter_has_moved() -> None:
+    model = Loader([(lambda tensor: tensor, lambda held: held)], (4, 4))
+    places = learn(model, torch.randn(4, 4).bfloat16())
+    assert places.hold(model)
+    model.held.data = model.held.data.clone()
+    assert not places.hold(model)
