@@ -32,8 +32,6 @@ class DevicePatch:
     tiles: torch.Tensor
     places: torch.Tensor
     values: torch.Tensor
-    tile_starts: NDArray[np.int64]
-    """Of each tensor its first tile, and after them how many there are. Tiles are counted over the tensors that have payloads."""
     starts: NDArray[np.int64]
     """Of each tensor its first change, and after them how many there are."""
 

@@ -293,13 +293,12 @@ class _Work:
         errors = self.columns[:, _ERROR].cpu().numpy()
         found = self.sums.cpu().numpy().view(SUMS).reshape(-1)
         _check(errors)
-        chunks, tiles = np.zeros((2, len(self.table) + 1), np.int64)
+        chunks = np.zeros(len(self.table) + 1, np.int64)
         chunks[self.data.numbers + 1] = self.chunks
-        tiles[self.data.numbers + 1] = np.diff(self.tile_ends, prepend=0)
         starts = np.append(self.spans["start"], self.total)[np.cumsum(chunks)].astype(np.int64)
         outcomes = Outcomes(np.diff(starts), self.before, found["before"] + found["change"])
         arrays = (self.placed, len(self.spans), self.ntiles, self.firsts, self.tiles, self.places, self.values)
-        return DevicePatch(self.gpu, self.kernels, *arrays, np.cumsum(tiles), starts), outcomes
+        return DevicePatch(self.gpu, self.kernels, *arrays, starts), outcomes
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
