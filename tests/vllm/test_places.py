@@ -109,10 +109,17 @@ def test_elements_that_did_not_get_there_are_noticed() -> None:
         (lambda tensor: tensor, torch.float32),  # cast
         (lambda tensor: tensor.t().contiguous(), torch.bfloat16),  # computed on the way
         (lambda tensor: tensor[:1].expand(4, 4), torch.bfloat16),  # several places for one element
+        (lambda tensor: tensor.mul_(-1).abs_(), torch.bfloat16),  # computed where it is
     ],
 )
 def test_what_is_no_matter_of_strides_has_no_place(source: View, dtype: torch.dtype) -> None:
     model = Loader([(source, lambda held: held)], (4, 4), dtype)
+    tensor = torch.randn(4, 4).bfloat16()
+    assert not learn(model, tensor).place({"w": changed(tensor, 5, 1)[1]}).tensors
+
+
+def test_elements_of_another_width_have_no_place() -> None:
+    model = Loader([(lambda tensor: tensor.view(torch.int32), lambda held: held[:, :2])], (4, 4), torch.int32)
     tensor = torch.randn(4, 4).bfloat16()
     assert not learn(model, tensor).place({"w": changed(tensor, 5, 1)[1]}).tensors
 

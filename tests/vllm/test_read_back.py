@@ -71,3 +71,37 @@ def test_another_layout_is_unlike(model: Fused, weights: dict[str, torch.Tensor]
     readings = read_back(model, weights.items())
     assert "words" in readings.unlike
     assert readings.absent == {"unused"}
+
+
+class Joined(Fused):
+    """Keeps tensors until it has them all, and writes what it makes of them."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        tensors = {name: tensor.bfloat16() if name == "unused" else tensor for name, tensor in weights}
+        self.words[:5].data.copy_(tensors["words"])
+        if "q" in tensors:
+            self.qk.data.copy_(torch.cat([tensors["q"].bfloat16(), tensors["k"]]))
+
+
+def test_what_a_loader_puts_together_is_neither_absent_nor_loaded_one_by_one(weights: dict[str, torch.Tensor]) -> None:
+    model = Joined()
+    model.load_weights(weights.items())
+    readings = read_back(model, weights.items())
+    assert readings.equal == readings.pieces.keys() == {"words"}
+    assert readings.different == {"q", "k", "unused"}, "used, and nobody knows where the elements went"
+    assert not readings.absent
+
+
+def test_what_was_computed_is_known_by_what_it_was_computed_from(weights: dict[str, torch.Tensor]) -> None:
+    halves = {name: weights[name].bfloat16() for name in ("unused", "q", "k", "words")}
+
+    class Late(Fused):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights([(name, tensor.flip(0).flip(0)) for name, tensor in weights if name != "unused"])
+
+    late = Late()
+    late.load_weights(halves.items())
+    readings = read_back(late, halves.items())
+    assert readings.equal == {"q", "k", "words"}
+    assert not readings.pieces
+    assert readings.absent == {"unused"}

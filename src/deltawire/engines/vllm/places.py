@@ -36,7 +36,7 @@ class Piece:
         """What a copy from `source`, a view of a checkpoint's `tensor`, to `target` tells; None if that is no matter of strides."""
         if source.shape != target.shape or source.dtype != target.dtype or not tensor.is_contiguous():
             return None
-        if source.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        if source.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or source.element_size() != tensor.element_size():
             return None
         sides = [(n, s, t) for n, s, t in zip(source.shape, source.stride(), target.stride(), strict=True) if n != 1]
         sides.sort(key=lambda side: -side[1])

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .places import Piece
 
@@ -56,6 +57,16 @@ def read_back(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Readin
         return comparison.readings()
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Memory that holds a tensor of the checkpoint, or what a loader computed from some."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    names: frozenset[str]
+    tensor: weakref.ref[torch.Tensor] | None
+    """None if it was computed."""
+
+
 class _Comparison(TorchDispatchMode):  # type: ignore[misc]
     """While it is active, nothing is written to the model's tensors: writes are compared instead."""
 
@@ -65,12 +76,13 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         self._owned = {_memory(tensor) for tensor in tensors} - {0}
         self._parameters = {name: _memory(tensor) for name, tensor in model.named_parameters() if tensor.numel()}
         self._touched: set[int] = set()
-        self._sources: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._sources: dict[int, _Source] = {}
         self._verdicts: dict[str, list[tuple[torch.Tensor, int]]] = {}
         """By name: how many elements are equal, and of how many."""
         self._seen: list[str] = []
         self._pieces: dict[str, list[Piece]] = {}
         self._unplaced: set[str] = set()
+        """Used for more than copies of their elements."""
         self.refused: set[str] = set()
         self.current: str | None = None
 
@@ -79,7 +91,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         for name, tensor in weights:
             self.current = name
             self._seen.append(name)
-            self._sources[_memory(tensor)] = weakref.ref(tensor), name
+            self._sources[_memory(tensor)] = _Source(weakref.ref(tensor.untyped_storage()), frozenset([name]), weakref.ref(tensor))
             yield name, tensor
         self.current = None
 
@@ -89,10 +101,11 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         equal = {name: sum(next(equal_counts) for _ in verdicts) for name, verdicts in self._verdicts.items()}
         totals = {name: sum(total for _, total in verdicts) for name, verdicts in self._verdicts.items()}
         readings = Readings(untouched={name for name, memory in self._parameters.items() if memory not in self._touched})
+        refused = self.refused | self._unplaced - self._verdicts.keys()  # also what went where nobody looked: it is not absent
         for name in self._seen:
-            if name in self.refused or (name in equal and equal[name] < totals[name]):
+            if name in refused or (name in equal and equal[name] < totals[name]):
                 readings.different.add(name)
-                if name in self.refused or 2 * equal[name] < totals[name]:
+                if name in refused or 2 * equal[name] < totals[name]:
                     readings.unlike.add(name)
             elif name in equal:
                 readings.equal.add(name)
@@ -106,10 +119,15 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         written = _written(func, args, kwargs)
         if written is None or _memory(written) not in self._owned:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._follow((args, kwargs), result, is_view=written is None)
+            return result
         self._touched.add(_memory(written))
-        name = self._name(args)
-        if name is not None:
+        names = self._names((args[1:], kwargs))
+        if len(names) > 1:  # each of them alone cannot be loaded
+            self.refused |= names
+            return written
+        for name in names:
             equal: torch.Tensor | None = None
             if func is torch.ops.aten.copy_.default:
                 equal = self._compare(written, args[1])
@@ -122,18 +140,36 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
                 self._verdicts.setdefault(name, []).append((equal, written.numel()))
         return written
 
-    def _name(self, args: Any) -> str | None:
+    def _source(self, tensor: torch.Tensor) -> _Source | None:
+        found = self._sources.get(_memory(tensor))
+        return found if found is not None and found.storage() is not None else None
+
+    def _names(self, values: Any) -> frozenset[str]:
         """Whose elements are written: a loader may look at several tensors before it writes the first."""
-        for source in args[1:2]:
-            if isinstance(source, torch.Tensor):
-                found = self._sources.get(_memory(source))
-                if found is not None and found[0]() is not None:
-                    return found[1]
-        return self.current or (self._seen[-1] if self._seen else None)
+        names = self._origins(values)
+        last = self.current or (self._seen[-1] if self._seen else None)
+        return names or frozenset(() if last is None else (last,))
+
+    def _origins(self, values: Any) -> frozenset[str]:
+        sources = [self._source(tensor) for tensor in _tensors(values)]
+        return frozenset().union(*(source.names for source in sources if source is not None))
+
+    def _follow(self, inputs: Any, outputs: Any, *, is_view: bool) -> None:
+        """Remember what was computed from which tensors; a view of one is still that tensor."""
+        names = self._origins(inputs)
+        if not names:
+            return
+        viewed = {_memory(tensor) for tensor in _tensors(inputs)} if is_view else set()
+        results = _tensors(outputs)
+        computed = [tensor for tensor in results if _memory(tensor) not in viewed]
+        for tensor in computed:
+            self._sources[_memory(tensor)] = _Source(weakref.ref(tensor.untyped_storage()), names, None)
+        if computed or not results:
+            self._unplaced |= names
 
     def _place(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        found = self._sources.get(_memory(source))
-        tensor = found[0]() if found is not None and found[1] == name else None
+        found = self._source(source)
+        tensor = None if found is None or found.tensor is None else found.tensor()
         piece = None if tensor is None else Piece.of(tensor, source, target)
         if piece is None:
             self._unplaced.add(name)
@@ -153,6 +189,10 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
 
 def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
