@@ -6,6 +6,7 @@ Learnt once from these copies (read_back.py), they say of any element where in t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,11 +141,17 @@ def _scatter(memory: torch.Tensor, targets: NDArray[np.int64], values: NDArray[A
 def _on_device(device: torch.device, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
-    side = torch.cuda.Stream(device)
+    side = _side_stream(device)
     with torch.cuda.stream(side):
         there = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
     side.synchronize()
     return there
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    """One for all: memory that was had for a stream serves no other."""
+    return torch.cuda.Stream(device)
 
 
 def _memory_of(model: Any) -> dict[str, tuple[int, int]]:
