@@ -77,7 +77,7 @@ def _gpus(states: Sequence[State]) -> list[Any]:
     if known is None:
         return []
     each: Iterator[Any] = (tensor for state in states for tensor in state.values() if isinstance(tensor, known))
-    devices = dict.fromkeys(tensor.device for tensor in each if tensors._is_on_gpu(tensor))
+    devices = dict.fromkeys(tensor.device for tensor in each if tensors.is_on_gpu(tensor))
     if not devices:
         return []
     from .codec.gpu.device import gpu_at

@@ -288,7 +288,7 @@ def _torch_bits(name: str, tensor: torch.Tensor, known: _TorchTypes) -> TensorBi
     if tensor.dtype not in known.elements:
         raise UnsupportedDtype(str(tensor.dtype))
     dtype, signed, unsigned = known.elements[tensor.dtype]
-    if _is_on_gpu(tensor):
+    if is_on_gpu(tensor):
         return TensorBits(name, dtype, _cuda_bits(name, tensor.detach() if tensor.requires_grad else tensor, signed))
     try:
         found = TensorBits(name, dtype, tensor, None, 0, unsigned)
@@ -301,7 +301,8 @@ def _torch_bits(name: str, tensor: torch.Tensor, known: _TorchTypes) -> TensorBi
     raise UnsupportedTensor(f"tensor {name!r} is not plain memory.")
 
 
-def _is_on_gpu(tensor: torch.Tensor) -> bool:
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether it is the GPU codec's to work on."""
     return bool(tensor.is_cuda)
 
 

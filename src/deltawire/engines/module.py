@@ -71,7 +71,7 @@ class ModuleEngine(Engine):
     def replica(self, swap: Swap) -> Replica:
         weights = list(self.weights().values())
         options = dict(self._options)
-        if options["undo_bytes"] is None and any(tensors._is_on_gpu(tensor) for tensor in weights):
+        if options["undo_bytes"] is None and any(tensors.is_on_gpu(tensor) for tensor in weights):
             options["undo_bytes"] = 0
         return (LiveReplica if _are_plain(weights) else DeviceReplica)(self.weights, swap, **options)
 

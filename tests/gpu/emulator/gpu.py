@@ -116,5 +116,5 @@ def emulated(gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (codec, device):
             patch.setattr(module, "gpu_at", lambda device: gpu)
-        patch.setattr(tensors, "_is_on_gpu", lambda tensor: True)
+        patch.setattr(tensors, "is_on_gpu", lambda tensor: True)
         yield gpu

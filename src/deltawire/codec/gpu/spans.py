@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...dtypes import DTYPES
 
 BLOCK, TILE, UNIT = 1 << 24, 1 << 14, 1 << 10
-CONTEXTS, UNITS = 16, 16
+CONTEXTS = 16
 
 SPAN = np.dtype(
     [("base", "u8"), ("next", "u8"), ("seed", "u8"), ("first", "u8")]
