@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import CorruptRecord, UnsupportedVersion
 
 MAX_RECORD_BYTES = 65536
 MAX_INTEGER = 2**63 - 1
-VERSION = 1
 
 _Value = TypeVar("_Value")
 
@@ -26,12 +25,17 @@ class Fields:
 
     def __init__(self, values: dict[str, Any], what: str) -> None:
         self.kind = what
+        self.version = 1
+        """The record's version. Objects inside a record do not have one of their own."""
         self._what = what
         self._left = dict(values)
 
     @classmethod
-    def parse(cls, data: bytes, *kinds: str, limit: int = MAX_RECORD_BYTES) -> Fields:
-        """The fields of a record of one of these kinds, `deltawire` and `version` already taken."""
+    def parse(cls, data: bytes, *kinds: str, limit: int = MAX_RECORD_BYTES, versions: Collection[int] = (1,)) -> Fields:
+        """Return the fields of a record of one of these kinds and versions, `deltawire` and `version` already taken.
+
+        `kind` and `version` say which of them it is. Raises `CorruptRecord`, and `UnsupportedVersion` for any other version.
+        """
         what = " or ".join(kinds)
         if len(data) > limit:
             raise CorruptRecord(f"a {what} record has {len(data):,} bytes; {limit:,} are allowed.")
@@ -44,11 +48,12 @@ class Fields:
             raise CorruptRecord(f"a {what} record is not in canonical form.")
         fields = cls(values, what)
         fields.kind = fields.text("deltawire")
-        version = fields.integer("version")
+        fields.version = fields.integer("version")
         if fields.kind not in kinds:
             fields.refuse(f"it calls itself {fields.kind!r}")
-        if version != VERSION:
-            raise UnsupportedVersion(f"a {what} record is of version {version}; this release reads {VERSION}.")
+        if fields.version not in versions:
+            known = " and ".join(map(str, sorted(versions)))
+            raise UnsupportedVersion(f"a {what} record is of version {fields.version}; this release reads {known}.")
         return fields
 
     def refuse(self, why: str) -> NoReturn:

@@ -1,4 +1,7 @@
-"""Ed25519 signatures over commits and shortcuts (docs/protocol.md §7). Needs the extra `deltawire[sign]`, but only to sign or to check."""
+"""Ed25519 signatures over records (docs/protocol.md §7). Needs the extra `deltawire[sign]`, but only to sign or to check.
+
+Any record type can be signed if it is a dataclass with the fields and methods of `Signable`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,35 @@ import dataclasses
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..errors import SignatureInvalid
-from .records import Commit, Shortcut, Signature
+from .record_parts import Signature
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _CONTEXT = b"deltawire-record-v1\n"
 _HEADER = "deltawire ed25519 signing key v1"
-_Signed = TypeVar("_Signed", Commit, Shortcut)
+
+
+class Signable(Protocol):
+    """A record that can be signed: a dataclass whose canonical form has the field `signature`."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def signature(self) -> Signature | None:
+        """The signature, or None while the record is not signed."""
+
+    def describe(self) -> str:
+        """Name the record in error messages."""
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical form. It MUST contain the record's type, so that a signature of one type is not valid for another."""
+
+
+_Signed = TypeVar("_Signed", bound=Signable)
 
 
 class SigningKey:
@@ -61,7 +82,7 @@ class SigningKey:
         return self._private.public_key().public_bytes_raw().hex()
 
     def sign(self, record: _Signed) -> _Signed:
-        """The same record, signed."""
+        """Return the same record with this key's signature. A signature that it had is replaced."""
         signature = self._private.sign(_signed_bytes(record))
         return dataclasses.replace(record, signature=Signature(self.public, signature.hex()))
 
@@ -69,8 +90,8 @@ class SigningKey:
         return f"SigningKey(public={self.public!r})"
 
 
-def check_signature(record: Commit | Shortcut, trusted: Collection[str]) -> None:
-    """Raise `SignatureInvalid` unless one of the trusted keys signed the record. Without trusted keys nothing is asked of it."""
+def check_signature(record: Signable, trusted: Collection[str]) -> None:
+    """Raise `SignatureInvalid` unless one of the trusted keys signed the record. Checks nothing if there are no trusted keys."""
     if not trusted:
         return
     signature = record.signature
@@ -88,7 +109,7 @@ def check_signature(record: Commit | Shortcut, trusted: Collection[str]) -> None
         raise SignatureInvalid(f"the signature of {record.describe()} is wrong.") from None
 
 
-def _signed_bytes(record: Commit | Shortcut) -> bytes:
+def _signed_bytes(record: Signable) -> bytes:
     return _CONTEXT + dataclasses.replace(record, signature=None).to_bytes()
 
 

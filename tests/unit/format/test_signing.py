@@ -16,6 +16,20 @@ ENTRY = FileEntry(f"data/0000000001/00000000000000000001/{HASH}.safetensors", 9,
 SHORTCUT = Shortcut(ID, 1, ID, 1, CommitRef(3, HASH, Digest()), None, 9, 1, (ENTRY,))
 
 
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """A record type that signing does not know."""
+
+    text: str
+    signature: Signature | None = None
+
+    def describe(self):
+        return "the note"
+
+    def to_bytes(self):
+        return f"note {self.text} {self.signature}".encode()
+
+
 @pytest.fixture(scope="module")
 def key():
     return SigningKey.generate()
@@ -48,6 +62,15 @@ def test_a_change_of_any_kind_breaks_the_signature(key):
     for change in ({"time": 2}, {"nonce": "f" * 32}, {"step": 1}, {"meta": {"a": "b"}}, {"epoch": 2}):
         with pytest.raises(SignatureInvalid):
             check_signature(dataclasses.replace(signed, **change), [key.public])
+
+
+def test_any_record_with_a_signature_field_can_be_signed_and_checked(key):
+    signed = key.sign(Note("hello"))
+    check_signature(signed, [key.public])
+    with pytest.raises(SignatureInvalid, match="the note is not signed"):
+        check_signature(Note("hello"), [key.public])
+    with pytest.raises(SignatureInvalid, match="the signature of the note is wrong"):
+        check_signature(dataclasses.replace(signed, text="hallo"), [key.public])
 
 
 def test_a_key_that_is_no_point_of_the_curve_is_refused(key):
