@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
@@ -16,6 +17,7 @@ from deltawire.errors import (
     StoreFull,
 )
 from deltawire.publish import create
+from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import Before, FaultyStore, call
 
@@ -25,8 +27,12 @@ def _no_pauses(monkeypatch):
     monkeypatch.setattr(create, "_FIRST_PAUSE", 0.0)
 
 
+PATIENCE = 120
+"""Seconds until a test that waits for another thread gives up. No test passes or fails by how fast a thread is."""
+
+
 class Gate(FaultyStore):
-    """Commits wait until the gate is opened."""
+    """Commits of the background thread wait until the gate is opened; shortcuts pass."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStore())
@@ -34,9 +40,9 @@ class Gate(FaultyStore):
         self.reached = threading.Event()
 
     def put_if_absent(self, key, data):
-        if threading.current_thread().name == "deltawire-publish":
+        if key.startswith(keys.COMMITS) and threading.current_thread().name == "deltawire-publish":
             self.reached.set()
-            assert self.open.wait(20)
+            assert self.open.wait(PATIENCE)
         super().put_if_absent(key, data)
 
 
@@ -47,7 +53,7 @@ def test_in_the_background_the_newest_state_supersedes_one_that_waits():
     with publisher(store, background=True, on_event=events.append) as chain:
         first = chain.publish(training.step(), step=0)
         one = copied(training.state)
-        assert store.reached.wait(20)
+        assert store.reached.wait(PATIENCE)
         waiting = [chain.publish(training.step(), step=step) for step in range(1, 5)]
         last = copied(training.state)
         training.step()  # goes on in place: the snapshot is another memory
@@ -58,7 +64,7 @@ def test_in_the_background_the_newest_state_supersedes_one_that_waits():
             first.result(timeout=0.01)
         assert [handle.done() for handle in waiting] == [True, True, True, False]
         store.open.set()
-        chain.flush(timeout=20)
+        chain.flush(PATIENCE)
         assert [handle.result(0) for handle in waiting[:3]] == [None, None, None]
         assert (first.result(0).step, waiting[3].result(0).step) == (0, 4)
         assert chain.version.step == 4
@@ -67,22 +73,30 @@ def test_in_the_background_the_newest_state_supersedes_one_that_waits():
 
 
 def test_background_versions_are_bit_for_bit_whatever_the_buffers():
-    store = MemoryStore()
+    """Of every seven states one lands at once, one is being published while the others come, and five supersede each other."""
+    store = Gate()
     training = Training()
     states = {}
     with publisher(store, background=True) as chain:
         handles = []
         for step in range(60):
             state = training.step()
-            handles.append((chain.publish(training.state), state))
+            handles.append((chain.publish(training.state), state))  # the next step changes it in place
+            if step % 7 == 0:
+                store.open.set()
+                chain.flush(PATIENCE)
+                store.open.clear()
+                store.reached.clear()
+            elif step % 7 == 1:
+                assert store.reached.wait(PATIENCE)
             if step == 30:
                 training.state["later"] = np.zeros(9, np.float32)
-        chain.flush(timeout=30)
-        for handle, state in handles:
-            version = handle.result(0)
-            if version is not None:
-                states[version.seq] = state
-    assert len(states) >= 2
+        store.open.set()
+        chain.flush(PATIENCE)
+        versions = [handle.result(0) for handle, _ in handles]
+        states = {version.seq: state for version, (_, state) in zip(versions, handles, strict=True) if version is not None}
+    landed = [step for step, version in enumerate(versions) if version is not None]
+    assert landed == [step for step in range(60) if step % 7 < 2 or step == 59]
     assert_chain_holds(store, states)
     for info in store.list("skip/"):
         skip = read_json(store, info.key)
@@ -96,14 +110,14 @@ def test_background_errors_are_raised_once_by_the_next_call():
     with publisher(store, background=True) as chain:
         failed = chain.publish(training.step())
         with pytest.raises(StoreFull):
-            chain.flush(timeout=20)
+            chain.flush(PATIENCE)
         assert failed.done()
         chain.flush()
         again = chain.publish(training.step())
         with pytest.raises(StoreFull):
-            again.result(20)
+            again.result(PATIENCE)
         final = training.step()
-        assert chain.publish(final).result(20).seq == 1, "what result() raised is not raised again"
+        assert chain.publish(final).result(PATIENCE).seq == 1, "what result() raised is not raised again"
     assert_chain_holds(store, {1: final})
 
 
@@ -125,7 +139,7 @@ def test_closing_finishes_what_was_given():
     chain = publisher(store, background=True)
     training = Training()
     chain.publish(training.step())
-    assert store.reached.wait(20)
+    assert store.reached.wait(PATIENCE)
     last = chain.publish(training.step())
     threading.Timer(0.05, store.open.set).start()
     chain.close()
@@ -140,13 +154,20 @@ def test_leaving_by_an_error_drops_what_has_not_begun_and_does_not_hide_the_erro
     def train():
         with publisher(store, background=True) as chain:
             handles.append(chain.publish(Training().state))
-            assert store.reached.wait(20)
+            assert store.reached.wait(PATIENCE)
             handles.append(chain.publish(Training().state))
-            threading.Timer(0.05, store.open.set).start()
+            opener.start()
             raise ZeroDivisionError
 
+    def open_when_dropped():
+        with contextlib.suppress(PublisherClosed, TimeoutError):
+            handles[1].result(PATIENCE)
+        store.open.set()
+
+    opener = threading.Thread(target=open_when_dropped)
     with pytest.raises(ZeroDivisionError):
         train()
+    opener.join(PATIENCE)
     assert handles[0].result(0).seq == 1
     with pytest.raises(PublisherClosed):
         handles[1].result(0)
@@ -155,10 +176,10 @@ def test_leaving_by_an_error_drops_what_has_not_begun_and_does_not_hide_the_erro
 def test_a_background_publisher_that_is_fenced_says_so_at_every_later_call():
     store = MemoryStore()
     chain = publisher(store, background=True)
-    chain.publish(Training().state).result(20)
+    chain.publish(Training().state).result(PATIENCE)
     publisher(store).close()
     with pytest.raises(Fenced):
-        chain.publish(Training().state).result(20)
+        chain.publish(Training().state).result(PATIENCE)
     for _ in range(2):
         with pytest.raises(Fenced):
             chain.publish(Training().state)
@@ -173,6 +194,6 @@ def test_a_background_publisher_resumes_too():
         with publisher(store, background=True) as chain:
             for _ in range(3):
                 state = training.step()
-                states[chain.publish(state).result(20).seq] = state
+                states[chain.publish(state).result(PATIENCE).seq] = state
     assert_chain_holds(store, states)
     assert [commit["kind"] for commit in read_commits(store)].count("anchor") == 1
