@@ -317,6 +317,8 @@ def test_it_follows_on_a_thread_of_its_own(publisher: Publisher, follow: Follow)
         assert swap.wait_for(newest.seq, timeout=60).seq >= newest.seq
         logits(served)
     swap.close()
+    with pytest.raises(ValueError, match="no longer updated"):
+        swap.wait_for(newest.seq + 1)
     assert bits(served.state_dict()) == bits(trainer.state_dict())
     assert swap.last_swap is not None
     assert not served._forward_hooks

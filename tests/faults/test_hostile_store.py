@@ -62,6 +62,7 @@ COMMITS: dict[str, tuple[Callable[[bytes], bytes], type[Exception]]] = {
     "for another slot": (lambda data: edited(data, seq=9), CorruptRecord),
     "of another run": (lambda data: edited(data, id="f" * 32), CorruptRecord),
     "with another parent": (lambda data: edited(data, parent="f" * 64), ChainBroken),
+    "without the files that lead to it": (lambda data: edited(data, files=[], digest="f" * 32), CorruptRecord),
     "claiming too much": (lambda data: edited(data, state_bytes=2**60), LimitExceeded),
 }
 

@@ -139,7 +139,7 @@ class _Ways:
         return sound
 
     def _edges(self) -> Iterator[Edge]:
-        yield from self._extra
+        yield from (edge for edge in self._extra if not self._is_gone(edge))
         for seq in range(self._low + 1, self._target.seq + 1):
             if seq not in self._confirmed:
                 yield Edge(seq - 1, seq, self._delta, 1, "commit")

@@ -54,8 +54,10 @@ class Routes:
             raise self._failure.error from None
 
     def avoid(self, failure: HopFailed) -> None:
-        """Find no way over this hop any more."""
+        """Find no way over this hop any more. Raises the failure's error if the hop was ruled out before: callers must not loop."""
         hop = failure.hop
+        if hop.way in self._without:
+            raise failure.error
         emit(self._on_event, "avoiding", source=hop.source, base=hop.base, target=hop.target.seq, reason=str(failure.error))
         self._without.add(hop.way)
         if self._failure is None or failure.error.retryable or not self._failure.error.retryable:

@@ -126,12 +126,17 @@ class HotSwap:
         self._thread.start()
 
     def wait_for(self, seq: int, timeout: float | None = None) -> Version:
-        """Wait until a thread that follows has brought the engine to version `seq` or a later one. `TimeoutError`; or what ended it."""
+        """Wait until a thread that follows has brought the engine to version `seq` or a later one.
+
+        Raises `TimeoutError` after `timeout` seconds, what ended the thread if it has ended, and `ValueError` after `close`.
+        """
         clock = self._spans.clock
         deadline = None if timeout is None else clock() + timeout
         while (version := self.version) is None or version.seq < seq:
             if self._thread is not None and not self._thread.is_alive() and self.last_error is not None:
                 raise self.last_error
+            if self._stop.is_set():
+                raise ValueError(f"the engine is no longer updated, so version {seq} will not come")
             if deadline is not None and clock() > deadline:
                 raise TimeoutError(f"version {seq} is not there after {timeout} seconds; last error: {self.last_error}")
             self._stop.wait(0.01)

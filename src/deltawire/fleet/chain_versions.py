@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..chain.log import ChainLog
-from ..errors import NoChain
+from ..errors import ChainBroken, NoChain
 from ..format.records import MAX_RECORD_BYTES, Commit, Epoch
 from ..store import keys
 from .steps import KnownVersion
@@ -63,6 +63,8 @@ class ChainVersions:
         if commit.kind == "anchor" and before is not None and before.kind == "fence" and before.epoch == commit.epoch:
             data = self._log.store.get(keys.epoch_key(commit.epoch), limit=MAX_RECORD_BYTES)
             resumed_from = Epoch.parse(data).resumed_from
+            if resumed_from is not None and resumed_from >= commit.seq:
+                raise ChainBroken(f"epoch {commit.epoch} says that it resumed version {resumed_from}, but begins before it.")
             if resumed_from is not None:
                 return self._log.ancestor(commit, resumed_from)
         return before

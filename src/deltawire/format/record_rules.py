@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .canonical import Fields
+from .digest import Digest
 from .record_parts import link_targets
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def check_shortcut(shortcut: Shortcut, fields: Fields) -> None:
     else:
         if shortcut.base.seq >= shortcut.target.seq or shortcut.base.digest is None:
             fields.refuse("its base is no earlier version")
-        _check_delta_files(shortcut, fields)
+        _check_delta_files(shortcut, shortcut.target.digest, fields)
 
 
 def check_commit(commit: Commit, fields: Fields) -> None:
@@ -54,7 +55,7 @@ def check_commit(commit: Commit, fields: Fields) -> None:
     elif commit.kind in ("delta", "rewind") and (commit.base is None or commit.base.digest is None):
         fields.refuse(f"a {commit.kind} needs a base that has a state")
     if commit.kind == "delta":
-        _check_delta_files(commit, fields)
+        _check_delta_files(commit, commit.digest, fields)
     elif commit.changed:
         fields.refuse(f"a {commit.kind} counts no changed weights")
     if commit.kind in ("fence", "rewind"):
@@ -81,7 +82,7 @@ def _check_checkpoint_files(record: Commit | Shortcut, fields: Fields) -> None:
         fields.refuse("its files do not add up to the state")
 
 
-def _check_delta_files(record: Commit | Shortcut, fields: Fields) -> None:
+def _check_delta_files(record: Commit | Shortcut, after: Digest | None, fields: Fields) -> None:
     start = end = 0
     for entry in record.files:
         if entry.name is not None or entry.first is None or not entry.count:
@@ -91,3 +92,5 @@ def _check_delta_files(record: Commit | Shortcut, fields: Fields) -> None:
         start, end = entry.first, entry.first + entry.count
     if end > record.tensors or sum(entry.raw for entry in record.files) > record.state_bytes:
         fields.refuse("its files cover more than the state")
+    if record.base is not None and after != record.base.digest and not record.files:
+        fields.refuse("its digest differs from that of its base, but no file leads there")

@@ -84,14 +84,20 @@ class MirrorUpdate:
             self._walk(held, way)
         except HopFailed as failure:
             held.release()
-            if failure.is_data_lost or way.hops[0].base is None or failure.hop.source == "skip":
-                self._routes.avoid(failure)
-            elif way.copied is not None:
-                self._spoilt.add(way.copied.name)
+            self._learn(way, failure)
             return None
         self._report.hops = len(way.hops)
         self._report.resynced = bool(way.hops) and way.hops[0].base is None
         return held
+
+    def _learn(self, way: _Way, failure: HopFailed) -> None:
+        """Rule out the hop that failed, or else the slot that the way started from, so that the next attempt cannot be the same."""
+        if failure.is_data_lost or way.hops[0].base is None or failure.hop.source == "skip":
+            self._routes.avoid(failure)
+            return
+        start = way.held.slot if way.held is not None else way.copied
+        assert start is not None  # only a way from nothing has neither, and its first hop has no base
+        self._spoilt.add(start.name)
 
     # Where to start
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from straight_routes import StraightRoutes, update
 from support import bits_of
 from toy_chain import ToyChain, first_state, next_state
 
-from deltawire.errors import BaseMismatch, DataMissing, MirrorError, RunMismatch
+from deltawire.errors import BaseMismatch, DataMissing, MirrorError, ResultMismatch, RunMismatch
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import mirror as mirror_module
@@ -405,3 +406,23 @@ def test_an_empty_mirror_serves_nothing(mirror: Mirror) -> None:
     assert mirror.open_current() is None
     with pytest.raises(MirrorError), mirror.reading():
         pass
+
+
+class BoundedRoutes(StraightRoutes):
+    """Fails a test that would otherwise never end."""
+
+    def find(self, have: Any, target: Any) -> Any:
+        self.finds = getattr(self, "finds", 0) + 1
+        assert self.finds < 20, "the same ways are tried for ever"
+        return super().find(have, target)
+
+
+def test_a_hop_that_fails_without_changing_its_slot_is_not_tried_for_ever(chain: ToyChain, mirror: Mirror) -> None:
+    """Readers refuse such a record. If one came through all the same, the first update would leave a second slot behind, clean."""
+    update(mirror, chain).release()
+    good = served(mirror)
+    chain.commits[-1] = replace(chain.delta(), files=())
+    for _ in range(2):
+        with pytest.raises(ResultMismatch):
+            update(mirror, chain, routes=BoundedRoutes(chain))
+        assert served(mirror) == good
