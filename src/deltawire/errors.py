@@ -20,6 +20,7 @@
     ├── CheckpointError             a checkpoint file or directory cannot be read or written
     ├── StoreError                  an object store did not do what was asked
     │   ├── BadUrl                  a URL that names no store
+    │   ├── PlaceOccupied           other files are where a new chain was to begin
     │   ├── ObjectMissing           there is no object of that name
     │   ├── ObjectExists            create-if-absent found one of that name (it may be our own: read it back)
     │   ├── OutcomeUnknown          a write may or may not have happened
@@ -183,6 +184,12 @@ class BadUrl(StoreError):
     hint = (
         "Use a directory, file://, memory://NAME, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or hf://buckets/OWNER/NAME."
     )
+
+
+class PlaceOccupied(StoreError):
+    """A new chain was to begin at a place that holds other files. Nothing was written there."""
+
+    hint = "Name a new or empty place. On the command line the checkpoint comes first: `deltawire publish CKPT URL`."
 
 
 class ObjectMissing(StoreError):

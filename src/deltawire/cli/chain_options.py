@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from ..store import Store
 
 _PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(?!//)")
 
 
-def _check_url(url: str) -> str:
-    """Catch what would be taken for the name of a directory, and made, though it was meant otherwise."""
-    if not url:
-        raise typer.BadParameter("it is empty. Name a directory, or a URL such as s3://BUCKET/PREFIX.")
-    if _SCHEME.match(url):
-        raise typer.BadParameter(f"{url!r} looks like a URL, but lacks the two slashes. For a directory of that name write ./{url}.")
+def check_url(url: str) -> str:
+    """Return the URL itself. What names no store is wrong usage, and found before anything else is done."""
+    from ..errors import BadUrl
+    from ..store.urls import check_url as check
+
+    try:
+        check(url)
+    except BadUrl as error:
+        raise typer.BadParameter(str(error)) from None
     if url.lower().startswith("memory:"):
         raise typer.BadParameter("a memory:// store lives within one process, so there is never anything in it here. Use a directory.")
     return url
@@ -46,7 +48,7 @@ UrlArgument: TypeAlias = Annotated[
         metavar="URL",
         help="Where the chain is: a directory, s3://BUCKET/PREFIX, gs://…, az://…, or hf://buckets/OWNER/NAME.",
         show_default=False,
-        callback=_check_url,
+        callback=check_url,
     ),
 ]
 TrustOption: TypeAlias = Annotated[

@@ -41,9 +41,11 @@ def follow(
     with code 0, if there is a version by then. With --json prints one JSON object per line.
     """
     with exit_codes(json, one_line=True), ExitStack() as stack:
+        from ..subscribe.mirror import Mirror
         from ..subscribe.subscriber import Subscriber
         from .metered_store import MeteredStore
 
+        Mirror(directory).refuse_chain()  # now, since a follower waits for a chain that is not there yet
         bar = stack.enter_context(ExitStack())
         progress = bar.enter_context(progress_bar(f"sync {directory.name}", None, quiet=json))
         listener = _Listener(json, is_patient=not once)

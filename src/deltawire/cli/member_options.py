@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from .chain_options import _check_url
+from .chain_options import check_url
 
 
 def _check_engine(text: str) -> str:
@@ -43,7 +43,7 @@ SourceOption: TypeAlias = Annotated[
         metavar="URL",
         help="Where the run is: a directory, s3://BUCKET/PREFIX, gs://…, az://…, or hf://buckets/OWNER/NAME.",
         show_default=False,
-        callback=_check_url,
+        callback=check_url,
     ),
 ]
 EngineOption: TypeAlias = Annotated[

@@ -74,6 +74,7 @@ def publish(
         from ..publish.publisher import Publisher
 
         started = time.perf_counter()
+        _refuse_chain(checkpoint)
         state = Checkpoint(checkpoint)
         attached, left_out = companions(state)
         key = None if sign is None else load_signing_key(sign)
@@ -115,6 +116,16 @@ class Published:
     def shortcuts(self, name: str) -> list[dict[str, Any]]:
         """Fields of the shortcuts that were made along with the version."""
         return [dict(event.fields) for event in self.events if event.name == name]
+
+
+def _refuse_chain(checkpoint: Path) -> None:
+    from ..errors import CheckpointError
+    from ..store.place import is_chain_directory
+
+    if is_chain_directory(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} is a chain of versions, not a checkpoint. The checkpoint comes first: `deltawire publish CKPT URL`."
+        )
 
 
 def _check_run(run: str | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import figures
-from .chain_options import PinOption, TrustOption, _check_url
+from .chain_options import PinOption, TrustOption, check_url
 from .terminal import JsonOption, ThreadsOption, exit_codes, print_json_line, print_line, print_notice
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def sidecar(
         str, typer.Option("--engine", metavar="URL", help="The vLLM server, such as http://127.0.0.1:8000.", show_default=False)
     ],
     source: Annotated[
-        str, typer.Option("--from", metavar="URL", help="Where the chain is, as for `follow`.", show_default=False, callback=_check_url)
+        str, typer.Option("--from", metavar="URL", help="Where the chain is, as for `follow`.", show_default=False, callback=check_url)
     ],
     mirror: Annotated[
         Path | None,

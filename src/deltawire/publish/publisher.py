@@ -17,6 +17,7 @@ from ..events import OnEvent, emit
 from ..format.records import Limits
 from ..format.signing import SigningKey
 from ..store import Store, StoreOptions, open_store, probe
+from ..store.place import refuse_occupied
 from ..tensors import State
 from .anchor_files import SHARD_BYTES
 from .append import Appender
@@ -107,6 +108,7 @@ class Publisher:
             self._store = open_store(url, options=store_options)
             if self._store is not url:
                 opened.callback(self._store.close)
+            refuse_occupied(self._store)
             probe(self._store)
             open_run(self._store, run, limits)
             log = open_log(self._store, run, signing_key, trusted_keys)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..format.records import is_reader_name
 
+FLEET = "fleet/"
 BOARD = "fleet/board.json"
 ROUNDS, TASKS, LEASES, ROLLOUTS = "fleet/round/", "fleet/tasks/", "fleet/lease/", "fleet/rollout/"
 ACCEPTED, BATCHES, MEMBERS = "fleet/accepted/", "fleet/batch/", "fleet/member/"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -13,6 +14,18 @@ from .memory import MemoryStore
 
 _memory_stores: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
+
+_SCHEMES = ("s3", "gs", "az", "hf", "file", "memory")
+_OTHER_NAMES = {
+    **dict.fromkeys(("s3a", "s3n"), "s3"),
+    **dict.fromkeys(("gcs", "gc"), "gs"),
+    **dict.fromkeys(("azure", "abfs", "abfss", "wasb", "wasbs", "adl"), "az"),
+    "huggingface": "hf",
+}
+"""What other programs call a scheme of ours."""
+
+_COLON = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!//)(.*)", re.S)
+_SLASHES = re.compile(rf"({'|'.join((*_SCHEMES, *_OTHER_NAMES, 'https?'))})//(.*)", re.S | re.I)
 
 
 def open_store(url: str | Path | Store, *, options: StoreOptions | None = None) -> Store:
@@ -26,65 +39,113 @@ def open_store(url: str | Path | Store, *, options: StoreOptions | None = None) 
     - `az://CONTAINER[/PREFIX]`: AZURE_* variables
     - `hf://buckets/OWNER/NAME[/PREFIX]`: a Hugging Face bucket, through its S3 gateway; see `providers.hugging_face_store`
 
-    `BadUrl` if it is none of these. Credentials in a URL are refused, since URLs end up in logs.
+    Raises `BadUrl` if it is none of these, also if it is only nearly one of these (`s3:/bucket`): nobody wants a directory of that name.
+    Credentials in a URL are refused, since URLs end up in logs.
     """
     if isinstance(url, Store):
         return url
+    check_url(url)
+    text = str(url)
+    if isinstance(url, Path) or "://" not in text:
+        return LocalStore(Path(text).expanduser())
+    return _open_url(text, options or StoreOptions())
+
+
+def check_url(url: str | Path) -> None:
+    """Raise `BadUrl` unless `open_store` can open this URL or path. The message says what was probably meant. Asks no store."""
+    text = str(url)
+    if not text:
+        raise BadUrl("an empty string names no store.")
+    if text != text.strip() or any(not character.isprintable() for character in text):
+        raise BadUrl("a URL neither begins nor ends with spaces, and contains no control characters.")
+    if isinstance(url, Path) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
+        raise BadUrl(
+            f"pathlib.Path changed a URL to {text!r}. Pass the URL as a string. For a directory of that name pass its absolute path."
+        )
     if isinstance(url, Path):
-        return LocalStore(url.expanduser())
-    if "://" not in url:
-        if not url:
-            raise BadUrl("an empty string names no store.")
-        return LocalStore(Path(url).expanduser())
-    return _open_url(url, options or StoreOptions())
+        return
+    if "://" in text:
+        _parse(text)
+    elif near := _COLON.fullmatch(text) or _SLASHES.fullmatch(text):
+        if "@" in text:  # what stands before it may be a secret
+            raise BadUrl(f"what begins with {near[1]!r} is not a URL, since it lacks '://'; and give credentials in the environment.")
+        meant = _suggestion(near[1].lower(), near[2])
+        raise BadUrl(f"{text!r} is not a URL, since it lacks '://'.{meant} For a directory of that name write ./{text}.")
 
 
-def _open_url(url: str, options: StoreOptions) -> Store:
+def _parse(url: str) -> tuple[str, SplitResult]:
+    """The scheme and the parts of a URL. Messages name the URL only once it is known to hold no credentials."""
     try:
         parts = urlsplit(url)
-    except ValueError:  # without the text, which may hold credentials
+    except ValueError:
         raise BadUrl(f"what follows {url.split('://')[0]}:// cannot be read.") from None
     scheme = parts.scheme.lower()
     if "@" in parts.netloc:
         raise BadUrl(f"a {scheme}:// URL holds credentials; give them in the environment.")
+    if scheme in ("http", "https"):
+        raise BadUrl(
+            f"{scheme}://{parts.netloc} is the address of a server, not of a bucket. "
+            f"For an S3 server, set AWS_ENDPOINT_URL={scheme}://{parts.netloc} and use s3://BUCKET/PREFIX."
+        )
     if parts.query or parts.fragment:
         raise BadUrl(f"{scheme}://{parts.netloc}{parts.path} is followed by a query or fragment, which means nothing here.")
+    if scheme not in _SCHEMES:
+        raise BadUrl(f"{url!r} has an unknown scheme.{_suggestion(scheme, url.split('://', 1)[1])}")
     if scheme == "file":
-        return _open_file(parts, url)
+        if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
+            raise BadUrl(f"{url!r} is not of the form file:///absolute/path.")
+    elif scheme == "memory":
+        if not is_key(_whole(parts)):
+            raise BadUrl(f"{url!r} has no plain name.")
+    elif scheme == "hf" and parts.netloc != "buckets":
+        named = {"models", "datasets", "spaces"}
+        rest = parts.path if parts.netloc in named else f"/{parts.netloc}{parts.path}"
+        raise BadUrl(f"{url!r} is no bucket; versions are kept in buckets only. Did you mean hf://buckets{rest}?")
+    elif scheme == "hf":
+        _split(parts.path, 2, url)
+    else:
+        _split(_whole(parts), 1, url)
+    return scheme, parts
+
+
+def _suggestion(scheme: str, rest: str) -> str:
+    """What was probably meant by a scheme and what follows it, as a sentence with a space before it; nothing if that is not known."""
+    known = scheme if scheme in _SCHEMES else _OTHER_NAMES.get(scheme)
+    rest = rest.lstrip("/")
+    if known is None or "@" in rest:
+        return ""
+    return f" Did you mean {known}://{'/' if known == 'file' else ''}{rest}?"
+
+
+def _open_url(url: str, options: StoreOptions) -> Store:
+    scheme, parts = _parse(url)
+    if scheme == "file":
+        return LocalStore(unquote(parts.path))
     if scheme == "memory":
-        return _open_memory(parts, url)
-    if scheme not in {"s3", "gs", "az", "hf"}:
-        raise BadUrl(f"{url!r} has an unknown scheme.")
+        name = _whole(parts)
+        with _memory_lock:
+            return _memory_stores.setdefault(name, MemoryStore(name))
     from . import providers  # here, so that whoever uses only local stores does not pay for the client library
 
     if scheme == "hf":
-        kind, (owner, name, prefix) = parts.netloc, _split(parts.path, 2, url)
-        if kind != "buckets":
-            raise BadUrl(f"{url!r} is no bucket.")
+        owner, name, prefix = _split(parts.path, 2, url)
         return providers.hugging_face_store(owner, name, prefix, options)
-    bucket, prefix = _split(f"{parts.netloc}{parts.path}" if parts.netloc else "", 1, url)
+    bucket, prefix = _split(_whole(parts), 1, url)
     opener = {"s3": providers.s3_store, "gs": providers.gcs_store, "az": providers.azure_store}[scheme]
     return opener(bucket, prefix, options)
 
 
-def _open_file(parts: SplitResult, url: str) -> Store:
-    if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
-        raise BadUrl(f"{url!r} is not of the form file:///absolute/path.")
-    return LocalStore(unquote(parts.path))
-
-
-def _open_memory(parts: SplitResult, url: str) -> Store:
-    name = f"{parts.netloc}{parts.path}".rstrip("/")
-    if not is_key(name):
-        raise BadUrl(f"{url!r} has no plain name.")
-    with _memory_lock:
-        return _memory_stores.setdefault(name, MemoryStore(name))
+def _whole(parts: SplitResult) -> str:
+    """The first name and the path after it as one path; "" if the first name is missing, as in `s3:///bucket`."""
+    return f"{parts.netloc}{parts.path}".rstrip("/") if parts.netloc else ""
 
 
 def _split(path: str, names: int, url: str) -> tuple[str, ...]:
     """The first parts of a path, and the rest of it as one prefix, which may be empty."""
     trimmed = path.strip("/")
     if not is_key(trimmed) or trimmed.count("/") + 1 < names:
-        raise BadUrl(f"{url!r} does not name a bucket and a plain prefix.")
+        scheme, rest = url.split("://", 1)
+        meant = _suggestion(scheme.lower(), rest) if rest.startswith("/") and is_key(rest.strip("/")) else ""
+        raise BadUrl(f"{url!r} does not name a bucket and a plain prefix.{meant}")
     *first, rest = [*trimmed.split("/", names), ""][: names + 1]
     return (*first, rest)

@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 from support import run_python
 
-from deltawire.errors import BadUrl
+from deltawire import Publisher
+from deltawire.errors import BadUrl, CheckpointError, MirrorError, PlaceOccupied
 from deltawire.store import StoreOptions, open_store
 from deltawire.store.local import LocalStore
+from deltawire.store.memory import MemoryStore
+from deltawire.store.place import is_chain_directory
+from deltawire.subscribe import pull
+from deltawire.subscribe.mirror import Mirror
 
 
 def test_paths_and_file_urls_are_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +69,85 @@ def test_services_are_opened_without_a_request(url: str, shown: str, monkeypatch
 def test_what_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(BadUrl):
         open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        ("s3:/bucket/x", "s3://bucket/x"),
+        ("s3:bucket/x", "s3://bucket/x"),
+        ("S3//bucket/x", "s3://bucket/x"),
+        ("s3:///bucket/x", "s3://bucket/x"),
+        ("s3a://bucket/x", "s3://bucket/x"),
+        ("gs:/bucket", "gs://bucket"),
+        ("gcs://bucket/x", "gs://bucket/x"),
+        ("azure:/container", "az://container"),
+        ("file:/data/x", "file:///data/x"),
+        ("hf:/buckets/owner/name", "hf://buckets/owner/name"),
+        ("hf://owner/name", "hf://buckets/owner/name"),
+        ("hf://models/owner/name", "hf://buckets/owner/name"),
+        ("https://bucket.example.com/x", "AWS_ENDPOINT_URL=https://bucket.example.com"),
+        ("http//host/x", "./http//host/x"),
+        ("ssh:host/x", "./ssh:host/x"),
+        (" s3://bucket/x", "spaces"),
+        ("s3://bucket/x\n", "spaces"),
+        (Path("s3://bucket/x"), "as a string"),
+    ],
+)
+def test_what_is_nearly_a_url_is_refused_and_corrected(
+    url: str | Path, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for use in (open_store, Publisher):
+        with pytest.raises(BadUrl) as raised:
+            use(url)
+        assert meant in raised.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("./s3:/x", str(tmp_path / "s3:" / "x"), tmp_path / "s3:" / "x"):
+        store = open_store(url)
+        assert isinstance(store, LocalStore)
+        assert store.root == tmp_path / "s3:" / "x"
+
+
+@pytest.mark.parametrize("url", ["s3:/access:hunter2@bucket/x", "s3//access:hunter2@bucket", "s3a://access:hunter2@bucket"])
+def test_credentials_in_what_is_nearly_a_url_are_not_repeated(url: str) -> None:
+    with pytest.raises(BadUrl) as raised:
+        open_store(url)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_chain_never_begins_among_other_files(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "epoch").mkdir()
+    (tmp_path / "epoch" / "notes").write_text("not ours, but named like it")
+    with pytest.raises(PlaceOccupied, match=r"model\.safetensors"):
+        Publisher(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch", "model.safetensors"]
+    memory = MemoryStore("occupied")
+    memory.put("run-7/model.safetensors", b"weights")
+    with pytest.raises(PlaceOccupied):
+        Publisher(memory)
+    empty = tmp_path / "empty"
+    (empty / "folder").mkdir(parents=True)
+    (empty / ".hidden").write_text("")
+    Publisher(empty).close()
+    (empty / "added-later").write_text("")
+    Publisher(empty).close()
+
+
+def test_a_mirror_or_a_checkpoint_never_replaces_a_chain(tmp_path: Path) -> None:
+    Publisher(tmp_path / "chain").close()
+    with pytest.raises(CheckpointError, match="is a chain of versions"):
+        pull(tmp_path / "other", tmp_path / "chain", replace=True)
+    with pytest.raises(MirrorError, match="is a chain of versions"):
+        Mirror(tmp_path / "chain").create("0" * 32)
+    assert not is_chain_directory(tmp_path / "other")
+    (tmp_path / "run.json").write_text("[" * 30_000)
+    assert not is_chain_directory(tmp_path)
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:

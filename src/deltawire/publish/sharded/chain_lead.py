@@ -14,6 +14,7 @@ from ...format.digest import Digest
 from ...format.records import Commit, FileEntry, Limits
 from ...format.signing import SigningKey
 from ...store import Store, probe
+from ...store.place import refuse_occupied
 from ..cadence import AnchorPolicy, ChainCost, Speed, anchor_due
 from ..commits import Attempt, ChainWriter, emit_published, open_log, open_run
 from ..compose import Composition
@@ -39,6 +40,7 @@ class ChainLead:
         policy: AnchorPolicy,
         on_event: OnEvent | None,
     ) -> None:
+        refuse_occupied(store)
         probe(store)
         open_run(store, run, limits)
         self._log = open_log(store, run, signing_key, trusted_keys)

@@ -1,0 +1,45 @@
+"""What a place holds before it is used: a chain, other files, or nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+from ..errors import ObjectMissing, PlaceOccupied
+from . import keys
+from .base import Store
+from .fleet_keys import FLEET
+
+_LOOKED_AT = 1000
+_MAX_RUN_BYTES = 1 << 16
+_OWN = (keys.EPOCHS, keys.COMMITS, keys.ANCHORS, keys.SKIPS, keys.DATA, keys.MARKS, keys.PINS, keys.PROBES, keys.REPORTS, FLEET)
+
+
+def refuse_occupied(store: Store) -> None:
+    """Raise `PlaceOccupied` if the store holds objects but no chain. Call it before the first write: nothing is written here.
+
+    It protects against swapped arguments, which would put a chain into a directory of weights or of somebody's source code.
+    """
+    try:
+        store.head(keys.RUN)
+        return
+    except ObjectMissing:
+        pass
+    strangers = [info.key for info in itertools.islice(store.list(""), _LOOKED_AT) if not _is_own(info.key)]
+    if strangers:
+        raise PlaceOccupied(f"{store.url} holds no chain, but other files, such as {strangers[0]}.")
+
+
+def is_chain_directory(path: Path) -> bool:
+    """Return whether a directory holds a chain of versions. False if it cannot be read."""
+    try:
+        with (path / keys.RUN).open("rb") as file:
+            record = json.loads(file.read(_MAX_RUN_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and record.get("deltawire") == "run"
+
+
+def _is_own(key: str) -> bool:
+    return key in (keys.RUN, keys.HEAD) or key.startswith(_OWN)
