@@ -186,6 +186,7 @@ class Trainer:
             newest=self.chain.newest(),
             draw_nonce=nonce,
             clock=lambda: 0,
+            ticks=lambda: fleet.time,
             budget=fleet.budget,
             options=fleet.options,
             on_event=fleet.events.append,

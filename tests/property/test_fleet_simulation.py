@@ -22,6 +22,7 @@ import pytest
 
 from deltawire.fleet import coordinator_steps, intake_steps
 from deltawire.fleet.admission import REASONS
+from deltawire.fleet.fleet_clock import FleetClock
 from deltawire.fleet.scheduler import Scheduler
 from deltawire.testing.fleet_simulation import Outcome, scenario, simulate
 from deltawire.testing.fleet_simulation import __main__ as command
@@ -106,6 +107,10 @@ def wait_for_stragglers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "is_straggler", lambda *arguments, **options: False)
 
 
+def believe_every_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FleetClock, "since", lambda self, modified: modified - (self._ahead or 0.0))
+
+
 @pytest.mark.parametrize(
     ("break_it", "told"),
     [
@@ -118,6 +123,7 @@ def wait_for_stragglers(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(begin_anew_when_resumed, "had acknowledged for it", id="acknowledged results dropped"),
         pytest.param(train_before_it_is_acknowledged, "was not acknowledged", id="training before the acknowledgement"),
         pytest.param(sweep_what_is_still_needed, "not in the store|not for it|deleted while|does not go on", id="sweeping too much"),
+        pytest.param(believe_every_date, "does not go on", id="believing every date"),
         pytest.param(wait_for_stragglers, "does not go on", id="waiting for stragglers"),
     ],
 )

@@ -71,7 +71,7 @@ def collect(
     marks = list(_marks(log))
     if dry_run:
         return _dry_run(log, found, floor, marks)
-    if floor is not None and _needs_mark(found, floor, marks):
+    if floor is not None and _needs_mark(found, floor, marks, now, grace):
         created = _create_mark(log, found, floor, marks)
         if created is not None:
             marks.insert(0, created)
@@ -112,13 +112,15 @@ def _dry_run(log: ChainLog, found: Survey, floor: int | None, marks: list[_Place
     return Collected("collected" if len(garbage) else "nothing", mark, floor, len(garbage), garbage.bytes, garbage.kept)
 
 
-def _needs_mark(found: Survey, floor: int, marks: list[_PlacedMark]) -> bool:
+def _needs_mark(found: Survey, floor: int, marks: list[_PlacedMark], now: datetime, grace: float) -> bool:
     if found.head.epoch != found.epoch:  # a writer has claimed an epoch, but not fenced the one before it yet
         return False
     if not marks:
         return floor > 0
     newest = marks[0].mark
-    return floor > newest.floor or (floor == newest.floor and found.epoch != newest.epoch)
+    # A mark so far ahead was made before the store's clock was set back. Waiting for its date could take years.
+    is_from_the_future = marks[0].modified - now > timedelta(seconds=max(grace, 1.0))
+    return floor > newest.floor or (floor == newest.floor and (found.epoch != newest.epoch or is_from_the_future))
 
 
 def _create_mark(log: ChainLog, found: Survey, floor: int, marks: list[_PlacedMark]) -> _PlacedMark | None:

@@ -22,12 +22,16 @@ class PlacedPin:
     modified: datetime
 
     def holds(self, now: datetime) -> bool:
-        """Whether it is in force at this time of the store's."""
-        return now < self.modified + timedelta(seconds=min(self.pin.ttl, 10**9))
+        """Returns whether the pin is in force at this time of the store's.
+
+        A pin that is dated more than its own life ahead is not: the store's clock was set back, or somebody chose the date. A reader that
+        lives renews its pin with a right date long before the grace of a collection has passed.
+        """
+        return abs(now - self.modified) < timedelta(seconds=min(self.pin.ttl, 10**9))
 
     def is_dead(self, now: datetime) -> bool:
-        """Whether it expired more than twice its life ago, so that nobody will renew it."""
-        return now > self.modified + 3 * timedelta(seconds=min(self.pin.ttl, 10**9))
+        """Returns whether the pin is dated more than three of its lives ago, or ahead, so that nobody will renew it."""
+        return abs(now - self.modified) > 3 * timedelta(seconds=min(self.pin.ttl, 10**9))
 
 
 def put_pin(store: Store, run: Run, reader: str, seq: int, ttl: int = DEFAULT_TTL) -> None:

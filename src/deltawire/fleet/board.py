@@ -28,7 +28,7 @@ def build_board(
     now: float,
     stop: bool,
 ) -> Board:
-    """The board at this time of the store's. The rounds remember what they were offered as.
+    """Returns the board as it should be at this time of the fleet clock. The rounds remember what they were offered as.
 
     Rounds for earlier steps come first. Rounds for steps beyond `newest_open` wait: nobody has a version yet that they could be done by.
     """

@@ -167,6 +167,7 @@ class Coordinator:
                 newest=self._chain.newest(),
                 draw_nonce=lambda: secrets.token_hex(16),
                 clock=lambda: int(time.time() * 1000),
+                ticks=time.monotonic,
                 budget=self._budget,
                 scheduler=self._scheduler,
                 options=self._options,

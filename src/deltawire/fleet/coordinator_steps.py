@@ -31,6 +31,7 @@ from ..store.base import ObjectInfo
 from .admission import Reason
 from .board import build_board
 from .create_steps import create_and_look
+from .fleet_clock import FleetClock
 from .intake_steps import Intake
 from .options import FleetOptions
 from .resume_steps import Found, parsed_answer, read_acknowledged, read_rounds
@@ -59,7 +60,7 @@ class CoordinatorSteps:
     """The trainer's side of a fleet. Every method that returns `Steps` must be driven to its end before the next is begun.
 
     `newest` is the version in force, whose step the training goes on from. `draw_nonce` gives 32 hexadecimal digits, `clock` milliseconds
-    that are written for people and never compared.
+    that are written for people and never compared, `ticks` seconds that never run backwards, by which leases and heartbeats are judged.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class CoordinatorSteps:
         newest: KnownVersion,
         draw_nonce: Callable[[], str],
         clock: Callable[[], int],
+        ticks: Callable[[], float],
         budget: StalenessBudget | None = None,
         scheduler: Scheduler | None = None,
         options: FleetOptions | None = None,
@@ -87,12 +89,13 @@ class CoordinatorSteps:
         self._draw_nonce = draw_nonce
         self._clock = clock
         self._on_event = on_event
-        self._intake = Intake(run, self.budget, self.scheduler, self.options, on_event)
+        self._time = FleetClock(ticks)
+        self._intake = Intake(run, self.budget, self.scheduler, self.options, self._time, on_event)
         self._intake.versions[newest.seq] = newest
         self._next_round: int | None = None
         self._steps_of: dict[int, int] = {}
         self._board: Board | None = None
-        self._slept = 0.0
+        self._written = float("-inf")
         self._swept: int | None = None
         self._fenced: str | None = None
 
@@ -103,8 +106,8 @@ class CoordinatorSteps:
 
     @property
     def now(self) -> float:
-        """The store's time in seconds, as far as it is known: never ahead of it."""
-        return self._intake.now
+        """The time of the last look at the store, by the trainer's own clock (`ticks`)."""
+        return self._time.now
 
     def published(self, version: KnownVersion) -> None:
         """A version is out: its step is trained, and the next may begin."""
@@ -127,7 +130,7 @@ class CoordinatorSteps:
                 member=member,
                 state=beat.state,
                 alive=member in alive,
-                silent=max(0.0, self.now - modified),
+                silent=max(0.0, self.now - since),
                 seq=beat.seq,
                 step=beat.step,
                 lag=beat.lag,
@@ -136,7 +139,7 @@ class CoordinatorSteps:
                 rate=self.scheduler.rate(member),
                 share=shares.get(member, 0.0),
             )
-            for member, (beat, modified) in sorted(self._intake.roster.all().items())
+            for member, (beat, since) in sorted(self._intake.roster.all().items())
         ]
 
     def resume(self) -> Steps[list[Round]]:
@@ -242,14 +245,16 @@ class CoordinatorSteps:
                 raise FleetTimeout(f"the round for training step {for_step} did not settle in {timeout:g} seconds.")
             pause = min(_LONGEST_PAUSE, self.options.poll_seconds * 2 ** min(failures, 10))
             waited += pause
-            self._slept += pause
             yield Sleep(pause)
 
     def poll(self) -> Steps[None]:
         """One look at the fleet: read what came in, judge it, and write the board if it says something new, or is old."""
         yield from self._look_for_fence()
+        if not self._time.is_set:
+            yield from self._write_board()  # the store's time of this write tells how old everything else is
         watched = [state for state in self.rounds.values() if state.record.for_step >= self.newest.step]
         first = min((state.record.round for state in watched), default=self._next_round or 0)
+        began = self._time.begin()
         listings = yield Together(
             (
                 List(fleet_keys.ROLLOUTS, after=fleet_keys.first_key_of(fleet_keys.ROLLOUTS, first)),
@@ -258,7 +263,7 @@ class CoordinatorSteps:
             )
         )
         rollouts, leases, members = (_raised(found) for found in listings)
-        self._intake.saw([*rollouts, *leases, *members])
+        self._time.looked(began)
         by_number = {state.record.round: state for state in watched}
         yield from self._intake.read_heartbeats(members)
         yield from self._intake.read_leases(by_number, leases, rollouts)
@@ -304,12 +309,12 @@ class CoordinatorSteps:
             now=self.now,
             stop=self.stopping,
         )
-        if board == self._board and self._slept < self.options.lease_seconds / 8:
+        if self._time.is_set and board == self._board and self.now - self._written < self.options.lease_seconds / 8:
             return
         yield Put(fleet_keys.BOARD, board.to_bytes(), durable=False)
-        self._board, self._slept = board, 0.0
+        self._board, self._written = board, self.now
         info: ObjectInfo = yield Head(fleet_keys.BOARD)
-        self._intake.saw([info])
+        self._time.wrote(info.modified.timestamp())
 
     def _sweep(self) -> Steps[None]:
         upto = self.newest.step - self.options.keep_steps

@@ -17,6 +17,7 @@ from ..store import fleet_keys
 from ..store.base import ObjectInfo
 from ..store.fleet_keys import RolloutKey
 from .admission import Demand, Reason, judge_content, judge_origin, judge_place, judge_versions
+from .fleet_clock import FleetClock
 from .options import FleetOptions
 from .resume_steps import parsed_answer
 from .roster import Roster
@@ -33,7 +34,13 @@ class Intake:
     """Reads what members write. `rejected` counts what was refused, by reason; every refusal is an event, too."""
 
     def __init__(
-        self, run: str, budget: StalenessBudget, scheduler: Scheduler, options: FleetOptions, on_event: OnEvent | None = None
+        self,
+        run: str,
+        budget: StalenessBudget,
+        scheduler: Scheduler,
+        options: FleetOptions,
+        clock: FleetClock,
+        on_event: OnEvent | None = None,
     ) -> None:
         self.run = run
         self.budget = budget
@@ -43,13 +50,8 @@ class Intake:
         self.rejected: Counter[Reason] = Counter()
         self.versions: dict[int, KnownVersion] = {}
         """Versions that the chain is known to have. While this trainer is the writer, no rewind changes what they are."""
-        self.now = 0.0
-        """The store's time, as far as it is known: never ahead of it."""
+        self.clock = clock
         self._on_event = on_event
-
-    def saw(self, listed: Sequence[ObjectInfo]) -> None:
-        """Learn what time it is at least, by the store's clock, from objects that it has."""
-        self.now = max([self.now, *(info.modified.timestamp() for info in listed)])
 
     def take_up(self, state: RoundState, accepted: Accepted) -> Steps[None]:
         """Accept again what was acknowledged before, as far as it holds. That it was leased was checked then."""
@@ -74,13 +76,15 @@ class Intake:
 
     def read_heartbeats(self, listed: Sequence[ObjectInfo]) -> Steps[None]:
         infos = {member: info for info in listed if (member := fleet_keys.parse_member_key(info.key)) is not None}
-        unread = self.roster.to_read(infos.items(), self.now)
+        unread = self.roster.to_read(infos.items(), self.clock.now)
         for start in range(0, len(unread), MOST_TOGETHER):
             part = unread[start : start + MOST_TOGETHER]
             answers = yield Together(tuple(Get(fleet_keys.member_key(member), MAX_RECORD_BYTES) for member in part))
             for member, answer in zip(part, answers, strict=True):
-                if isinstance(answer, bytes):
-                    self.roster.heard(member, parsed_answer(Heartbeat.parse, answer), infos[member].modified.timestamp(), self.now)
+                if isinstance(answer, (bytes, LimitExceeded)):
+                    modified = infos[member].modified.timestamp()
+                    beat = parsed_answer(Heartbeat.parse, answer)
+                    self.roster.heard(member, beat, modified, self.clock.since(modified), self.clock.now)
 
     def read_leases(self, rounds: dict[int, RoundState], leases: Sequence[ObjectInfo], rollouts: Sequence[ObjectInfo]) -> Steps[None]:
         """Those that are listed; and those of results, which may be newer than the listing."""
@@ -97,14 +101,14 @@ class Intake:
                 if isinstance(answer, bytes):
                     lease = parsed_answer(Lease.parse, answer)
                     sound = lease is not None and (lease.round, lease.task, lease.attempt) == tuple(key)
-                    rounds[key.round].leased(key, lease if sound else None, times[key])
+                    rounds[key.round].leased(key, lease if sound else None, self.clock.since(times[key]))
                 elif isinstance(answer, LimitExceeded):
-                    rounds[key.round].leased(key, None, times[key])
+                    rounds[key.round].leased(key, None, self.clock.since(times[key]))
                 elif not isinstance(answer, ObjectMissing):
                     raise answer
 
     def admit_all(self, rounds: dict[int, RoundState], listed: Sequence[ObjectInfo]) -> Steps[None]:
-        """Judge what is new, in the order in which it came in."""
+        """Judge what is new, in the order of the store's times."""
         fresh: list[tuple[float, RolloutKey, int]] = []
         for info in listed:
             place = fleet_keys.parse_rollout_key(info.key)
@@ -130,7 +134,7 @@ class Intake:
             answers = yield Together(tuple(Get(fleet_keys.rollout_key(place), limit) for _, place in part))
             for (arrived, place), answer in zip(part, answers, strict=True):
                 if isinstance(answer, bytes):
-                    yield from self._admit(rounds[place.round], place, arrived, answer)
+                    yield from self._admit(rounds[place.round], place, self.clock.since(arrived), answer)
                 elif not isinstance(answer, (ObjectMissing, LimitExceeded)):
                     raise answer
                 elif isinstance(answer, LimitExceeded):
@@ -139,9 +143,9 @@ class Intake:
     def count_losses(self, rounds: Sequence[RoundState]) -> None:
         """Leases that came to nothing are work without tokens: who only takes is soon offered little."""
         for state in rounds:
-            for lost in state.newly_lost(self.roster, self.now):
+            for lost in state.newly_lost(self.roster, self.clock.now):
                 assert lost.lease is not None
-                self.scheduler.delivered(lost.lease.member, tokens=0, offered=lost.offered, leased=lost.since, finished=self.now)
+                self.scheduler.delivered(lost.lease.member, tokens=0, offered=lost.offered, leased=lost.since, finished=self.clock.now)
 
     def _judge_unread(self, state: RoundState, place: RolloutKey, size: int) -> Reason | None:
         reason = judge_place(place, state.tasks[place.task].accepted, closed=not state.taking)

@@ -1,4 +1,4 @@
-"""Who is in the fleet, by their heartbeats and the store's clock. Pure."""
+"""Who is in the fleet, by their heartbeats. Times are those of `FleetClock`. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COARSE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """A member as the trainer sees it, for views. `silent` counts seconds, by the store's clock, since its last heartbeat.
+    """A member as the trainer sees it, for views. `silent` counts seconds since its last heartbeat.
 
     `rate` is tokens per second as the trainer has measured it, None before that; `share` the part of the work that it would get.
     """
@@ -36,6 +36,8 @@ class MemberStatus:
 class _Entry:
     beat: Heartbeat | None
     modified: float
+    """By the store's clock: only to notice that the object has changed."""
+    since: float
     read_at: float
 
 
@@ -54,31 +56,37 @@ class Roster:
             modified = info.modified.timestamp()
             entry = self._entries.get(member)
             listed_now.add(member)
-            if entry is None or entry.modified != modified or (entry.read_at < modified + _COARSE <= now and modified % 1 == 0):
+            if entry is None or entry.modified != modified or (entry.read_at < entry.since + _COARSE <= now and modified % 1 == 0):
                 unread.append(member)
         self._entries = {member: entry for member, entry in self._entries.items() if member in listed_now}
         return unread
 
-    def heard(self, member: str, beat: Heartbeat | None, modified: float, now: float) -> None:
-        """A heartbeat was read; None for one that is no heartbeat of this run: it counts for nothing."""
+    def heard(self, member: str, beat: Heartbeat | None, modified: float, since: float, now: float) -> None:
+        """Take note of a heartbeat that was read. An object that is no heartbeat of this run and member (or None) counts for nothing.
+
+        `modified` is the store's time of the object, `since` the fleet clock's; the first `since` of an object that did not change stays.
+        """
         sound = beat is not None and beat.id == self._run and beat.member == member
-        self._entries[member] = _Entry(beat if sound else None, modified, now)
+        before = self._entries.get(member)
+        if before is not None and before.modified == modified:
+            since = before.since
+        self._entries[member] = _Entry(beat if sound else None, modified, since, now)
 
     def alive(self, now: float, seconds: float) -> dict[str, Heartbeat]:
         """Members that were heard of within so many seconds, and are not on their way out."""
         return {
             member: entry.beat
             for member, entry in self._entries.items()
-            if entry.beat is not None and now - entry.modified <= seconds and entry.beat.state not in ("leaving", "left")
+            if entry.beat is not None and now - entry.since <= seconds and entry.beat.state not in ("leaving", "left")
         }
 
     def all(self) -> dict[str, tuple[Heartbeat, float]]:
         """Every heartbeat there is, with its time."""
-        return {member: (entry.beat, entry.modified) for member, entry in self._entries.items() if entry.beat is not None}
+        return {member: (entry.beat, entry.since) for member, entry in self._entries.items() if entry.beat is not None}
 
     def silent_since(self, before: float) -> list[str]:
         """Members whose object was last written before this time."""
-        return [member for member, entry in self._entries.items() if entry.modified < before]
+        return [member for member, entry in self._entries.items() if entry.since < before]
 
     def lease_lives(self, lease: Lease, since: float, now: float, seconds: float) -> bool:
         """Whether a lease holds: from its creation for so many seconds, and so many after every heartbeat that names it.
@@ -86,9 +94,9 @@ class Roster:
         One of a member that has left since then does not.
         """
         entry = self._entries.get(lease.member)
-        if entry is not None and entry.beat is not None and entry.modified >= since:
-            if entry.beat.state == "left" and entry.modified > since:
+        if entry is not None and entry.beat is not None:
+            if entry.beat.state == "left" and entry.since > since:
                 return False
             if (lease.round, lease.task, lease.attempt) in entry.beat.working:
-                since = entry.modified
+                since = max(since, entry.since)
         return now - since <= seconds

@@ -19,7 +19,7 @@ from .scheduler import OpenTask, Scheduler
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """A lease and when, by the store's clock, it was offered and taken. None for an object that is no lease: it takes up its number."""
+    """A lease and when, by the fleet clock, it was offered and taken. None for an object that is no lease: it takes up its number."""
 
     lease: Lease | None
     since: float

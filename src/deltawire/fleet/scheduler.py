@@ -1,6 +1,6 @@
 """Who is offered how much: shares in proportion to the speed that the trainer itself has measured.
 
-Pure: no clock, no store. Times are seconds by the store's clock, as the trainer has read them; names and versions of members are what they
+Pure: no clock, no store. Times are seconds of the fleet clock (`FleetClock`); names and versions of members are what they
 say of themselves, and a lie about those wins nothing but offers that end in rejected work, which counts as speed zero. What a member says
 about its speed is not even an argument here.
 """
@@ -111,7 +111,7 @@ class Scheduler:
             record.live = name in live
 
     def delivered(self, member: str, *, tokens: int, offered: float, leased: float, finished: float) -> None:
-        """A result came in: `tokens` of it were accepted. Times are the store's of offer, lease and result.
+        """A result came in: `tokens` of it were accepted. Times are those of offer, lease and result by the fleet clock.
 
         0 tokens: it was rejected, or was given up at `finished` as its lease expired or somebody else was faster. Tell them of each member
         in the order in which they finished. Waiting for an offer is not held against a member; everything between that and the result

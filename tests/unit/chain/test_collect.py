@@ -185,6 +185,30 @@ def test_pins_expire_by_the_store_s_clock(chain):
     assert lowest_pin(chain.store, run, chain.store.now) is None
 
 
+def test_a_pin_that_is_dated_far_ahead_does_not_hold(chain):
+    """The store's clock was set back, or somebody chose the date. A reader that lives renews its pin with a right one."""
+    run = ChainLog(chain.store).run
+    chain.store.pass_time(10**8)
+    put_pin(chain.store, run, "ahead", 3, ttl=100)
+    chain.store.pass_time(-(10**8))
+    assert lowest_pin(chain.store, run, chain.store.now) is None
+    put_pin(chain.store, run, "alive", 5, ttl=100)
+    chain.store.pass_time(-50)
+    assert lowest_pin(chain.store, run, chain.store.now) == 5
+    collect(chain.store, grace=GRACE)
+    assert chain.store.keys_under("pin/") == [keys.pin_key("alive")]
+
+
+def test_a_mark_from_before_the_store_s_clock_was_set_back_is_not_waited_for(chain):
+    collect(chain.store, grace=GRACE)
+    chain.store.pass_time(-(10**8))
+    assert collect(chain.store, grace=GRACE).outcome == "waiting"
+    assert chain.store.keys_under("gc/") == [keys.mark_key(0), keys.mark_key(1)]
+    chain.store.pass_time(GRACE + 1)
+    assert collect(chain.store, grace=GRACE).outcome == "collected"
+    assert chain.store.keys_under("gc/") == [keys.mark_key(0), keys.mark_key(1)]
+
+
 def test_a_new_epoch_during_the_grace_holds_the_mark(chain):
     collect(chain.store, grace=GRACE)
     chain.claim()

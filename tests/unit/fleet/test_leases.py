@@ -21,7 +21,7 @@ BEAT = Heartbeat(RUN, "a", NONCE, "working", 8, 3, 0, 0, 0, ((7, 1, 0),), 0)
 
 def roster(beat: Heartbeat | None, at: float) -> Roster:
     made = Roster(RUN)
-    made.heard("a", beat, at, at)
+    made.heard("a", beat, at, at, at)
     return made
 
 
@@ -59,13 +59,13 @@ def test_heartbeats_are_read_when_they_are_new_and_once_more_where_times_are_coa
 
     made = Roster(RUN)
     assert made.to_read(listed(100), 100) == ["a"]
-    made.heard("a", BEAT, 100, 100)
+    made.heard("a", BEAT, 100, 100, 100)
     assert made.to_read(listed(100), 101) == []
     assert made.to_read(listed(100), 102) == ["a"]  # it may have been written twice in that second
-    made.heard("a", BEAT, 100, 102)
+    made.heard("a", BEAT, 100, 102, 102)
     assert made.to_read(listed(100), 200) == []
     assert made.to_read(listed(101.5), 200) == ["a"]
-    made.heard("a", BEAT, 101.5, 101.6)
+    made.heard("a", BEAT, 101.5, 101.5, 101.6)
     assert made.to_read(listed(101.5), 200) == []
     assert made.to_read([], 200) == []
     assert made.all() == {}

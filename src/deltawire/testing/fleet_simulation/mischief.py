@@ -17,7 +17,7 @@ from ...format.rollouts import Rollouts, Span, VersionRef
 from ...store import fleet_keys
 from ...store.fleet_keys import RolloutKey
 from .chain_model import ChainModel
-from .store_model import Objects
+from .store_model import Dated, Objects
 
 Sent = list[Any]
 """The first takes the place of what was asked for, and is answered; others go out beside it, unheard."""
@@ -44,6 +44,8 @@ class Mischief:
         """What goes out instead of a request to the store."""
         if not isinstance(request, Put) or self._random.random() < 0.3:
             return [request]
+        if self.kind == "misdated":
+            return [Dated(request, self._random.choice([3600.0, 3e7, 3e9, -3600.0, -3e7]))]
         place = fleet_keys.parse_rollout_key(request.key)
         if place is not None and self.kind in self._ways:
             return self._ways[self.kind](Rollouts.parse(request.data), place)
@@ -103,8 +105,8 @@ class Mischief:
         return sent
 
 
-KINDS = ("duplicate", "forge", "future", "foreign", "garble", "thief", "boast", "pinned", "hog")
-"""Those that `Mischief` knows; a pinned engine, which lies about its version; and who leases and never delivers."""
+KINDS = ("duplicate", "forge", "future", "foreign", "garble", "thief", "boast", "pinned", "hog", "misdated")
+"""Those that `Mischief` knows; "pinned", an engine that lies about its version; and "hog", a member that leases and never delivers."""
 
 
 def _put(rollouts: Rollouts) -> Put:

@@ -215,6 +215,13 @@ def _store_down(world: World) -> None:
     world.kernel.later(60 * world.random.random(), setattr, world.weather, "down", False)
 
 
+def _step_clock(world: World) -> None:
+    """Somebody sets the store's clock, by hours or by years."""
+    seconds = world.random.choice([-3e8, -3e7, -7200.0, -30.0, 30.0, 7200.0, 3e7, 3e8])
+    world.tell("", f"the store's clock is set by {seconds:+g} seconds")
+    world.store.objects.clock_shift += seconds
+
+
 def _kill_trainer(world: World) -> None:
     world.kill_trainer(30 * world.random.random())
 
@@ -264,6 +271,8 @@ _FAULTS: tuple[Callable[[World], None], ...] = (
     _bad_weather,
     _bad_weather,
     _store_down,
+    _step_clock,
+    _step_clock,
     _kill_trainer,
     _doom_trainer,
     _doom_trainer,

@@ -1,4 +1,4 @@
-"""A store across a WAN: requests take time, are lost, land late or land unanswered; hints may be old; its clock is its own."""
+"""A store across a WAN: requests take time, are lost, land late or land unanswered; hints may be old; its clock is its own, and steps."""
 
 from __future__ import annotations
 
@@ -38,12 +38,26 @@ class Weather:
         self.down = False
 
 
+@dataclass(frozen=True, slots=True)
+class Dated:
+    """A put whose object gets a time that lies this many seconds off: who may write to a directory may also set the times of its files."""
+
+    put: Put
+    seconds: float
+
+    @property
+    def key(self) -> str:
+        return self.put.key
+
+
 class Objects:
     """The content: a sorted map from keys to bytes with the store's times, and for hints what they were before."""
 
     def __init__(self, now: Callable[[], float], *, granularity: float) -> None:
         self._now = now
         self._granularity = granularity
+        self.clock_shift = 0.0
+        """Somebody has set the store's clock this many seconds forward, or back."""
         self._objects: dict[str, tuple[bytes, ObjectInfo]] = {}
         self._keys: list[str] = []
         self._before: dict[str, bytes] = {}
@@ -52,7 +66,7 @@ class Objects:
 
     def time(self) -> datetime:
         """The store's clock, as coarse as it shows it."""
-        now = self._now()
+        now = self._now() + self.clock_shift
         return _ORIGIN + timedelta(seconds=now - now % self._granularity if self._granularity else now)
 
     def read(self, key: str) -> bytes | None:
@@ -84,6 +98,9 @@ class Objects:
             case Put(key, data):
                 check_key(key)
                 return self._write(key, bytes(data))
+            case Dated(Put(key, data), seconds):
+                self._write(key, bytes(data), seconds)
+                return None
             case Head(key):
                 return self._find(key)[1]
             case Delete(keys):
@@ -98,9 +115,9 @@ class Objects:
             raise ObjectMissing(f"there is no {key!r}.")
         return found
 
-    def _write(self, key: str, data: bytes) -> None:
+    def _write(self, key: str, data: bytes, off: float = 0.0) -> None:
         old = self._objects.get(key)
-        self._objects[key] = (data, ObjectInfo(key, len(data), self.time()))
+        self._objects[key] = (data, ObjectInfo(key, len(data), self.time() + timedelta(seconds=off)))
         if old is None:
             insort(self._keys, key)
             self.created(key, data)

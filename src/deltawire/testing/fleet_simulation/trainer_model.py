@@ -57,6 +57,7 @@ class TrainerModel:
     checkpoints: dict[int, Line]
     draw_nonce: Callable[[], str]
     clock: Callable[[], int]
+    ticks: Callable[[], float]
     coordinator: CoordinatorSteps | None = None
 
     def program(self, resume_step: int) -> Generator[Any, Any, None]:
@@ -75,6 +76,7 @@ class TrainerModel:
             newest=newest,
             draw_nonce=self.draw_nonce,
             clock=self.clock,
+            ticks=self.ticks,
             budget=self.plan.budget,
             scheduler=Scheduler(),
             options=self.plan.options,

@@ -99,6 +99,7 @@ class World:
             checkpoints=self.checkpoints,
             draw_nonce=self.draw_nonce,
             clock=self.clock(self._offset()),
+            ticks=lambda: self.kernel.now,
         )
         trainer = Trainer(process, model)
         self.trainers.append(trainer)

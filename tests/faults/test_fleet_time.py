@@ -1,0 +1,127 @@
+"""Clocks in a fleet: a store whose clock is set forward or back, and objects with times that nobody believes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+import pytest
+from small_fleet import LEASE, Fleet, assert_one_line_of_training, place_lease
+from test_fleet_members import LAST, claimed, offers, poll
+
+from deltawire.fleet.fleet_clock import FleetClock
+from deltawire.fleet.member_steps import tell
+from deltawire.format.fleet_records import Round
+from deltawire.store import fleet_keys
+from deltawire.testing import FaultyStore
+
+YEAR = 3.2e7
+STEPS = [-YEAR, -3600.0, -30.0, 30.0, 3600.0, YEAR]
+
+
+class Stepped(Fleet):
+    """A fleet over a store whose clock is `ahead` seconds off, now; `time` is the true time, which the trainer's own clock counts."""
+
+    ahead = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.store = FaultyStore(self.inner, clock=lambda: datetime.fromtimestamp(self.time + self.ahead, timezone.utc))
+
+    def misdated(self, seconds: float, write: Callable[[], object]) -> None:
+        """Write something with a date that lies this far off, as whoever may write to a directory can."""
+        self.ahead += seconds
+        write()
+        self.ahead -= seconds
+
+
+@pytest.mark.parametrize("seconds", [YEAR, -YEAR, 50 * YEAR])
+def test_heartbeats_with_dates_that_nobody_believes_do_not_stop_a_fleet(seconds: float) -> None:
+    fleet = Stepped()
+    member = fleet.join("honest", "dead")[1]
+    fleet.members.remove(member)
+    fleet.misdated(seconds, lambda: fleet.store.put(fleet_keys.member_key("junk"), b"{}"))
+    fleet.misdated(seconds, lambda: member.perform_all(tell(member.state)))
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.run_to(LAST)
+        trainer.open(LAST + 1)
+        for _ in range(10):
+            fleet.sleep(LEASE / 8)
+            poll(fleet, trainer)
+        alive = [one.member for one in trainer.steps.members() if one.alive]
+    assert_one_line_of_training(fleet.inner, LAST)
+    assert alive == ["honest"]
+
+
+def test_a_lease_with_a_date_in_the_future_expires_like_any_other() -> None:
+    fleet = Stepped()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        made: list[Round] = [trainer.open(1, tasks=1)]
+        poll(fleet, trainer)
+        fleet.misdated(YEAR, lambda: place_lease(fleet, made[0], member="silent"))
+        other = fleet.join("other")[0]
+        fleet.members.clear()
+        for _ in range(10):
+            other.perform_all(tell(other.state))
+            poll(fleet, trainer, LEASE / 8)
+        assert offers(fleet) == {"other": [(0, 1)]}
+
+
+@pytest.mark.parametrize("seconds", STEPS)
+def test_a_fleet_goes_on_when_the_store_s_clock_is_set(seconds: float) -> None:
+    """At every sleep of the trainer in turn, once in a run."""
+    for moment in range(4):
+        fleet = Stepped()
+        fleet.join("a", "b")
+        left = [moment]
+
+        def meanwhile(fleet: Stepped = fleet, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == -1:
+                fleet.ahead += seconds
+
+        fleet.meanwhile = meanwhile
+        with fleet.publisher() as publisher:
+            fleet.trainer(publisher).run_to(LAST)
+        assert_one_line_of_training(fleet.inner, LAST)
+        assert left[0] < 0
+
+
+@pytest.mark.parametrize("seconds", STEPS)
+def test_a_silent_member_loses_its_lease_and_a_heard_one_keeps_it_when_the_store_s_clock_is_set(seconds: float) -> None:
+    fleet = Stepped()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.open(1, tasks=2)
+        silent, heard = claimed(fleet, trainer, "silent", 0), claimed(fleet, trainer, "heard", 1)
+        other = fleet.join("other")[0]
+        fleet.members.clear()
+        poll(fleet, trainer)
+        fleet.ahead += seconds
+        for turn in range(8):
+            for member in (heard, other):
+                member.perform_all(tell(member.state))
+            poll(fleet, trainer, LEASE / 8 + 0.1)
+            assert offers(fleet) == ({} if turn < 7 else {"other": [(0, 1)]}), turn
+        assert silent.state.working
+
+
+def test_the_age_of_an_object_is_bounded_by_what_the_trainer_saw() -> None:
+    time = [100.0]
+    clock = FleetClock(lambda: time[0])
+    clock.looked(clock.begin())
+    assert clock.since(5e9) == clock.since(-5e9) == 100.0  # nothing is known about the store's clock yet
+    clock.wrote(5000.0)
+    assert clock.since(4990.0) == 90.0  # at first sight, objects are as old as the store says
+    assert clock.since(5010.0) == 100.0
+    time[0] = 110.0
+    began = clock.begin()
+    time[0] = 111.0
+    clock.looked(began)
+    assert [clock.since(each) for each in (0.0, 4990.0, 5005.0, 5011.0, 9e9)] == [100.0, 100.0, 105.0, 111.0, 111.0]
+    clock.wrote(0.0)  # the store's clock was set back
+    time[0] = 120.0
+    clock.looked(clock.begin())
+    assert [clock.since(each) for each in (0.0, 5.0, 5020.0, -9e9)] == [111.0, 116.0, 120.0, 110.0]
