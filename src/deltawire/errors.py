@@ -16,6 +16,7 @@
     ├── TensorError                 a tensor cannot be used at all
     │   ├── UnsupportedDtype        its element type is none that the format knows
     │   ├── UnsupportedTensor       it is neither a NumPy array nor a dense torch tensor on the CPU or a GPU
+    │   ├── UnsupportedLayout       a model does not hold it in one place, so it cannot be read or written there
     │   └── BadTensorName           its name cannot stand in a safetensors file
     ├── CheckpointError             a checkpoint file or directory cannot be read or written
     ├── StoreError                  an object store did not do what was asked
@@ -162,6 +163,12 @@ class UnsupportedTensor(TensorError):
     """The object is neither a NumPy array nor a dense torch tensor on the CPU or an NVIDIA GPU."""
 
     hint = "Pass NumPy arrays or dense torch tensors, on the CPU or an NVIDIA GPU."
+
+
+class UnsupportedLayout(TensorError):
+    """A model holds the tensors of its checkpoints in a form that they cannot be read from, or written to, in place."""
+
+    hint = "Serve this model with an engine that loads whole checkpoints (DiskEngine, vLLM)."
 
 
 class BadTensorName(TensorError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .format.bundle_names import join_name
@@ -18,24 +18,30 @@ _WRAPPER = "_orig_mod."
 
 
 def named_weights(module: torch.nn.Module, names: NameMap | None = None, *, bundle: str = "") -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by their wire names: the module's own tensors, each tied one under all of its names.
+    """Return the module's parameters and persistent buffers by their names on the wire. A tied tensor appears under each of its names.
 
-    `ValueError` where two tensors would have one name.
+    Raises `ValueError` if two tensors would have one name.
     """
-    found: dict[str, Any] = {}
+    found: list[tuple[str, Any]] = []
     for prefix, part in module.named_modules(remove_duplicate=False):
         own = {**part._parameters, **{name: part._buffers[name] for name in part._buffers if name not in part._non_persistent_buffers_set}}
         for name, tensor in own.items():
-            if tensor is None:
-                continue
-            here = f"{prefix}.{name}" if prefix else name
-            wire = _wire_name(here.replace(_WRAPPER, ""), names)
-            if wire is None:
-                continue
-            wire = join_name(bundle, wire)
-            if wire in found and found[wire] is not tensor:
-                raise ValueError(f"two tensors of the module have the wire name {wire!r}, one of them {here!r}")
-            found[wire] = tensor
+            if tensor is not None:
+                found.append(((f"{prefix}.{name}" if prefix else name).replace(_WRAPPER, ""), tensor))
+    return wire_names(found, names, bundle=bundle)
+
+
+def wire_names(tensors: Iterable[tuple[str, torch.Tensor]], names: NameMap | None = None, *, bundle: str = "") -> dict[str, torch.Tensor]:
+    """Give tensors the names that they have on the wire. Raises `ValueError` if two different tensors would have one name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        wire = _wire_name(name, names)
+        if wire is None:
+            continue
+        wire = join_name(bundle, wire)
+        if wire in found and found[wire] is not tensor:
+            raise ValueError(f"two tensors of the module have the wire name {wire!r}, one of them {name!r}")
+        found[wire] = tensor
     return found
 
 

@@ -18,7 +18,7 @@ LAYERS = [
     {"format"},
     {"tensors"},
     {"state", "module_tensors", "masters", "handover"},
-    {"patch", "encode", "inspect"},
+    {"patch", "encode", "inspect", "checkpoint_layout"},
     {"resolve", "pending"},
     {"prepared"},
     {"store"},
@@ -31,7 +31,7 @@ LAYERS = [
     {"testing", "cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-NO_TORCH = {name for name, rank in RANK.items() if rank < RANK["engines"]} - {"module_tensors"}
+NO_TORCH = {name for name, rank in RANK.items() if rank < RANK["engines"]} - {"module_tensors", "checkpoint_layout"}
 
 
 def modules() -> list[Path]:

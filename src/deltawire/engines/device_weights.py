@@ -32,7 +32,7 @@ class DeviceReplica(LiveReplica):
     """
 
     def __init__(self, tensors: LiveTensors, swap: Swap, *, threads: int | None = None, **options: Any) -> None:
-        super().__init__(tensors, swap, threads=threads, new_update=lambda: DeviceUpdate(tensors, threads), **options)
+        super().__init__(tensors, swap, threads=threads, new_update=lambda: DeviceUpdate(self._tensors, threads), **options)
         self._last: DeviceUpdate | None = None
 
     def check_written(self) -> None:

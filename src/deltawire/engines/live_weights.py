@@ -40,7 +40,7 @@ class LiveReplica(MemoryReplica):
     in full, which then fails, can not be taken back either, and fences the engine until the next sync has mended it.
 
     `at` is the version that the module was loaded from, if that is known. Tensors of the chain that the module has not are kept beside it
-    with `keep_others`, and refused without.
+    with `keep_others`, and refused without. `otherwise_named` gives the same weights under other names that the chain may use.
     """
 
     def __init__(
@@ -53,9 +53,11 @@ class LiveReplica(MemoryReplica):
         threads: int | None = None,
         undo_bytes: int | None = None,
         new_update: NewUpdate | None = None,
+        otherwise_named: Sequence[LiveTensors] = (),
     ) -> None:
-        super().__init__(threads=threads, undo_bytes=undo_bytes, new_update=new_update or (lambda: LiveUpdate(tensors(), threads)))
+        super().__init__(threads=threads, undo_bytes=undo_bytes, new_update=new_update or (lambda: LiveUpdate(self._tensors(), threads)))
         self._tensors = tensors
+        self._namings = (tensors, *otherwise_named)
         self._swap = swap
         self._at = at
         self._keep_others = keep_others
@@ -88,8 +90,9 @@ class LiveReplica(MemoryReplica):
         super().take_back(steps, target)
 
     def replace(self, state: MemoryState, target: Commit) -> None:
-        live = self._tensors()
         arrays = dict(state.writable)
+        self._tensors = max(self._namings, key=lambda naming: len(naming().keys() & arrays.keys()))
+        live = self._tensors()
         check_fits(live, arrays, keep_others=self._keep_others)
         self._make(self._replacement(live, arrays, target), target)
         self._take_on(live, arrays, target)
@@ -138,7 +141,12 @@ class LiveReplica(MemoryReplica):
         if self._at is not None and self._at != target.seq:
             known = journey.log.state_commit(journey.log.ancestor(target, self._at)) if self._at < target.seq else None
             candidates += [known] if known is not None else []
-        live = self._tensors()
+        for naming in self._namings:
+            if self._recognise_named(naming, candidates):
+                return
+
+    def _recognise_named(self, naming: LiveTensors, candidates: Sequence[Commit]) -> bool:
+        live = naming()
         tied = tied_names(live)
         counts = {len(live): live, len(live) - len(tied): {name: tensor for name, tensor in live.items() if name not in tied}}
         digests: dict[int, Digest] = {}
@@ -149,9 +157,11 @@ class LiveReplica(MemoryReplica):
             if commit.tensors not in digests:
                 digests[commit.tensors] = self.digest(named)
             if digests[commit.tensors] == commit.digest:
+                self._tensors = naming
                 self._recognised(named, commit)
                 self._commit = commit
-                return
+                return True
+        return False
 
     def _recognised(self, named: Mapping[str, torch.Tensor], commit: Commit) -> None:
         self._take_on(named, dict(named), commit)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .. import tensors
+from ..checkpoint_layout import CheckpointLayout
 from ..handover import finish
-from ..module_tensors import NameMap, named_weights
+from ..module_tensors import NameMap
 from ..subscribe.replica import Replica
 from .base import Engine, KvCache, Swap
 from .device_weights import DeviceReplica
@@ -33,10 +34,14 @@ class ModuleEngine(Engine):
     such as a submodule that is called directly, belongs into `forward_pass()`. With `KvCache.DROP`, swaps also wait for what runs inside
     `generation()`; they give up after `pause_timeout` seconds, and the next sync tries again.
 
-    `names` maps the module's names to those of the chain, `bundle` is the one to take where a version has several. `at` is the version that
-    the module was loaded from, which saves a whole download. `keep_others` allows, and keeps in memory, tensors that the module has not.
-    `undo_bytes` bounds the memory, on the module's device, for going back to earlier versions without the store; None means a quarter of
-    the weights, and of those on a GPU nothing.
+    The chain holds the tensors that the module's checkpoints hold. For a transformers model these are what `save_pretrained` writes:
+    tensors that the model fuses when it loads them (the experts of a layer, for example) are updated as views of the fused parameter.
+    `UnsupportedLayout` is raised for a model where that is not possible. A chain of the module's own names is followed too.
+
+    `names` maps the checkpoint's names to those of the chain, `bundle` is the one to take where a version has several. `at` is the version
+    that the module was loaded from, which saves a whole download. `keep_others` allows, and keeps in memory, tensors that the module does
+    not have. `undo_bytes` bounds the memory, on the module's device, for going back to earlier versions without the store; None means a
+    quarter of the weights, and nothing for weights on a GPU.
     """
 
     def __init__(
@@ -53,9 +58,8 @@ class ModuleEngine(Engine):
         name: str = "module",
     ) -> None:
         self.name = name
-        self._module = module
-        self._names = names
-        self._bundle = bundle
+        self._layout = CheckpointLayout(module, names, bundle=bundle)
+        self._layout.check_views()
         self._pause_timeout = pause_timeout
         self._options: dict[str, Any] = {"at": at, "keep_others": keep_others, "threads": threads, "undo_bytes": undo_bytes}
         self._gate = ForwardGate()
@@ -65,14 +69,15 @@ class ModuleEngine(Engine):
         ]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The live weights by their names in the chain, each tied one under all of its names."""
-        return named_weights(self._module, self._names, bundle=self._bundle)
+        """Return the live weights by the names of the module's checkpoints. A tied tensor appears under each of its names."""
+        return self._layout.weights()
 
     def replica(self, swap: Swap) -> Replica:
         weights = list(self.weights().values())
         options = dict(self._options)
         if options["undo_bytes"] is None and any(tensors.is_on_gpu(tensor) for tensor in weights):
             options["undo_bytes"] = 0
+        options["otherwise_named"] = (self._layout.own_weights,) if self._layout.accepts_own_names else ()
         return (LiveReplica if _are_plain(weights) else DeviceReplica)(self.weights, swap, **options)
 
     def pause(self, kv_cache: KvCache) -> None:
@@ -115,4 +120,5 @@ def _are_plain(weights: list[torch.Tensor]) -> bool:
 
     devices = {tensor.device for tensor in weights}
     works = all(device.type == "cpu" or has_kernels(device) for device in devices)
+    works = works and all(tensor.device.type == "cpu" or tensor.is_contiguous() for tensor in weights)
     return works and len(devices) <= 1 and all(type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for tensor in weights)

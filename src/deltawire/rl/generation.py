@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from ..chain.version import Version
+from ..checkpoint_layout import CheckpointLayout
 from ..dtypes import DType
 from ..engines import HotSwap, ModuleEngine
 from ..engines.prompts import Prompts
-from ..errors import EngineError, EngineUnavailable
+from ..errors import EngineError, EngineRefused, EngineUnavailable
 from ..events import OnEvent
 from ..fleet.generation import Generated, Stop, never
 from ..format.fleet_records import Sampling
-from ..module_tensors import named_weights
 from ..store import Store
 from ..subscribe.model_files import ModelFiles, read_model_files
 from ..tensors import to_torch
@@ -104,9 +104,17 @@ def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[
 
 def _take_types(model: torch.nn.Module, dtypes: Mapping[str, DType]) -> None:
     """Cast each weight to the type that it has in the chain: that is what will be written into it."""
-    for name, tensor in named_weights(model).items():
-        if name in dtypes:
-            tensor.data = tensor.data.to(to_torch(np.empty(0, dtypes[name].numpy)).dtype)
+    layout = CheckpointLayout(model)
+    layout.check_views()
+    owners = max((layout.owners(), layout.own_weights()), key=lambda named: len(named.keys() & dtypes.keys()))
+    types: dict[int, tuple[torch.Tensor, DType]] = {}
+    for name, owner in owners.items():
+        if name in dtypes and types.setdefault(id(owner), (owner, dtypes[name]))[1] != dtypes[name]:
+            raise EngineRefused(
+                f"{name!r} is {dtypes[name].name} in the chain, but the model keeps it in one tensor with others that are not."
+            )
+    for owner, dtype in types.values():
+        owner.data = owner.data.to(to_torch(np.empty(0, dtype.numpy)).dtype)
 
 
 def _ids(tokens: int | Iterable[int] | None) -> set[int]:

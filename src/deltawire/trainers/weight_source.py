@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ..chain.version import Version
-from ..module_tensors import NameMap, named_weights, tied_names
+from ..checkpoint_layout import CheckpointLayout
+from ..module_tensors import NameMap, tied_names
 from ..publish import PendingVersion, Publisher
 
 if TYPE_CHECKING:
@@ -14,15 +15,17 @@ if TYPE_CHECKING:
 
 
 class WeightSource:
-    """A module's parameters and persistent buffers, ready to be published.
+    """A module's parameters and persistent buffers, ready to be published under the names that they have in its checkpoints.
+
+    For a transformers model these are the tensors that `save_pretrained` writes, also where the live model has fused some of them.
 
     >>> source = WeightSource(model, dtype=torch.bfloat16)
     >>> publisher = Publisher("s3://bucket/run", background=True)
     >>> source.publish(publisher, step=step)        # after optimizer.step()
 
     `dtype` is what floating-point weights are cast to (fp32 masters to the bf16 that engines serve): one type, or a function of name and
-    tensor; None leaves them as they are. Others are never cast. `names` maps the module's names to those on the wire, or to None for what
-    is not published; `keep` is asked for each wire name. Tied weights are published once, under their first name, as checkpoints of
+    tensor; None leaves them as they are. Others are never cast. `names` maps the checkpoint's names to those on the wire, or to None for
+    what is not published; `keep` is asked for each wire name. Tied weights are published once, under their first name, as checkpoints of
     transformers have them; with `tied=True` under all of their names.
 
     Tensors that are cast are copied into buffers on the host that are used again for every snapshot. Those of the wire's own type, on the
@@ -41,12 +44,10 @@ class WeightSource:
         tied: bool = False,
         bundle: str = "",
     ) -> None:
-        self._module = module
         self._dtype = dtype
-        self._names = names
         self._keep = keep
         self._tied = tied
-        self._bundle = bundle
+        self._layout = CheckpointLayout(module, names, bundle=bundle)
         self._buffers: dict[str, torch.Tensor] = {}
 
     def snapshot(self) -> Mapping[str, torch.Tensor]:
@@ -55,7 +56,7 @@ class WeightSource:
 
         from ..codec.gpu.device import has_kernels
 
-        weights = named_weights(self._module, self._names, bundle=self._bundle)
+        weights = self._layout.weights()
         dropped = {} if self._tied else tied_names(weights)
         state: dict[str, torch.Tensor] = {}
         is_on_its_way = False
