@@ -72,7 +72,8 @@ def test_a_lease_with_a_date_in_the_future_expires_like_any_other() -> None:
 @pytest.mark.parametrize("seconds", STEPS)
 def test_a_fleet_goes_on_when_the_store_s_clock_is_set(seconds: float) -> None:
     """At every sleep of the trainer in turn, once in a run."""
-    for moment in range(4):
+    moment = 0
+    while True:
         fleet = Stepped()
         fleet.join("a", "b")
         left = [moment]
@@ -86,7 +87,10 @@ def test_a_fleet_goes_on_when_the_store_s_clock_is_set(seconds: float) -> None:
         with fleet.publisher() as publisher:
             fleet.trainer(publisher).run_to(LAST)
         assert_one_line_of_training(fleet.inner, LAST)
-        assert left[0] < 0
+        if left[0] >= 0:  # the run has fewer sleeps than that
+            break
+        moment += 1
+    assert moment >= LAST
 
 
 @pytest.mark.parametrize("seconds", STEPS)
