@@ -22,7 +22,7 @@ from deltawire.chain.log import ChainLog
 from deltawire.chain.version import Version
 from deltawire.errors import DeltawireError, StoreUnavailable
 from deltawire.events import Event
-from deltawire.fleet import Batch, FleetOptions, StalenessBudget
+from deltawire.fleet import Batch, FleetOptions, StalenessBudget, TrainingLimits
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.fleet.coordinator_steps import CoordinatorSteps
 from deltawire.fleet.member_steps import MemberState, leave_steps, member_steps, tell
@@ -142,6 +142,7 @@ class Fleet:
     collected: list[tuple[int, Batch]] = field(default_factory=list)
     time: float = 1_000_000.0
     meanwhile: Callable[[], object] = lambda: None
+    training: TrainingLimits = field(default_factory=TrainingLimits)
 
     def __post_init__(self) -> None:
         self.store = FaultyStore(self.inner, clock=lambda: datetime.fromtimestamp(self.time, timezone.utc))
@@ -189,6 +190,7 @@ class Trainer:
             ticks=lambda: fleet.time,
             budget=fleet.budget,
             options=fleet.options,
+            training=fleet.training,
             on_event=fleet.events.append,
         )
 

@@ -47,7 +47,7 @@ def calls_of_a_trainer() -> list[Call]:
     with fleet.publisher() as publisher:
         fleet.trainer(publisher, store).run_to(LAST)
     made = {each.key.split("/")[1] for each in store.calls if each.key.startswith("fleet/")}
-    assert made == {"round", "tasks", "lease", "rollout", "accepted", "batch", "member", "board.json"}  # all that there is
+    assert made == {"round", "tasks", "lease", "rollout", "accepted", "batch", "rejected", "member", "board.json"}  # all that there is
     assert {each.op for each in store.calls} >= {"get", "put", "put_if_absent", "list", "head", "delete"}
     return store.calls
 

@@ -10,7 +10,7 @@ import pytest
 
 from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
 from deltawire.format.fleet_files import Accepted, AcceptedResult, Tasks
-from deltawire.format.fleet_records import BatchRecord, Board, Heartbeat, Lease, ObjectRef, Round, Sampling
+from deltawire.format.fleet_records import BatchRecord, Board, Heartbeat, Lease, ObjectRef, Rejection, Round, Sampling
 
 ID, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32
 SAMPLING = Sampling(samples=8, max_tokens=256, temperature=0.7, top_p=0.9, seed=11)
@@ -20,7 +20,8 @@ BATCH = BatchRecord(ID, 2, 5, 7, NONCE, ObjectRef(f"fleet/accepted/0000000007/{H
 BEAT = Heartbeat(ID, "gpu-7", NONCE, "working", 12, 4, 1, 1000, 20, ((7, 3, 1), (7, 2, 0)), 1)
 BOARD = Board(ID, 2, 12, 4, 60, {"gpu-7": ((7, 3, 2), (8, 0, 0)), "b": ()}, False)
 ACCEPTED = Accepted(7, (AcceptedResult(0, 1, HASH, 99, "gpu-7"), AcceptedResult(2, 0, HASH, 98, "b")))
-RECORDS = [ROUND, LEASE, BATCH, BEAT, BOARD, ACCEPTED]
+REJECTION = Rejection(ID, 2, 5, 7, ((0, 1, HASH), (3, 0, HASH)), "its loss is not finite", 1)
+RECORDS = [ROUND, LEASE, BATCH, REJECTION, BEAT, BOARD, ACCEPTED]
 
 
 def edited(record: Any, **changes: Any) -> bytes:
@@ -72,6 +73,14 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
     (LEASE, {"task": 10**5}),
     (LEASE, {"attempt": 1000}),
     (BATCH, {"round": 8}),
+    (REJECTION, {"results": []}),
+    (REJECTION, {"results": [[0, 1, HASH]] * 501}),
+    (REJECTION, {"results": [[0, 1]]}),
+    (REJECTION, {"results": [[0, 1, HASH[1:]]]}),
+    (REJECTION, {"results": [[10**5, 1, HASH]]}),
+    (REJECTION, {"results": [[0, 1000, HASH]]}),
+    (REJECTION, {"results": [[True, 1, HASH]]}),
+    (REJECTION, {"why": "x" * 501}),
     (BEAT, {"state": "dead"}),
     (BEAT, {"seq": None}),
     (BEAT, {"working": [[7, 3]]}),

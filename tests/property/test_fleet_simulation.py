@@ -103,6 +103,14 @@ def sweep_what_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_steps, "sweep", lambda first, epoch, upto, gone: honest(first + 2, epoch, upto, gone))
 
 
+def forget_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(run: str, epoch: int, after: int) -> Generator[Any, Any, dict[Any, str]]:
+        yield from ()
+        return {}
+
+    monkeypatch.setattr(coordinator_steps, "read_rejections", read)
+
+
 def wait_for_stragglers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "is_straggler", lambda *arguments, **options: False)
 
@@ -124,6 +132,7 @@ def believe_every_date(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(train_before_it_is_acknowledged, "was not acknowledged", id="training before the acknowledgement"),
         pytest.param(sweep_what_is_still_needed, "not in the store|not for it|deleted while|does not go on", id="sweeping too much"),
         pytest.param(believe_every_date, "does not go on", id="believing every date"),
+        pytest.param(forget_rejections, "had rejected", id="rejections forgotten"),
         pytest.param(wait_for_stragglers, "does not go on", id="waiting for stragglers"),
     ],
 )

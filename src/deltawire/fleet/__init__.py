@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from ..format.fleet_records import Round, Sampling
 from ..format.rollouts import Completion, Rollouts, Span, VersionRef
+from .batch import Batch
 from .coordinator import Coordinator
-from .coordinator_steps import Batch
 from .options import FleetOptions
 from .roster import MemberStatus
 from .scheduler import Scheduler
 from .staleness import StalenessBudget
+from .training_limits import TrainingLimits
 
 __all__ = [
     "Batch",
@@ -23,5 +24,6 @@ __all__ = [
     "Scheduler",
     "Span",
     "StalenessBudget",
+    "TrainingLimits",
     "VersionRef",
 ]

@@ -11,11 +11,12 @@ A task's first valid result wins. Everything else is refused for one of these re
     abandoned      it was made by a version that a rewind has abandoned
     wrong-digest   it was made by other weights than the chain has under that version
     stale          some of it was made by a version that is too old
+    untrainable    training could not use it, or tried and failed
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -26,17 +27,33 @@ from ..store.fleet_keys import RolloutKey
 from .staleness import StalenessBudget
 from .steps import KnownVersion
 
-Reason: TypeAlias = Literal["malformed", "wrong-run", "unleased", "duplicate", "late", "future", "abandoned", "wrong-digest", "stale"]
+Reason: TypeAlias = Literal[
+    "malformed", "wrong-run", "unleased", "duplicate", "late", "future", "abandoned", "wrong-digest", "stale", "untrainable"
+]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a result is refused: the reason that is counted, and for people what exactly is wrong, if there is more to say."""
+
+    reason: Reason
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Demand:
-    """What a task asks for: its round, how many rows (and so prompts) it has, and how old versions may be."""
+    """What a task asks for: its round, how many rows (and so prompts) it has, and how old versions may be.
+
+    `prompt_ids` are the prompts' token ids, or None if nobody here can tell. `environment_tokens` is how many tokens a completion may have
+    beside those that the policy drew.
+    """
 
     round: Round
     prompts: int
     budget: StalenessBudget
+    prompt_ids: Sequence[Sequence[int]] | None = None
+    environment_tokens: int = 0
 
 
 def judge_place(place: RolloutKey, accepted: AcceptedResult | None, *, closed: bool) -> Reason | None:
@@ -57,16 +74,27 @@ def judge_origin(rollouts: Rollouts, place: RolloutKey, lease: Lease | None, run
     return None
 
 
-def judge_content(rollouts: Rollouts, demand: Demand) -> Reason | None:
-    """Whether it is what the task asks for: each prompt completed as often as was asked, by as many tokens as are allowed."""
-    counts = [0] * demand.prompts
+def judge_content(rollouts: Rollouts, demand: Demand) -> Refusal | None:
+    """Judge whether it is what the task asks for: its prompts, each completed as often as was asked, by as many tokens as are allowed."""
     if len(rollouts.prompts) != demand.prompts:
-        return "malformed"
+        return Refusal("malformed", f"it has {len(rollouts.prompts)} prompts, and the task {demand.prompts}")
+    if demand.prompt_ids is not None:
+        for number, (found, expected) in enumerate(zip(rollouts.prompts, demand.prompt_ids, strict=True)):
+            if found.tolist() != list(expected):
+                return Refusal("malformed", f"prompt {number} is not the task's, by the trainer's tokenizer")
+    counts = [0] * demand.prompts
+    most = demand.round.sampling.max_tokens
     for completion in rollouts.completions:
         counts[completion.prompt] += 1
-        if int(completion.mask.sum()) > demand.round.sampling.max_tokens:
-            return "malformed"
-    return None if counts == [demand.round.samples] * demand.prompts else "malformed"
+        if int(completion.mask.sum()) > most:
+            return Refusal("malformed", f"a completion has more than {most:,} tokens of the policy's own")
+        if len(completion.tokens) > most + demand.environment_tokens:
+            return Refusal(
+                "malformed", f"a completion has {len(completion.tokens):,} tokens; {most + demand.environment_tokens:,} are allowed"
+            )
+    if counts != [demand.round.samples] * demand.prompts:
+        return Refusal("malformed", f"not every prompt has {demand.round.samples} completions")
+    return None
 
 
 def judge_versions(rollouts: Rollouts, demand: Demand, versions: Mapping[int, KnownVersion | None]) -> Reason | None:

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,13 +19,15 @@ from ..format.fleet_files import Row
 from ..format.fleet_records import Round, Sampling
 from ..store import Store, StoreOptions, open_store
 from .admission import Reason
+from .batch import Batch
 from .chain_versions import ChainVersions
-from .coordinator_steps import Batch, CoordinatorSteps
+from .coordinator_steps import CoordinatorSteps
 from .options import FleetOptions
 from .roster import MemberStatus
 from .scheduler import Scheduler
 from .staleness import StalenessBudget
 from .steps import MOST_TOGETHER, FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
+from .training_limits import TrainingLimits
 
 T = TypeVar("T")
 
@@ -45,6 +47,9 @@ class Coordinator:
     collecting, and members work while the trainer trains. `epoch` is the publisher's: a trainer that takes the run over fences this one
     off, and every method then raises `Fenced`. After a restart call `resume` first: what was acknowledged and never trained is used again.
 
+    `training` says what the trainer's model can be trained on; results beyond that are refused. What fails in training all the same is
+    left out of an acknowledged batch with `reject`, and training goes on with the rest.
+
     The run must exist; its first version may be published later, but before anything else is asked. With `background` the fleet is looked
     after while the trainer trains. May be used from several threads, one at a time; `members` and `rejected` at any time.
     """
@@ -58,6 +63,7 @@ class Coordinator:
         budget: StalenessBudget | None = None,
         scheduler: Scheduler | None = None,
         options: FleetOptions | None = None,
+        training: TrainingLimits | None = None,
         background: bool = True,
         on_event: OnEvent | None = None,
         store_options: StoreOptions | None = None,
@@ -70,6 +76,7 @@ class Coordinator:
         self._budget = budget or StalenessBudget()
         self._scheduler = scheduler
         self._options = options or FleetOptions()
+        self._training = training
         self._on_event = on_event
         self._steps: CoordinatorSteps | None = None
         self._members: list[MemberStatus] = []
@@ -121,6 +128,14 @@ class Coordinator:
         """
         return self._run(lambda steps: steps.collect(for_step, timeout=timeout, stop=stop))
 
+    def reject(self, batch: Batch, results: Collection[int], why: str) -> Batch:
+        """Leave results out of an acknowledged batch, given by their indices, before its step is trained. Returns the batch without them.
+
+        Call it when training on them fails. The rejection is in the store before this returns, so no trainer that takes over will use
+        them. A step whose batch is empty is published unchanged. Losses of the store are waited out. `Fenced`.
+        """
+        return self._run(lambda steps: steps.reject(batch, results, why))
+
     def poll(self) -> None:
         """Look once at the fleet: for who has no background and trains for long."""
         self._run(lambda steps: steps.poll())
@@ -171,6 +186,7 @@ class Coordinator:
                 budget=self._budget,
                 scheduler=self._scheduler,
                 options=self._options,
+                training=self._training,
                 on_event=self._on_event,
             )
         return self._steps

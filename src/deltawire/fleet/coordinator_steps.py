@@ -6,8 +6,8 @@ Nothing here is kept that the store does not have: a trainer that dies anywhere 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from blake3 import blake3
 
@@ -25,35 +25,27 @@ from ..events import OnEvent, emit
 from ..format.fleet_files import Accepted, AcceptedResult, Row, Tasks
 from ..format.fleet_records import BatchRecord, Board, ObjectRef, Round, Sampling
 from ..format.records import MAX_RECORD_BYTES
-from ..format.rollouts import Rollouts
 from ..store import fleet_keys, keys
 from ..store.base import ObjectInfo
-from .admission import Reason
+from ..store.fleet_keys import RolloutKey
+from .admission import Reason, Refusal
+from .batch import Batch
 from .board import build_board
 from .create_steps import create_and_look
 from .fleet_clock import FleetClock
 from .intake_steps import Intake
 from .options import FleetOptions
-from .resume_steps import Found, parsed_answer, read_acknowledged, read_rounds
+from .rejection_steps import read_rejections, write_rejections
+from .resume_steps import Acknowledged, Found, parsed_answer, read_acknowledged, read_rounds
 from .roster import MemberStatus
 from .round_state import RoundState
 from .scheduler import Scheduler
 from .staleness import StalenessBudget
 from .steps import Get, Head, KnownVersion, List, Put, Sleep, Steps, Together
 from .sweep_steps import sweep
+from .training_limits import TrainingLimits
 
 _LONGEST_PAUSE = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What training step `step` trains on: acknowledged, so no trainer that takes over will lose it. `rows[i]` made `rollouts[i]`."""
-
-    step: int
-    round: Round
-    rows: tuple[tuple[Row, ...], ...]
-    rollouts: tuple[Rollouts, ...]
-    rejected: Counter[Reason]
 
 
 class CoordinatorSteps:
@@ -75,6 +67,7 @@ class CoordinatorSteps:
         budget: StalenessBudget | None = None,
         scheduler: Scheduler | None = None,
         options: FleetOptions | None = None,
+        training: TrainingLimits | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         self.run = run
@@ -90,7 +83,8 @@ class CoordinatorSteps:
         self._clock = clock
         self._on_event = on_event
         self._time = FleetClock(ticks)
-        self._intake = Intake(run, self.budget, self.scheduler, self.options, self._time, on_event)
+        self.training = training or TrainingLimits()
+        self._intake = Intake(run, self.budget, self.scheduler, self.options, self._time, self.training, on_event)
         self._intake.versions[newest.seq] = newest
         self._next_round: int | None = None
         self._steps_of: dict[int, int] = {}
@@ -151,6 +145,7 @@ class CoordinatorSteps:
         found = yield from self._look_at_rounds()
         chosen = {one.for_step: one for one in sorted(found.rounds.values(), key=lambda one: one.round) if one.for_step > self.newest.step}
         acknowledged = yield from read_acknowledged(self.run, self.epoch, self.newest.step)
+        self._intake.left_out |= yield from read_rejections(self.run, self.epoch, self.newest.step)
         for step, one in acknowledged.items():
             if one.record.round in found.rounds and found.rounds[one.record.round].for_step == step:
                 chosen[step] = found.rounds[one.record.round]
@@ -161,12 +156,13 @@ class CoordinatorSteps:
             if rows is None:
                 emit(self._on_event, "round-unusable", round=record.round, step=step)
                 continue
-            state = RoundState(record, rows, self.options.quorum)
+            try:
+                state = self._state(record, rows)
+            except DeltawireError as error:
+                emit(self._on_event, "round-unusable", round=record.round, step=step, error=str(error))
+                continue
             if step in acknowledged and acknowledged[step].record.round == record.round:
-                yield from self._intake.take_up(state, acknowledged[step].accepted)
-                own = acknowledged[step].record.epoch == self.epoch
-                if own and _results(state) == acknowledged[step].accepted.results:
-                    state.sealed = acknowledged[step].data
+                yield from self._take_up(state, acknowledged[step])
             self.rounds[step] = state
             emit(self._on_event, "round-adopted", round=record.round, step=step, epoch=record.epoch)
         return [state.record for _, state in sorted(self.rounds.items())]
@@ -184,6 +180,7 @@ class CoordinatorSteps:
             raise ValueError(f"no round can be opened for training step {for_step} now; {allowed} may be")
         tasks = Tasks(tuple(tuple(task) for task in rows))
         data = tasks.to_bytes()
+        prompts = self._prompts(tasks.rows)
         digest = blake3(data).hexdigest()
         number = self._next_round
         if number is None:
@@ -212,7 +209,7 @@ class CoordinatorSteps:
                 break
             self._halt_if_newer(found)
             number += 1  # an earlier trainer's, or what is left of a call of ours whose outcome nobody could tell
-        self.rounds[for_step] = RoundState(record, tasks.rows, self.options.quorum)
+        self.rounds[for_step] = RoundState(record, tasks.rows, self.options.quorum, prompts)
         self._steps_of[number] = for_step
         emit(self._on_event, "round-opened", round=number, step=for_step, tasks=record.tasks)
         return record
@@ -243,9 +240,35 @@ class CoordinatorSteps:
                 raise FleetTimeout(f"collecting for training step {for_step} was told to stop.")
             if timeout is not None and waited >= timeout:
                 raise FleetTimeout(f"the round for training step {for_step} did not settle in {timeout:g} seconds.")
-            pause = min(_LONGEST_PAUSE, self.options.poll_seconds * 2 ** min(failures, 10))
+            pause = self._pause(failures)
             waited += pause
             yield Sleep(pause)
+
+    def reject(self, batch: Batch, results: Collection[int], why: str) -> Steps[Batch]:
+        """Leave results out of an acknowledged batch, given by their indices, before its step is trained. Returns the batch without them.
+
+        The store has it first: no trainer that takes over will accept them. Losses of the store are waited out. `Fenced`.
+        """
+        state = self.rounds.get(batch.step)
+        if state is None or state.record.round != batch.round.round or not state.closed:
+            raise ValueError(f"training step {batch.step} is not the one that is being trained")
+        chosen = [(index, batch.results[index]) for index in sorted(results)]
+        failures = 0
+        while True:
+            try:
+                yield from self._look_for_fence()
+                yield from self._record_rejection(batch.step, batch.round.round, [one for _, one in chosen], why)
+                break
+            except StoreError as error:
+                if not error.retryable:
+                    raise
+                failures += 1
+                emit(self._on_event, "fleet-retrying", step=batch.step, error=str(error))
+            yield Sleep(self._pause(failures))
+        for _, one in chosen:
+            place = RolloutKey(batch.round.round, one.task, one.attempt, one.blake3)
+            self._intake.refuse(state, place, Refusal("untrainable", why), one.member)
+        return replace(batch.without(results), rejected=Counter(state.rejected))
 
     def poll(self) -> Steps[None]:
         """One look at the fleet: read what came in, judge it, and write the board if it says something new, or is old."""
@@ -341,11 +364,42 @@ class CoordinatorSteps:
         if found != state.sealed:
             self._halt(self.epoch)
         state.closed = True
-        taken = [task for task in state.tasks if task.accepted is not None]
-        rollouts = tuple(task.rollouts for task in taken if task.rollouts is not None)
-        rows = tuple(state.rows[task.accepted.task] for task in taken if task.accepted is not None)
+        taken = [(one, task.rollouts) for task in state.tasks if (one := task.accepted) is not None and task.rollouts is not None]
+        rollouts = tuple(made for _, made in taken)
+        results = tuple(one for one, _ in taken)
         emit(self._on_event, "batch-acknowledged", step=step, round=state.record.round, results=len(rollouts))
-        return Batch(step, state.record, rows, rollouts, Counter(state.rejected))
+        return Batch(step, state.record, tuple(state.rows[one.task] for one in results), rollouts, results, Counter(state.rejected))
+
+    def _take_up(self, state: RoundState, found: Acknowledged) -> Steps[None]:
+        """Accept again what was acknowledged. An acknowledgement of this very epoch stays in force, without what does not hold any more."""
+        yield from self._intake.take_up(state, found.accepted)
+        if found.record.epoch != self.epoch:
+            return  # a new one is written under this epoch, when the tasks that are open again are done
+        kept = _results(state)
+        lost = [one for one in found.accepted.results if one not in kept]
+        lost = [one for one in lost if RolloutKey(found.record.round, one.task, one.attempt, one.blake3) not in self._intake.left_out]
+        if lost:
+            yield from self._record_rejection(
+                found.record.step, found.record.round, lost, "it does not pass the checks of admission any more"
+            )
+        state.sealed = found.data
+
+    def _record_rejection(self, step: int, number: int, results: Sequence[AcceptedResult], why: str) -> Steps[None]:
+        named = [(one.task, one.attempt, one.blake3) for one in results]
+        yield from write_rejections(self.run, self.epoch, step, number, named, why, self._clock())
+        self._intake.left_out |= {RolloutKey(number, *one): why for one in named}
+
+    def _state(self, record: Round, rows: tuple[tuple[Row, ...], ...]) -> RoundState:
+        return RoundState(record, rows, self.options.quorum, self._prompts(rows))
+
+    def _prompts(self, rows: Sequence[Sequence[Row]]) -> list[tuple[tuple[int, ...], ...]] | None:
+        """Return the token ids of each task's prompts. Raises what the trainer's tokenizer raises for rows that have none."""
+        if self.training.encode is None:
+            return None
+        return [self.training.prompts_of(task) or () for task in rows]
+
+    def _pause(self, failures: int) -> float:
+        return min(_LONGEST_PAUSE, self.options.poll_seconds * 2.0 ** min(failures, 10))
 
     def _look_for_fence(self) -> Steps[None]:
         """Whether another trainer has claimed the next epoch: then nothing of ours counts any more, and the board is theirs."""

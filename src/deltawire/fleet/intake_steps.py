@@ -16,7 +16,7 @@ from ..format.rollouts import Rollouts
 from ..store import fleet_keys
 from ..store.base import ObjectInfo
 from ..store.fleet_keys import RolloutKey
-from .admission import Demand, Reason, judge_content, judge_origin, judge_place, judge_versions
+from .admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions
 from .fleet_clock import FleetClock
 from .options import FleetOptions
 from .resume_steps import parsed_answer
@@ -25,6 +25,7 @@ from .round_state import RoundState
 from .scheduler import Scheduler
 from .staleness import StalenessBudget
 from .steps import MOST_TOGETHER, FindVersion, Get, KnownVersion, Steps, Together
+from .training_limits import TrainingLimits, why_untrainable
 
 _FILES_AT_ONCE = 8
 """Results that are read side by side: each may be as large as `RolloutLimits.file_bytes`."""
@@ -40,6 +41,7 @@ class Intake:
         scheduler: Scheduler,
         options: FleetOptions,
         clock: FleetClock,
+        training: TrainingLimits | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         self.run = run
@@ -47,7 +49,10 @@ class Intake:
         self.scheduler = scheduler
         self.options = options
         self.roster = Roster(run)
+        self.training = training or TrainingLimits()
         self.rejected: Counter[Reason] = Counter()
+        self.left_out: dict[RolloutKey, str] = {}
+        """Results that a trainer rejected after they were acknowledged, and why: none of them is accepted again."""
         self.versions: dict[int, KnownVersion] = {}
         """Versions that the chain is known to have. While this trainer is the writer, no rewind changes what they are."""
         self.clock = clock
@@ -64,15 +69,15 @@ class Intake:
                 if isinstance(answer, DeltawireError) and answer.retryable:
                     raise answer
                 rollouts = self._parsed(place, answer)
-                reason: Reason | None = "malformed" if rollouts is None else None
-                if rollouts is not None:
-                    reason = (yield from self._judge_substance(state, place, rollouts)) or (
-                        "unleased" if rollouts.member != one.member else None
-                    )
-                if rollouts is not None and reason is None:
+                refusal = self._rejected_before(place)
+                if refusal is None and rollouts is not None:
+                    refusal = yield from self._judge_substance(state, place, rollouts)
+                if rollouts is not None and refusal is None and rollouts.member != one.member:
+                    refusal = Refusal("unleased")
+                if rollouts is not None and refusal is None:
                     state.accept(place, one.size, rollouts)
-                elif reason is not None:
-                    self._refuse(state, place, reason, one.member)
+                else:
+                    self.refuse(state, place, refusal or Refusal("malformed"), one.member)
 
     def read_heartbeats(self, listed: Sequence[ObjectInfo]) -> Steps[None]:
         infos = {member: info for info in listed if (member := fleet_keys.parse_member_key(info.key)) is not None}
@@ -116,18 +121,18 @@ class Intake:
             if place is None or state is None or place in state.seen:
                 continue
             if place.task >= len(state.tasks):
-                self._refuse(state, place, "malformed", None)
+                self.refuse(state, place, Refusal("malformed"), None)
                 continue
             fresh.append((info.modified.timestamp(), place, info.size))
         fresh.sort()
         for start in range(0, len(fresh), _FILES_AT_ONCE):
             part = []
             for arrived, place, size in fresh[start : start + _FILES_AT_ONCE]:
-                reason = self._judge_unread(rounds[place.round], place, size)
-                if reason is None:
+                refusal = self._judge_unread(rounds[place.round], place, size)
+                if refusal is None:
                     part.append((arrived, place))
                 else:
-                    self._refuse(rounds[place.round], place, reason, None)
+                    self.refuse(rounds[place.round], place, refusal, None)
             if not part:
                 continue
             limit = self.options.limits.file_bytes
@@ -138,7 +143,7 @@ class Intake:
                 elif not isinstance(answer, (ObjectMissing, LimitExceeded)):
                     raise answer
                 elif isinstance(answer, LimitExceeded):
-                    self._refuse(rounds[place.round], place, "malformed", None)
+                    self.refuse(rounds[place.round], place, Refusal("malformed"), None)
 
     def count_losses(self, rounds: Sequence[RoundState]) -> None:
         """Leases that came to nothing are work without tokens: who only takes is soon offered little."""
@@ -147,9 +152,16 @@ class Intake:
                 assert lost.lease is not None
                 self.scheduler.delivered(lost.lease.member, tokens=0, offered=lost.offered, leased=lost.since, finished=self.clock.now)
 
-    def _judge_unread(self, state: RoundState, place: RolloutKey, size: int) -> Reason | None:
+    def _judge_unread(self, state: RoundState, place: RolloutKey, size: int) -> Refusal | None:
         reason = judge_place(place, state.tasks[place.task].accepted, closed=not state.taking)
-        return "malformed" if reason is None and size > self.options.limits.file_bytes else reason
+        if reason is not None:
+            return Refusal(reason)
+        if size > self.options.limits.file_bytes:
+            return Refusal("malformed", f"it has {size:,} bytes; {self.options.limits.file_bytes:,} are allowed")
+        return self._rejected_before(place)
+
+    def _rejected_before(self, place: RolloutKey) -> Refusal | None:
+        return Refusal("untrainable", self.left_out[place]) if place in self.left_out else None
 
     def _admit(self, state: RoundState, place: RolloutKey, arrived: float, data: bytes) -> Steps[None]:
         if blake3(data).hexdigest() != place.blake3:  # perhaps only on the way here: look again before somebody's work is thrown away
@@ -157,17 +169,19 @@ class Intake:
         rollouts = self._parsed(place, data)
         held = state.tasks[place.task].leases.get(place.attempt)
         lease = held.lease if held is not None else None
-        reason: Reason | None = "malformed"
+        refusal: Refusal | None = Refusal("malformed")
         if rollouts is not None:
             # Two results of one task may have been read side by side.
-            reason = self._judge_unread(state, place, len(data)) or judge_origin(rollouts, place, lease, self.run)
-            if reason is None:
-                reason = yield from self._judge_substance(state, place, rollouts)
-        if held is not None and lease is not None and reason not in ("duplicate", "late", "unleased"):
-            tokens = rollouts.tokens if rollouts is not None and reason is None else 0
+            refusal = self._judge_unread(state, place, len(data))
+            if refusal is None and (reason := judge_origin(rollouts, place, lease, self.run)) is not None:
+                refusal = Refusal(reason)
+            if refusal is None:
+                refusal = yield from self._judge_substance(state, place, rollouts)
+        if held is not None and lease is not None and (refusal is None or refusal.reason not in ("duplicate", "late", "unleased")):
+            tokens = rollouts.tokens if rollouts is not None and refusal is None else 0
             self.scheduler.delivered(lease.member, tokens=tokens, offered=held.offered, leased=held.since, finished=arrived)
-        if rollouts is None or reason is not None:
-            self._refuse(state, place, reason or "malformed", lease.member if lease is not None else None)
+        if rollouts is None or refusal is not None:
+            self.refuse(state, place, refusal or Refusal("malformed"), lease.member if lease is not None else None)
             return
         state.accept(place, len(data), rollouts)
         emit(
@@ -181,21 +195,26 @@ class Intake:
             step=state.record.for_step,
         )
 
-    def _judge_substance(self, state: RoundState, place: RolloutKey, rollouts: Rollouts) -> Steps[Reason | None]:
+    def _judge_substance(self, state: RoundState, place: RolloutKey, rollouts: Rollouts) -> Steps[Refusal | None]:
         if rollouts.run != self.run:
-            return "wrong-run"
-        demand = Demand(state.record, len(state.rows[place.task]), self.budget)
-        reason = judge_content(rollouts, demand)
-        if reason is not None:
-            return reason
+            return Refusal("wrong-run")
+        rows, prompts = state.rows[place.task], state.prompts[place.task] if state.prompts is not None else None
+        demand = Demand(state.record, len(rows), self.budget, prompts, self.options.environment_tokens)
+        refusal = judge_content(rollouts, demand)
+        if refusal is not None:
+            return refusal
         versions: dict[int, KnownVersion | None] = {}
         for seq in rollouts.versions:
             versions[seq] = self.versions.get(seq) or (yield FindVersion(seq))
             found = versions[seq]
             if found is None:
-                return "future"
+                return Refusal("future")
             self.versions[seq] = found
-        return judge_versions(rollouts, demand, versions)
+        reason = judge_versions(rollouts, demand, versions)
+        if reason is not None:
+            return Refusal(reason)
+        why = why_untrainable(rollouts, self.training)
+        return None if why is None else Refusal("untrainable", why)
 
     def _parsed(self, place: RolloutKey, data: object) -> Rollouts | None:
         if not isinstance(data, bytes) or blake3(data).hexdigest() != place.blake3:
@@ -205,8 +224,10 @@ class Intake:
         except (CorruptRollouts, UnsupportedVersion):
             return None
 
-    def _refuse(self, state: RoundState, place: RolloutKey, reason: Reason, member: str | None) -> None:
-        state.refuse(place, reason)
-        self.rejected[reason] += 1
+    def refuse(self, state: RoundState, place: RolloutKey, refusal: Refusal, member: str | None) -> None:
+        """Count a result as refused, and tell."""
+        state.refuse(place, refusal.reason)
+        self.rejected[refusal.reason] += 1
         fields = {"round": place.round, "task": place.task, "attempt": place.attempt, "member": member}
-        emit(self._on_event, "rollout-rejected", reason=reason, step=state.record.for_step, **fields)
+        why = {"why": refusal.why} if refusal.why else {}
+        emit(self._on_event, "rollout-rejected", reason=refusal.reason, step=state.record.for_step, **fields, **why)

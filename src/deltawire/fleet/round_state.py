@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import TaskExhausted
@@ -49,11 +49,21 @@ class TaskState:
 
 
 class RoundState:
-    """A round that is open, or was acknowledged (`closed`). `sealed` is the acknowledgement's bytes once it may have been written."""
+    """A round that is open, or was acknowledged (`closed`). `sealed` is the acknowledgement's bytes once it may have been written.
 
-    def __init__(self, record: Round, rows: tuple[tuple[Row, ...], ...], quorum: float) -> None:
+    `prompts` are the token ids of each task's prompts; None if the trainer has no tokenizer.
+    """
+
+    def __init__(
+        self,
+        record: Round,
+        rows: tuple[tuple[Row, ...], ...],
+        quorum: float,
+        prompts: Sequence[Sequence[Sequence[int]]] | None = None,
+    ) -> None:
         self.record = record
         self.rows = rows
+        self.prompts = prompts
         self.tasks = [TaskState() for _ in range(record.tasks)]
         self.needed = max(1, math.ceil(quorum * record.tasks - 1e-9))
         self.rejected: Counter[Reason] = Counter()
@@ -64,8 +74,8 @@ class RoundState:
 
     @property
     def settled(self) -> bool:
-        """Whether enough results are accepted to train on."""
-        return self._accepted >= self.needed
+        """Whether enough results are accepted to train on, or it was acknowledged already."""
+        return self.sealed is not None or self._accepted >= self.needed
 
     @property
     def taking(self) -> bool:

@@ -202,6 +202,49 @@ class BatchRecord:
         return batch
 
 
+RejectedResult: TypeAlias = tuple[int, int, str]
+"""(task, attempt, blake3 of the result's bytes)."""
+
+MAX_REJECTED = 500
+MAX_WHY = 500
+"""A rejection names at most this many results, and gives a reason of at most this many characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Results of `round` that the trainer of `epoch` leaves out of training step `step`, although it had acknowledged them, and why."""
+
+    id: str
+    epoch: int
+    step: int
+    round: int
+    results: tuple[RejectedResult, ...]
+    why: str
+    time: int
+
+    def to_bytes(self) -> bytes:
+        own = {name: getattr(self, name) for name in ("id", "epoch", "step", "round", "why", "time")}
+        return _checked(Rejection, {"deltawire": "rejected", "version": 1, **own, "results": [list(one) for one in self.results]})
+
+    @classmethod
+    def parse(cls, data: bytes) -> Rejection:
+        """The record with these bytes."""
+        fields = Fields.parse(data, "rejected")
+        rejection = cls(
+            id=fields.matching("id", NONCE),
+            epoch=read_short(fields, "epoch"),
+            step=read_short(fields, "step"),
+            round=read_short(fields, "round"),
+            results=tuple(_rejected_result(fields, value) for value in fields.items("results")),
+            why=fields.text("why"),
+            time=fields.integer("time"),
+        )
+        fields.done()
+        if not 1 <= len(rejection.results) <= MAX_REJECTED or len(rejection.why) > MAX_WHY:
+            fields.refuse(f"it names 1 to {MAX_REJECTED} results, and its reason has at most {MAX_WHY} characters")
+        return rejection
+
+
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """What a member says of itself. That it was written is what counts; the rest is for offers and for people.
@@ -328,13 +371,22 @@ def _places(fields: Fields, name: str, values: Any) -> tuple[Place, ...]:
     return tuple(places)
 
 
+def _rejected_result(fields: Fields, value: Any) -> RejectedResult:
+    if not isinstance(value, list) or [type(part) for part in value] != [int, int, str] or not HASH.fullmatch(value[2]):
+        fields.refuse("a rejected result is [task, attempt, blake3]")
+    task, attempt, digest = value
+    if not (0 <= task < _MOST_TASKS and 0 <= attempt < _MOST_ATTEMPTS):
+        fields.refuse(f"task {task}, attempt {attempt} has no key")
+    return task, attempt, digest
+
+
 def _check_place(fields: Fields, place: Place) -> None:
     if place[0] >= 10**10 - 1 or place[1] >= _MOST_TASKS or place[2] >= _MOST_ATTEMPTS:
         fields.refuse(f"{place} has no key")
 
 
 def _checked(
-    kind: type[Round] | type[Lease] | type[BatchRecord] | type[Heartbeat] | type[Board],
+    kind: type[Round] | type[Lease] | type[BatchRecord] | type[Rejection] | type[Heartbeat] | type[Board],
     plain: dict[str, Any],
     limit: int = MAX_RECORD_BYTES,
 ) -> bytes:

@@ -17,8 +17,8 @@ from ..chain.log import ChainLog
 from ..chain.version import Version
 from ..errors import FleetTimeout
 from ..events import OnEvent, emit
+from ..fleet.batch import Batch
 from ..fleet.coordinator import Coordinator
-from ..fleet.coordinator_steps import Batch
 from ..fleet.options import FleetOptions
 from ..fleet.scheduler import Scheduler
 from ..fleet.staleness import StalenessBudget

@@ -11,6 +11,7 @@ FLEET = "fleet/"
 BOARD = "fleet/board.json"
 ROUNDS, TASKS, LEASES, ROLLOUTS = "fleet/round/", "fleet/tasks/", "fleet/lease/", "fleet/rollout/"
 ACCEPTED, BATCHES, MEMBERS = "fleet/accepted/", "fleet/batch/", "fleet/member/"
+REJECTED = "fleet/rejected/"
 """Prefixes to list by."""
 
 MOST_TASKS = 10**5
@@ -24,6 +25,7 @@ _ACCEPTED = re.compile(rf"fleet/accepted/{_SHORT}/{_HASH}\.json")
 _LEASE = re.compile(rf"fleet/lease/{_SHORT}/([0-9]{{5}})/([0-9]{{3}})\.json")
 _ROLLOUT = re.compile(rf"fleet/rollout/{_SHORT}/([0-9]{{5}})/([0-9]{{3}})-{_HASH}\.safetensors")
 _BATCH = re.compile(rf"fleet/batch/{_SHORT}/{_SHORT}\.json")
+_REJECTED = re.compile(rf"fleet/rejected/{_SHORT}/{_SHORT}/{_HASH}\.json")
 _MEMBER = re.compile(r"fleet/member/(.+)\.json")
 
 
@@ -56,6 +58,14 @@ class BatchKey(NamedTuple):
     step: int
 
 
+class RejectedKey(NamedTuple):
+    """What the key of a rejection says. `blake3` is the hash of the record's bytes."""
+
+    epoch: int
+    step: int
+    blake3: str
+
+
 def round_key(number: int) -> str:
     return f"{ROUNDS}{_digits(number, 10)}.json"
 
@@ -79,6 +89,10 @@ def rollout_key(rollout: RolloutKey) -> str:
 
 def batch_key(epoch: int, step: int) -> str:
     return f"{BATCHES}{_digits(epoch, 10)}/{_digits(step, 10)}.json"
+
+
+def rejected_key(rejected: RejectedKey) -> str:
+    return f"{REJECTED}{_digits(rejected.epoch, 10)}/{_digits(rejected.step, 10)}/{rejected.blake3}.json"
 
 
 def member_key(member: str) -> str:
@@ -127,6 +141,11 @@ def parse_rollout_key(key: str) -> RolloutKey | None:
 def parse_batch_key(key: str) -> BatchKey | None:
     found = _BATCH.fullmatch(key)
     return BatchKey(int(found[1]), int(found[2])) if found else None
+
+
+def parse_rejected_key(key: str) -> RejectedKey | None:
+    found = _REJECTED.fullmatch(key)
+    return RejectedKey(int(found[1]), int(found[2]), found[3]) if found else None
 
 
 def parse_member_key(key: str) -> str | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from deltawire import Digest
 from deltawire.fleet import Completion, Rollouts, Round, Sampling, Span, StalenessBudget, VersionRef
-from deltawire.fleet.admission import Demand, Reason, judge_content, judge_origin, judge_place, judge_versions
+from deltawire.fleet.admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions
 from deltawire.fleet.steps import KnownVersion
+from deltawire.fleet.training_limits import LARGEST_REWARD, TrainingLimits, why_untrainable
 from deltawire.format.fleet_files import AcceptedResult
 from deltawire.format.fleet_records import Lease, ObjectRef
 from deltawire.store.fleet_keys import RolloutKey
@@ -43,6 +45,10 @@ GOOD = Rollouts(
 )
 CHAIN = {8: KnownVersion(8, 3, DIGEST), 9: KnownVersion(9, 4, DIGEST)}
 DEMAND = Demand(ROUND, 1, StalenessBudget(1))
+
+
+def reason_of(refusal: Refusal | None) -> Reason | None:
+    return None if refusal is None else refusal.reason
 
 
 def test_a_good_result_passes_every_test() -> None:
@@ -89,17 +95,58 @@ def test_a_result_is_of_its_run_place_and_lease(rollouts: Rollouts, lease: Lease
         ((completion(),) * 3, "malformed"),
         ((completion(), completion(length=5)), "malformed"),
         ((completion(), completion(length=9, own=4)), None),
+        ((completion(), completion(length=10, own=4)), "malformed"),
     ],
 )
 def test_a_result_is_what_was_asked_for(completions: tuple[Completion, ...], reason: Reason | None) -> None:
-    assert judge_content(replace(GOOD, completions=completions), DEMAND) == reason
+    assert reason_of(judge_content(replace(GOOD, completions=completions), replace(DEMAND, environment_tokens=5))) == reason
+
+
+def test_tokens_of_an_environment_are_refused_unless_they_are_allowed() -> None:
+    long = replace(GOOD, completions=(completion(), completion(length=40_000, own=4)))
+    assert reason_of(judge_content(long, DEMAND)) == "malformed"
+    assert judge_content(long, replace(DEMAND, environment_tokens=40_000)) is None
+
+
+def test_prompts_are_the_tasks_own() -> None:
+    assert judge_content(GOOD, replace(DEMAND, prompt_ids=[[1, 1]])) is None
+    for other in ([1, 2], [1], [1, 1, 1], []):
+        assert reason_of(judge_content(GOOD, replace(DEMAND, prompt_ids=[other]))) == "malformed"
+
+
+def changed(**changes: Any) -> Rollouts:
+    return replace(GOOD, completions=(completion(), replace(completion(), **changes)))
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "why"),
+    [
+        (changed(tokens=np.array([1, 99, 1], np.int32)), None),
+        (changed(tokens=np.array([1, 100, 1], np.int32)), "vocabulary"),
+        (changed(tokens=np.array([1, 2**31 - 1, 1], np.int32), mask=np.zeros(3, np.uint8)), "vocabulary"),
+        (replace(GOOD, prompts=(np.array([1, 100], np.int32),)), "vocabulary"),
+        (replace(GOOD, completions=(completion(), completion(length=8))), None),
+        (replace(GOOD, completions=(completion(), completion(length=9, own=4))), "positions"),
+        (changed(logprobs=np.array([0, -1000, 0], np.float32)), None),
+        (changed(logprobs=np.array([0, -3e38, 0], np.float32)), "log-prob"),
+        (changed(logprobs=np.array([0, -3e38, 0], np.float32), mask=np.array([1, 0, 1], np.uint8)), None),
+        (changed(rewards=(LARGEST_REWARD,)), None),
+        (changed(rewards=(None,)), None),
+        (changed(rewards=(1e39,)), "reward 'right'"),
+        (changed(rewards=(-1e39,)), "reward 'right'"),
+    ],
+)
+def test_what_a_model_cannot_be_trained_on_is_told(rollouts: Rollouts, why: str | None) -> None:
+    found = why_untrainable(rollouts, TrainingLimits(vocabulary=100, positions=10))
+    assert (found is None) if why is None else why in (found or "")
 
 
 def test_a_result_has_the_prompts_of_its_task() -> None:
-    assert judge_content(GOOD, replace(DEMAND, prompts=2)) == "malformed"
+    assert reason_of(judge_content(GOOD, replace(DEMAND, prompts=2))) == "malformed"
     two = replace(GOOD, prompts=GOOD.prompts * 2, completions=(completion(0), completion(1), completion(1), completion(0)))
     assert judge_content(two, replace(DEMAND, prompts=2)) is None
-    assert judge_content(replace(two, completions=(completion(0),) * 3 + (completion(1),)), replace(DEMAND, prompts=2)) == "malformed"
+    uneven = replace(two, completions=(completion(0),) * 3 + (completion(1),))
+    assert reason_of(judge_content(uneven, replace(DEMAND, prompts=2))) == "malformed"
 
 
 @pytest.mark.parametrize(

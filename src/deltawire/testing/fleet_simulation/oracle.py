@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...fleet.staleness import StalenessBudget
 from ...format.fleet_files import Accepted, AcceptedResult
-from ...format.fleet_records import BatchRecord, Lease, Round
+from ...format.fleet_records import BatchRecord, Lease, Rejection, Round
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys
 from ...store.fleet_keys import LeaseKey, RolloutKey
@@ -42,6 +42,15 @@ class Acknowledged:
     """The chain's epoch at that moment: above `epoch`, a zombie wrote it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A result that a trainer rejected after it was acknowledged. `in_time`: no other trainer had taken over when that was written."""
+
+    epoch: int
+    place: RolloutKey
+    in_time: bool
+
+
 class Oracle:
     """Watches the store and the trainers. Raises `Violation`."""
 
@@ -51,11 +60,16 @@ class Oracle:
         self._objects = objects
         self._budget_steps = budget.steps
         self.acknowledged: dict[tuple[int, int], Acknowledged] = {}
+        self.rejected: list[Rejected] = []
         self.accepted = 0
         self.tokens = 0
         objects.created = self._created
 
     def _created(self, key: str, data: bytes) -> None:
+        if (rejection := fleet_keys.parse_rejected_key(key)) is not None:
+            record = Rejection.parse(data)
+            in_time = rejection.epoch == self._chain.epoch
+            self.rejected += [Rejected(rejection.epoch, RolloutKey(record.round, *one), in_time) for one in record.results]
         place = fleet_keys.parse_batch_key(key)
         if place is None:
             return
@@ -74,21 +88,31 @@ class Oracle:
             raise Violation(f"{what} is trained and was not acknowledged.")
         if step != line.step + 1:
             raise Violation(f"{what} is trained after step {line.step}.")
-        if sorted((one.task, one.attempt, one.member) for one in rollouts) != [(r.task, r.attempt, r.member) for r in ack.results]:
+        results = self._not_rejected(ack, what)
+        if sorted((one.task, one.attempt, one.member) for one in rollouts) != [(r.task, r.attempt, r.member) for r in results]:
             raise Violation(f"{what} is trained on other rollouts than were acknowledged.")
         self._judge_round(ack.round, step, what)
         by_task = {one.task: one for one in rollouts}
-        for result in ack.results:
+        for result in results:
             self._judge(by_task[result.task], result, ack, what, zombie=epoch != self._chain.epoch)
             before = line.trained.get((ack.round, result.task))
             if before is not None:
                 raise Violation(f"{what} trains on task {result.task} of round {ack.round}, as step {before} of the same line did.")
         self._judge_loss(line, ack, what)
-        for result in ack.results:
+        for result in results:
             line.trained[ack.round, result.task] = step
         line.step = step
-        self.accepted += len(ack.results)
+        self.accepted += len(results)
         self.tokens += sum(one.tokens for one in rollouts)
+
+    def _not_rejected(self, ack: Acknowledged, what: str) -> list[AcceptedResult]:
+        """What an acknowledgement leaves to train on. Results that an earlier trainer rejected in time must not be in it at all."""
+        places = {RolloutKey(ack.round, result.task, result.attempt, result.blake3): result for result in ack.results}
+        for one in self.rejected:
+            if one.place in places and one.in_time and one.epoch < ack.epoch:
+                raise Violation(f"{what} acknowledges task {one.place.task} of round {ack.round}, which epoch {one.epoch} had rejected.")
+        own = {one.place for one in self.rejected if one.epoch == ack.epoch}
+        return [result for place, result in places.items() if place not in own]
 
     def _judge_round(self, number: int, step: int, what: str) -> None:
         record = self._objects.read(fleet_keys.round_key(number))
@@ -123,6 +147,7 @@ class Oracle:
             return
         newest = max(earlier, key=lambda one: one.epoch)
         kept = {(ack.round, result.task, result.blake3) for result in ack.results}
+        kept |= {(one.place.round, one.place.task, one.place.blake3) for one in self.rejected if one.epoch <= ack.epoch}
         for result in newest.results:
             if (newest.round, result.task, result.blake3) not in kept and self._still_valid(newest, result, line):
                 lost = f"task {result.task} of round {newest.round}, by {result.member}"

@@ -83,6 +83,7 @@ def _world(random: Random, members: int | None, trace: Callable[[str], None] | N
         train_seconds=random.choice([0.0, 2.0, 15.0]),
         checkpoint_every=random.choice([1, 1, 2, 3]),
         looked_after=random.random() < 0.7,
+        spoiled=random.choice([0, 0, 1, 6]),
     )
     weather = Weather(delay=random.choice([0.005, 0.05, 0.15]), timeout=random.choice([2.0, 10.0]))
     granularity = random.choice([0.0, 0.0, 1.0])

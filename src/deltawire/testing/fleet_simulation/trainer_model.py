@@ -44,6 +44,8 @@ class Plan:
     train_seconds: float
     checkpoint_every: int
     looked_after: bool = True
+    spoiled: int = 0
+    """So many of 16 results fail in training, and are rejected after their acknowledgement."""
 
 
 @dataclass(slots=True)
@@ -92,6 +94,9 @@ class TrainerModel:
         for ahead in range(step, min(self.plan.budget.newest_open(line.step), self.plan.last_step) + 1):
             yield from self._until_it_works(partial(fleet.open_round, self._rows(), for_step=ahead, sampling=_SAMPLING))
         batch = yield from self._until_it_works(partial(fleet.collect, step))
+        spoiled = [index for index in range(len(batch.results)) if int(self.draw_nonce()[0], 16) < self.plan.spoiled]
+        if spoiled:
+            batch = yield from self._until_it_works(partial(fleet.reject, batch, spoiled, "training on it failed"))
         self.oracle.trains(line, fleet.epoch, step, batch.rollouts)
         yield from self._while_training(fleet)
         version = yield Do(0.2, partial(self.chain.publish, fleet.epoch, step))
