@@ -19,7 +19,8 @@ from deltawire.engines import HotSwap, ModuleEngine
 def main(url: str, last: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         deltawire.pull(url, f"{folder}/checkpoint")  # for its config.json; the weights could come from anywhere
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{folder}/checkpoint"), dtype=torch.bfloat16)
+        config = AutoConfig.from_pretrained(f"{folder}/checkpoint", trust_remote_code=False)  # never run code from a bucket
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.bfloat16)
 
     with HotSwap(url, ModuleEngine(model)) as policy:
         policy.sync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from deltawire.module_tensors import named_weights
 from deltawire.publish import Publisher
 from deltawire.rl.generation import TransformersGenerator, build_model
 from deltawire.store import Store, open_store
-from deltawire.subscribe.model_files import read_model_files
+from deltawire.subscribe.model_files import ModelFiles, read_model_files
 
 ROWS = [{"prompt": "w1 w2 w3"}, {"prompt": [{"role": "user", "content": "w4"}]}]
 
@@ -129,3 +130,49 @@ def test_a_chain_without_config_or_tokenizer_says_what_to_publish(store: Store) 
         build_model(files)
     with pytest.raises(EngineError, match="attachments"):
         Prompts.of(files)
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that only hostile code would make. Nobody may be asked whether to run it either, and nothing may be downloaded."""
+
+    def asked(*_: object) -> str:
+        pytest.fail("the user was asked whether to run code from the bucket")
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 15)  # as without CI's setting
+    return tmp_path / "code-was-run"
+
+
+def hostile_files(policy_files: Path, marker: Path, **config: object) -> dict[str, bytes]:
+    """The files of a working model, changed so that loading them the trusting way runs code."""
+    files = {path.name: path.read_bytes() for path in policy_files.iterdir()}
+    code = f"open({str(marker)!r}, 'w').close()\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M, LlamaTokenizer as T\n"
+    auto_map = {"AutoConfig": "hostile.C", "AutoModelForCausalLM": "hostile.M", "AutoTokenizer": ["hostile.T", None]}
+    documents: dict[str, dict[str, object]] = {"config.json": config, "tokenizer_config.json": {"tokenizer_class": "Hostile"}}
+    for name, more in documents.items():
+        files[name] = json.dumps({**json.loads(files[name]), "auto_map": auto_map, **more}).encode()
+    return {**files, "hostile.py": code.encode()}
+
+
+def test_python_from_the_bucket_is_never_run(tmp_path: Path, store: Store, policy: TinyPolicy, marker: Path) -> None:
+    files = hostile_files(tmp_path / "files", marker, model_type="hostile")
+    with Publisher(store, attachments=files) as publisher:
+        publisher.publish(dict(policy.model.state_dict()))
+    found = read_model_files(store)
+    assert found.files["hostile.py"] == files["hostile.py"]
+    with pytest.raises(EngineError, match="never run"):
+        build_model(found)
+    with pytest.raises(EngineError, match="never run"):
+        Prompts.of(ModelFiles({**found.files, "tokenizer.json": b"{}"}, {}))
+    with pytest.raises(EngineError):
+        TransformersGenerator(store)
+    assert not marker.exists()
+
+
+def test_classes_of_transformers_are_taken_where_the_bucket_offers_its_own(tmp_path: Path, policy: TinyPolicy, marker: Path) -> None:
+    files = hostile_files(tmp_path / "files", marker, attn_implementation="anybody/kernel", experts_implementation="anybody/kernel")
+    model, _ = build_model(ModelFiles(files, {}))
+    assert type(model) is type(policy.model)
+    assert model.config._attn_implementation in ("sdpa", "eager")
+    assert not marker.exists()

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import EngineError
 from ..subscribe.model_files import ModelFiles
+from .pretrained import load_tokenizer
 
 
 class Prompts:
@@ -22,16 +23,9 @@ class Prompts:
 
     @classmethod
     def of(cls, files: ModelFiles) -> Prompts:
-        """With the tokenizer that is published beside the weights. `EngineError` if there is none."""
-        from transformers import AutoTokenizer
-
+        """Use the tokenizer that is published beside the weights. Raises `EngineError` if there is none."""
         with tempfile.TemporaryDirectory(prefix="deltawire-tokenizer-") as folder:
-            try:
-                return cls(AutoTokenizer.from_pretrained(files.write(Path(folder)), local_files_only=True))
-            except (OSError, ValueError, KeyError) as error:
-                raise EngineError(
-                    f"the chain holds no tokenizer that loads: {error}. Publish with `attachments` that have one (the model's directory)."
-                ) from error
+            return cls(load_tokenizer(files.write(Path(folder))))
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         """Token ids of the rows' prompts. `EngineError` for a row without one."""

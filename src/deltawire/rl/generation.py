@@ -14,6 +14,7 @@ from ..chain.version import Version
 from ..checkpoint_layout import CheckpointLayout
 from ..dtypes import DType
 from ..engines import HotSwap, ModuleEngine
+from ..engines.pretrained import causal_model, load_config
 from ..engines.prompts import Prompts
 from ..errors import EngineError, EngineRefused, EngineUnavailable
 from ..events import OnEvent
@@ -83,18 +84,15 @@ def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[
 
     `EngineError` if config.json is missing, or is none that transformers knows.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     if "config.json" not in files.files:
         raise EngineError("the chain holds no config.json. Publish with `attachments`: the model's directory, or its config and tokenizer.")
     with tempfile.TemporaryDirectory(prefix="deltawire-config-") as name:
         folder = files.write(Path(name))
-        try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            with torch.device(device):
-                model = AutoModelForCausalLM.from_config(config)
-        except (OSError, ValueError, KeyError) as error:
-            raise EngineError(f"the chain's config.json makes no causal language model: {error}.") from error
+        config = load_config(folder)
+        with torch.device(device):
+            model = causal_model(config)
         stop_tokens = _ids(getattr(config, "eos_token_id", None))
         if "generation_config.json" in files.files:
             stop_tokens |= _ids(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)

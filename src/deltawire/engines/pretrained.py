@@ -1,0 +1,60 @@
+"""Loading what transformers loads from the files of a chain: the config and the tokenizer. Whoever writes the bucket writes these files.
+
+Nothing here runs code from the bucket, or code that the bucket names: `trust_remote_code` is False in every call, and a config's choice
+of kernels, which transformers would download from the Hub, is dropped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import EngineError
+
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in a directory. Raises `EngineError` if there is none that transformers itself can load."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, **_LOCAL)
+    except Exception as error:  # anything can come of files that anybody may have written
+        raise _refusal(
+            "tokenizer", f"the chain holds no tokenizer that loads: {error}. Publish with `attachments` that have one.", error
+        ) from error
+
+
+def load_config(folder: Path) -> Any:
+    """Return the config in a directory. Raises `EngineError` if it is none that transformers itself knows."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, **_LOCAL)
+        config._attn_implementation = None  # the name of a repository would be code to download; each machine chooses for itself
+        config._experts_implementation = None
+    except Exception as error:
+        raise _unknown_model(error) from error
+    return config
+
+
+def causal_model(config: Any) -> Any:
+    """Return a causal language model of a config, with weights of no meaning, on torch's current device. Raises `EngineError`."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        raise _unknown_model(error) from error
+
+
+def _unknown_model(error: Exception) -> EngineError:
+    return _refusal("config.json", f"the chain's config.json makes no causal language model: {error}.", error)
+
+
+def _refusal(what: str, message: str, error: Exception) -> EngineError:
+    if "trust_remote_code" in str(error):  # transformers' advice is to set it, which would run the bucket's code
+        message = f"the chain's {what} needs Python code that comes with it, and such code is never run here."
+        return EngineError(f"{message} Publish a model that transformers itself has a class for.")
+    return EngineError(message)
