@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,14 @@ def join_text(text: str | bytes, data: bytes) -> bytes:
 
 def run_python(code: str, *arguments: str) -> str:
     """What a fresh interpreter prints that runs this code, with warnings as errors."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PACKAGE), str(Path(__file__).resolve().parent)])}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = finished_python(code, *arguments, options=["-W", "error"])
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def finished_python(code: str, *arguments: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that has run this code, and may import what tests share."""
+    tests = Path(__file__).resolve().parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [PACKAGE, tests, tests / "integration"]))}
+    command = [sys.executable, *options, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

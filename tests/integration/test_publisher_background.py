@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import numpy as np
 import pytest
 from plain_reader import apply_files, read_commits, read_json
 from small_training import Training, assert_chain_holds, publisher
-from support import bits_of, copied
+from support import bits_of, copied, finished_python
 
 from deltawire.errors import (
     Fenced,
@@ -17,9 +16,10 @@ from deltawire.errors import (
     StoreFull,
 )
 from deltawire.publish import create
-from deltawire.store import keys
+from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import Before, FaultyStore, call
+from deltawire.warnings import VersionsLost
 
 
 @pytest.fixture(autouse=True)
@@ -147,30 +147,75 @@ def test_closing_finishes_what_was_given():
     assert_chain_holds(store, {2: training.state})
 
 
-def test_leaving_by_an_error_drops_what_has_not_begun_and_does_not_hide_the_error():
+def test_leaving_by_an_error_publishes_what_was_accepted_and_does_not_hide_the_error():
     store = Gate()
     handles = []
+    training = Training()
 
     def train():
         with publisher(store, background=True) as chain:
-            handles.append(chain.publish(Training().state))
+            handles.append(chain.publish(training.step()))
             assert store.reached.wait(PATIENCE)
-            handles.append(chain.publish(Training().state))
-            opener.start()
+            handles.append(chain.publish(training.step()))
+            threading.Timer(0.05, store.open.set).start()
             raise ZeroDivisionError
 
-    def open_when_dropped():
-        with contextlib.suppress(PublisherClosed, TimeoutError):
-            handles[1].result(PATIENCE)
-        store.open.set()
-
-    opener = threading.Thread(target=open_when_dropped)
     with pytest.raises(ZeroDivisionError):
         train()
-    opener.join(PATIENCE)
-    assert handles[0].result(0).seq == 1
-    with pytest.raises(PublisherClosed):
-        handles[1].result(0)
+    assert [handle.result(0).seq for handle in handles] == [1, 2]
+    assert_chain_holds(store, {2: training.state})
+
+
+def test_leaving_by_an_error_warns_of_what_could_not_be_published():
+    store = FaultyStore(MemoryStore(), [Before(call("put", "data/"), "full")])
+    events = []
+
+    def train():
+        with publisher(store, background=True, on_event=events.append) as chain:
+            chain.publish(Training().state, step=7)
+            raise ZeroDivisionError
+
+    with pytest.warns(VersionsLost, match="is not published: .*space"), pytest.raises(ZeroDivisionError):
+        train()
+    assert [event.name for event in events][-1] == "versions-lost"
+
+
+AT_EXIT = """
+import os, sys, threading
+from small_training import Training, publisher
+from deltawire.errors import StoreFull
+from deltawire.store.local import LocalStore
+
+ending = threading.Event()
+
+class AtExit(LocalStore):
+    def put(self, *arguments, **options):  # nothing is uploaded before the end has begun
+        assert ending.wait(60)
+        if sys.argv[2] == "full":
+            raise StoreFull("no space is left.")
+        super().put(*arguments, **options)
+
+chain = publisher(AtExit(sys.argv[1]), background=True)
+threading._register_atexit(ending.set)
+chain.publish(Training().step(), step=3)
+if sys.argv[2] == "raise":
+    if os.fork() == 0:  # a child does not have the thread: it must neither wait nor warn
+        sys.exit()
+    os.wait()
+    raise ZeroDivisionError
+"""
+
+
+@pytest.mark.parametrize("how", ["return", "raise", "full"])
+def test_what_was_accepted_is_published_when_the_process_ends(tmp_path, how):
+    done = finished_python(AT_EXIT, str(tmp_path), how)
+    assert done.returncode == (1 if how == "raise" else 0), done.stderr
+    if how == "full":
+        assert "VersionsLost: step 3 was accepted by publish(), but is not published: no space is left." in done.stderr
+        assert [commit["kind"] for commit in read_commits(open_store(tmp_path))] == ["fence"]
+    else:
+        assert "VersionsLost" not in done.stderr
+        assert_chain_holds(open_store(tmp_path), {1: Training().step()})
 
 
 def test_a_background_publisher_that_is_fenced_says_so_at_every_later_call():

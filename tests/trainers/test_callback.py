@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from tiny_models import bits, qwen, torch, transformers
 
 pytest.importorskip("accelerate", reason="accelerate is not installed, which the Trainer needs")
 
-from deltawire.errors import Fenced
+from deltawire.errors import Fenced, PublisherClosed
 from deltawire.publish import Publisher
 from deltawire.store import open_store
+from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber, reading_mirror
 from deltawire.trainers import DeltaWireCallback
 
@@ -79,6 +81,46 @@ def test_a_trainer_that_is_fenced_off_stops(tmp_path: Path) -> None:
 
     with pytest.raises(Fenced):
         train(tmp_path / "out", DeltaWireCallback(store, background=False), others=(Usurper(),))
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_last_version_arrives_when_training_raises(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    class Slow(MemoryStore):
+        def put_if_absent(self, key: str, data: Any) -> None:
+            if key.startswith("commit/") and threading.current_thread().name == "deltawire-publish":
+                assert gate.wait(60)
+            super().put_if_absent(key, data)
+
+    class Breaks(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                threading.Timer(0.05, gate.set).start()
+                raise ZeroDivisionError
+
+    store = Slow()
+    with pytest.raises(ZeroDivisionError), DeltaWireCallback(store, dtype=torch.bfloat16) as callback:
+        train(tmp_path / "out", callback, others=(Breaks(),))
+    assert callback.publisher is None
+    with Subscriber(store, pin=False) as subscriber:
+        assert subscriber.sync().step == 2
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_callback_that_is_used_again_closes_the_publisher_before(tmp_path: Path) -> None:
+    class Breaks(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise ZeroDivisionError
+
+    with DeltaWireCallback("memory://callback-again", dtype=torch.bfloat16) as callback:
+        with pytest.raises(ZeroDivisionError):
+            train(tmp_path / "out", callback, others=(Breaks(),))
+        first = callback.publisher
+        assert first is not None
+        train(tmp_path / "out", callback, steps=1)
+    with pytest.raises(PublisherClosed):
+        first.flush()
 
 
 def test_every_must_be_positive() -> None:

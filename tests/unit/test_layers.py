@@ -14,6 +14,7 @@ SOURCE = Path(deltawire.__file__).parent
 LAYERS = [
     {"errors"},
     {"events", "dtypes"},
+    {"warnings"},
     {"codec"},
     {"format"},
     {"tensors"},

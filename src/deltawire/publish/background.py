@@ -15,6 +15,7 @@ from ..errors import PublisherClosed
 from ..events import OnEvent, emit
 from ..handover import Handover
 from ..tensors import State
+from .at_exit import finish_at_exit, forget
 from .segments import TensorTable
 from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
 
@@ -24,7 +25,9 @@ Append = Callable[[Arrays, TensorTable, "int | None", Mapping[str, str]], Versio
 class PendingVersion:
     """A state on its way into the chain."""
 
-    def __init__(self, on_raised: Callable[[BaseException], None] = lambda error: None) -> None:
+    def __init__(self, on_raised: Callable[[BaseException], None] = lambda error: None, step: int | None = None) -> None:
+        self.name = "a version" if step is None else f"step {step}"
+        """What messages call it."""
         self._event = threading.Event()
         self._version: Version | None = None
         self._error: BaseException | None = None
@@ -79,15 +82,18 @@ class BackgroundPublisher:
         self._keeps = keeps
         self._afterwards = afterwards
         self._place: Place = snapshot
-        self._on_event = on_event
+        self.on_event = on_event
         self._changed = threading.Condition()
         self._waiting: _Snapshot | None = None
-        self._publishing = False
+        self._publishing: _Snapshot | None = None
         self._closing = False
         self._free: list[Arrays] = []
         self._error: BaseException | None = None
+        self._failed: PendingVersion | None = None
+        """What the error is about."""
         self._thread = threading.Thread(target=self._run, name="deltawire-publish", daemon=True)
         self._thread.start()
+        finish_at_exit(self)
 
     def submit(self, state: State, table: TensorTable, step: int | None, meta: Mapping[str, str]) -> PendingVersion:
         """Copy the state and publish it soon. If an earlier one has failed, raises that error instead, and takes nothing."""
@@ -103,7 +109,7 @@ class BackgroundPublisher:
             if superseded is not None:
                 superseded.copied.precede()  # that copy may have been given to another stream
             copy_tensors(state, arrays, wait=False)
-            snapshot = _Snapshot(arrays, table, step, meta, Handover(state), PendingVersion(self._forget_error))
+            snapshot = _Snapshot(arrays, table, step, meta, Handover(state), PendingVersion(self._forget_error, step))
             with self._changed:
                 if self._closing:  # while the state was copied: nobody would publish it any more
                     raise PublisherClosed("the publisher was closed.")
@@ -125,21 +131,24 @@ class BackgroundPublisher:
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all that was submitted has landed, failed or been superseded. TimeoutError; else as `submit` for errors."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._waiting is None and not self._publishing, timeout):
+            if not self._changed.wait_for(lambda: self._waiting is None and self._publishing is None, timeout):
                 raise TimeoutError(f"publications are still on their way after {timeout} seconds")
         self._raise_error()
 
-    def close(self, *, drop: bool = False) -> None:
-        """Finish what was submitted, or with `drop` only what has begun, and end the thread. Raises as `flush` does, after that."""
+    def on_its_way(self) -> str:
+        """Say what was submitted and has not landed, unless its error was raised; for a person. An empty string if nothing."""
+        with self._changed:
+            handles = [self._failed if self._error is not None else None]
+            handles += [snapshot.handle for snapshot in (self._publishing, self._waiting) if snapshot is not None]
+        return " and ".join(dict.fromkeys(handle.name for handle in handles if handle is not None))
+
+    def close(self) -> None:
+        """Publish what was submitted, and end the thread. Raises as `flush` does, after that."""
         with self._changed:
             self._closing = True
-            dropped = self._waiting if drop else None
-            if drop:
-                self._waiting = None
             self._changed.notify_all()
-        if dropped is not None:
-            dropped.handle._resolve(error=PublisherClosed("the publisher was closed before this state was published."))
         self._thread.join()
+        forget(self)
         self._raise_error()
 
     def _run(self) -> None:
@@ -149,10 +158,10 @@ class BackgroundPublisher:
                 snapshot, self._waiting = self._waiting, None
                 if snapshot is None:
                     return
-                self._publishing = True
+                self._publishing = snapshot
             self._publish(snapshot)
             with self._changed:
-                self._publishing = False
+                self._publishing = None
                 self._changed.notify_all()
             try:
                 with snapshot.copied.taken():  # shortcuts are made of the same copies, and no more on training's stream than these
@@ -167,7 +176,7 @@ class BackgroundPublisher:
                 version = self._append(snapshot.arrays, snapshot.table, snapshot.step, snapshot.meta)
         except BaseException as error:  # not swallowed: the next call, or whoever asks for the result, raises it
             with self._changed:
-                self._error = error
+                self._error, self._failed = error, snapshot.handle
             snapshot.handle._resolve(error=error)
         else:
             snapshot.handle._resolve(version)
@@ -177,7 +186,7 @@ class BackgroundPublisher:
 
     def _supersede(self, snapshot: _Snapshot) -> None:
         snapshot.handle._resolve()
-        emit(self._on_event, "superseded", step=snapshot.step)
+        emit(self.on_event, "superseded", step=snapshot.step)
 
     def _forget_error(self, error: BaseException) -> None:
         with self._changed:
@@ -186,6 +195,6 @@ class BackgroundPublisher:
 
     def _raise_error(self) -> None:
         with self._changed:
-            error, self._error = self._error, None
+            error, self._error, self._failed = self._error, None, None
         if error is not None:
             raise error

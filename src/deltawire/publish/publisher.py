@@ -21,6 +21,7 @@ from ..store.place import refuse_occupied
 from ..tensors import State
 from .anchor_files import SHARD_BYTES
 from .append import Appender
+from .at_exit import warn_lost
 from .attachments import Attachments, read_attachments
 from .background import BackgroundPublisher, PendingVersion
 from .cadence import AnchorPolicy
@@ -64,8 +65,9 @@ class Publisher:
     the public `trusted_keys` (the earlier ones of one's own, after a change of keys). Else `SignatureInvalid`, before anybody is fenced
     off; so too without a key for a chain that is signed.
 
-    Close it, best by `with`: one that publishes in the background lives on until it is closed, and what it has not published when the
-    process ends is lost.
+    Open it by `with`, which publishes what was accepted before it returns, also if the body raises. A publisher in the background that
+    nobody closes publishes what it accepted when the process ends; after two minutes it gives up, and warns (`VersionsLost`). A process
+    that is killed loses what was on its way.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class Publisher:
             finally:
                 self._publishing = False
                 if self._is_to_close:
-                    self._close(drop=version is None)
+                    self._close(settle=version is not None)
             return version
 
     def flush(self, timeout: float | None = None) -> None:
@@ -219,19 +221,23 @@ class Publisher:
         Raises what went wrong in the background and was not raised yet, after everything is closed. Called by a signal handler in the
         middle of `publish`, it returns at once, and that publication is the last: when it ends, the publisher is closed.
         """
-        self._close(drop=False)
+        self._close(settle=True)
 
     def __enter__(self) -> Publisher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        waiting = "" if self._background is None else self._background.on_its_way()
         try:
-            self._close(drop=error is not None)
-        except Exception:
-            if error is None:  # else what broke off the body is what matters; this one is in last_error
+            # In the foreground, what broke off the body has told of a commit in doubt: do not ask a store again that may be down.
+            self._close(settle=error is None or self._background is not None)
+        except Exception as lost:
+            if error is None:
                 raise
+            if lost is not error:  # what broke off the body is raised; this one would be seen by nobody
+                warn_lost(waiting or "a version", str(lost), self._on_event)
 
-    def _close(self, *, drop: bool) -> None:
+    def _close(self, *, settle: bool) -> None:
         with self._turn:
             if self._closed:
                 return
@@ -241,8 +247,8 @@ class Publisher:
             self._closed = True
         with self._opened:
             if self._background is not None:
-                self._background.close(drop=drop)
-            if not drop:
+                self._background.close()
+            if settle:
                 self._appender.settle()
 
     def _rounded(self, state: State, table: TensorTable) -> Arrays | None:

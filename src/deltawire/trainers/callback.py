@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked
     """Publishes the model before the first step and after every `every` steps, in the background.
 
-    >>> Trainer(model, args, train_dataset=data, callbacks=[DeltaWireCallback("s3://bucket/run", dtype=torch.bfloat16)])
+    >>> with DeltaWireCallback("s3://bucket/run", dtype=torch.bfloat16) as callback:
+    ...     Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
 
     Versions carry the trainer's global step. The model's and tokenizer's configuration go along, so that every anchor is a checkpoint that
     loads by itself. Only the main process publishes, and it must hold all weights: with FSDP or DeepSpeed ZeRO-3, which shard them, use
     `deltawire.trainers.fsdp`. What fails in the background is raised at the next step that publishes, or at the end of training.
+
+    If training raises, leaving the `with` block publishes the steps that were accepted; without `with`, that happens when the process ends.
 
     `dtype`, `names`, `keep` are those of `WeightSource`; further options go to `Publisher`. On a GPU with room for two more copies of the
     model (three if the store is slower than training), `snapshot="device"` makes that only deltas leave it (with `masters=True` instead of
@@ -53,9 +57,24 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self.publisher: Publisher | None = None
         """Open while training runs."""
 
+    def close(self) -> None:
+        """Publish what was accepted, and close the publisher. Training that ends normally has done so; one that raised has not."""
+        publisher, self.publisher = self.publisher, None
+        if publisher is not None:
+            publisher.close()
+
+    def __enter__(self) -> DeltaWireCallback:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        publisher, self.publisher = self.publisher, None
+        if publisher is not None:
+            publisher.__exit__(kind, error, traceback)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero:
             return
+        self.close()  # the last call of `train` raised, and did not come to its end
         self._source = WeightSource(model, **self._source_options)
         options = {"attachments": _configuration(model, processing_class), **self._publisher_options}
         self.publisher = Publisher(self._url, **options)

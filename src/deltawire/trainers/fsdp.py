@@ -24,7 +24,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ..chain.version import Version
 from ..errors import PublishError, UnsupportedTensor
+from ..events import OnEvent
 from ..publish import PendingVersion
+from ..publish.at_exit import EXIT_SECONDS, finish_at_exit, forget, warn_lost
 from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
 from ..store import Store
@@ -67,8 +69,11 @@ class FSDPPublisher:
         self._in_background = background
         self._pending: PendingVersion | None = None
         self._thread: threading.Thread | None = None
+        self.on_event: OnEvent | None = options.get("on_event")
         self._ranks = TorchRanks(group, timeout)
         self._publisher = ShardedPublisher(self._ranks, url, run, **options)
+        if background:
+            finish_at_exit(self)
 
     @property
     def version(self) -> Version | None:
@@ -108,19 +113,27 @@ class FSDPPublisher:
         self._thread.start()
         return pending
 
-    def flush(self) -> None:
-        """Wait until what was published in the background is in the chain. Raises what it failed with."""
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until what was published in the background is in the chain. TimeoutError, or what it failed with."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the publication is not done after {timeout} seconds")
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def on_its_way(self) -> str:
+        """Say what is being published in the background, for a person; an empty string if nothing is."""
+        is_busy = self._thread is not None and self._thread.is_alive()
+        return f"rank {self._ranks.rank}'s part of a version" if is_busy else ""
 
     def close(self) -> None:
         """Let go of everything, after what is on its way. To be called by all ranks; may be called twice."""
         try:
             self.flush()
         finally:
+            forget(self)
             self._publisher.close()
 
     def __enter__(self) -> FSDPPublisher:
@@ -129,7 +142,15 @@ class FSDPPublisher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is None:
             self.close()
-        else:
+            return
+        waiting = self.on_its_way()
+        try:  # all ranks have begun this one, so that it can be finished; but some of them may be gone
+            self.flush(EXIT_SECONDS)
+        except Exception as lost:
+            if lost is not error:
+                warn_lost(waiting or "a version", str(lost), self.on_event)
+        finally:
+            forget(self)
             self._publisher.__exit__(kind, error, traceback)
 
     def _forget(self) -> None:

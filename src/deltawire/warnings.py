@@ -1,0 +1,83 @@
+"""Warnings: things that are allowed, but that most users do not want. Each category has one remedy, which its message names.
+
+    UserWarning
+    └── DeltawireWarning
+        ├── WideWeights         float32 weights are published, and nobody said that the fleet serves float32
+        ├── DenseUpdates        nearly all weights change in every version, so deltas save little
+        ├── AttachmentsMissing  no config.json is published, so readers get a directory that does not load by itself
+        ├── NonFiniteWeights    weights that are NaN or infinite are published
+        └── VersionsLost        versions that `publish` accepted did not reach the store
+
+Python shows each of them once for each place in your code. `warnings.filterwarnings("error", category=...)` makes one an error,
+`"ignore"` hides it. Each is also an event, which every `on_event` gets.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+
+from .events import OnEvent, Value, emit
+
+
+class DeltawireWarning(UserWarning):
+    """Root of the tree."""
+
+    event = ""
+    """The name of the event that goes with the warning."""
+
+
+class WideWeights(DeltawireWarning):
+    """The weights are float32 or float64, and the publisher was not told what the fleet serves."""
+
+    event = "wide-weights"
+
+
+class DenseUpdates(DeltawireWarning):
+    """Nearly all weights changed in several versions in a row."""
+
+    event = "dense-updates"
+
+
+class AttachmentsMissing(DeltawireWarning):
+    """No config.json goes with the weights."""
+
+    event = "attachments-missing"
+
+
+class NonFiniteWeights(DeltawireWarning):
+    """Some weights are NaN or infinite, and are published."""
+
+    event = "non-finite-weights"
+
+
+class VersionsLost(DeltawireWarning):
+    """Versions that `publish` accepted did not reach the store."""
+
+    event = "versions-lost"
+
+
+def warn(
+    category: type[DeltawireWarning], message: str, on_event: OnEvent | None = None, *, may_raise: bool = True, **fields: Value
+) -> None:
+    """Issue a Python warning that points at the caller's code, and the event of its category.
+
+    Without `may_raise`, a warning that the user's filters turn into an error is logged instead: for threads of our own, and for moments
+    at which work is half done.
+    """
+    emit(on_event, category.event, message=message, **fields)
+    try:
+        warnings.warn(message, category, stacklevel=_level_of_the_caller())
+    except Warning:
+        if may_raise:
+            raise
+        logging.getLogger("deltawire").error("%s: %s", category.__name__, message)
+
+
+def _level_of_the_caller() -> int:
+    """Return the `stacklevel` of the first frame outside of this package, as seen from `warn`."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] == "deltawire":
+        level, frame = level + 1, frame.f_back
+    return level
