@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from publications import At, Ledger, assert_one_history, bits_at, open_publisher, open_subscriber, published, visible_step
+from publications import At, Ledger, Listener, assert_one_history, bits_at, open_publisher, open_subscriber, published, visible_step
 from support import bits_of
 from toy_chain import ToyChain, first_state
 
+from deltawire.chain import log
 from deltawire.errors import (
     ChainBroken,
     ChainError,
@@ -25,6 +26,7 @@ from deltawire.errors import (
     SignatureInvalid,
     UnsupportedVersion,
 )
+from deltawire.events import Event
 from deltawire.format.records import Commit, Head, Limits, record_hash
 from deltawire.format.signing import SigningKey
 from deltawire.store import Store, keys
@@ -294,6 +296,61 @@ def test_a_store_that_was_set_back_to_an_older_copy_is_refused_by_who_saw_the_ne
         memory.sync()
     assert bits_of(memory.state) == bits_at(3)
     assert visible_step(store) == 23  # who knows nothing of it cannot tell
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("versions", [0, 1, 6])
+def test_a_running_follower_notices_that_its_store_was_set_back(
+    versions: int, mirrored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a trainer goes on from there, and how far: not at all, not as far as the follower has seen, or beyond that."""
+    store, ledger = published(2)
+    older = copy_of(store)
+    with open_publisher(store) as publisher:
+        ledger.publish(publisher, 3)
+    monkeypatch.setattr(log, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(log, "_SURE_AFTER", 0.0)
+    events = Listener()
+    with open_subscriber(store, tmp_path / "mirror" if mirrored else None, on_event=events) as reader:
+        following = reader.follow(poll=1e-4)
+        assert next(following).step == 4
+        restore(store, older)
+        if versions:
+            with open_publisher(store) as publisher:
+                Ledger(first=20).publish(publisher, versions)
+        with pytest.raises(RollbackDetected):
+            next(following)
+        assert isinstance(reader.last_error, RollbackDetected)
+        assert [event.fields["error"] for event in events.events if event.name == "sync-failed"] == ["RollbackDetected"]
+        assert bits_of(reader.state) == bits_at(4)
+
+
+def test_a_follower_waits_for_a_store_that_shows_less_than_before_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when requests go to a replica that is behind. It says so, serves on, and goes on when the replica has caught up."""
+    store, ledger = published(2)
+    older = copy_of(store)
+    with open_publisher(store) as publisher:
+        ledger.publish(publisher, 3)
+    newer = copy_of(store)
+    monkeypatch.setattr(log, "_LOOK_AGAIN", 0.0)
+    reported: list[str] = []
+
+    def catch_up(event: Event) -> None:
+        if event.name == "sync-failed":
+            reported.append(str(event.fields["error"]))
+            assert bits_of(reader.state) == bits_at(4)
+            if len(reported) == 2:
+                restore(store, newer)
+                with open_publisher(store) as publisher:
+                    ledger.publish(publisher)
+
+    with open_subscriber(store, on_event=catch_up) as reader:
+        following = reader.follow(poll=1e-4)
+        assert next(following).step == 4
+        restore(store, older)
+        assert next(following).step == 5
+        assert reported == ["RollbackDetected"] * 2
+        assert reader.last_error is None
 
 
 def test_a_history_that_was_rewritten_is_refused() -> None:

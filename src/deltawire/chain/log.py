@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from ..errors import (
     ChainBroken,
@@ -26,11 +26,18 @@ from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Head, Limits, 
 from ..format.signing import check_signature
 from ..store import keys
 from ..store.base import Store
+from .uptime import uptime
 from .version import Version
 
 _KEPT_BYTES = 32 << 20
 _NEAR = 8
 """So many commits are read one by one before other ways are looked for."""
+
+_LOOK_AGAIN = 30.0
+"""Seconds after which the newest commit known is read from the store again, to see whether the store was set back."""
+
+_SURE_AFTER = 60.0
+"""Seconds for which the newest commit known may be missing before `RollbackDetected` says that waiting does not help."""
 
 
 class ChainLog:
@@ -48,9 +55,15 @@ class ChainLog:
         trusted_keys: Collection[str] = (),
         known: CommitRef | None = None,
         limits: Limits | None = None,
+        clock: Callable[[], float] = uptime,
     ) -> None:
         self.store = store
         self.known = known
+        self._clock = clock
+        self._look_again = 0.0
+        """When the slot of `known` is to be read anew, whatever is kept."""
+        self._missed_since: float | None = None
+        """When `known` was first not found, if it was not found by the last look."""
         self._run_name = run
         self.trusted_keys = frozenset(trusted_keys)
         self._own_limits = limits or Limits()
@@ -106,8 +119,7 @@ class ChainLog:
         Accepted only if it leads down to `known`, which then moves up to it.
         """
         known = self.known
-        if known is not None:
-            self._require_known(known)
+        self.check_known()
         if known is not None and self.read(known.seq + 1) is None:
             return self.read(known.seq)
         start = self._starting_point(known)
@@ -121,11 +133,40 @@ class ChainLog:
         """Move `known` up to a newer commit of this chain, after checking that it leads down to what was known."""
         known = self.known
         if known is not None and commit.seq > known.seq:
-            found = self.ancestor(commit, known.seq)
+            try:
+                found = self.ancestor(commit, known.seq)
+            except ChainBroken:
+                self.check_known(now=True)  # what is kept may be of another history than what was read just now
+                raise
             if self.hash(found.seq) != known.commit:
-                raise RollbackDetected(f"commit {known.seq} in {self.store.url} is not the one that was seen before.")
+                raise self._rollback(f"commit {known.seq} in {self.store.url} is not the one that was seen before.")
         if known is None or commit.seq > known.seq:
             self.known = self.ref(commit)
+            self._look_again = self._clock() + _LOOK_AGAIN
+
+    def check_known(self, *, now: bool = False) -> None:
+        """Raise `RollbackDetected` if the store does not hold the commit `known` any more, or holds another in its slot.
+
+        What was read before is trusted for half a minute, unless `now` is given. The error is `retryable` for a minute: a replica of the
+        store may be behind, and catch up.
+        """
+        known = self.known
+        if known is None:
+            return
+        time = self._clock()
+        if known.seq in self._kept and (now or time >= self._look_again):
+            found = self._hash_in_store(known.seq)
+            if found != known.commit:
+                found = self._hash_in_store(known.seq)  # a bit may have flipped on the way
+        else:
+            found = self.hash(known.seq) if self.read(known.seq) is not None else None
+        if found is None:
+            raise self._rollback(f"commit {known.seq} was seen before, but is not in {self.store.url}.")
+        if found != known.commit:
+            raise self._rollback(f"commit {known.seq} in {self.store.url} is not the one that was seen before.")
+        self._missed_since = None
+        if now or time >= self._look_again:
+            self._look_again = time + _LOOK_AGAIN
 
     def forget(self) -> None:
         """Read everything anew from here on: something was wrong, and it may have been what was read. `known` stays."""
@@ -296,11 +337,19 @@ class ChainLog:
         check_same_run(mark.id, self.run, key)
         return mark
 
-    def _require_known(self, known: CommitRef) -> None:
-        if self.read(known.seq) is None:
-            raise RollbackDetected(f"commit {known.seq} was seen before, but is not in {self.store.url}.")
-        if self.hash(known.seq) != known.commit:
-            raise RollbackDetected(f"commit {known.seq} in {self.store.url} is not the one that was seen before.")
+    def _hash_in_store(self, seq: int) -> str | None:
+        """The hash of what a slot holds now, None if it is empty."""
+        data = self._get(keys.commit_key(seq))
+        return None if data is None else record_hash(data)
+
+    def _rollback(self, message: str) -> RollbackDetected:
+        """The error to raise. What was read before is dropped, for it may be of another history than what is there now."""
+        self.forget()
+        time = self._clock()
+        self._missed_since = time if self._missed_since is None else self._missed_since
+        error = RollbackDetected(message)
+        error.retryable = time - self._missed_since < _SURE_AFTER
+        return error
 
     def _starting_point(self, known: CommitRef | None) -> int | None:
         """A slot that is filled, the highest that is at hand; None if there is none."""

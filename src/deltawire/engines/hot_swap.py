@@ -172,9 +172,15 @@ class HotSwap:
         self.close()
 
     def _look(self) -> bool:
-        """For `follow`."""
-        self._gate.ensure_running()
-        return self._subscriber._look()
+        """For `follow`: whether there may be something new. Records in `last_error` what goes wrong."""
+        try:
+            self._gate.ensure_running()
+            is_due = self._subscriber._look()
+        except Exception as error:
+            self.last_error = error
+            raise
+        self.last_error = None
+        return is_due
 
     def _run(self, poll: float) -> None:
         try:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from ..chain.log import ChainLog
-from ..errors import ChainStale, NoChain, VersionUnknown
+from ..errors import ChainStale, DataMissing, NoChain, VersionGone, VersionUnknown
+from ..events import Stopwatch
 from ..format.records import Commit
 from .seen import SeenFile
+
+_ATTEMPTS = 8
+"""How often a collection may pass the newest version in the middle of one sync before the sync fails."""
+
+_Result = TypeVar("_Result")
 
 
 class ChainView:
@@ -49,13 +56,43 @@ class ChainView:
             raise VersionUnknown(f"the chain at {self.log.store.url} has no version {seq}.")
         return self.log.state_commit(commit)
 
+    def reach(self, seq: int | None, attempt: Callable[[Commit], _Result], *, watch: Stopwatch | None = None) -> _Result:
+        """Call `attempt` with the commit that made version `seq`, or the newest version if `seq` is None. Returns what it returns.
+
+        A collection may pass the newest version while the attempt runs: the chain has gone on, and the data are gone (`VersionGone`).
+        Then the attempt is made again, with what is newest by then. `DataMissing`, which may heal, if nothing leads to the newest version.
+        `watch` counts the time spent on looking for the version, as "find".
+        """
+        watch = watch or Stopwatch()
+        passed: Commit | None = None
+        for _ in range(_ATTEMPTS):
+            with watch.phase("find"):
+                commit = self.version_at(self.head(), seq)
+            if passed is not None and commit.seq <= passed.seq:
+                raise DataMissing(f"nothing that is left in {self.log.store.url} leads to its newest version, {commit.seq}.")
+            try:
+                return attempt(commit)
+            except VersionGone:
+                if seq is not None:
+                    raise
+                passed = commit
+        raise DataMissing(
+            f"{self.log.store.url} is collected faster than this reader fetches: {_ATTEMPTS} newest versions were gone in turn."
+        )
+
     def updates_known(self) -> int:
         """How many versions there were when the head was last looked for."""
         return 0 if self._head is None else self._head.updates
 
     def has_news(self) -> bool:
-        """Whether something was added since the head was last looked for: one request, by name."""
-        return self.log.known is None or self.log.read(self.log.known.seq + 1) is not None
+        """Whether something was added since the head was last looked for: one request, by name.
+
+        Now and then it takes one more, to see whether the store was set back to an earlier state (`RollbackDetected`).
+        """
+        if self.log.known is None or self.log.read(self.log.known.seq + 1) is not None:
+            return True
+        self.log.check_known()
+        return False
 
     def check_silence(self) -> None:
         """`ChainStale` if the head that was last looked for is older than is credible."""

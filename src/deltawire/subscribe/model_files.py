@@ -12,11 +12,11 @@ from pathlib import Path
 from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.restore import Hop
-from ..chain.routes import Routes, was_collected
+from ..chain.routes import HopFailed, Routes, was_collected
 from ..dtypes import DType
-from ..errors import DataDamaged
+from ..errors import DataDamaged, DataMissing, ObjectMissing, VersionGone
 from ..format.checkpoint_copy import WEIGHT_SUFFIXES
-from ..format.records import FileEntry
+from ..format.records import Commit, FileEntry
 from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
 from ..store.base import Store
 from .chain_view import ChainView
@@ -50,15 +50,32 @@ def read_model_files(store: Store, *, run: str | None = None, trusted_keys: Coll
     No weights are fetched but the first bytes of each file.
     """
     chain = ChainView(ChainLog(store, run=run, trusted_keys=trusted_keys))
-    target = chain.version_at(chain.head(), None)
-    hop = Routes(chain.log).find(None, target)[0]
-    fetcher = Fetcher(store, limits=chain.log.limits)
+    return chain.reach(None, lambda target: _read(chain.log, target))
+
+
+def _read(log: ChainLog, target: Commit) -> ModelFiles:
+    """Read the files by the cheapest way that is left."""
+    routes = Routes(log)
+    while True:
+        hop = routes.find(None, target)[0]
+        try:
+            return _read_hop(log, hop)
+        except (DataDamaged, DataMissing, VersionGone) as error:
+            routes.avoid(HopFailed(hop, error, is_data_lost=True))
+
+
+def _read_hop(log: ChainLog, hop: Hop) -> ModelFiles:
+    fetcher = Fetcher(log.store, limits=log.limits)
     attachments = [entry for entry in hop.files if entry.name is not None and not entry.name.lower().endswith(WEIGHT_SUFFIXES)]
     if sum(entry.size for entry in attachments) > _MOST_BYTES:
         raise DataDamaged(f"the files beside the weights of version {hop.target.seq} claim more than {_MOST_BYTES:,} bytes.")
-    collected = was_collected(chain.log, hop)
+    collected = was_collected(log, hop)
     files = {str(entry.name): bytes(data) for entry, data in fetcher.prefetch(attachments, collected=collected)}
-    return ModelFiles(files, _dtypes(store, hop))
+    try:
+        return ModelFiles(files, _dtypes(log.store, hop))
+    except ObjectMissing as error:
+        kind = VersionGone if collected() else DataMissing
+        raise kind(f"files of version {hop.target.seq} are not in {log.store.url} any more.") from error
 
 
 def _dtypes(store: Store, hop: Hop) -> dict[str, DType]:

@@ -6,11 +6,11 @@ import re
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from ..chain.pins import DEFAULT_TTL, put_pin, remove_pin
 from ..chain.restore import Hop
+from ..chain.uptime import uptime
 from ..errors import StoreDenied, StoreError
 from ..events import OnEvent, emit
 from ..format.records import Run
@@ -39,7 +39,7 @@ class PinKeeper:
         enabled: bool = True,
         ttl: int = DEFAULT_TTL,
         on_event: OnEvent | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = uptime,
     ) -> None:
         self.reader = reader or reader_name()
         pin_key(self.reader)  # ValueError now rather than a failure later

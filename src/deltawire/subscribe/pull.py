@@ -12,7 +12,7 @@ from ..chain.routes import HopFailed, Routes
 from ..chain.version import Version
 from ..errors import CheckpointError
 from ..events import OnEvent, emit
-from ..format.records import Limits
+from ..format.records import Commit, Limits
 from ..format.staged_output import StagedOutput
 from ..store import Progress, Store, StoreOptions, open_store
 from ..store.place import is_chain_directory
@@ -62,8 +62,8 @@ def pull(
                 progress(count)
 
         staged = StagedOutput(out, directory=True, replace=replace)
-        try:
-            target = chain.version_at(chain.head(), at)
+
+        def build(target: Commit) -> Commit:
             routes = Routes(chain.log, on_event=on_event)
             journey = Journey(chain.log, routes, patience=patience, progress=arrived, on_event=on_event)
             while True:
@@ -72,11 +72,14 @@ def pull(
                 emit(on_event, "planned", seq=target.seq, hops=len(hops), bytes=sum(entry.size for hop in hops for entry in hop.files))
                 try:
                     _build(staged.path, hops, journey, threads)
-                    break
+                    return target
                 except HopFailed as failure:
-                    journey.routes.avoid(failure)
                     shutil.rmtree(staged.path)
                     staged.path.mkdir()
+                    journey.routes.avoid(failure)
+
+        try:
+            target = chain.reach(at, build)
             staged.commit()
         except OSError as error:
             raise CheckpointError(f"{error.filename or out}: {error.strerror or error}.") from error

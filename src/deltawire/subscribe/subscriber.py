@@ -15,7 +15,7 @@ from ..chain.routes import Routes
 from ..chain.version import Version
 from ..errors import ChainError, ChainStale, DeltawireError
 from ..events import OnEvent, emit
-from ..format.records import Commit, Limits
+from ..format.records import Commit, Limits, Run
 from ..store import Store, StoreOptions, open_store
 from .chain_view import ChainView
 from .follow import follow_chain
@@ -178,8 +178,9 @@ class Subscriber:
             run = self._chain.log.run
             if self._mirrored is not None:
                 self._mirrored.create(run.id)
-            head = self._chain.head()
-            commit = self._chain.version_at(head, target)
+        self._chain.reach(target, lambda commit: self._move_to(commit, run, report, newest=target is None), watch=report.watch)
+
+    def _move_to(self, commit: Commit, run: Run, report: SyncReport, *, newest: bool) -> None:
         have = self._replica.commit
         if have == commit:
             self._pins.hold(run, commit.seq)
@@ -193,7 +194,7 @@ class Subscriber:
             self._chain.log,
             routes,
             report,
-            newest=target is None,
+            newest=newest,
             patience=self._patience,
             progress=self._pins.renew,
             on_event=self._on_event,
@@ -215,6 +216,7 @@ class Subscriber:
                 self._emit_failure(error)
             self.last_error = error
             raise
+        self.last_error = None
         return False
 
     def _emit_failure(self, error: Exception) -> None:

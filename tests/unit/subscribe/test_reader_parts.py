@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,20 @@ def test_a_pin_is_renewed_at_a_third_of_its_life_and_lowered_at_once() -> None:
     keeper.release()
     keeper.release()
     assert list(chain.store.list(keys.PINS)) == []
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="this system has no clock that counts suspension")
+def test_a_pin_is_renewed_after_the_machine_was_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`time.monotonic` stands still meanwhile; the store's clock, by which the pin expires, does not."""
+    chain = ToyChain(MemoryStore())
+    asleep = [0.0]
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: asleep[0] if clock == time.CLOCK_BOOTTIME else 0.0)
+    keeper = PinKeeper(chain.store, "me", ttl=30)
+    keeper.hold(chain.run, 5)
+    chain.store.delete([keys.pin_key("me")])
+    asleep[0] = 3600.0
+    keeper.hold(chain.run, 5)
+    assert [info.key for info in chain.store.list(keys.PINS)] == [keys.pin_key("me")]
 
 
 def test_a_pin_is_renewed_while_bytes_arrive_and_never_after_it_was_released() -> None:
