@@ -13,6 +13,7 @@
     │   ├── DtypeMismatch           a tensor has another element type than the delta's
     │   ├── ShapeMismatch           a tensor has another number of elements than the delta's
     │   └── StateNotWritable        a tensor, or the mapping itself, cannot be changed in place
+    │       └── TensorsTied         two tensors share memory, but the delta does not change them alike
     ├── TensorError                 a tensor cannot be used at all
     │   ├── UnsupportedDtype        its element type is none that the format knows
     │   ├── UnsupportedTensor       it is neither a NumPy array nor a dense torch tensor on the CPU or a GPU
@@ -64,6 +65,8 @@ being changed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class DeltawireError(Exception):
@@ -143,6 +146,19 @@ class StateNotWritable(StateError):
     """A tensor, or the mapping that holds it, cannot be changed in place."""
 
     hint = "Pass writable arrays in a mutable mapping, or use resolve_delta and place the values yourself."
+
+
+class TensorsTied(StateNotWritable):
+    """Two tensors of the state share memory, but the delta does not change them in the same way."""
+
+    hint = (
+        "If the trainer publishes tied weights under one name, pass a state without the other name. "
+        "If the trainer does not tie them, untie them here: replace one of the two by a copy."
+    )
+
+    def __init__(self, one: str, other: str, *, changed: Sequence[str]) -> None:
+        how = f"changes only {changed[0]!r}" if len(changed) == 1 else "changes them in different ways"
+        super().__init__(f"tensors {one!r} and {other!r} share memory in this state, but the delta {how}.")
 
 
 class TensorError(DeltawireError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from .codec.base import Resolution
-from .errors import CorruptDelta, StateNotWritable
+from .errors import CorruptDelta, TensorsTied
 from .format import delta_file
 from .format.delta_file import Coverage, DeltaBytes, Span
 from .format.digest import Digest
@@ -24,7 +24,7 @@ class PreparedUpdate:
 
     It holds on to the arrays, and to about 4 bytes and the old value per changed element (`nbytes`). Between `add` and `apply`, and between
     `apply` and `revert`, the state must not be changed by anything else: the elements would get a mix of values. Parts must not overlap,
-    but for tied tensors: the same memory under several names, which must change in the same way under each (`StateNotWritable`).
+    but for tied tensors: the same memory under several names, which must change in the same way under each (`TensorsTied`).
     """
 
     def __init__(self, *, threads: int | None = None) -> None:
@@ -86,7 +86,8 @@ class PreparedUpdate:
             if name == tensor.name:
                 continue
             if _bytes(self._data[part], payload) != _bytes(plan.file.data, plan.payloads[number]):  # the same change is the same bytes
-                raise StateNotWritable(f"tensors {name!r} and {tensor.name!r} are the same memory, but do not change together.")
+                changed = [owner for owner, span in ((name, payload), (tensor.name, plan.payloads[number])) if span is not None]
+                raise TensorsTied(name, tensor.name, changed=changed)
             plan.writes[number] = False
 
     def _exchange(self) -> None:

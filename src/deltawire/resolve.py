@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,8 @@ from .errors import (
     DtypeMismatch,
     ResultMismatch,
     ShapeMismatch,
-    StateNotWritable,
     TensorMissing,
+    TensorsTied,
     TensorUnexpected,
 )
 from .format import delta_file
@@ -66,7 +66,7 @@ def apply_delta(
     runs, other threads may see a mix of both. (Who cannot have that resolves first, and applies the patch in a pause.) Tensors that vanish
     are deleted from `state`, tensors that appear are put into it. Beyond its inputs it needs at most 64 MiB and twice the size of the delta
     (and what appears): a larger patch is decoded a second time to be written.
-    Raises as `resolve_delta` does, and `StateNotWritable`.
+    Raises as `resolve_delta` does, `StateNotWritable`, and `TensorsTied`.
     """
     plan = plan_resolution(state, delta_file.parse(delta))
     mark_writes(plan)
@@ -221,9 +221,15 @@ def mark_writes(plan: ResolutionPlan) -> None:
             plan.writes[index] = True
     if apart:
         return
-    together = {tensor.name for tensor, payload in held if payload is not None and payload == written.get(tensor.memory)}
+    # Tied tensors change together if their payloads are the same bytes, also where the delta was made from copies that were not tied.
+    together = {tensor.name for tensor, payload in held if _is_same_change(plan.file.data, payload, written.get(tensor.memory))}
     targets = [tensor for tensor, write in zip(plan.tensors, plan.writes, strict=True) if write]
-    _check_overlap(targets, [tensor for tensor in plan.tensors if tensor.name not in together])
+    changing = {tensor.name for tensor, payload in held if payload is not None}
+    _check_overlap(targets, [tensor for tensor in plan.tensors if tensor.name not in together], changing)
+
+
+def _is_same_change(data: memoryview, one: Span | None, other: Span | None) -> bool:
+    return one is not None and other is not None and (one == other or data[slice(*one)] == data[slice(*other)])
 
 
 def _are_apart(tensors: Sequence[TensorBits]) -> bool:
@@ -233,7 +239,7 @@ def _are_apart(tensors: Sequence[TensorBits]) -> bool:
     return bool((ordered[1:, 0] >= ordered[:-1, 1]).all())
 
 
-def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits]) -> None:
+def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits], changing: Collection[str]) -> None:
     """Writing to a tensor must change no other one, unless they are the same memory and change in the same way."""
     tensors = [tensor for tensor in [*targets, *others] if tensor.size]
     bounds = sorted((*tensor.byte_bounds, index) for index, tensor in enumerate(tensors))
@@ -243,7 +249,7 @@ def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits]) 
         for _, earlier in open_:
             if min(index, earlier) < len(targets) and _share_memory(tensors[index], tensors[earlier]):
                 a, b = sorted([tensors[index].name, tensors[earlier].name])
-                raise StateNotWritable(f"tensors {a!r} and {b!r} overlap in memory, but do not change together.")
+                raise TensorsTied(a, b, changed=[name for name in (a, b) if name in changing])
         open_.append((end, index))
 
 

@@ -13,7 +13,7 @@ from support import CODECS, bits_of, copied, run_python, split_delta
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.dtypes import DTYPES
-from deltawire.errors import StateNotWritable
+from deltawire.errors import TensorsTied
 
 SHAPES = [(), (0,), (1,), (0, 3), (3, 0), (5,), (2, 3), (1, 1, 7), (64,), (3, 5, 7), (257,)]
 
@@ -292,9 +292,27 @@ def test_tied_tensors_cannot_be_pulled_apart_in_place():
     new[4] = -1
     delta = deltawire.encode_delta(tied(old), {"embed": new, "head": old.copy()})
     state = tied(old.copy())
-    with pytest.raises(StateNotWritable, match="do not change together"):
+    with pytest.raises(TensorsTied, match=r"'embed' and 'head' share memory in this state, but the delta changes only 'embed'\. .*copy"):
         deltawire.apply_delta(state, delta)
     assert bits_of(state) == bits_of(tied(old))
+    delta = deltawire.encode_delta(tied(old), {"embed": new, "head": new + 1})
+    with pytest.raises(TensorsTied, match="in different ways"):
+        deltawire.apply_delta(state, delta)
+    assert bits_of(state) == bits_of(tied(old))
+
+
+def test_a_delta_of_copies_that_were_cast_apart_changes_a_tied_state():
+    """A cast makes two copies of what was one memory; a reader may have it as one all the same."""
+    old = np.arange(9.0)
+    new = old.copy()
+    new[4] = -1
+    delta = deltawire.encode_delta(copied(tied(old)), copied(tied(new)))
+    for codec in CODECS:
+        with using_codec(codec):
+            state = tied(old.copy())
+            deltawire.apply_delta(state, delta)
+            assert state["embed"] is state["head"]
+            assert bits_of(state) == bits_of(tied(new))
 
 
 def test_views_of_one_memory_with_other_shapes_are_not_tied():
