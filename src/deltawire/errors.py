@@ -156,9 +156,11 @@ class TensorsTied(StateNotWritable):
         "If the trainer does not tie them, untie them here: replace one of the two by a copy."
     )
 
-    def __init__(self, one: str, other: str, *, changed: Sequence[str]) -> None:
+    @classmethod
+    def of(cls, one: str, other: str, *, changed: Sequence[str]) -> TensorsTied:
+        """The error for these two tensors, of which the delta has changes for `changed`."""
         how = f"changes only {changed[0]!r}" if len(changed) == 1 else "changes them in different ways"
-        super().__init__(f"tensors {one!r} and {other!r} share memory in this state, but the delta {how}.")
+        return cls(f"tensors {one!r} and {other!r} share memory in this state, but the delta {how}.")
 
 
 class TensorError(DeltawireError):

@@ -87,7 +87,7 @@ class PreparedUpdate:
                 continue
             if _bytes(self._data[part], payload) != _bytes(plan.file.data, plan.payloads[number]):  # the same change is the same bytes
                 changed = [owner for owner, span in ((name, payload), (tensor.name, plan.payloads[number])) if span is not None]
-                raise TensorsTied(name, tensor.name, changed=changed)
+                raise TensorsTied.of(name, tensor.name, changed=changed)
             plan.writes[number] = False
 
     def _exchange(self) -> None:

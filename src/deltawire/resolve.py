@@ -249,7 +249,7 @@ def _check_overlap(targets: Sequence[TensorBits], others: Sequence[TensorBits], 
         for _, earlier in open_:
             if min(index, earlier) < len(targets) and _share_memory(tensors[index], tensors[earlier]):
                 a, b = sorted([tensors[index].name, tensors[earlier].name])
-                raise TensorsTied(a, b, changed=[name for name in (a, b) if name in changing])
+                raise TensorsTied.of(a, b, changed=[name for name in (a, b) if name in changing])
         open_.append((end, index))
 
 
