@@ -39,7 +39,7 @@ S3_CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AW
 AZURITE_ACCOUNT = "devstoreaccount1"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
-_START_SECONDS = 60
+_START_SECONDS = 240
 _STOP_SECONDS = 3  # nothing that they hold is worth waiting for
 _INSTALL_SECONDS = 240
 _environment_lock = threading.Lock()  # a process has one environment, and tests open stores from many threads

@@ -8,6 +8,7 @@ from typing import Any
 from tiny_policy import TinyPolicy
 
 from deltawire.fleet import Batch, Coordinator, FleetOptions, Sampling, StalenessBudget
+from deltawire.fleet.scheduler import Scheduler
 from deltawire.store import Store
 
 TASKS = 3
@@ -16,7 +17,16 @@ TASKS = 3
 class SmallRun:
     """The trainer's side. `trained` is what each step was trained on, by step."""
 
-    def __init__(self, folder: Path, store: Store, *, staleness: int = 1, lease_seconds: int = 2, tokens: int = 24) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        store: Store,
+        *,
+        staleness: int = 1,
+        lease_seconds: int = 2,
+        tokens: int = 24,
+        scheduler: Scheduler | None = None,
+    ) -> None:
         self.policy = TinyPolicy(folder, store)
         self.budget = StalenessBudget(staleness)
         self.tokens = tokens
@@ -24,7 +34,7 @@ class SmallRun:
         self.trained: dict[int, Batch] = {}
         self.step = 0
         options = FleetOptions(lease_seconds=lease_seconds, poll_seconds=0.05)
-        self.fleet = Coordinator(store, epoch=self.policy.publisher.epoch, budget=self.budget, options=options)
+        self.fleet = Coordinator(store, epoch=self.policy.publisher.epoch, budget=self.budget, options=options, scheduler=scheduler)
 
     def open(self, step: int) -> None:
         rows = [[{"prompt": f"w{step} w{task}", "answer": task}] for task in range(TASKS)]

@@ -26,7 +26,7 @@ ROWS = [{"prompt": "w1 w2 w3"}, {"prompt": [{"role": "user", "content": "w4"}]}]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain: {what}"
         time.sleep(0.01)

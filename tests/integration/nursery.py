@@ -30,7 +30,7 @@ from deltawire.events import Event
 from deltawire.publish import AnchorPolicy, Publisher
 from deltawire.subscribe import Subscriber, reading_mirror
 
-MOST_SECONDS = 120.0
+MOST_SECONDS = 900.0
 """After which a child ends by itself."""
 
 _BLOCKS, _BLOCK = 16, 64

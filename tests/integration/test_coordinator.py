@@ -19,11 +19,17 @@ from deltawire.chain.version import Version
 from deltawire.errors import Fenced, FleetTimeout, NoChain
 from deltawire.fleet import Batch, Coordinator, FleetOptions, StalenessBudget
 from deltawire.fleet.chain_versions import ChainVersions
+from deltawire.fleet.scheduler import Scheduler
 from deltawire.publish import Publisher
 from deltawire.store import Store, open_store
 from deltawire.store.memory import MemoryStore
 
-OPTIONS = FleetOptions(lease_seconds=60, poll_seconds=0.02)
+OPTIONS = FleetOptions(lease_seconds=600, poll_seconds=0.02)
+
+
+def patient() -> Scheduler:
+    """Takes nobody for a straggler, however slow this machine is: each task is done once."""
+    return Scheduler(straggler=1e6, patience=1e6)
 
 
 class Working:
@@ -67,7 +73,10 @@ def test_training_gets_its_rollouts_from_members_on_other_threads(store: Store, 
     with open_publisher(store) as publisher:
         publish(publisher, 0)
         budget = StalenessBudget(staleness)
-        with Coordinator(store, epoch=publisher.epoch, budget=budget, options=OPTIONS) as fleet, Working(store, "a", "b") as working:
+        with (
+            Coordinator(store, epoch=publisher.epoch, budget=budget, options=OPTIONS, scheduler=patient()) as fleet,
+            Working(store, "a", "b") as working,
+        ):
             assert fleet.resume() == []
             for step in range(1, 5):
                 for ahead in range(step, budget.newest_open(step - 1) + 1):

@@ -24,7 +24,7 @@ from deltawire.store import Store, open_store
 from deltawire.subscribe import Subscriber, reading_mirror
 
 KILLS = 50
-_PATIENCE = 60.0
+_PATIENCE = 240.0
 
 
 def wait_until(happened: Callable[[], bool], nursery: Nursery, child: int) -> None:
@@ -126,6 +126,6 @@ def assert_little_was_fetched(events: list[list[str]]) -> None:
     """The first version comes as a checkpoint, perhaps to several processes in parts, and all others as deltas."""
     sizes = [int(size) for name, _, size in events if name == "synced"]
     state_bytes = sum(array.nbytes for array in state_of(0).values())
-    assert len(sizes) > KILLS // 2
+    assert len(sizes) >= KILLS // 2  # every other child was waited for
     assert [size for size in sizes[1:] if size > state_bytes // 2] == []
     assert not [event for event in events if event[0] == "resynced"]

@@ -267,7 +267,7 @@ def test_anchors_are_checkpoints_that_safetensors_loads(tmp_path, background):
         for _ in range(14):
             state = training.step()
             result = chain.publish(state)
-            states[result.result(10).seq if background else result.seq] = state
+            states[result.result(120).seq if background else result.seq] = state
     anchors = [read_json(store, info.key) for info in store.list("anchor/")]
     assert len(anchors) >= (1 if background else 4)
     for anchor in anchors:
@@ -288,7 +288,7 @@ def test_an_anchor_is_made_of_its_own_version_while_newer_ones_are_published():
         def put(self, key, data, **options):
             if threading.current_thread().name.startswith("deltawire-anchor") and key.endswith("safetensors"):
                 begun.set()
-                assert go_on.wait(20)
+                assert go_on.wait(120)
             super().put(key, data, **options)
 
     store = Slow(MemoryStore())
@@ -297,9 +297,9 @@ def test_an_anchor_is_made_of_its_own_version_while_newer_ones_are_published():
     with publisher(store, background=True, anchor_policy=AnchorPolicy(2, 2), skips=False) as chain:
         for _ in range(12):
             state = training.step()
-            states[chain.publish(state).result(10).seq] = state
+            states[chain.publish(state).result(120).seq] = state
             if len(states) == 3:
-                assert begun.wait(20)
+                assert begun.wait(120)
         go_on.set()
     anchors = [read_json(store, info.key) for info in store.list("anchor/")]
     assert anchors[0]["target"]["seq"] == 3

@@ -137,7 +137,7 @@ def test_an_open_commit_is_settled_before_the_next(landed, open_seq, background)
 
         def publish(state):
             result = chain.publish(state)
-            return result.result(20) if background else result
+            return result.result(120) if background else result
 
         for seq in range(1, open_seq + 6):
             state = training.step()
@@ -328,7 +328,7 @@ def test_whatever_a_bad_store_does_no_acknowledged_version_is_lost(seed, backgro
                 state = training.step()
                 with contextlib.suppress(DeltawireError):
                     result = chain.publish(state)
-                    version = result.result(20) if background else result
+                    version = result.result(120) if background else result
                     acknowledged[version.seq] = state
     acknowledged |= published(inner, 1, training)
     assert len(acknowledged) > 3

@@ -26,7 +26,7 @@ def test_a_state_that_is_copied_while_the_publisher_closes_is_refused_not_forgot
 
     def slowly(source: object, target: object, *, wait: bool) -> None:
         copying.set()
-        closed.wait(10)
+        closed.wait(120)
         copy(source, target, wait=wait)  # type: ignore[arg-type]
 
     monkeypatch.setattr(background, "copy_tensors", slowly)
@@ -40,10 +40,10 @@ def test_a_state_that_is_copied_while_the_publisher_closes_is_refused_not_forgot
 
     thread = threading.Thread(target=publish)
     thread.start()
-    assert copying.wait(10)
+    assert copying.wait(120)
     publisher.close()
     closed.set()
-    thread.join(10)
+    thread.join(120)
     assert [type(found) for found in outcome] == [PublisherClosed]
 
 

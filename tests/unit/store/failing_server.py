@@ -26,6 +26,12 @@ class FailingServer:
         self.headers: list[dict[str, str]] = []
         self.hung_up = threading.Event()
         self.released = threading.Event()
+        self.arrived = threading.Condition()
+
+    def wait_for_requests(self, count: int) -> None:
+        """Return when the server has read this many requests. It may read them after the client has given them up."""
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: len(self.requests) >= count, 120), f"only {self.requests} came"
 
 
 @contextlib.contextmanager
@@ -38,12 +44,14 @@ def failing_server(*answers: Answer) -> Iterator[FailingServer]:
 
         def answer(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            state.requests.append(self.command)
-            state.paths.append(self.path)
-            state.headers.append({name.lower(): value for name, value in self.headers.items()})
+            with state.arrived:
+                state.requests.append(self.command)
+                state.paths.append(self.path)
+                state.headers.append({name.lower(): value for name, value in self.headers.items()})
+                state.arrived.notify_all()
             answer = state.answers.pop(0) if len(state.answers) > 1 else state.answers[0]
             if answer == "hang":
-                state.released.wait(30)
+                state.released.wait(120)
             if isinstance(answer, str) and answer not in {"short", "long"}:
                 self.close_connection = True
                 with contextlib.suppress(OSError):
