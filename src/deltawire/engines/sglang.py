@@ -8,8 +8,6 @@ path, and calls its model by the path that it has loaded last.
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from ..chain.version import Version
 from ..errors import EngineError, EngineUnavailable
 from .base import KvCache
 from .disk import DiskEngine
+from .http_session import NoAnswer, http_session
 
 
 class SglangEngine(DiskEngine):
@@ -76,21 +75,17 @@ class SglangEngine(DiskEngine):
             raise EngineError(f"{self.name} says that it has version {found}, not {version.seq}.")
 
     def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
         key = self._user_key if body is None else self._admin_key  # what changes the server is the administrator's
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        request = urllib.request.Request(self._url + route, data, headers, method="GET" if body is None else "POST")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                answer = response.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                reason = error.read(2000).decode(errors="replace")
-            raise EngineError(f"{self._url}{route} answered {error.code}: {reason}") from None
-        except OSError as error:
-            raise EngineUnavailable(f"{self._url}{route}: {error}.") from error
+            with http_session(self._url) as session:
+                answer = session.ask("GET" if body is None else "POST", route, body, headers=headers, timeout=self._timeout)
+        except NoAnswer as error:
+            raise EngineUnavailable(f"{error}.") from error
+        if not 200 <= answer.status < 300:
+            raise EngineError(f"{self._url}{route} answered {answer.status}: {answer.text}")
         try:
-            found = json.loads(answer)
+            found = json.loads(answer.content)
         except ValueError:
             return {}  # some routes answer in words
         return found if isinstance(found, dict) else {}

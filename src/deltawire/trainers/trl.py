@@ -7,9 +7,7 @@ Beside each server runs `deltawire sidecar`, which does the pausing: trainer and
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..chain.log import ChainLog
 from ..chain.reports import FENCED, REFUSED, SERVING, read_reports
 from ..chain.version import Version
+from ..engines.vllm.routes import EngineUnreachable, RouteFailed, VllmRoutes
 from ..errors import EngineError
 from ..events import OnEvent, emit
 from ..publish import Publisher
@@ -131,9 +130,8 @@ class DeltaWireTransfer:
     def _is_served(self, version: Version, told: set[object]) -> bool:
         if self._server is not None:
             try:
-                with urllib.request.urlopen(f"{self._server}/weight_info", timeout=10) as answer:
-                    return str(json.load(answer)["weight_version"]) == str(version.seq)
-            except (OSError, ValueError):  # it is being restarted; the sidecar brings it back
+                return VllmRoutes(self._server).weight_version() == str(version.seq)
+            except (EngineUnreachable, RouteFailed):  # it is being restarted; the sidecar brings it back
                 return False
         assert self._store is not None
         serving = 0

@@ -10,11 +10,9 @@ default they are those of temperature 1 and top_p 1, so a server that says it ha
 
 from __future__ import annotations
 
-import http.client
 import json
 import threading
 import time
-import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from ...fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, nev
 from ...format.fleet_records import Sampling
 from ...store import Store
 from ...subscribe.model_files import read_model_files
+from ..http_session import NoAnswer, PendingAnswer, http_session
 from ..prompts import Prompts
 from .routes import EngineUnreachable, RouteFailed, VllmRoutes
 from .sidecar import Sidecar
@@ -90,20 +89,8 @@ class VllmGenerator:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Stop = never) -> list[Generated]:
         before = self._served()
         self._meet_server(sampling)
-        requests = [
-            _Request(self._routes.url, *self._body(prompt, sampling, sampling.seed + number)) for number, prompt in enumerate(prompts)
-        ]
-        for request in requests:
-            request.start()
         try:
-            looked = time.monotonic()
-            while not all(request.is_over.wait(_LOOK) for request in requests):
-                if stop():
-                    raise Interrupted
-                if time.monotonic() - looked > _HEALTH:  # a server whose engine is dead may keep its clients waiting for ever
-                    self._routes.check_alive()
-                    looked = time.monotonic()
-            answers = [request.answer() for request in requests]
+            answers = self._answers([self._body(prompt, sampling, sampling.seed + number) for number, prompt in enumerate(prompts)], stop)
         except EngineUnreachable as failure:
             raise EngineUnavailable(f"the server was lost: {failure}") from failure
         except RouteFailed as failure:
@@ -111,9 +98,6 @@ class VllmGenerator:
                 self._has_exact_route = False
                 return self.generate(prompts, sampling, stop=stop)
             raise EngineUnavailable(str(failure)) from failure
-        finally:
-            for request in requests:
-                request.cancel()
         return [made for answer in answers for made in self._read(answer, sampling, before)]
 
     def close(self) -> None:
@@ -128,6 +112,19 @@ class VllmGenerator:
             self._sidecar.run(poll=self._poll, stop=self._stop)
         except Exception as error:
             self._failure = error
+
+    def _answers(self, bodies: Sequence[tuple[str, dict[str, Any]]], stop: Stop) -> list[Any]:
+        """Send all requests at once; the server batches them. Returns their answers in order. Whatever is raised gives up all of them."""
+        with http_session(self._routes.url) as session:
+            requests = [(route, session.begin("POST", route, body, timeout=_PATIENCE)) for route, body in bodies]
+            looked = time.monotonic()
+            while not all(pending.wait(_LOOK) for _, pending in requests):
+                if stop():
+                    raise Interrupted
+                if time.monotonic() - looked > _HEALTH:  # a server whose engine is dead may keep its clients waiting for ever
+                    self._routes.check_alive()
+                    looked = time.monotonic()
+            return [_content(route, pending) for route, pending in requests]
 
     def _served(self) -> Version:
         served = self._sidecar.served
@@ -194,43 +191,11 @@ class VllmGenerator:
             raise EngineUnavailable(f"it cannot be found out what version {label} is: {error}") from error
 
 
-class _Request(threading.Thread):
-    """One request on a thread that nobody need wait for. A server ends what it does for a client that has gone."""
-
-    def __init__(self, url: str, route: str, body: Mapping[str, Any]) -> None:
-        super().__init__(name="deltawire-vllm-request", daemon=True)
-        self.is_over = threading.Event()
-        parts = urllib.parse.urlsplit(url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.netloc, timeout=_PATIENCE)
-        self._route = route
-        self._body = json.dumps(body).encode()
-        self._answer: Any = None
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._connection.request("POST", self._route, self._body, {"Content-Type": "application/json"})
-            response = self._connection.getresponse()
-            data = response.read()
-            if response.status != 200:
-                raise RouteFailed(self._route, response.status, data[:2000].decode(errors="replace"))
-            self._answer = json.loads(data)
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:  # the last: it was closed meanwhile
-            self._error = EngineUnavailable(f"the server did not answer {self._route}: {error!r}")
-        except RouteFailed as error:
-            self._error = error
-        finally:
-            self.is_over.set()
-
-    def answer(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._answer
-
-    def cancel(self) -> None:
-        """Hang up, if it is still waiting."""
-        sock = self._connection.sock
-        if not self.is_over.is_set() and sock is not None:
-            sock.close()
-        self._connection.close()
+def _content(route: str, pending: PendingAnswer) -> Any:
+    try:
+        answer = pending.answer()
+        if answer.status != 200:
+            raise RouteFailed(route, answer.status, answer.text)
+        return json.loads(answer.content)
+    except (NoAnswer, ValueError) as error:
+        raise EngineUnavailable(f"the server did not answer {route}: {error}.") from error

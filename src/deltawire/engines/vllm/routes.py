@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import select
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from ...errors import EngineError
+from ..http_session import HttpSession, NoAnswer, PendingAnswer, http_session
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of requests that are being answered: they wait and then go on; they are finished first; they are ended."""
@@ -116,47 +113,39 @@ class VllmRoutes:
         return list(self._post("/collective_rpc", {"method": method, "args": list(arguments)})["results"])
 
     def _get(self, route: str) -> Any:
-        return self._ask("GET", route, None, {}, _PROMPT)
+        return self._ask("GET", route, None, _PROMPT)
 
     def _post(self, route: str, body: Mapping[str, Any] | None) -> Any:
-        data = b"" if body is None else json.dumps(body).encode()
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        return self._ask("POST", route, data, headers, self._patience)
+        return self._ask("POST", route, body, self._patience)
 
-    def _ask(self, method: str, route: str, data: bytes | None, headers: Mapping[str, str], timeout: float) -> Any:
-        parts = urllib.parse.urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.netloc, timeout=timeout)
+    def _ask(self, method: str, route: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         try:
-            connection.request(method, parts.path + route, data, dict(headers))
-            self._await(connection)
-            answer = connection.getresponse()
-            content = answer.read()
+            with http_session(self.url) as session:
+                pending = session.begin(method, route, body, timeout=timeout)
+                self._await(session, pending, route, timeout)
+                answer = pending.answer()
             if not 200 <= answer.status < 300:
-                raise RouteFailed(route, answer.status, content[:2000].decode(errors="replace"))
-            return json.loads(content or b"null")
-        except (OSError, http.client.HTTPException, ValueError) as error:  # also a connection that breaks half-way
-            raise EngineUnreachable(f"{self.url}{route}: {error}.") from error
-        finally:
-            connection.close()
+                raise RouteFailed(route, answer.status, answer.text)
+            return json.loads(answer.content or b"null")
+        except (NoAnswer, ValueError) as error:  # also a connection that breaks half-way
+            raise EngineUnreachable(f"{error}.") from error
 
-    def _await(self, connection: http.client.HTTPConnection) -> None:
-        """Return when an answer begins, or it is time to give up. `ConnectionAbortedError` if there will be none.
+    def _await(self, session: HttpSession, pending: PendingAnswer, route: str, timeout: float) -> None:
+        """Return when the request is over. Raises `NoAnswer` if it takes too long, or there will be no answer.
 
         A server whose engine has died waits for its clients to hang up before it ends, and never answers them.
         """
-        deadline = time.monotonic() + (connection.timeout or 0.0)
-        while time.monotonic() < deadline and not select.select([connection.sock], [], [], _LOOK)[0]:
-            if self._has_ended():
-                raise ConnectionAbortedError("the server, or its engine, has ended")
+        deadline = time.monotonic() + timeout
+        while not pending.wait(_LOOK):
+            if time.monotonic() > deadline:
+                raise NoAnswer(f"{self.url}{route}: no answer after {timeout:.0f} s")
+            if _has_ended(session):
+                raise NoAnswer(f"{self.url}{route}: the server, or its engine, has ended")
 
-    def _has_ended(self) -> bool:
-        """Whether the server takes no more requests, or says itself that its engine is dead. That it is slow to answer means nothing."""
-        try:
-            urllib.request.urlopen(f"{self.url}/health", timeout=_PROMPT).close()
-        except urllib.error.HTTPError as error:
-            error.close()
-            return True
-        except OSError as error:
-            return isinstance(getattr(error, "reason", error), ConnectionRefusedError)
-        return False
+
+def _has_ended(session: HttpSession) -> bool:
+    """Whether the server takes no more requests, or says itself that its engine is dead. A server that is slow to answer has not ended."""
+    try:
+        return session.ask("GET", "/health", timeout=_PROMPT).status >= 400
+    except NoAnswer as error:
+        return error.refused
