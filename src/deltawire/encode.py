@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .casting import Casting, Casts, WireDType
 from .codec.base import Buffer, EncodeJob
 from .errors import UnsupportedTensor
 from .format import delta_file
@@ -20,7 +21,6 @@ from .format.content_hash import new_hash
 from .format.delta_file import Parts, Structure
 from .format.digest import Digest
 from .format.staged_output import StagedOutput
-from .masters import Rounding
 from .state import Progress, batches, codec_for, digest_tensors, thread_count
 from .tensors import State, TensorBits, check_names, keys_of, named_bits
 
@@ -38,24 +38,26 @@ class DeltaSummary:
     after: Digest
 
 
-def encode_delta(base: State, new: State, *, masters: bool = False, threads: int | None = None) -> bytes:
+def encode_delta(base: State, new: State, *, dtype: WireDType | None = None, threads: int | None = None) -> bytes:
     """The delta file that turns the state `base` into the state `new`, bit for bit.
 
     States map names to NumPy arrays (bf16 and fp8 as `ml_dtypes`) or torch tensors on the CPU or a GPU, of any shape and strides. Beyond
     its inputs it needs about twice the size of the result, and on a GPU about 0.2 GB there, or 2% of the weights if that is more
     (docs/gpu.md). The same states give the same bytes, wherever they are and whatever the number of threads.
 
-    With `masters`, a tensor of `new` that is float32 where the base has bfloat16 counts as the bfloat16 that it rounds to: an optimizer's
-    master weights against a snapshot of the model, in one pass on a GPU.
+    With `dtype`, floating-point tensors of `new` (16 bits or more) count as what they round to in that type: an optimizer's float32 weights
+    against a bfloat16 snapshot of the model. On a GPU that is done in one pass, without a copy.
     Raises a `TensorError` for what cannot be encoded.
     """
-    return encode_with_summary(base, new, masters=masters, threads=threads)[0]
+    return encode_with_summary(base, new, dtype=dtype, threads=threads)[0]
 
 
-def encode_with_summary(base: State, new: State, *, masters: bool = False, threads: int | None = None) -> tuple[bytes, DeltaSummary]:
+def encode_with_summary(
+    base: State, new: State, *, dtype: WireDType | None = None, threads: int | None = None
+) -> tuple[bytes, DeltaSummary]:
     """Like `encode_delta`, with what the one pass over both states found on its way: their digests, and how much changed."""
     pieces: list[Buffer] = []
-    header, summary = _encode(base, new, thread_count(threads), pieces.append, None, masters=masters)
+    header, summary = _encode(base, new, thread_count(threads), pieces.append, None, Casting(dtype))
     return b"".join([header, *pieces]), summary
 
 
@@ -92,10 +94,10 @@ class _Pairs:
 
 
 def _encode(
-    base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None, *, masters: bool = False
+    base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None, casting: Casting | None = None
 ) -> tuple[bytes, DeltaSummary]:
     """Hand the data section to `write`, piece by piece, and return the header that belongs before it."""
-    pairs, gone = _paired(base, new, Rounding() if masters else None)
+    pairs, gone = _paired(base, new, casting if casting is not None and casting.is_given else None)
     codec = codec_for(itertools.chain(gone, pairs.new, filter(None, pairs.old)))
     parts = _parts(pairs, gone)
     before = digest_tensors(gone, threads, codec)
@@ -137,17 +139,17 @@ def _encode(
     return header, DeltaSummary(size, weight_bytes, elements, changed, len(sizes), before, after)
 
 
-def _paired(base: State, new: State, rounding: Rounding | None) -> tuple[_Pairs, list[TensorBits]]:
+def _paired(base: State, new: State, casting: Casting | None) -> tuple[_Pairs, list[TensorBits]]:
     """What is to be encoded, and the tensors of the base that vanish."""
     for state in (base, new):
         check_names(state)
-    pairs = _Pairs()
+    pairs, casts = _Pairs(), Casts()
     gone: list[TensorBits] = []
     for name in sorted({*base, *new}):
         old = named_bits(name, base[name]) if name in base else None
         now = named_bits(name, new[name]) if name in new else None
-        if now is not None and rounding is not None:
-            now = rounding.follow(old, now)
+        if now is not None and casting is not None:
+            now = casts.cast(now, casting.dtype_of(now, new[name]), old)
         if old is not None and (now is None or not now.can_follow(old)):
             gone.append(old)
             old = None

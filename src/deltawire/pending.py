@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
+from .casting import WireDType
 from .encode import encode_delta
 from .handover import Handover
 from .tensors import State
@@ -17,14 +18,14 @@ class PendingDelta:
     before the optimizer writes.
     """
 
-    def __init__(self, base: State, new: State, masters: bool, threads: int | None) -> None:
+    def __init__(self, base: State, new: State, dtype: WireDType | None, threads: int | None) -> None:
         self._future: Future[bytes] = Future()
         handover = Handover(base, new)
 
         def work() -> None:
             try:
                 with handover.taken():
-                    self._future.set_result(encode_delta(base, new, masters=masters, threads=threads))
+                    self._future.set_result(encode_delta(base, new, dtype=dtype, threads=threads))
             except BaseException as error:  # raised by `result`
                 self._future.set_exception(error)
 
@@ -39,6 +40,6 @@ class PendingDelta:
         return self._future.result(timeout)
 
 
-def start_delta(base: State, new: State, *, masters: bool = False, threads: int | None = None) -> PendingDelta:
+def start_delta(base: State, new: State, *, dtype: WireDType | None = None, threads: int | None = None) -> PendingDelta:
     """Like `encode_delta`, but returns at once. What the caller's streams were told to do with tensors on a GPU is done first."""
-    return PendingDelta(base, new, masters, threads)
+    return PendingDelta(base, new, dtype, threads)

@@ -327,7 +327,7 @@ def _device_bits() -> Any:
 
 def typed(flat: Any, dtype: DType, shape: tuple[int, ...] | None = None) -> Any:
     """Elements given as integers, an array or a torch tensor, in their own type."""
-    own = flat.view(dtype.numpy) if isinstance(flat, np.ndarray) else flat.view(_torch_dtype(dtype))
+    own = flat.view(dtype.numpy) if isinstance(flat, np.ndarray) else flat.view(torch_dtype(dtype))
     return own if shape is None else own.reshape(shape)
 
 
@@ -338,10 +338,16 @@ def dtype_of(values: Any) -> DType:
     return _torch_types(sys.modules["torch"]).elements[values.dtype][0]
 
 
-def _torch_dtype(dtype: DType) -> Any:
+def torch_dtype(dtype: DType, *, bits: bool = False) -> Any:
+    """Torch's element type; with `bits`, its signed integer of the same width."""
     import torch
 
-    return _torch_types(torch).dtypes[dtype.name]
+    return getattr(torch, f"int{dtype.width}") if bits else _torch_types(torch).dtypes[dtype.name]
+
+
+def named_dtype(name: str) -> DType | None:
+    """The type that torch calls so, such as "bfloat16"; None if the format does not know it."""
+    return dtype_named(_TORCH_NAMES[name]) if name in _TORCH_NAMES else None
 
 
 class _TorchTypes(NamedTuple):

@@ -91,7 +91,7 @@ def test_master_weights_are_published_as_what_they_round_to(tmp_path, snapshot, 
     state = weights() | {"ids": torch.arange(9, device=DEVICE)}
     state["b"][:3] = torch.tensor([float("inf"), 1 + 2**-8, 1 + 3 * 2**-8])  # the last two in between
     state["c"] = np.linspace(-1, 1, 70, dtype=np.float32)
-    with deltawire.Publisher(tmp_path, snapshot=snapshot, background=background, masters=True) as publisher:
+    with deltawire.Publisher(tmp_path, snapshot=snapshot, background=background, dtype="bfloat16") as publisher:
         for version in range(3):
             publisher.publish(state, step=version)
             publisher.flush()
@@ -100,7 +100,7 @@ def test_master_weights_are_published_as_what_they_round_to(tmp_path, snapshot, 
             read(tmp_path, {name: bits(rounded.get(name, tensor)) for name, tensor in state.items()})
             state["b"].mul_(1.02)
             state["c"] = state["c"] * np.float32(1.02)
-    with deltawire.Publisher(tmp_path, snapshot=snapshot, masters=True) as publisher:  # one that resumes goes on by a delta
+    with deltawire.Publisher(tmp_path, snapshot=snapshot, dtype="bfloat16") as publisher:  # one that resumes goes on by a delta
         assert publisher.publish(state, step=3).kind == "delta"
 
 
@@ -110,7 +110,7 @@ def test_weights_of_a_module_are_published_from_where_they_are(tmp_path, masters
 
     module = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 8)).to(DEVICE, torch.float32 if masters else torch.bfloat16)
     source = WeightSource(module)
-    with deltawire.Publisher(tmp_path, snapshot="device", background=True, masters=masters) as publisher:
+    with deltawire.Publisher(tmp_path, snapshot="device", background=True, dtype="bfloat16" if masters else None) as publisher:
         for version in range(3):
             given = source.snapshot()
             assert all(given[name].data_ptr() == parameter.data_ptr() for name, parameter in module.named_parameters())

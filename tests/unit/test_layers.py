@@ -18,7 +18,7 @@ LAYERS = [
     {"codec"},
     {"format"},
     {"tensors"},
-    {"state", "module_tensors", "masters", "handover"},
+    {"state", "module_tensors", "casting", "handover"},
     {"patch", "encode", "inspect", "checkpoint_layout"},
     {"resolve", "pending"},
     {"prepared"},

@@ -6,6 +6,7 @@ import sys
 import warnings
 from types import ModuleType
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support import CODECS, run_python
@@ -263,3 +264,17 @@ deltawire.apply_delta(state, delta)
 print(type(state["y"]).__module__, deltawire.state_digest(state) == deltawire.state_digest(new))
 """
     assert run_python(code).split() == ["torch", "True"]
+
+
+def test_torch_tensors_are_cast_to_the_same_bits_as_arrays():
+    """NaNs and halfway cases among them, at every place of a vector."""
+    words = np.random.default_rng(5).integers(0, 2**32, 4099, np.uint32)
+    words[::37] |= 0x7F800000
+    words[1::41] = 0x3F808000
+    wide = words.view(np.float32)
+    assert np.isnan(wide).sum() > 50
+    base = {"w": np.zeros(wide.size, ml_dtypes.bfloat16)}
+    for dtype in ("bfloat16", torch.bfloat16):
+        assert deltawire.encode_delta(base, {"w": torch.from_numpy(wide)}, dtype=dtype) == deltawire.encode_delta(
+            base, {"w": wide}, dtype=dtype
+        )

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from ..casting import Casting, WireDType
 from ..chain.collect import Collected, collect
 from ..chain.log import ChainLog
 from ..chain.version import Version
@@ -53,9 +54,10 @@ class Publisher:
     are kept in pinned memory of the host, or with `snapshot="device"` beside them: then changes are found and encoded on the GPU, and only
     deltas cross the bus. In the background that is done on a stream of its own; training waits for nothing but the copy.
 
-    With `masters`, tensors of float32 are an optimizer's master weights: what is published, compared and kept is the bfloat16 that they
-    round to (all NaNs become one). They are rounded where they are, into the copy that a publisher in the background makes anyway; one in
-    the foreground has a second copy for it.
+    `dtype` is what the fleet serves: weights of float16, bfloat16, float32 or float64 are published as that type, for example a trainer's
+    float32 as the bfloat16 that they round to. It is a torch or NumPy type or its name, or a function of a tensor's name and the tensor.
+    Without it nothing is cast. Weights are cast where they are, into the copy that a publisher in the background makes anyway; one in the
+    foreground has a second copy for it.
 
     `attachments` (config.json, tokenizer: a directory, or names with bytes or paths) go into every anchor, so that each is a complete
     Hugging Face checkpoint. `auto_collect` deletes what nobody needs any more after every anchor, with so many seconds of grace.
@@ -77,7 +79,7 @@ class Publisher:
         *,
         background: bool = False,
         snapshot: Place = "host",
-        masters: bool = False,
+        dtype: WireDType | None = None,
         threads: int | None = None,
         signing_key: SigningKey | None = None,
         trusted_keys: Collection[str] = (),
@@ -96,9 +98,9 @@ class Publisher:
         self._on_event = on_event
         self._auto_collect = auto_collect
         self._place: Place = snapshot
-        self._masters = masters
+        self._casting = Casting(dtype)
         self._spare: Arrays | None = None
-        """Memory to round master weights into, where there is no background that has its own."""
+        """Memory to cast weights into, where there is no background that has its own."""
         self._turn = threading.RLock()
         self._publishing = False
         """Whether the thread that has the turn is at a publication: seen by nobody else but a signal handler that runs on that thread."""
@@ -182,7 +184,7 @@ class Publisher:
         always, if another publisher has taken over.
         """
         self._check_open()
-        table = TensorTable.of(state, masters=self._masters)
+        table = TensorTable.of(state, self._casting)
         strings = check_meta(meta)
         check_step(step)
         self._appender.check_limits(table)
@@ -195,8 +197,8 @@ class Publisher:
                 raise PublishError("publish was called in the middle of another publication, by the same thread.")
             self._publishing, version = True, None
             try:
-                rounded = self._rounded(state, table)
-                version = self._append(state if rounded is None else rounded, table, step, strings, owned=rounded is not None)
+                made = self._cast(state, table)
+                version = self._append(state if made is None else made, table, step, strings, owned=made is not None)
                 self._upkeep.after_append()
             finally:
                 self._publishing = False
@@ -251,9 +253,9 @@ class Publisher:
             if settle:
                 self._appender.settle()
 
-    def _rounded(self, state: State, table: TensorTable) -> Arrays | None:
-        """Master weights as what is published of them, in memory that may be kept; None if there are none."""
-        if not self._masters:
+    def _cast(self, state: State, table: TensorTable) -> Arrays | None:
+        """Return the weights as what is published of them, in memory that may be kept; None if they are of that type already."""
+        if not self._casting.is_given or TensorTable.of(state) == table:
             return None
         arrays, self._spare = self._spare, None
         if not arrays or TensorTable.of(arrays) != table or not is_kept_like(arrays, state, self._place):
@@ -273,7 +275,7 @@ class Publisher:
     def _recycle(self, arrays: Arrays) -> None:
         if self._background is not None:
             self._background.recycle(arrays)
-        elif self._masters:
+        elif self._casting.is_given:
             self._spare = arrays
 
     def _collect_garbage(self) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..dtypes import DType, dtype_named
+from ..casting import Casting
+from ..dtypes import DType
 from ..errors import LimitExceeded, PublishError
 from ..format.records import Limits
 from ..tensors import State, TensorBits, tensor_bits
-
-_BF16, _F32 = dtype_named("BF16"), dtype_named("F32")
 
 SEGMENT_BYTES = 256 << 20
 """Small enough that uploading one overlaps with encoding the next, large enough that a request carries some weight."""
@@ -40,8 +38,8 @@ class TensorTable:
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, state: State, *, masters: bool = False) -> TensorTable:
-        """The table of a state; with `masters`, of what is published of it: bfloat16 for float32.
+    def of(cls, state: State, casting: Casting | None = None) -> TensorTable:
+        """The table of a state; with `casting`, of what is published of it.
 
         Raises a `TensorError` for what cannot be published, `PublishError` for what is no state at all.
         """
@@ -52,9 +50,11 @@ class TensorTable:
         tensors = [tensor_bits(name, tensor) for name, tensor in state.items()]
         if any(tensor.whole is not None for tensor in tensors):
             raise PublishError("the state has parts of tensors. Processes that hold such publish together: see ShardedPublisher.")
-        if masters:
-            tensors = [dataclasses.replace(tensor, dtype=_BF16) if tensor.dtype == _F32 else tensor for tensor in tensors]
-        return cls.of_bits(tensors)
+        table = cls.of_bits(tensors)
+        if casting is None or not casting.is_given:
+            return table
+        by_name = {tensor.name: casting.dtype_of(tensor, state[tensor.name]) for tensor in tensors}
+        return cls(table.names, tuple(by_name[name] for name in table.names), table.shapes)
 
     @classmethod
     def of_bits(cls, tensors: Sequence[TensorBits]) -> TensorTable:

@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ..casting import Casts
 from ..dtypes import DType
 from ..handover import Handover, beside
-from ..masters import Rounding
 from ..tensors import State, tensor_bits, typed
 from .segments import TensorTable
 
@@ -43,7 +43,7 @@ def is_kept_like(arrays: Mapping[str, Any], state: State, place: Place) -> bool:
 
 
 def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True) -> None:
-    """Copy every tensor of `source` to the memory of its name, bit for bit; float32 where there is memory for bfloat16 is rounded to it.
+    """Copy every tensor of `source` to the memory of its name, bit for bit; one of another type than that memory is cast.
 
     Without `wait`, what a GPU copies is there when the current stream gets to it: to be read by way of a `Handover`.
     """
@@ -55,7 +55,7 @@ def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True)
 
 def _copy(name: str, source: Any, target: Any, wait: bool) -> None:
     goal = tensor_bits(name, target)
-    to, bits = goal.bits, Rounding().follow(goal, tensor_bits(name, source)).bits
+    to, bits = goal.bits, Casts().cast(tensor_bits(name, source), goal.dtype, goal).bits
     if is_on_gpu(bits) or is_on_gpu(to):
         _as_tensor(to).copy_(_as_tensor(bits), non_blocking=not wait)
         if is_on_gpu(to) and not wait:

@@ -6,17 +6,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
+from ..casting import WireDType
 from ..module_tensors import NameMap
 from ..publish import Publisher
 from ..store import Store
 from .weight_source import WeightSource
-
-if TYPE_CHECKING:
-    import torch
 
 
 class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked
@@ -31,9 +29,8 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     If training raises, leaving the `with` block publishes the steps that were accepted; without `with`, that happens when the process ends.
 
-    `dtype`, `names`, `keep` are those of `WeightSource`; further options go to `Publisher`. On a GPU with room for two more copies of the
-    model (three if the store is slower than training), `snapshot="device"` makes that only deltas leave it (with `masters=True` instead of
-    `dtype` for one that is trained in float32).
+    `names` and `keep` are those of `WeightSource`; `dtype`, what the fleet serves, and further options are those of `Publisher`. On a GPU
+    with room for two more copies of the model (three if the store is slower than training), `snapshot="device"` makes only deltas leave it.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         url: str | Path | Store,
         every: int = 1,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: WireDType | None = None,
         names: NameMap | None = None,
         keep: Callable[[str], bool] = lambda name: True,
         **publisher: Any,
@@ -50,8 +47,8 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             raise ValueError(f"every must be at least 1, not {every}")
         self._url = url
         self._every = every
-        self._source_options: dict[str, Any] = {"dtype": dtype, "names": names, "keep": keep}
-        self._publisher_options = {"background": True, **publisher}
+        self._source_options: dict[str, Any] = {"names": names, "keep": keep}
+        self._publisher_options = {"background": True, "dtype": dtype, **publisher}
         self._source: WeightSource | None = None
         self._published_step: int | None = None
         self.publisher: Publisher | None = None

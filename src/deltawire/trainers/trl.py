@@ -39,8 +39,8 @@ class DeltaWireTransfer:
 
     The training step of a version counts syncs, from 0, or on from the version that is there when the run is taken over.
 
-    `dtype` is what floating-point weights are cast to: that of the server (bf16 for a trainer in fp32). `options` go to `Publisher`;
-    `attachments`, the directory of the model or its config.json and tokenizer, should be among them.
+    `dtype` is what the servers serve (bf16, for a trainer in fp32). `options` go to `Publisher`; `attachments`, the directory of the model
+    or its config.json and tokenizer, should be among them. `background` is not: a sync returns when its version is out.
     """
 
     def __init__(
@@ -54,6 +54,8 @@ class DeltaWireTransfer:
         on_event: OnEvent | None = None,
         **options: Any,
     ) -> None:
+        if options.get("background"):
+            raise ValueError("a sync waits until its version is published: background=True has no place here")
         self.versions: list[Version] = []
         """What was published, in order: TRL's model version n is the n-th of these, counted from 1."""
         self._url = url
@@ -85,7 +87,7 @@ class DeltaWireTransfer:
         """Take the run over. Called by TRL before the first sync."""
         if self._publisher is None:
             self._store = open_store(self._url)
-            self._publisher = Publisher(self._store, on_event=self._on_event, **self._options)
+            self._publisher = Publisher(self._store, dtype=self._dtype, on_event=self._on_event, **self._options)
             newest = self._publisher.version
             self._first_step = 0 if newest is None or newest.step is None else newest.step + 1
 

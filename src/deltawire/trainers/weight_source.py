@@ -19,19 +19,17 @@ class WeightSource:
 
     For a transformers model these are the tensors that `save_pretrained` writes, also where the live model has fused some of them.
 
-    >>> source = WeightSource(model, dtype=torch.bfloat16)
-    >>> publisher = Publisher("s3://bucket/run", background=True)
-    >>> source.publish(publisher, step=step)        # after optimizer.step()
+    >>> source = WeightSource(model, names=lambda name: name.removeprefix("policy."))
+    >>> with Publisher("s3://bucket/run", dtype=torch.bfloat16, background=True) as publisher:
+    ...     source.publish(publisher, step=step)  # after optimizer.step()
 
-    `dtype` is what floating-point weights are cast to (fp32 masters to the bf16 that engines serve): one type, or a function of name and
-    tensor; None leaves them as they are. Others are never cast. `names` maps the checkpoint's names to those on the wire, or to None for
-    what is not published; `keep` is asked for each wire name. Tied weights are published once, under their first name, as checkpoints of
-    transformers have them; with `tied=True` under all of their names.
+    It is needed for `names`, `keep`, `tied` and `bundle` only; else give the model to `Publisher.publish`. `names` maps the checkpoint's
+    names to those on the wire, or to None for what is not published; `keep` is asked for each wire name. Tied weights are published once,
+    under their first name, as checkpoints of transformers have them; with `tied=True` under all of their names.
 
-    Tensors that are cast are copied into buffers on the host that are used again for every snapshot. Those of the wire's own type, on the
-    CPU or a GPU that the codec works on (docs/gpu.md), are handed over as they are: a publisher in the background makes its copy before
-    `publish` returns. With `Publisher(snapshot="device")` that copy is on the GPU too, and only deltas leave it; of float32 masters as
-    well, if the publisher rounds them (`masters=True`, and no `dtype` here).
+    `dtype` casts floating-point weights in `snapshot`: for uses other than publishing, such as a digest. A publisher casts by its own
+    `dtype`, on the GPU too. Tensors that are cast here are copied into buffers on the host, which every snapshot uses again. Others, on
+    the CPU or a GPU that the codec works on (docs/gpu.md), are handed over as they are.
     """
 
     def __init__(

@@ -7,13 +7,13 @@ import weakref
 import ml_dtypes
 import numpy as np
 
-from deltawire import masters
+from deltawire import casting
 from deltawire.publish.snapshots import copy_tensors
 
 
 def test_master_weights_are_rounded_one_tensor_at_a_time(monkeypatch):
     """All of them at once would be one more copy of the model."""
-    rounded, live = masters._rounded, []
+    rounded, live = casting._rounded, []
 
     def counted(bits):
         assert not any(made() is not None for made in live), "the one before is still held"
@@ -21,7 +21,7 @@ def test_master_weights_are_rounded_one_tensor_at_a_time(monkeypatch):
         live.append(weakref.ref(made))
         return made
 
-    monkeypatch.setattr(masters, "_rounded", counted)
+    monkeypatch.setattr(casting, "_rounded", counted)
     state = {name: np.random.default_rng(seed).standard_normal(500, np.float32) for seed, name in enumerate("abc")}
     copies = {name: np.empty(500, ml_dtypes.bfloat16) for name in state}
     copy_tensors(state, copies)
