@@ -56,8 +56,7 @@
     ├── RewardError                 a reward function cannot be loaded, or returned what no reward may be
     ├── FleetError                  the fleet's work cannot go on
     │   ├── CorruptRollouts         a file of rollouts breaks a rule of docs/protocol.md
-    │   ├── FleetTimeout            a round did not settle in the time that was given
-    │   └── TaskExhausted           a task failed at as many attempts as have numbers
+    │   └── FleetTimeout            a round did not settle in the time that was given
     └── CodecUnavailable            the codec that was asked for cannot run here
 
 All errors but `EngineFenced` leave the state as it was. `retryable` says whether the same call may succeed later without anything else
@@ -422,12 +421,6 @@ class FleetTimeout(FleetError):
 
     hint = "Are members alive (`deltawire fleet`), and of the version that the round asks for? Collect again to wait on."
     retryable = True
-
-
-class TaskExhausted(FleetError):
-    """A task failed at as many attempts as have numbers."""
-
-    hint = 'Look at the events "rollout-rejected": something is wrong with the task, or with every member.'
 
 
 class CodecUnavailable(DeltawireError):

@@ -29,19 +29,18 @@ def offers(fleet: Fleet) -> dict[str, list[tuple[int, int]]]:
 
 
 def poll(fleet: Fleet, trainer: Trainer, seconds: float = 0.0) -> None:
-    """So much later the trainer looks, and looks again with the store's time at hand."""
+    """So much later the trainer looks, twice."""
     fleet.time += seconds
-    trainer.steps._slept = LEASE
     trainer.go(trainer.steps.poll())
-    trainer.steps._slept = LEASE
     trainer.go(trainer.steps.poll())
 
 
 def claimed(fleet: Fleet, trainer: Trainer, name: str, task: int = 0) -> Member:
-    """A member that lives, and holds the task's first lease."""
+    """A member that lives, and holds the task's first lease, which it was offered."""
     member = fleet.join(name)[0]
     fleet.members.remove(member)
     record = trainer.steps.rounds[1].record
+    trainer.steps.rounds[1].tasks[task].offer_to(name, fleet.time, LEASE)
     place_lease(fleet, record, task, member=name)
     member.state.working.add((record.round, task, 0))
     member.perform_all(tell(member.state))

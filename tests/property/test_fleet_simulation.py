@@ -23,6 +23,7 @@ import pytest
 from deltawire.fleet import coordinator_steps, intake_steps
 from deltawire.fleet.admission import REASONS
 from deltawire.fleet.fleet_clock import FleetClock
+from deltawire.fleet.round_state import TaskState
 from deltawire.fleet.scheduler import Scheduler
 from deltawire.testing.fleet_simulation import Outcome, scenario, simulate
 from deltawire.testing.fleet_simulation import __main__ as command
@@ -31,7 +32,7 @@ COMMAND = [sys.executable, "-m", "deltawire.testing.fleet_simulation"]
 
 
 def test_small_fleets_hold_whatever_befalls_them() -> None:
-    outcomes = [simulate(seed) for seed in range(200)]
+    outcomes = [simulate(seed) for seed in range(150)]
     assert [(one.seed, one.violation) for one in outcomes if one.violation is not None] == []
     refused: Counter[str] = Counter()
     for one in outcomes:
@@ -119,6 +120,11 @@ def believe_every_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FleetClock, "since", lambda self, modified: modified - (self._ahead or 0.0))
 
 
+def ask_for_a_lease_at_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TaskState, "is_free", False)
+    monkeypatch.setattr(TaskState, "next_attempt", lambda self: next((n for n in range(15) if n not in self.leases), 15))
+
+
 @pytest.mark.parametrize(
     ("break_it", "told"),
     [
@@ -133,6 +139,7 @@ def believe_every_date(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(sweep_what_is_still_needed, "not in the store|not for it|deleted while|does not go on", id="sweeping too much"),
         pytest.param(believe_every_date, "does not go on", id="believing every date"),
         pytest.param(forget_rejections, "had rejected", id="rejections forgotten"),
+        pytest.param(ask_for_a_lease_at_every_attempt, "does not go on", id="a lease for every attempt"),
         pytest.param(wait_for_stragglers, "does not go on", id="waiting for stragglers"),
     ],
 )

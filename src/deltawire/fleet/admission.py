@@ -4,7 +4,7 @@ A task's first valid result wins. Everything else is refused for one of these re
 
     malformed      its bytes are not what its name says, break a rule, or do not fit the task
     wrong-run      it is of another run
-    unleased       its member never held the lease that it was made under
+    unleased       its member never held the lease that it was made under, or was not asked for a free attempt
     duplicate      its own attempt was accepted before
     late           another attempt was accepted before, or the step has been acknowledged
     future         it was made by a version that the chain does not have, or that its own step makes
@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias, get_args
 from ..format.fleet_files import AcceptedResult
 from ..format.fleet_records import Lease, Round
 from ..format.rollouts import Rollouts
-from ..store.fleet_keys import RolloutKey
+from ..store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
 from .staleness import StalenessBudget
 from .steps import KnownVersion
 
@@ -63,12 +63,19 @@ def judge_place(place: RolloutKey, accepted: AcceptedResult | None, *, closed: b
     return "late" if closed else None
 
 
-def judge_origin(rollouts: Rollouts, place: RolloutKey, lease: Lease | None, run: str) -> Reason | None:
-    """Whether it is of this run, of the place that it lies in, and by who held the lease."""
+def judge_origin(rollouts: Rollouts, place: RolloutKey, lease: Lease | None, run: str, *, is_free: bool = False) -> Reason | None:
+    """Whether it is of this run, of the place that it lies in, and by who held the lease.
+
+    `is_free`: the attempt needs no lease, and the trainer asked this member for it.
+    """
     if rollouts.run != run:
         return "wrong-run"
     if (rollouts.round, rollouts.task, rollouts.attempt) != place[:3]:
         return "malformed"
+    if is_free:
+        return None
+    if place.attempt >= FIRST_FREE_ATTEMPT:
+        return "unleased"
     if lease is None or lease.id != run or lease.member != rollouts.member or lease.nonce != rollouts.nonce:
         return "unleased"
     return None

@@ -124,7 +124,7 @@ class Coordinator:
     def collect(self, for_step: int, *, timeout: float | None = None, stop: Callable[[], bool] | None = None) -> Batch:
         """Wait until the round for this step is settled and acknowledge it. Losses of the store are waited out.
 
-        `FleetTimeout` after `timeout` seconds, or when `stop` says so: call it again to wait on. `Fenced`; `TaskExhausted`.
+        `FleetTimeout` after `timeout` seconds, or when `stop` says so: call it again to wait on. `Fenced`.
         """
         return self._run(lambda steps: steps.collect(for_step, timeout=timeout, stop=stop))
 

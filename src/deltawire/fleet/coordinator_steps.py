@@ -157,7 +157,7 @@ class CoordinatorSteps:
                 emit(self._on_event, "round-unusable", round=record.round, step=step)
                 continue
             try:
-                state = self._state(record, rows)
+                state = self._state(record, rows, adopted=True)
             except DeltawireError as error:
                 emit(self._on_event, "round-unusable", round=record.round, step=step, error=str(error))
                 continue
@@ -217,8 +217,7 @@ class CoordinatorSteps:
     def collect(self, for_step: int, *, timeout: float | None = None, stop: Callable[[], bool] | None = None) -> Steps[Batch]:
         """Poll until the round for this step is settled, then acknowledge it. May be called again after any error that is `retryable`.
 
-        Losses of the store are waited out. `FleetTimeout` after `timeout` seconds of waiting, or when `stop` says so; `Fenced`;
-        `TaskExhausted`.
+        Losses of the store are waited out. `FleetTimeout` after `timeout` seconds of waiting, or when `stop` says so; `Fenced`.
         """
         state = self.rounds.get(for_step)
         if state is None:
@@ -290,6 +289,7 @@ class CoordinatorSteps:
         by_number = {state.record.round: state for state in watched}
         yield from self._intake.read_heartbeats(members)
         yield from self._intake.read_leases(by_number, leases, rollouts)
+        self._intake.note_free_attempts(watched)
         yield from self._intake.admit_all(by_number, rollouts)
         self._intake.count_losses(watched)
         yield from self._write_board()
@@ -389,8 +389,8 @@ class CoordinatorSteps:
         yield from write_rejections(self.run, self.epoch, step, number, named, why, self._clock())
         self._intake.left_out |= {RolloutKey(number, *one): why for one in named}
 
-    def _state(self, record: Round, rows: tuple[tuple[Row, ...], ...]) -> RoundState:
-        return RoundState(record, rows, self.options.quorum, self._prompts(rows))
+    def _state(self, record: Round, rows: tuple[tuple[Row, ...], ...], *, adopted: bool = False) -> RoundState:
+        return RoundState(record, rows, self.options.quorum, self._prompts(rows), adopted=adopted)
 
     def _prompts(self, rows: Sequence[Sequence[Row]]) -> list[tuple[tuple[int, ...], ...]] | None:
         """Return the token ids of each task's prompts. Raises what the trainer's tokenizer raises for rows that have none."""

@@ -112,6 +112,11 @@ class Intake:
                 elif not isinstance(answer, ObjectMissing):
                     raise answer
 
+    def note_free_attempts(self, rounds: Sequence[RoundState]) -> None:
+        """Learn from heartbeats who works on attempts that need no lease."""
+        for state in rounds:
+            state.note_free_attempts(self.roster, self.clock.now)
+
     def admit_all(self, rounds: dict[int, RoundState], listed: Sequence[ObjectInfo]) -> Steps[None]:
         """Judge what is new, in the order of the store's times."""
         fresh: list[tuple[float, RolloutKey, int]] = []
@@ -172,8 +177,13 @@ class Intake:
         refusal: Refusal | None = Refusal("malformed")
         if rollouts is not None:
             # Two results of one task may have been read side by side.
+            is_free = place.attempt >= fleet_keys.FIRST_FREE_ATTEMPT and state.may_deliver_freely(place.lease, rollouts.member)
+            if is_free and held is None:  # it was faster than its heartbeat
+                state.hold_free_attempt(place.lease, rollouts.member, arrived)
+                held = state.tasks[place.task].leases[place.attempt]
+                lease = held.lease
             refusal = self._judge_unread(state, place, len(data))
-            if refusal is None and (reason := judge_origin(rollouts, place, lease, self.run)) is not None:
+            if refusal is None and (reason := judge_origin(rollouts, place, lease, self.run, is_free=is_free)) is not None:
                 refusal = Refusal(reason)
             if refusal is None:
                 refusal = yield from self._judge_substance(state, place, rollouts)

@@ -29,7 +29,7 @@ from ..format.fleet_records import MAX_BOARD_BYTES, MAX_WORKING, Board, Heartbea
 from ..format.records import MAX_RECORD_BYTES
 from ..format.rollouts import Rollouts
 from ..store import fleet_keys
-from ..store.fleet_keys import LeaseKey, RolloutKey
+from ..store.fleet_keys import FIRST_FREE_ATTEMPT, LeaseKey, RolloutKey
 from .create_steps import create_and_look
 from .steps import Generate, Get, KnownVersion, Put, Sleep, Steps, Sync
 
@@ -211,6 +211,10 @@ def _claim(me: MemberState, place: Place, policy: KnownVersion) -> Steps[Lease |
     """The lease, if it is ours; None if another was faster. After `OutcomeUnknown` the same bytes are tried when it is offered again."""
     lease = me.doubtful.get(place) or Lease(me.run, *place, me.member, me.draw_nonce(), policy.seq, me.clock())
     me.working.add(place)
+    if place[2] >= FIRST_FREE_ATTEMPT:  # it needs no lease; the heartbeat tells the trainer that we are at it
+        _remember(me, place)
+        yield from _tell_if_possible(me)
+        return lease
     me.doubtful[place] = lease
     ours = False
     try:
@@ -268,6 +272,10 @@ def _upload(me: MemberState, key: str, data: bytes) -> Steps[None]:
 
 
 def _remember(me: MemberState, place: Place) -> None:
+    """Do not try this place again. Numbers of free attempts come round again, so only the last one of each task is remembered."""
+    if place[2] >= FIRST_FREE_ATTEMPT:
+        for other in [each for each in me.tried if each[:2] == place[:2] and each[2] >= FIRST_FREE_ATTEMPT]:
+            del me.tried[other]
     me.tried[place] = None
     while len(me.tried) > 4096:
         me.tried.popitem(last=False)

@@ -84,6 +84,14 @@ class Roster:
         """Every heartbeat there is, with its time."""
         return {member: (entry.beat, entry.since) for member, entry in self._entries.items() if entry.beat is not None}
 
+    def working_on(self, number: int) -> dict[str, list[tuple[int, int]]]:
+        """Which tasks and attempts of a round each member says that it works on."""
+        return {
+            member: places
+            for member, entry in self._entries.items()
+            if entry.beat is not None and (places := [(task, attempt) for r, task, attempt in entry.beat.working if r == number])
+        }
+
     def silent_since(self, before: float) -> list[str]:
         """Members whose object was last written before this time."""
         return [member for member, entry in self._entries.items() if entry.since < before]

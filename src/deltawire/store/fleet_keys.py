@@ -18,6 +18,9 @@ MOST_TASKS = 10**5
 MOST_ATTEMPTS = 10**3
 """So many have numbers of their own in keys."""
 
+FIRST_FREE_ATTEMPT = 16
+"""Attempts from this number on need no lease: whoever takes all leases of a task cannot keep it from being done (docs/protocol.md §10)."""
+
 _SHORT, _HASH = r"([0-9]{10})", r"([0-9a-f]{64})"
 _ROUND = re.compile(rf"fleet/round/{_SHORT}\.json")
 _TASKS = re.compile(rf"fleet/tasks/{_SHORT}/{_HASH}\.json")

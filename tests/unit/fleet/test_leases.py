@@ -7,7 +7,6 @@ from datetime import datetime, timezone
 
 import pytest
 
-from deltawire.errors import TaskExhausted
 from deltawire.fleet.roster import Roster
 from deltawire.fleet.round_state import HeldLease, TaskState
 from deltawire.format.fleet_records import Heartbeat, Lease
@@ -75,8 +74,28 @@ def test_the_next_attempt_is_the_lowest_that_nobody_took() -> None:
     task = TaskState()
     assert task.next_attempt() == 0
     held = HeldLease(LEASE, 0, 0)
-    task.leases = {0: held, 1: HeldLease(None, 0, 0), 900: held}
+    task.leases = {0: held, 1: HeldLease(None, 0, 0), 9: held}
     assert task.next_attempt() == 2
-    task.leases = dict.fromkeys(range(fleet_keys.MOST_ATTEMPTS), held)
-    with pytest.raises(TaskExhausted):
-        task.next_attempt()
+    assert not task.is_free
+
+
+def test_when_all_leases_of_a_task_are_taken_every_offer_is_a_free_attempt_of_its_own() -> None:
+    task = TaskState(leases={attempt: HeldLease(None, 0, 0) for attempt in range(fleet_keys.FIRST_FREE_ATTEMPT)})
+    assert task.is_free
+    first = fleet_keys.FIRST_FREE_ATTEMPT
+    seen = []
+    for now, member in enumerate(["a", "a", "b", None, "b"]):
+        task.offer_to(member, now, patience=60)
+        seen.append(task.next_attempt())
+    assert seen == [first, first, first + 1, first + 1, first + 2]
+    task.ended.add(first + 2)
+    task.offer_to("b", 5, patience=60)
+    assert task.next_attempt() == first + 3  # what it delivered was refused
+    task.offer_to("b", 66, patience=60)
+    assert task.next_attempt() == first + 4  # it did not take that up
+    assert task.invited == {first: {"a"}, first + 1: {"b"}, first + 2: {"b"}, first + 3: {"b"}, first + 4: {"b"}}
+    for now in range(2000):  # numbers come round again
+        task.offer_to("ab"[now % 2], 100 + now, patience=60)
+        task.leases[task.next_attempt()] = HeldLease(LEASE, 0, 0)
+        assert first <= task.next_attempt() < fleet_keys.MOST_ATTEMPTS
+    assert task.is_free

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from ...fleet.steps import Put
+from ...fleet.steps import Create, Put
 from ...format.digest import Digest
-from ...format.fleet_records import Heartbeat
+from ...format.fleet_records import Heartbeat, Lease
 from ...format.rollouts import Rollouts, Span, VersionRef
 from ...store import fleet_keys
-from ...store.fleet_keys import RolloutKey
+from ...store.fleet_keys import LeaseKey, RolloutKey
 from .chain_model import ChainModel
 from .store_model import Dated, Objects
 
@@ -31,6 +31,7 @@ class Mischief:
         self._random = random
         self._chain = chain
         self._objects = objects
+        self._squatted: set[int] = set()
         self._ways: dict[str, Callable[[Rollouts, RolloutKey], Sent]] = {
             "duplicate": self._duplicate,
             "forge": self._forge,
@@ -51,7 +52,24 @@ class Mischief:
             return self._ways[self.kind](Rollouts.parse(request.data), place)
         if self.kind == "boast" and request.key.startswith(fleet_keys.MEMBERS):
             return [Put(request.key, replace(Heartbeat.parse(request.data), tokens=10**15, busy_ms=1, lag=0).to_bytes())]
+        if self.kind == "squatter" and request.key.startswith(fleet_keys.MEMBERS):
+            return [request, *self._squat(Heartbeat.parse(request.data))]
         return [request]
+
+    def _squat(self, beat: Heartbeat) -> Sent:
+        """Every lease of the newest rounds, in its own name, in another's, or as junk, before anybody is offered it."""
+        names = [key.removeprefix(fleet_keys.MEMBERS).removesuffix(".json") for key in self._objects.keys(fleet_keys.MEMBERS)]
+        sent: Sent = []
+        for key in self._objects.keys(fleet_keys.ROUNDS)[-4:]:
+            number = fleet_keys.parse_round_key(key)
+            if number is None or number in self._squatted:
+                continue
+            self._squatted.add(number)
+            for place in (LeaseKey(number, task, attempt) for task in range(5) for attempt in range(18)):
+                member = self._random.choice([beat.member, *names])
+                lease = Lease(beat.id, *place, member, f"{self._random.getrandbits(128):032x}", 0, 0).to_bytes()
+                sent.append(Create(fleet_keys.lease_key(place), lease if self._random.random() < 0.7 else b"{}"))
+        return sent
 
     def _duplicate(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
         """The result, the same again, another one of the same lease, and the first one as if of the next attempt."""
@@ -105,7 +123,7 @@ class Mischief:
         return sent
 
 
-KINDS = ("duplicate", "forge", "future", "foreign", "garble", "thief", "boast", "pinned", "hog", "misdated")
+KINDS = ("duplicate", "forge", "future", "foreign", "garble", "thief", "boast", "pinned", "hog", "misdated", "squatter")
 """Those that `Mischief` knows; "pinned", an engine that lies about its version; and "hog", a member that leases and never delivers."""
 
 

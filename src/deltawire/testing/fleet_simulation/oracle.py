@@ -129,6 +129,11 @@ class Oracle:
         if rollouts.run != self._run:
             raise Violation(f"{what} trains on a rollout of another run: {place}.")
         lease = self._objects.read(fleet_keys.lease_key(LeaseKey(ack.round, result.task, result.attempt)))
+        if result.attempt >= 16:  # needs no lease, but only once all leases of the task are taken
+            taken = [self._objects.read(fleet_keys.lease_key(LeaseKey(ack.round, result.task, attempt))) for attempt in range(16)]
+            if None in taken and not zombie:
+                raise Violation(f"{what} trains on {place}, which has no lease and did not have to do without.")
+            lease = None
         if lease is not None and (Lease.parse(lease).member, Lease.parse(lease).nonce) != (rollouts.member, rollouts.nonce):
             raise Violation(f"{what} trains on {place}, whose lease was somebody else's.")
         for seq, claimed in rollouts.versions.items():

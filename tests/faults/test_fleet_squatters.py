@@ -1,0 +1,89 @@
+"""Members that take leases which nobody offered them. They may waste work, and must not end a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from small_fleet import Fleet, assert_one_line_of_training, make_rollouts, nonce, place_lease, place_result, rows_for
+from test_fleet_members import LAST, offers, poll
+
+from deltawire.format.fleet_records import Lease, Round
+from deltawire.store import fleet_keys
+from deltawire.store.fleet_keys import FIRST_FREE_ATTEMPT, MOST_ATTEMPTS, LeaseKey
+
+SQUATTERS: dict[str, Callable[[Round, int, int], bytes]] = {
+    "junk": lambda record, task, attempt: b"{}",
+    "a stranger": lambda record, task, attempt: Lease(record.id, record.round, task, attempt, "stranger", nonce(), 0, 0).to_bytes(),
+    "in another's name": lambda record, task, attempt: Lease(record.id, record.round, task, attempt, "a", nonce(), 0, 0).to_bytes(),
+}
+
+
+def squat(fleet: Fleet, record: Round, make: Callable[[Round, int, int], bytes]) -> None:
+    """Take every lease that there can be."""
+    for task in range(record.tasks):
+        for attempt in range(MOST_ATTEMPTS):
+            data = make(record, task, attempt) if attempt < FIRST_FREE_ATTEMPT + 2 else b"{}"
+            fleet.inner.put_if_absent(fleet_keys.lease_key(LeaseKey(record.round, task, attempt)), data)
+
+
+@pytest.mark.parametrize("make", SQUATTERS.values(), ids=SQUATTERS.keys())
+def test_a_run_goes_on_when_every_lease_of_a_round_is_taken(make: Callable[[Round, int, int], bytes]) -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        squat(fleet, trainer.open(1), make)
+        fleet.join("a", "b")
+        batch = trainer.collect(1)
+        assert {one.attempt >= FIRST_FREE_ATTEMPT for one in batch.rollouts} == {True}
+        trainer.train(batch)
+        squat(fleet, trainer.open(2), make)
+        poll(fleet, trainer)
+    with fleet.publisher() as publisher:  # and so does the trainer that takes over
+        fleet.trainer(publisher).run_to(LAST)
+    assert_one_line_of_training(fleet.inner, LAST)
+    assert not fleet.reasons()
+
+
+def test_a_lease_that_nobody_was_offered_is_not_waited_for() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1, tasks=1)
+        fleet.join("honest")
+        fleet.members.clear()
+        poll(fleet, trainer)
+        assert offers(fleet) == {"honest": [(0, 0)]}
+        lease = place_lease(fleet, record, member="stranger")
+        poll(fleet, trainer)
+        assert offers(fleet) == {"honest": [(0, 1)]}
+        place_lease(fleet, record, attempt=1, member="honest")
+        poll(fleet, trainer)
+        assert offers(fleet) == {}  # this one is waited for
+        place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest))
+        assert [one.member for one in trainer.collect(1).rollouts] == ["stranger"]  # it was the first, and it is valid
+
+
+def test_a_result_without_a_lease_needs_an_attempt_that_the_trainer_offered_without_one() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1, tasks=1)
+
+        def deliver(member: str, attempt: int) -> None:
+            lease = Lease(record.id, record.round, 0, attempt, member, nonce(), 0, 0)
+            place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest))
+            poll(fleet, trainer)
+
+        deliver("stranger", FIRST_FREE_ATTEMPT)
+        assert fleet.reasons() == ["unleased"]
+        squat(fleet, record, SQUATTERS["junk"])
+        fleet.join("honest")
+        fleet.members.clear()
+        poll(fleet, trainer)
+        attempt = offers(fleet)["honest"][0][1]
+        assert attempt >= FIRST_FREE_ATTEMPT
+        deliver("stranger", attempt)
+        assert fleet.reasons() == ["unleased"] * 2
+        deliver("honest", attempt)
+        assert [one.member for one in trainer.collect(1).rollouts] == ["honest"]
