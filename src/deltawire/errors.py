@@ -48,6 +48,7 @@
     │   ├── CommitOutcomeUnknown    the commit may or may not have landed; the next call finds out
     │   └── PublisherClosed         it was closed
     ├── MirrorError                 a mirror directory cannot be used
+    │   └── MirrorBusy              another process holds its lock, and shows no sign of life
     ├── EngineError                 an engine did not do what was asked
     │   ├── EngineUnavailable       it does not answer, pause or resume
     │   ├── EngineRefused           it cannot take these weights: names, types or shapes differ
@@ -367,6 +368,13 @@ class PublisherClosed(PublishError):
 
 class MirrorError(DeltawireError):
     """A mirror directory cannot be used."""
+
+
+class MirrorBusy(MirrorError):
+    """Another process holds a lock of the mirror and shows no sign of life: it is stopped, or its machine is overloaded."""
+
+    hint = "Let that process continue (kill -CONT) or end it. The next sync tries again."
+    retryable = True
 
 
 class EngineError(DeltawireError):

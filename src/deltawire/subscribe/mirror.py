@@ -35,7 +35,7 @@ from ..errors import MirrorError, RunMismatch
 from ..format.records import Commit
 from ..store.place import is_chain_directory
 from .durable_json import read_json, remove_leftovers, write_json
-from .locks import FileLock
+from .locks import FileLock, LifeWatch
 from .slot import RECORD_FILE, Slot, SlotRecord, boot_id
 
 LAYOUT = 1
@@ -158,7 +158,11 @@ class Mirror:
 
     def try_writer(self) -> FileLock | None:
         """The lock to change anything, if nobody else has it."""
-        return FileLock.try_exclusive(self.path / "locks" / "writer")
+        return FileLock.try_exclusive(self._writer_path)
+
+    def watch_writer(self) -> LifeWatch:
+        """Watch whether the process that changes the mirror still runs."""
+        return LifeWatch(self._writer_path)
 
     def hold_exclusively(self, slot: Slot) -> HeldSlot | None:
         """A slot to change, if nobody reads it and it has a record."""
@@ -291,6 +295,10 @@ class Mirror:
         for name in wanted:
             with contextlib.suppress(FileExistsError):  # somebody put a file of his own there: leave it
                 os.symlink(os.path.join("current", name), self.path / name)
+
+    @property
+    def _writer_path(self) -> Path:
+        return self.path / "locks" / "writer"
 
     def _lock_path(self, name: str) -> Path:
         return self.path / "locks" / f"slot-{name}"

@@ -64,6 +64,7 @@ class MirrorReplica:
     def move(self, target: Commit, journey: Journey) -> None:
         with as_mirror_errors(self._mirror.path):
             writer: FileLock | None = None
+            watch = self._mirror.watch_writer()
             while writer is None:
                 if self._adopt(target, journey):
                     return
@@ -71,8 +72,9 @@ class MirrorReplica:
                 if writer is None:
                     if journey.is_halted():
                         raise retryable_error(f"{self._mirror.path}: stopped while another process updates the mirror.")
+                    watch.check()
                     time.sleep(_PAUSE)
-            with writer:
+            with writer, writer.showing_life():
                 if not self._adopt(target, journey):
                     had = self._held
                     update = MirrorUpdate(self._mirror, journey.routes, journey, journey.report)
@@ -91,7 +93,7 @@ class MirrorReplica:
         if held is None:
             writer = self._mirror.try_writer()
             if writer is not None:  # else somebody is at it already, perhaps for hours: the first sync waits for that
-                with writer:
+                with writer, writer.showing_life():
                     held = self._mirror.recover()
         if held is not None:
             try:
