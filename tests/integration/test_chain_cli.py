@@ -62,7 +62,7 @@ def published(checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def chain(published: Path, tmp_path: Path) -> Path:
-    """Three versions, 1, 3 and 5, for every publication begins with a fence; a copy that a test may change."""
+    """Versions 1, 2 and 3, which are commits 1, 3 and 5, for every publication begins with a fence; a copy that a test may change."""
     return shutil.copytree(published, tmp_path / "chain")
 
 
@@ -94,10 +94,10 @@ def flip_a_bit(path: Path) -> None:
 def test_the_first_version_is_a_checkpoint_and_the_next_a_small_delta(checkpoints: list[Path], tmp_path: Path) -> None:
     first = succeed("publish", checkpoints[0], tmp_path / "chain", "--step", 7, "--run", "toy", "--meta", "lr=1e-6", "--meta", "note=a=b")
     second = succeed("publish", checkpoints[1], tmp_path / "chain", "--run", "toy")
-    assert (first["version"], first["kind"], first["step"], first["updates"]) == (1, "anchor", 7, 1)
+    assert (first["version"], first["seq"], first["kind"], first["step"]) == (1, 1, "anchor", 7)
     assert first["meta"] == {"lr": "1e-6", "note": "a=b"}
     assert first["left_out"] == ["optimizer.pt"]
-    assert (second["version"], second["kind"], second["step"], second["updates"]) == (3, "delta", None, 2)
+    assert (second["version"], second["seq"], second["kind"], second["step"]) == (2, 3, "delta", None)
     assert second["bytes"] * 10 < second["weight_bytes"] == sum(array.nbytes for array in model().values())
     assert second["elements"] == sum(array.size for array in model().values())
     assert second["density"] == second["changed"] / second["elements"] > 0
@@ -121,16 +121,16 @@ def test_a_single_file_can_be_published(checkpoints: list[Path], tmp_path: Path)
 
 
 def test_resuming_from_an_older_version_abandons_the_newer(chain: Path, checkpoints: list[Path]) -> None:
-    published = succeed("publish", checkpoints[2], chain, "--resume-from", 3)
+    published = succeed("publish", checkpoints[2], chain, "--resume-from", 2)
     assert published["kind"] == "delta"
-    commits = {commit["seq"]: commit for commit in succeed("log", chain)["commits"]}
+    commits = {commit["seq"]: commit for commit in succeed("log", chain, "--commits")["commits"]}
     assert [commits[seq]["kind"] for seq in (6, 7, 8)] == ["fence", "rewind", "delta"]
     assert commits[7]["base"] == 3
     assert [seq for seq, commit in commits.items() if commit["abandoned"]] == [5]
     text = run("log", chain).stdout
-    assert "back to version 3" in text
-    assert re.search(r"^· +5 .*abandoned$", text, re.M)
-    assert "9" in fail("publish", checkpoints[2], chain, "--resume-from", 99, kind="VersionUnknown")
+    assert "back to version 2" in text
+    assert re.search(r"^· +3 .*abandoned$", text, re.M)
+    assert "no version 99" in fail("publish", checkpoints[2], chain, "--resume-from", 99, kind="VersionUnknown")
 
 
 def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
@@ -146,29 +146,26 @@ def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoint
 
 def test_the_log_lists_versions_newest_first(chain: Path) -> None:
     found = succeed("log", chain)
-    assert (found["run"], found["head"], found["version"], found["updates"], found["floor"]) == ("main", 5, 5, 3, None)
-    assert [(commit["seq"], commit["kind"], commit["step"]) for commit in found["commits"]] == [
-        (5, "delta", 20),
-        (4, "fence", None),
-        (3, "delta", 10),
-        (2, "fence", None),
-        (1, "anchor", 0),
-        (0, "fence", None),
-    ]
-    delta = found["commits"][0]
+    assert (found["run"], found["head"], found["version"], found["floor"]) == ("main", 5, 3, None)
+    listed = [(version["version"], version["seq"], version["kind"], version["step"]) for version in found["versions"]]
+    assert listed == [(3, 5, "delta", 20), (2, 3, "delta", 10), (1, 1, "anchor", 0)]
+    delta = found["versions"][0]
     assert delta["times_smaller"] == delta["state_bytes"] / delta["bytes"] > 10
-    assert [commit["seq"] for commit in succeed("log", chain, "-n", 2)["commits"]] == [5, 4]
-    assert succeed("log", chain, "-n", 2, "--all") == found
+    assert [version["version"] for version in succeed("log", chain, "-n", 2)["versions"]] == [3, 2]
+    commits = succeed("log", chain, "-n", 2, "--all", "--commits")["commits"]
+    assert [(commit["seq"], commit["version"]) for commit in commits] == [(5, 3), (4, None), (3, 2), (2, None), (1, 1), (0, None)]
 
 
 def test_the_log_is_drawn_for_people(chain: Path) -> None:
     done = run("log", chain, columns=80)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert "version 5 is in force, 3 published" in lines[0]
-    assert lines[1] == "  0 ╪■╪·╪·"
-    assert re.match(r"· +5 +delta +20 +3 +[\d.]+ s +[\d.]+ k?B +[\d.]+× +[\d.]+k +[\d.]+$", lines[4]), lines[4]
-    assert lines[5].endswith("writer 3 takes over")
+    assert lines[0].startswith("main  version 3 is in force, ")
+    assert lines[2] == "  1 ■··"
+    assert re.match(r"· +3 +delta +20 +[\d.]+ s +[\d.]+ k?B +[\d.]+× +[\d.]+k +[\d.]+$", lines[5]), lines
+    text = run("log", chain, "--commits", columns=80).stdout
+    assert "  0 ╪■╪·╪·" in text
+    assert "writer 3 takes over" in text
 
 
 def test_strings_of_a_version_cannot_command_the_terminal(checkpoints: list[Path], tmp_path: Path) -> None:
@@ -182,16 +179,23 @@ def test_strings_of_a_version_cannot_command_the_terminal(checkpoints: list[Path
 
 def test_one_version_is_shown_in_full(chain: Path) -> None:
     newest, first = succeed("show", chain), succeed("show", chain, 1)
-    assert (newest["seq"], newest["kind"], newest["step"], newest["base"]["seq"]) == (5, "delta", 20, 4)
+    assert (newest["version"], newest["seq"], newest["kind"], newest["step"], newest["base"]["seq"]) == (3, 5, "delta", 20, 4)
+    assert succeed("show", chain, "--step", 20) == succeed("show", chain, "--seq", 5) == newest
     assert newest["signature"] == {"is": "none", "key": None}
     assert sorted(file["name"] for file in first["files"]) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert [(hop["by"], hop["to"]) for hop in first["route"]] == [("anchor", 1)]
     assert [hop["to"] for hop in newest["route"]] == [1, 2, 3, 4, 5]
-    for seq, expected in ((0, "no version yet"), (1, "config.json"), (2, "version 1"), (5, r"from nothing +1 \(anchor")):
-        done = run("show", chain, seq)
+    for arguments, expected in (
+        (["--seq", 0], "no version yet"),
+        ([1], "config.json"),
+        (["--seq", 2], "in force after it +version 1"),
+        ([3], r"from nothing +version 1 \(anchor.* → 2 \(commit.* → 3 \(commit"),
+    ):
+        done = run("show", chain, *arguments)
         assert (done.returncode, done.stderr) == (0, "")
         assert re.search(expected, done.stdout)
-    assert "only commits 0 to 5" in fail("show", chain, 6, kind="VersionUnknown")
+    assert "versions 1 to 3" in fail("show", chain, 6, kind="VersionUnknown")
+    assert "only commits 0 to 5" in fail("show", chain, "--seq", 6, kind="VersionUnknown")
 
 
 # pull
@@ -199,7 +203,7 @@ def test_one_version_is_shown_in_full(chain: Path) -> None:
 
 def test_a_pulled_checkpoint_is_the_published_one(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
     pulled = succeed("pull", chain, tmp_path / "out")
-    assert (pulled["version"], pulled["step"]) == (5, 20)
+    assert (pulled["version"], pulled["step"]) == (3, 20)
     assert_same(load_checkpoint(tmp_path / "out"), state(2))
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -207,10 +211,11 @@ def test_a_pulled_checkpoint_is_the_published_one(chain: Path, checkpoints: list
 
 
 def test_an_older_version_can_be_pulled(chain: Path, tmp_path: Path) -> None:
-    for seq, number in ((1, 0), (3, 1)):
-        assert succeed("pull", chain, tmp_path / f"out-{seq}", "--at", seq)["version"] == seq
-        assert_same(load_checkpoint(tmp_path / f"out-{seq}"), state(number))
-    fail("pull", chain, tmp_path / "out-9", "--at", 9, kind="VersionUnknown")
+    for number, (how, which) in enumerate((("--at", 1), ("--step", 10))):
+        assert succeed("pull", chain, tmp_path / f"out{how}", how, which)["version"] == number + 1
+        assert_same(load_checkpoint(tmp_path / f"out{how}"), state(number))
+    assert "versions 1 to 3" in fail("pull", chain, tmp_path / "out-9", "--at", 9, kind="VersionUnknown")
+    assert "step 11" in fail("pull", chain, tmp_path / "out-9", "--step", 11, kind="VersionUnknown")
     assert not (tmp_path / "out-9").exists()
 
 
@@ -222,8 +227,8 @@ def test_a_pull_replaces_only_by_force(chain: Path, tmp_path: Path) -> None:
     assert (out / "precious").read_text() == "mine"
     assert "not a checkpoint" in fail("pull", chain, out, "--force", kind="CheckpointError")
     (out / "precious").unlink()
-    for seq, number in ((1, 0), (5, 2)):
-        succeed("pull", chain, out, "--at", seq, "--force")
+    for version, number in ((1, 0), (3, 2)):
+        succeed("pull", chain, out, "--at", version, "--force")
         assert_same(load_checkpoint(out), state(number))
 
 
@@ -255,26 +260,26 @@ def test_who_waits_for_data_says_so_and_goes_on_when_they_arrive(command: str, c
 def test_a_mirror_is_brought_up_to_date_and_told_so(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
     mirror = tmp_path / "mirror"
     first = succeed("follow", chain, mirror, "--once")
-    assert (first["event"], first["version"], first["step"], first["lag"]) == ("version", 5, 20, 0)
+    assert (first["event"], first["version"], first["step"], first["lag"]) == ("version", 3, 20, 0)
     assert_same(load_checkpoint(mirror / "current"), state(2))
     assert (mirror / "current" / "config.json").exists()
     succeed("publish", checkpoints[1], chain, "--step", 30)
     second = succeed("follow", chain, mirror, "--once")
-    assert second["version"] == 7
+    assert second["version"] == 4
     assert 0 < second["bytes"] < first["bytes"]
     assert_same(load_checkpoint(mirror / "current"), state(1))
     done = run("follow", chain, mirror, "--once")
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.match(r"version 7 +step 30 ", done.stdout), done.stdout
+    assert re.match(r"version 4 +step 30 ", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_following_goes_on_until_it_is_told_to_end(chain: Path, checkpoints: list[Path], tmp_path: Path, number: signal.Signals) -> None:
     with start_following(chain, tmp_path / "mirror") as process:
         assert process.stdout is not None
-        assert json.loads(process.stdout.readline())["version"] == 5
+        assert json.loads(process.stdout.readline())["version"] == 3
         succeed("publish", checkpoints[0], chain)
-        assert json.loads(process.stdout.readline())["version"] == 7
+        assert json.loads(process.stdout.readline())["version"] == 4
         process.send_signal(number)
         rest, errors = process.communicate(timeout=60)
     assert (process.returncode, rest, errors) == (0, "", "")
@@ -327,7 +332,7 @@ def test_a_flipped_bit_is_found_and_named(chain: Path) -> None:
         assert (done.returncode, done.stderr) == (3, "")
         assert damaged.name in done.stdout
     problems = json.loads(done.stdout)["problems"]
-    assert problems[0]["where"] == "version 3"
+    assert problems[0]["where"] == "version 2 (commit 3)"
 
 
 def test_lost_data_are_found_and_named(chain: Path) -> None:
@@ -358,8 +363,8 @@ def test_collection_says_what_it_would_do_and_does_it(chain: Path, checkpoints: 
     assert not data_of(chain, 1)
     assert succeed("log", chain)["floor"] == 7
     assert succeed("verify", chain, "--deep")["ok"]
-    fail("pull", chain, tmp_path / "out", "--at", 3, kind="VersionGone")
-    assert "none is left" in run("show", chain, 3).stdout
+    fail("pull", chain, tmp_path / "out", "--at", 2, kind="VersionGone")
+    assert "none is left" in run("show", chain, 2).stdout
 
 
 def test_a_pin_holds_collection_back(chain: Path, tmp_path: Path) -> None:
@@ -457,6 +462,9 @@ def test_readers_of_a_place_without_a_chain_leave_nothing(command: str, tmp_path
         ["log", "s3://user:secret@bucket/x"],
         ["log", "a", "-n", "0"],
         ["show", "a", "first"],
+        ["show", "a", "1", "--step", "1"],
+        ["pull", "a", "b", "--at", "1", "--step", "1"],
+        ["pull", "a", "b", "--at", "0"],
         ["gc", "a", "--grace", "-5"],
         ["gc", "a", "--grace", "inf"],
         ["gc", "a", "--keep-anchors", "0"],

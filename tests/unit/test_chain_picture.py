@@ -60,7 +60,7 @@ def test_skips_that_overlap_are_drawn_on_lines_of_their_own() -> None:
 
 
 def test_abandoned_versions_and_shortcuts_are_found(chain: ToyChain) -> None:
-    history = read_history(ChainLog(chain.store), None)
+    history = read_history(ChainLog(chain.store), None, by_commits=True)
     assert [entry.commit.seq for entry in history.entries] == list(range(14))
     assert [entry.commit.seq for entry in history.entries if entry.abandoned] == [8, 9]
     assert [entry.commit.seq for entry in history.entries if entry.anchored] == [5]
@@ -68,25 +68,34 @@ def test_abandoned_versions_and_shortcuts_are_found(chain: ToyChain) -> None:
     assert not any(entry.void or entry.collected for entry in history.entries)
 
 
+def test_versions_are_counted_without_what_makes_none(chain: ToyChain) -> None:
+    history = read_history(ChainLog(chain.store), None)
+    assert [entry.commit.kind for entry in history.entries] == ["anchor", *["delta"] * 8, "rewind", *["delta"] * 2]
+    assert [history.label(entry.commit.seq) for entry in history.entries] == list(range(1, 13))
+    assert history.skips == [(5, 1), (9, 5)]
+
+
+@pytest.mark.parametrize("by_commits", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 13, 14, 100])
-def test_the_last_commits_look_the_same_as_in_the_whole(chain: ToyChain, count: int) -> None:
+def test_the_last_ones_look_the_same_as_in_the_whole(chain: ToyChain, count: int, by_commits: bool) -> None:
     log = ChainLog(chain.store)
-    assert read_history(log, count).entries == read_history(log, None).entries[-count:]
+    whole = read_history(log, None, by_commits=by_commits)
+    assert read_history(log, count, by_commits=by_commits).entries == whole.entries[-count:]
 
 
 def test_a_writer_that_was_fenced_off_leaves_void_commits(chain: ToyChain) -> None:
     chain.epoch = 1
     zombie = chain.delta()
     del chain.commits[-1], chain.states[-1]  # the new writer passes over it
-    assert [entry.void for entry in read_history(ChainLog(chain.store), 1).entries] == [True]
-    assert [entry.commit.seq for entry in read_history(ChainLog(chain.store), None).entries if entry.void] == [zombie.seq]
+    assert [entry.void for entry in read_history(ChainLog(chain.store), 1, by_commits=True).entries] == [True]
+    assert [entry.commit.seq for entry in read_history(ChainLog(chain.store), None, by_commits=True).entries if entry.void] == [zombie.seq]
 
 
 def test_few_records_are_read_of_a_long_chain(chain: ToyChain, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     get = chain.store.get
     monkeypatch.setattr(chain.store, "get", lambda key, **more: read.append(key) or get(key, **more))
-    read_history(ChainLog(chain.store), 2)
+    read_history(ChainLog(chain.store), 2, by_commits=True)
     assert sorted(set(read) & {keys.commit_key(seq) for seq in range(14)}) == [keys.commit_key(seq) for seq in (11, 12, 13)]
 
 
@@ -94,7 +103,7 @@ def test_a_commit_that_was_replaced_is_noticed(chain: ToyChain) -> None:
     record = json.loads(chain.commits[12].to_bytes()) | {"step": 7}
     chain.store.put(keys.commit_key(12), json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
     with pytest.raises(ChainBroken):
-        read_history(ChainLog(chain.store), 5)
+        read_history(ChainLog(chain.store), 5, by_commits=True)
 
 
 @pytest.mark.parametrize(

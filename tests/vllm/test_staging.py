@@ -75,7 +75,7 @@ def test_without_a_url_only_the_version_of_the_mirror_can_be_staged(tmp_path: Pa
         stager.take(version.seq, None)
     with Subscriber(tmp_path / "store", tmp_path / "mirror") as subscriber:
         subscriber.sync()
-    with pytest.raises(MirrorError, match="is at version"):
+    with pytest.raises(MirrorError, match="is at commit"):
         stager.take(version.seq + 1, None)
     stager.prepare(version.seq + 1, None)
     while stager.error is None:

@@ -257,7 +257,7 @@ class ChainLog:
         """The version in force at a slot. `VersionUnknown` where the chain has none."""
         commit = self.read(seq)
         if commit is None or commit.state_seq is None or self.is_void(commit):
-            raise VersionUnknown(f"the chain at {self.store.url} has no version {seq}.")
+            raise VersionUnknown(f"the chain at {self.store.url} has no version in commit {seq}.")
         return Version.of(self.state_commit(commit))
 
     def state_commit(self, commit: Commit) -> Commit:
@@ -266,7 +266,7 @@ class ChainLog:
             raise VersionUnknown(f"nothing is published yet in {self.store.url}.")
         made = self.ancestor(commit, commit.state_seq)
         if made.kind == "fence" or made.digest != commit.digest:
-            raise ChainBroken(f"commit {commit.seq} in {self.store.url} says that version {made.seq} is in force, which does not fit it.")
+            raise ChainBroken(f"commit {commit.seq} in {self.store.url} says that commit {made.seq} is in force, which does not fit it.")
         return made
 
     def shortcuts(self, after: int | None, upto: int) -> tuple[list[int], list[tuple[int, int]]]:

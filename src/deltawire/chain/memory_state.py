@@ -103,7 +103,7 @@ class MemoryState(Mapping[str, NDArray[Any]]):
         """Scan the whole state and compare it with its digest. `BaseMismatch` if memory has rotted, or somebody wrote to it."""
         found = state_digest(self._arrays, threads=self._threads)
         if self.commit is not None and found != self.commit.digest:
-            raise BaseMismatch(f"the state in memory has digest {found}; that of version {self.commit.seq} is {self.commit.digest}.")
+            raise BaseMismatch(f"the state in memory has digest {found}; that of {self.commit.describe()} is {self.commit.digest}.")
 
     def clear(self) -> None:
         """Forget everything."""
@@ -124,14 +124,14 @@ class MemoryState(Mapping[str, NDArray[Any]]):
             found = _shard_arrays(entry, data)
             twice = found.keys() & arrays.keys()
             if twice:
-                raise DataDamaged(f"tensor {min(twice)!r} is in two files of the checkpoint of version {hop.target.seq}.")
+                raise DataDamaged(f"tensor {min(twice)!r} is in two files of the checkpoint of {hop.target.describe()}.")
             arrays |= found
             if len(arrays) > hop.target.tensors:
-                raise LimitExceeded(f"the checkpoint of version {hop.target.seq} has more than its {hop.target.tensors:,} tensors.")
+                raise LimitExceeded(f"the checkpoint of {hop.target.describe()} has more than its {hop.target.tensors:,} tensors.")
         with fetcher.watch.phase("digest"):
             digest = state_digest(arrays, threads=self._threads)
         if digest != hop.target.digest or len(arrays) != hop.target.tensors:
-            raise ResultMismatch(f"the checkpoint of version {hop.target.seq} has digest {digest}, not {hop.target.digest}.")
+            raise ResultMismatch(f"the checkpoint of {hop.target.describe()} has digest {digest}, not {hop.target.digest}.")
         self.adopt(arrays, hop.target)
 
     def resolve(self, hop: Hop, fetcher: Fetcher, *, collected: WasCollected | None = None, progress: Progress | None = None) -> Update:
@@ -141,7 +141,7 @@ class MemoryState(Mapping[str, NDArray[Any]]):
         """
         base = self.digest
         if base is None or base != hop.base_digest:
-            raise BaseMismatch(f"version {hop.target.seq} is to be made from {hop.base}, which is not the state at hand.")
+            raise BaseMismatch(f"{hop.target.describe()} is to be made from commit {hop.base}, which is not the state at hand.")
         update = self._new_update()
         difference = Digest()
         for entry, data in fetcher.prefetch(hop.files, collected=collected, progress=progress):
@@ -149,7 +149,7 @@ class MemoryState(Mapping[str, NDArray[Any]]):
                 before, after = update.add(self.segment(entry), data)
             difference += after - before
         if base + difference != hop.target.digest:
-            raise ResultMismatch(f"the files of version {hop.target.seq} do not lead to its digest {hop.target.digest}.")
+            raise ResultMismatch(f"the files of {hop.target.describe()} do not lead to its digest {hop.target.digest}.")
         return update
 
     def apply(self, update: Update, target: Commit) -> Undo:
@@ -167,7 +167,7 @@ class MemoryState(Mapping[str, NDArray[Any]]):
     def undo(self, undo: Undo) -> None:
         """Go back by what `apply` returned; only from where it led to (`BaseMismatch`)."""
         if self.commit is None or self.commit.seq != undo.after.seq:
-            raise BaseMismatch(f"this leads back from version {undo.after.seq}, which is not the state at hand.")
+            raise BaseMismatch(f"this leads back from commit {undo.after.seq}, which is not the state at hand.")
         try:
             undo.update.revert()
         finally:

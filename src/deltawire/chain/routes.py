@@ -20,7 +20,7 @@ class HopFailed(Exception):
     """
 
     def __init__(self, hop: Hop, error: DeltawireError, *, is_data_lost: bool = False) -> None:
-        super().__init__(f"{hop.source} to version {hop.target.seq}: {error}")
+        super().__init__(f"{hop.source} to {hop.target.describe()}: {error}")
         self.hop = hop
         self.error = error
         self.is_data_lost = is_data_lost
@@ -75,7 +75,7 @@ def was_collected(log: ChainLog, hop: Hop) -> Callable[[], bool]:
         if log.floor() >= hop.target.seq:
             return True
         if hop.is_shortcut:
-            raise DataMissing(f"the files of the {hop.source} to version {hop.target.seq} are not all in {log.store.url}.")
+            raise DataMissing(f"the files of the {hop.source} to {hop.target.describe()} are not all in {log.store.url}.")
         return False
 
     return ask

@@ -141,7 +141,7 @@ class _Check:
         if commit.base is not None and commit.kind in ("fence", "delta") and commit.base != self._log.ref(before):
             self._problem(key, f"its base is not commit {before.seq}")
         if commit.kind == "fence" and commit.state_seq != before.state_seq:
-            self._problem(key, f"it leaves version {commit.state_seq} in force, not {before.state_seq}")
+            self._problem(key, f"it leaves commit {commit.state_seq} in force, not {before.state_seq}")
         if commit.kind == "rewind" and commit.base is not None:
             base = next((known for known in self._sound if known.seq == commit.base.seq), None)
             if base is None or self._log.ref(base) != commit.base:
@@ -211,7 +211,7 @@ class _Check:
                 self._try_shortcut(MemoryState(threads=self._threads), shortcut, fetcher)
 
     def _rebuild(self, state: MemoryState, commit: Commit, fetcher: Fetcher) -> None:
-        where = f"version {commit.seq}"
+        where = commit.describe()
         at_base = commit.base is not None and state.commit is not None and state.commit.seq == commit.base.seq
         if commit.kind == "fence":
             if at_base:

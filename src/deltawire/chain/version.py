@@ -34,7 +34,7 @@ class Version:
     def of(cls, commit: Commit) -> Version:
         """The version that a commit makes. A fence makes none: ask for that of its `state_seq` (`VersionUnknown`)."""
         if commit.kind == "fence" or commit.digest is None:
-            raise VersionUnknown(f"commit {commit.seq} is a fence; the version in force there is {commit.state_seq}.")
+            raise VersionUnknown(f"commit {commit.seq} is a fence, which makes no version; commit {commit.state_seq} is in force there.")
         return cls(
             seq=commit.seq,
             step=commit.step,
@@ -48,3 +48,7 @@ class Version:
             time=commit.time / 1000,
             meta=dict(commit.meta),
         )
+
+    def describe(self) -> str:
+        """Name it in messages, as `Commit.describe` does."""
+        return f"version {self.updates} (commit {self.seq})"

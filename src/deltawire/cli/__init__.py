@@ -12,6 +12,7 @@ import typer
 
 from .. import __version__
 from . import apply, diff, fleet, follow, gc, inspect, keygen, log, member, publish, pull, show, sidecar, verify
+from .plain_output import never_fail_to_print
 from .terminal import interrupt_on_termination
 
 _CHAINS, _FLEET, _FILES = "Versions in an object store", "Rollouts for a run", "Delta files"
@@ -58,5 +59,6 @@ def _options(version: _Version = False) -> None:
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""
+    never_fail_to_print()
     interrupt_on_termination()
     app(prog_name="deltawire")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from ..chain.find import find_version, version_number
 
 if TYPE_CHECKING:
     from ..chain.log import ChainLog
@@ -35,24 +37,37 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The last commits of a chain, oldest first. `floor` is −1 while nothing was ever collected."""
+    """The newest part of a chain, oldest first: versions, or with `by_commits` all commits. `floor` is −1 while nothing was ever collected.
+
+    `head` is the newest commit that is not void. `numbers` has the version numbers of all places that are mentioned.
+    """
 
     entries: Sequence[Entry]
     floor: int
+    head: Commit | None = None
+    by_commits: bool = False
+    numbers: Mapping[int, int] = field(default_factory=dict)
+
+    def label(self, seq: int) -> int:
+        """What people call the commit at a place: the number of its version, or with `by_commits` its place."""
+        return seq if self.by_commits else self.numbers[seq]
 
     @property
     def skips(self) -> list[tuple[int, int]]:
-        """(seq, base) of all skips to these commits."""
-        return [(entry.commit.seq, base) for entry in self.entries for base in entry.skips]
+        """(target, base) of all skips to what is shown, by their labels."""
+        return [(self.label(entry.commit.seq), self.label(base)) for entry in self.entries for base in entry.skips]
 
 
-def read_history(log: ChainLog, count: int | None) -> History:
-    """The last `count` commits, or all; each is checked against the hash in the one after it. Empty for a chain without commits."""
+def read_history(log: ChainLog, count: int | None, *, by_commits: bool = False) -> History:
+    """Read the last `count` versions, or commits, or all; each is checked against the hash in the one after it.
+
+    Empty for a chain without commits.
+    """
     head = log.head()
     if head is None:
         return History([], -1)
     # One more than asked for, since whether a commit is void shows in those before it.
-    lowest = 0 if count is None else max(head.seq - count, 0)
+    lowest = 0 if count is None else _place_of(log, head, count, by_commits)
     commits = _read_down(log, head, lowest)
     void, abandoned = void_among(commits), abandoned_among(commits)
     floor = log.floor()
@@ -71,7 +86,22 @@ def read_history(log: ChainLog, count: int | None) -> History:
         )
         for commit in commits
     ]
-    return History(entries if count is None else entries[-count:], floor)
+    if not by_commits:
+        entries = [entry for entry in entries if entry.commit.kind != "fence" and not entry.void]
+    shown = entries if count is None else entries[-count:]
+    numbers = {commit.seq: commit.updates for commit in commits}
+    rewound_to = {entry.commit.base.seq for entry in shown if entry.commit.kind == "rewind" and entry.commit.base is not None}
+    for seq in {floor, *rewound_to, *(base for entry in shown for base in entry.skips)} - {-1, *numbers}:
+        numbers[seq] = version_number(log, min(seq, head.seq))  # names and marks can say anything
+    return History(shown, floor, log.in_force(head), by_commits, numbers)
+
+
+def _place_of(log: ChainLog, head: Commit, count: int, by_commits: bool) -> int:
+    """The place from which on all that is asked for is read."""
+    if by_commits:
+        return max(head.seq - count, 0)
+    in_force = log.in_force(head)
+    return 0 if in_force.updates <= count else find_version(log, in_force.updates - count).seq
 
 
 def void_among(commits: Sequence[Commit]) -> set[int]:

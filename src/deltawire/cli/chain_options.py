@@ -13,6 +13,7 @@ import typer
 from .terminal import print_notice, progress_bar
 
 if TYPE_CHECKING:
+    from ..chain.log import ChainLog
     from ..events import Event
     from ..format.signing import SigningKey
     from ..store import Store
@@ -61,6 +62,12 @@ TrustOption: TypeAlias = Annotated[
         callback=check_keys,
     ),
 ]
+StepOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--step", min=0, max=2**63 - 1, metavar="N", help="The newest version that was published with this step.", show_default=False
+    ),
+]
 PinOption: TypeAlias = Annotated[
     bool,
     typer.Option("--pin/--no-pin", help="Ask collection to wait for this reader. Without, credentials that may only read are enough."),
@@ -83,6 +90,22 @@ def opened_with_bar(url: str, title: str, *, quiet: bool) -> Iterator[Store]:
 
     with opened(url) as store, progress_bar(title, None, quiet=quiet) as progress:
         yield MeteredStore(store, progress)
+
+
+def refuse_several(**options: object) -> None:
+    """More than one way to say which version is wrong usage."""
+    given = [name if name.isupper() else f"--{name}" for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise typer.BadParameter(f"give {' or '.join(given)}, not both: each names one version.")
+
+
+def find_seq(log: ChainLog, version: int | None, step: int | None) -> int | None:
+    """The place in the chain of a version that is named by its number or its step; None if neither is given."""
+    from ..chain.find import find_step, find_version
+
+    if version is not None:
+        return find_version(log, version).seq
+    return None if step is None else find_step(log, step).seq
 
 
 def tell_of_waiting(event: Event, told: set[str]) -> None:

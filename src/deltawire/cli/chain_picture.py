@@ -6,9 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-LEGEND = "■ checkpoint  · delta  ◆ delta with an anchor beside it  ╪ new writer  ↩ rewind  × void  ╰─╯ skip"
-
 _GLYPHS = {"anchor": "■", "delta": "·", "fence": "╪", "rewind": "↩"}
+
+
+def legend(*, by_commits: bool) -> list[str]:
+    """What the glyphs mean; with `by_commits` also those of commits that make no version."""
+    others = ["╪ new writer", "× void"] if by_commits else []
+    return ["■ checkpoint", "· delta", "◆ delta with a checkpoint beside it", "↩ rewind", *others, "╰─╯ skip"]
 
 
 def glyph(kind: str, *, void: bool = False, anchored: bool = False) -> str:
@@ -19,7 +23,7 @@ def glyph(kind: str, *, void: bool = False, anchored: bool = False) -> str:
 
 
 def draw(first: int, glyphs: str, skips: Iterable[tuple[int, int]], width: int) -> list[str]:
-    """Lines of at most `width` glyphs, each labelled with the slot that it begins with, and the skips (seq, base) under them.
+    """Lines of at most `width` glyphs, each labelled with the number that it begins with, and the skips (seq, base) under them.
 
     A skip that begins before `first` comes in from the left edge.
     """

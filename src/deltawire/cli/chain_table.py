@@ -1,4 +1,4 @@
-"""What `deltawire log` prints: the chain as a picture, then a line per commit. Most lines fit 80 columns."""
+"""What `deltawire log` prints: the chain as a picture, then a line per version. It fits the terminal, by leaving columns out if it must."""
 
 from __future__ import annotations
 
@@ -7,74 +7,73 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from . import chain_picture, figures
-from .terminal import result_console
+from .tables import lay_out_table
+from .terminal import print_wrapped, result_console
 
 if TYPE_CHECKING:
     from ..format.records import Commit, Run
     from .chain_history import Entry, History
 
-_TITLES = ("", "seq", "kind", "step", "epoch", "age", "size", "smaller", "changed", "≈ %", "ways")
+_VERSION, _SEQ = "version", "seq"
+_TITLES = ("", _VERSION, "kind", "step", "epoch", "age", "size", "smaller", "changed", "≈ %", "ways")
 _LEFT = ("", "kind", "ways")
+_DROPPED_FIRST = ("ways", "epoch", "changed", "≈ %", "smaller", "kind", "age", "size")
+"""What a terminal that is too narrow does without, in this order."""
+
 _WIDEST_PICTURE = 100
 _STYLES = {"anchor": "green", "fence": "yellow", "rewind": "magenta"}
 
 
 def print_history(url: str, run: Run, history: History, *, now: float) -> None:
-    """Heading, picture, legend, list (newest first), and what is to be known about collection."""
+    """Print heading, picture, legend, list (newest first), and what is to be known about collection."""
     console = result_console()
-    console.print(Text.assemble((figures.printable(run.run), "bold"), f"  {_summary(history)}  ", (url, "dim")), soft_wrap=True)
+    print_wrapped(console, f"{run.run}  {_summary(history)}", style="bold")
+    print_wrapped(console, url, style="dim")
     if not history.entries:
         return
     for drawn in _picture(history, console.width):
         console.print(Text(f"  {drawn}"), soft_wrap=True)
-    console.print(Text(f"  {chain_picture.LEGEND}", style="dim"), soft_wrap=True)
+    for line in figures.wrap_items(chain_picture.legend(by_commits=history.by_commits), console.width - 2):
+        console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
     entries = list(reversed(history.entries))
-    rows = [_row(entry, now) for entry in entries]
-    widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
-
-    def line(cells: tuple[str, ...]) -> str:
-        # Not rich's own Table: that measures every cell several times, and a chain has thousands of commits.
-        padded = [
-            cell.ljust(width) if title in _LEFT else cell.rjust(width) for cell, title, width in zip(cells, _TITLES, widths, strict=True)
-        ]
-        return "  ".join(padded)
-
-    lines = [Text(line(_TITLES), style="bold")]
-    for entry, row in zip(entries, rows, strict=True):
+    titles = [_SEQ if title == _VERSION and history.by_commits else title for title in _TITLES]
+    rows = [_row(entry, history, now) for entry in entries]
+    left_out = {"epoch"} if not history.by_commits else set()
+    heading, lines = lay_out_table(titles, rows, width=console.width, left=_LEFT, dropped_first=_DROPPED_FIRST, left_out=left_out)
+    texts = [Text(heading, style="bold")]
+    for entry, line in zip(entries, lines, strict=True):
         faded = entry.void or entry.abandoned or entry.collected
-        lines.append(Text.assemble((line(row), "dim" if faded else _STYLES.get(entry.commit.kind, "")), ("  " + _note(entry), "dim")))
-    for text in lines:
-        text.rstrip()
-    console.print(Text("\n").join(lines), soft_wrap=True)
+        texts.append(Text(line, style="dim" if faded else _STYLES.get(entry.commit.kind, "")))
+        texts += [Text(part, style="dim") for part in _note_lines(entry, history, line, texts[-1], console.width)]
+    console.print(Text("\n").join(texts), soft_wrap=True)
     if history.floor >= 0:
-        console.print(
-            Text(f"floor {history.floor}: what only versions up to this one need was collected, or will be", style="dim"), soft_wrap=True
-        )
+        floor = f"{'commit' if history.by_commits else 'version'} {history.label(history.floor)}"
+        print_wrapped(console, f"floor {floor}: what only versions up to this one need was collected, or will be", style="dim", indent=2)
 
 
 def _summary(history: History) -> str:
-    if not history.entries:
+    newest = history.head
+    if newest is None:
         return "no commits yet"
-    newest = history.entries[-1].commit
     if newest.state_seq is None:
         return "no versions yet"
-    return f"version {newest.state_seq} is in force, {newest.updates:,} published, {figures.size(newest.state_bytes)} of weights"
+    return f"version {newest.updates} is in force, {figures.size(newest.state_bytes)} of weights"
 
 
 def _picture(history: History, width: int) -> list[str]:
     glyphs = "".join(chain_picture.glyph(e.commit.kind, void=e.void, anchored=e.anchored) for e in history.entries)
-    first, last = history.entries[0].commit.seq, history.entries[-1].commit.seq
+    first, last = (history.label(entry.commit.seq) for entry in (history.entries[0], history.entries[-1]))
     room = min(width, _WIDEST_PICTURE) - len(str(last)) - 3
     return chain_picture.draw(first, glyphs, history.skips, max(room, 8))
 
 
-def _row(entry: Entry, now: float) -> tuple[str, ...]:
+def _row(entry: Entry, history: History, now: float) -> tuple[str, ...]:
     commit = entry.commit
     ways = ["◆"] if entry.anchored else []
-    ways += [f"↷{base}" for base in entry.skips]
+    ways += [f"↷{history.label(base)}" for base in entry.skips]
     return (
         chain_picture.glyph(commit.kind, void=entry.void, anchored=entry.anchored),
-        str(commit.seq),
+        str(history.label(commit.seq)),
         commit.kind,
         "" if commit.step is None else str(commit.step),
         str(commit.epoch),
@@ -87,8 +86,17 @@ def _row(entry: Entry, now: float) -> tuple[str, ...]:
     )
 
 
-def _note(entry: Entry) -> str:
-    notes = [_event(entry.commit)]
+def _note_lines(entry: Entry, history: History, line: str, beside: Text, width: int) -> list[str]:
+    """The lines below a row that its note takes. A note that fits goes beside the row instead."""
+    note = _note(entry, history)
+    if note and len(line) + 2 + len(note) <= width:
+        beside.append(f"  {note}", style="dim")
+        return []
+    return [f"    {part}" for part in figures.wrap_words(note, width - 4)] if note else []
+
+
+def _note(entry: Entry, history: History) -> str:
+    notes = [_event(entry.commit, history)]
     if entry.void:
         notes.append("void: written after a newer writer had taken over")
     if entry.abandoned:
@@ -99,9 +107,9 @@ def _note(entry: Entry) -> str:
     return figures.printable(", ".join(filter(None, notes)))
 
 
-def _event(commit: Commit) -> str:
+def _event(commit: Commit, history: History) -> str:
     if commit.kind == "fence":
         return "the first writer" if commit.seq == 0 else f"writer {commit.epoch} takes over"
     if commit.kind == "rewind" and commit.base is not None:
-        return f"back to version {commit.base.seq}"
+        return f"back to {'commit' if history.by_commits else 'version'} {history.label(commit.base.seq)}"
     return ""

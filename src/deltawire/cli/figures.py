@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+
+from rich.cells import cell_len
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SUFFIXES = ("", "k", "M", "G", "T", "P")
@@ -58,6 +61,35 @@ def bits_per_change(byte_count: int, changed: int) -> float | None:
 def printable(text: str) -> str:
     """Text from a file, harmless to a terminal: what could move the cursor or change colours is replaced."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
+def wrap_words(text: str, width: int, *, indent: int = 0) -> list[str]:
+    """The text in lines of at most `width` columns that break at spaces; all but the first are indented. Never breaks a word.
+
+    Spaces within a line stay as they are. A word that is wider than a line gets a line of its own.
+    """
+    lines: list[str] = []
+    line, used = "", 0
+    for word in re.findall(r" *[^ ]+", text):
+        wide = cell_len(word)
+        if line.strip() and used + wide > width:
+            lines.append(line)
+            line, used = " " * indent, indent
+            word = word.lstrip()
+            wide = cell_len(word)
+        line, used = line + word, used + wide
+    return [*lines, line]
+
+
+def wrap_items(items: Iterable[str], width: int, *, gap: str = "  ") -> list[str]:
+    """Items on lines of at most `width` columns; no item is broken."""
+    lines: list[str] = []
+    for item in items:
+        if lines and cell_len(lines[-1]) + len(gap) + cell_len(item) <= width:
+            lines[-1] += gap + item
+        else:
+            lines.append(item)
+    return lines
 
 
 def shortened(name: str, width: int) -> str:

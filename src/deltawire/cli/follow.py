@@ -66,7 +66,7 @@ def follow(
             listener.tell(version)
             return
         if subscriber.version is not None and not json:
-            print_notice(f"the mirror is at version {subscriber.version.seq}")
+            print_notice(f"the mirror is at version {subscriber.version.updates}")
         try:
             for version in subscriber.follow(poll=poll):
                 bar.close()  # it is for the first version, which may be long in coming
@@ -96,7 +96,7 @@ class _Listener:
         elif event.name == "sync-failed":
             print_notice(f"will try again: {event.fields['reason']}")
         elif event.name == "resynced":
-            print_notice(f"version {event.fields['seq']} was rebuilt from a full checkpoint: nothing else led there")
+            print_notice(f"version {event.fields['updates']} was rebuilt from a full checkpoint: nothing else led there")
         else:
             tell_of_waiting(event, self._waited_for)
 
@@ -109,9 +109,9 @@ class _Listener:
             print_json_line(
                 {
                     "event": "version",
-                    "version": version.seq,
+                    "version": version.updates,
+                    "seq": version.seq,
                     "step": version.step,
-                    "updates": version.updates,
                     "lag": lag,
                     "bytes": size,
                     "seconds": seconds,
@@ -122,11 +122,10 @@ class _Listener:
             )
         else:
             parts = [
-                f"version {version.seq}",
+                f"version {version.updates}",
                 "" if version.step is None else f"step {version.step}",
                 f"{lag} behind" if lag else "newest",
-                figures.size(size),
-                f"in {figures.duration(seconds)}",
+                f"{figures.size(size)} in {figures.duration(seconds)}",
                 f"{figures.duration(time.time() - version.time)} after it was published",
             ]
             print_line("  ".join(filter(None, parts)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,13 +47,17 @@ def gc(
     """
     with exit_codes(json):
         from ..chain.collect import collect
+        from ..chain.find import version_number
         from ..chain.log import ChainLog
 
         with opened(url) as store:
             chain = ChainLog(store, trusted_keys=trust or ())
             chain.run  # noqa: B018 - a place without a chain is refused before anything is written to it
             done = collect(store, grace=grace, keep_anchors=keep_anchors, dry_run=dry_run, log=chain)
-            swept = Swept(store.url, dry_run, keep_anchors, done, holding_back(chain, keep_anchors))
+            pins = holding_back(chain, keep_anchors)
+            places = {placed.pin.seq for placed in pins} | ({done.floor} if done.floor is not None else set())
+            numbers = {seq: version_number(chain, seq) for seq in places}
+            swept = Swept(store.url, dry_run, keep_anchors, done, pins, numbers)
         if json:
             print_json(_as_json(swept))
         else:
@@ -68,6 +73,12 @@ class Swept:
     keep_anchors: int
     done: Collected
     pins: list[PlacedPin]
+    numbers: Mapping[int, int]
+    """The version numbers of all places that are mentioned."""
+
+    @property
+    def floor_version(self) -> int | None:
+        return None if self.done.floor is None else self.numbers[self.done.floor]
 
 
 def holding_back(log: ChainLog, keep_anchors: int) -> list[PlacedPin]:
@@ -91,6 +102,7 @@ def _as_json(swept: Swept) -> dict[str, Any]:
         "outcome": done.outcome,
         "mark": done.mark,
         "floor": done.floor,
+        "floor_version": swept.floor_version,
         "deleted": done.deleted,
         "bytes": done.bytes,
         "kept": done.kept,
@@ -105,11 +117,11 @@ def _rows(swept: Swept) -> list[tuple[str, str]]:
     rows = {
         "collected": [("would be deleted" if swept.dry_run else "deleted", objects)],
         "waiting": [
-            ("announced", f"what only versions up to {done.floor} need"),
+            ("announced", f"what only versions up to {swept.floor_version} need"),
             ("next sweep", f"in {figures.duration(done.wait)}: run this again then"),
         ],
         "held": [
-            ("announced", f"what only versions up to {done.floor} need"),
+            ("announced", f"what only versions up to {swept.floor_version} need"),
             ("held back", "a reader's pin, a new writer or a damaged checkpoint forbids it now"),
         ],
         "nothing": [("nothing to collect", _why_nothing(swept))],
@@ -117,13 +129,13 @@ def _rows(swept: Swept) -> list[tuple[str, str]]:
     if done.kept:
         rows.append(("data objects kept", f"{done.kept:,}"))
     if done.floor is not None and done.outcome == "collected":
-        rows.append(("floor", f"version {done.floor}"))
+        rows.append(("floor", f"version {swept.floor_version}"))
     for placed in swept.pins:
-        rows.append((f"pin of {placed.pin.reader}", f"keeps what leads on from version {placed.pin.seq}"))
+        rows.append((f"pin of {placed.pin.reader}", f"keeps what leads on from version {swept.numbers[placed.pin.seq]}"))
     return rows
 
 
 def _why_nothing(swept: Swept) -> str:
     if swept.done.floor is None:
         return f"there are not yet more than {swept.keep_anchors} full checkpoints, or nothing lies below them"
-    return f"what lies below version {swept.done.floor} is gone already"
+    return f"what lies below version {swept.floor_version} is gone already"

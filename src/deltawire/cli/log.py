@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 def log(
     url: UrlArgument,
-    count: Annotated[int, typer.Option("-n", "--count", min=1, metavar="N", help="How many commits to show.")] = 20,
-    everything: Annotated[bool, typer.Option("--all", help="Show all commits.")] = False,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, metavar="N", help="How many versions to show.")] = 20,
+    everything: Annotated[bool, typer.Option("--all", help="Show all versions.")] = False,
+    commits: Annotated[
+        bool, typer.Option("--commits", help="Show every commit by its place in the chain, also those that make no version.")
+    ] = False,
     trust: TrustOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -26,7 +29,7 @@ def log(
 
     The picture runs from old to new. In the list, "smaller" compares with the full weights, and "≈ %" is the share of weights that
     changed if each has 16 bits; "ways" are those to a version beside its own files: ◆ a full checkpoint, ↷ a delta from that version on.
-    Commits are checked against each other; their data are not: see `deltawire verify`.
+    A narrow terminal gets fewer columns. Commits are checked against each other; their data are not: see `deltawire verify`.
     """
     with exit_codes(json):
         from ..chain.log import ChainLog
@@ -36,7 +39,7 @@ def log(
         with opened(url) as store:
             chain = ChainLog(store, trusted_keys=trust or ())
             run = chain.run
-            history = read_history(chain, None if everything else count)
+            history = read_history(chain, None if everything else count, by_commits=commits)
             if json:
                 print_json(_as_json(store.url, run, history))
             else:
@@ -44,29 +47,27 @@ def log(
 
 
 def _as_json(url: str, run: Run, history: History) -> dict[str, Any]:
-    newest = history.entries[-1].commit if history.entries else None
+    newest = history.head
     return {
         "url": url,
         "run": run.run,
         "id": run.id,
         "head": newest and newest.seq,
-        "version": newest and newest.state_seq,
-        "updates": newest.updates if newest else 0,
+        "version": newest.updates if newest and newest.updates else None,
         "floor": history.floor if history.floor >= 0 else None,
-        "commits": [_entry_as_json(entry) for entry in reversed(history.entries)],
+        "commits" if history.by_commits else "versions": [_entry_as_json(entry) for entry in reversed(history.entries)],
     }
 
 
 def _entry_as_json(entry: Entry) -> dict[str, Any]:
     commit = entry.commit
     return {
+        "version": None if commit.kind == "fence" or entry.void else commit.updates,
         "seq": commit.seq,
         "kind": commit.kind,
         "step": commit.step,
         "epoch": commit.epoch,
         "time": commit.time / 1000,
-        "version": commit.state_seq,
-        "updates": commit.updates,
         "base": commit.base and commit.base.seq,
         "bytes": commit.stored_bytes,
         "state_bytes": commit.state_bytes,

@@ -120,7 +120,7 @@ class _View:
         elif event.name == "swapped":
             self._told = None
             step = "" if fields["step"] is None else f" (step {fields['step']})"
-            self._version = f"version {fields['seq']}{step}"
+            self._version = f"version {fields['updates']}{step}"
             self._line(f"{self._version}  paused {1e3 * float(fields['pause_seconds'] or 0):.0f} ms")
         elif event.name == "generating":
             self._work = f"round {fields['round']} task {fields['task']}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import UrlArgument, check_keys, load_signing_key, opened_with_bar
+from .chain_options import UrlArgument, check_keys, find_seq, load_signing_key, opened_with_bar
 from .terminal import JsonOption, ThreadsOption, exit_codes, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def publish(
     resume_from: Annotated[
         int | None,
         typer.Option(
-            "--resume-from", min=0, metavar="SEQ", help="Go back to this version first; those after it are abandoned.", show_default=False
+            "--resume-from", min=1, metavar="VERSION", help="Go back to this version first; later ones are abandoned.", show_default=False
         ),
     ] = None,
     threads: ThreadsOption = None,
@@ -69,6 +69,7 @@ def publish(
     if trust and sign is None:
         raise typer.BadParameter("it says whose versions may be gone on from when signing: give --sign, too.", param_hint="--trust")
     with exit_codes(json):
+        from ..chain.log import ChainLog
         from ..chain.version import Version
         from ..format.checkpoint import Checkpoint
         from ..publish.publisher import Publisher
@@ -78,6 +79,7 @@ def publish(
         state = Checkpoint(checkpoint)
         attached, left_out = companions(state)
         key = None if sign is None else load_signing_key(sign)
+        trusted = () if key is None else {key.public, *(trust or ())}
         events: list[Event] = []
         with (
             opened_with_bar(url, f"publish {checkpoint.name}", quiet=json) as store,
@@ -88,7 +90,7 @@ def publish(
                 signing_key=key,
                 trusted_keys=trust or (),
                 attachments=attached,
-                resume_from=resume_from,
+                resume_from=find_seq(ChainLog(store, run=run, trusted_keys=trusted), resume_from, None),
                 on_event=events.append,
             ) as publisher,
         ):
@@ -99,7 +101,7 @@ def publish(
         if json:
             print_json(_as_json(done))
         else:
-            print_rows(f"version {version.seq}", _rows(done))
+            print_rows(f"version {version.updates}", _rows(done))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +182,11 @@ def _as_json(done: Published) -> dict[str, Any]:
     version = done.version
     return {
         "url": done.url,
-        "version": version.seq,
+        "version": version.updates,
+        "seq": version.seq,
         "kind": version.kind,
         "step": version.step,
         "epoch": version.epoch,
-        "updates": version.updates,
         "bytes": version.bytes,
         "weight_bytes": version.state_bytes,
         "times_smaller": version.state_bytes / version.bytes if version.bytes else None,
@@ -214,7 +216,7 @@ def _rows(done: Published) -> list[tuple[str, str]]:
         ("changed weights", changed if version.kind == "delta" else ""),
         ("size", figures.size(version.bytes)),
         ("compared", compared if version.kind == "delta" and version.bytes else ""),
-        ("skips", ", ".join(f"from version {made['base']}" for made in done.shortcuts("skip-made"))),
+        ("skips", f"{len(done.shortcuts('skip-made'))} made" if done.shortcuts("skip-made") else ""),
         ("anchor", "made, beside the delta" if done.shortcuts("anchored") else ""),
         ("not published", ", ".join(done.left_out)),
         ("writer", f"epoch {version.epoch}"),

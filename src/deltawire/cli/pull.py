@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import PinOption, TrustOption, UrlArgument, tell_of_waiting
+from .chain_options import PinOption, StepOption, TrustOption, UrlArgument, find_seq, opened, refuse_several, tell_of_waiting
 from .terminal import ForceOption, JsonOption, ThreadsOption, exit_codes, print_json, print_rows, progress_bar
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ def pull(
     url: UrlArgument,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The checkpoint directory to write.", show_default=False)],
     at: Annotated[
-        int | None, typer.Option("--at", min=0, metavar="SEQ", help="Which version; the newest if not given.", show_default=False)
+        int | None, typer.Option("--at", min=1, metavar="VERSION", help="Which version; the newest if not given.", show_default=False)
     ] = None,
+    step: StepOption = None,
     force: ForceOption = False,
     trust: TrustOption = None,
     pin: PinOption = True,
@@ -34,13 +35,15 @@ def pull(
     DIR appears only when it is complete and checked, and loads with any library that reads safetensors. See `follow` for keeping up with
     a chain.
     """
+    refuse_several(at=at, step=step)
     with exit_codes(json):
+        from ..chain.log import ChainLog
         from ..subscribe.pull import pull as pull_version
 
         started = time.perf_counter()
         planned: dict[str, Any] = {}
         waited_for: set[str] = set()
-        with progress_bar(f"pull {directory.name}", None, quiet=json) as progress:
+        with opened(url) as store, progress_bar(f"pull {directory.name}", None, quiet=json) as progress:
 
             def on_event(event: Event) -> None:
                 if event.name == "planned":
@@ -49,10 +52,11 @@ def pull(
                 elif not json:
                     tell_of_waiting(event, waited_for)
 
+            seq = find_seq(ChainLog(store, trusted_keys=trust or ()), at, step)
             version = pull_version(
-                url,
+                store,
                 directory,
-                at=at,
+                at=seq,
                 trusted_keys=trust or (),
                 replace=force,
                 pin=pin,
@@ -71,9 +75,9 @@ def _as_json(url: str, directory: Path, version: Version, planned: dict[str, Any
     return {
         "url": url,
         "out": str(directory),
-        "version": version.seq,
+        "version": version.updates,
+        "seq": version.seq,
         "step": version.step,
-        "updates": version.updates,
         "digest": version.digest.hex(),
         "meta": dict(version.meta),
         "weight_bytes": version.state_bytes,
@@ -86,7 +90,7 @@ def _as_json(url: str, directory: Path, version: Version, planned: dict[str, Any
 def _rows(version: Version, planned: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
     hops = planned["hops"]
     return [
-        ("version", f"{version.seq}" + ("" if version.step is None else f", step {version.step:,}")),
+        ("version", f"{version.updates}" + ("" if version.step is None else f", step {version.step:,}")),
         ("weights", figures.size(version.state_bytes)),
         ("fetched", f"{figures.size(planned['bytes'])} in {hops:,} hop{'s' if hops > 1 else ''}"),
         ("time", f"{seconds:.2f} s"),

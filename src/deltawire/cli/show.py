@@ -1,7 +1,8 @@
-"""`deltawire show URL [SEQ]`."""
+"""`deltawire show URL [VERSION]`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import TrustOption, UrlArgument, opened
+from .chain_options import StepOption, TrustOption, UrlArgument, find_seq, opened, refuse_several
 from .terminal import JsonOption, exit_codes, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -20,18 +21,25 @@ if TYPE_CHECKING:
 
 def show(
     url: UrlArgument,
+    version: Annotated[
+        int | None, typer.Argument(metavar="[VERSION]", min=1, help="Which one; the newest if not given.", show_default=False)
+    ] = None,
+    step: StepOption = None,
     seq: Annotated[
-        int | None, typer.Argument(metavar="[SEQ]", min=0, help="Which one; the newest if not given.", show_default=False)
+        int | None,
+        typer.Option("--seq", min=0, metavar="N", help="A commit by its place, as `log --commits` shows it.", show_default=False),
     ] = None,
     trust: TrustOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show one version in full: its fields, its files, the ways to it, and who signed it."""
+    refuse_several(VERSION=version, step=step, seq=seq)
     with exit_codes(json):
         from ..chain.log import ChainLog
 
         with opened(url) as store:
-            shown = find_commit(ChainLog(store, trusted_keys=trust or ()), seq)
+            chain = ChainLog(store, trusted_keys=trust or ())
+            shown = find_commit(chain, seq if seq is not None else find_seq(chain, version, step))
         if json:
             print_json(_as_json(shown))
         else:
@@ -48,6 +56,12 @@ class Shown:
     signature: str
     shortcuts: list[Shortcut]
     route: list[Hop] | None
+    numbers: Mapping[int, int]
+    """The version numbers of all places that are mentioned."""
+
+    @property
+    def is_version(self) -> bool:
+        return self.commit.kind != "fence" and not self.void
 
     @property
     def route_bytes(self) -> int:
@@ -56,6 +70,7 @@ class Shown:
 
 def find_commit(log: ChainLog, seq: int | None) -> Shown:
     """The commit in a slot, or the newest one that made a version; reached from the head by hashes. `VersionUnknown` if there is none."""
+    from ..chain.find import version_number
     from ..errors import VersionUnknown
 
     run, head = log.run, log.head()
@@ -68,7 +83,10 @@ def find_commit(log: ChainLog, seq: int | None) -> Shown:
     anchors, skips = log.shortcuts(commit.seq - 1 if commit.seq else None, commit.seq)
     found = [log.shortcut(at, None) for at in anchors] + [log.shortcut(at, base) for at, base in skips]
     route = None if void or commit.digest is None else _find_route(log, commit)
-    return Shown(commit, log.hash(commit.seq), void, _signature(commit), [shortcut for shortcut in found if shortcut], route)
+    shortcuts = [shortcut for shortcut in found if shortcut]
+    bases = [end.seq for end in (commit.base, *(shortcut.base for shortcut in shortcuts)) if end is not None]
+    numbers = {base: version_number(log, base) for base in bases}
+    return Shown(commit, log.hash(commit.seq), void, _signature(commit), shortcuts, route, numbers)
 
 
 def _find_route(log: ChainLog, commit: Commit) -> list[Hop] | None:
@@ -103,11 +121,10 @@ def _signature(commit: Commit) -> str:
 def _as_json(shown: Shown) -> dict[str, Any]:
     commit = shown.commit
     return {
+        "version": commit.updates if shown.is_version else None,
         "seq": commit.seq,
         "kind": commit.kind,
         "void": shown.void,
-        "version": commit.state_seq,
-        "updates": commit.updates,
         "step": commit.step,
         "time": commit.time / 1000,
         "epoch": commit.epoch,
@@ -151,14 +168,15 @@ def _moment(milliseconds: int) -> str:
 def _print(shown: Shown) -> None:
     commit = shown.commit
     moment = f"{_moment(commit.time)}, by the publisher's clock"
-    base = f"version {commit.base.seq}" if commit.base else ""
+    base = f"version {shown.numbers[commit.base.seq]}" if commit.base else ""
+    place = f"commit {commit.seq}"
+    in_force = "no version yet" if commit.state_seq is None else f"version {commit.updates}"
     print_rows(
-        f"commit {commit.seq}, {commit.kind}{' (void: it does not count)' if shown.void else ''}",
+        f"version {commit.updates}, {commit.kind}" if shown.is_version else f"{place}, {commit.kind}",
         [
-            (
-                "in force after it",
-                "no version yet" if commit.state_seq is None else f"version {commit.state_seq}, update {commit.updates:,}",
-            ),
+            ("void", "it does not count: a newer writer had taken over" if shown.void else ""),
+            ("in force after it", "" if shown.is_version else in_force),
+            ("place in the chain", place if shown.is_version else ""),
             ("step", "" if commit.step is None else f"{commit.step:,}"),
             ("published", moment),
             ("writer", f"epoch {commit.epoch}"),
@@ -201,9 +219,13 @@ def _file_text(entry: FileEntry) -> str:
 def _ways(shown: Shown) -> list[tuple[str, str]]:
     rows = []
     for shortcut in shown.shortcuts:
-        what = "a full checkpoint" if shortcut.base is None else f"one delta from version {shortcut.base.seq}"
+        what = "a full checkpoint" if shortcut.base is None else f"one delta from version {shown.numbers[shortcut.base.seq]}"
         rows.append(("anchor" if shortcut.base is None else "skip", f"{what}, {figures.size(shortcut.stored_bytes)}"))
     if shown.route is None:
         return [*rows, ("from nothing", "none is left: its data were collected")]
-    steps = " → ".join(f"{hop.target.seq} ({hop.source}, {figures.size(sum(entry.size for entry in hop.files))})" for hop in shown.route)
-    return [*rows, ("from nothing", f"{steps}; {figures.size(shown.route_bytes)} in all")]
+    steps = " → ".join(
+        f"{hop.target.updates} ({hop.source}, {figures.size(sum(entry.size for entry in hop.files))})"
+        for hop in shown.route
+        if hop.source != "fence"
+    )
+    return [*rows, ("from nothing", f"version {steps}; {figures.size(shown.route_bytes)} in all")]

@@ -109,7 +109,7 @@ class _Listener:
         if event.name == "swapped":
             self._told = None
             parts = [
-                f"version {fields['seq']}",
+                f"version {fields['updates']}",
                 "" if fields["step"] is None else f"step {fields['step']}",
                 f"paused {1e3 * float(fields['pause_seconds'] or 0):.0f} ms",
                 f"{figures.duration(float(fields['behind_seconds'] or 0))} after it was published",
@@ -117,9 +117,11 @@ class _Listener:
             ]
             print_line("  ".join(filter(None, parts)))
         elif event.name == "fenced":
-            self._tell(f"the update to version {fields['seq']} failed; the server stays paused while it is loaded anew: {fields['reason']}")
+            self._tell(
+                f"the update to version {fields['updates']} failed; the server stays paused while it is loaded anew: {fields['reason']}"
+            )
         elif event.name == "repaired":
-            self._tell(f"version {fields['seq']} was loaded anew")
+            self._tell(f"version {fields['updates']} was loaded anew")
         elif event.name in ("swap-failed", "sync-failed", "engine-lost", "report-failed"):
             self._tell(f"will try again: {fields['reason']}")
 

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn, TypeAlias
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -32,13 +33,19 @@ from rich.progress import (
 from rich.text import Text
 
 from ..errors import DeltawireError
-from .figures import printable
+from .figures import printable, wrap_words
 
 JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 ThreadsOption: TypeAlias = Annotated[
     int | None, typer.Option("--threads", min=1, metavar="N", help="Threads to use; all cores if not given.", show_default=False)
 ]
 ForceOption: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
+
+_TITLE = 20
+"""The width of titles."""
+
+_NARROW = 60
+"""On a terminal with fewer columns, long texts stand below their titles instead of beside them."""
 
 _FAILURES = {
     errno.ENOENT: "no such file or directory. Check the path",
@@ -115,22 +122,46 @@ def print_json_line(document: dict[str, Any]) -> None:
 
 
 def print_rows(heading: str, rows: Iterable[tuple[str, str]]) -> None:
-    """A result as a heading and titled lines; those without text are left out."""
+    """Print a result as a heading and titled lines; those without text are left out. Long texts go on below their own beginning."""
     console = result_console()
-    console.print(Text(printable(heading), style="bold"), soft_wrap=True)
+    print_wrapped(console, heading, style="bold")
     for title, text in rows:
         if text:
-            console.print(Text.assemble((f"  {printable(title):<20}", "dim"), printable(text)), soft_wrap=True)
+            _print_row(console, printable(title), printable(text))
 
 
 def print_line(text: str) -> None:
-    """A line of a result that is printed as it comes about."""
-    result_console().print(Text(printable(text)), soft_wrap=True)
+    """Print a line of a result as it comes about."""
+    print_wrapped(result_console(), text, indent=4)
+
+
+def print_wrapped(console: Console, text: str, *, style: str = "", indent: int = 0) -> None:
+    """Print text that breaks between words only. All lines but the first are indented. Longer words are left to the terminal."""
+    for line in wrap_words(printable(text), console.width, indent=indent):
+        console.print(Text(line, style=style), soft_wrap=True)
+
+
+def _print_row(console: Console, title: str, text: str) -> None:
+    start = f"  {title:<{_TITLE}}"
+    room = console.width - cell_len(start)
+    longest = max(map(cell_len, text.split(" ")))
+    if longest <= room and (console.width >= _NARROW or cell_len(text) <= room):
+        first, *rest = wrap_words(text, room)
+        console.print(Text.assemble((start, "dim"), first), soft_wrap=True)
+        indent = cell_len(start)
+    else:  # below its title there is more room
+        console.print(Text(start.rstrip(), style="dim"), soft_wrap=True)
+        indent, rest = 4, wrap_words(text, console.width - 4)
+    for line in rest:
+        console.print(Text(" " * indent + line), soft_wrap=True)
 
 
 def result_console() -> Console:
     """Stdout. As wide as the terminal, or without bounds where it is a file or a pipe (unless COLUMNS says otherwise)."""
-    console = Console(highlight=False)
+    return _unbounded(Console(highlight=False))
+
+
+def _unbounded(console: Console) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 10_000
     return console
@@ -172,11 +203,11 @@ def count_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
 
 def print_notice(message: str) -> None:
     """A line on stderr about something that is being dealt with."""
-    _standard_error().print(Text(printable(message), style="yellow"), soft_wrap=True)
+    print_wrapped(_standard_error(), message, style="yellow", indent=2)
 
 
 def _standard_error() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return _unbounded(Console(stderr=True, highlight=False))
 
 
 def _os_failure(error: OSError) -> str:
@@ -185,7 +216,7 @@ def _os_failure(error: OSError) -> str:
 
 
 def _fail(kind: str, message: str, *, print_document: Callable[[dict[str, Any]], None] | None) -> NoReturn:
-    _standard_error().print(Text(f"error: {printable(message)}", style="red"), soft_wrap=True)
+    print_wrapped(_standard_error(), f"error: {message}", style="red", indent=2)
     if print_document is not None:
         print_document({"error": {"type": kind, "message": message}})
     raise typer.Exit(1) from None

@@ -88,7 +88,7 @@ class Replacement:
     def confirm(self, *, full: bool) -> None:
         found = self._replica.digest({**self._arrays, **self._live})
         if found != self._target.digest:
-            raise ResultMismatch(f"the live weights have digest {found}, version {self._target.seq} has {self._target.digest}.")
+            raise ResultMismatch(f"the live weights have digest {found}, commit {self._target.seq} has {self._target.digest}.")
 
     def revert(self) -> None:
         self._write(self._old)

@@ -136,9 +136,9 @@ class HotSwap:
             if self._thread is not None and not self._thread.is_alive() and self.last_error is not None:
                 raise self.last_error
             if self._stop.is_set():
-                raise ValueError(f"the engine is no longer updated, so version {seq} will not come")
+                raise ValueError(f"the engine is no longer updated, so commit {seq} will not come")
             if deadline is not None and clock() > deadline:
-                raise TimeoutError(f"version {seq} is not there after {timeout} seconds; last error: {self.last_error}")
+                raise TimeoutError(f"commit {seq} is not there after {timeout} seconds; last error: {self.last_error}")
             self._stop.wait(0.01)
         return version
 

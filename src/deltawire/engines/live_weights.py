@@ -207,12 +207,12 @@ class Change:
     def confirm(self, *, full: bool) -> None:
         self._replica.check_written()
         if full and (found := self._replica.digest(self._replica.live())) != self._after.digest:
-            raise ResultMismatch(f"the live weights have digest {found}, version {self._after.seq} has {self._after.digest}.")
+            raise ResultMismatch(f"the live weights have digest {found}, commit {self._after.seq} has {self._after.digest}.")
 
     def revert(self) -> None:
         self._back()
         if (found := self._replica.digest(self._replica.live())) != self._before.digest:
-            raise BaseMismatch(f"the live weights have digest {found}, version {self._before.seq} has {self._before.digest}.")
+            raise BaseMismatch(f"the live weights have digest {found}, commit {self._before.seq} has {self._before.digest}.")
 
 
 class Exchange:
@@ -243,7 +243,7 @@ class Exchange:
         """Always in full: there is no cheaper way to see that a module which was at nothing is at something."""
         found = self._replica.digest({**self._live, **self._others})
         if found != self._target.digest:
-            raise ResultMismatch(f"the live weights have digest {found}, version {self._target.seq} has {self._target.digest}.")
+            raise ResultMismatch(f"the live weights have digest {found}, commit {self._target.seq} has {self._target.digest}.")
 
     def revert(self) -> None:
         for live, old in self._pairs[: self._done]:

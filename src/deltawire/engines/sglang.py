@@ -67,12 +67,12 @@ class SglangEngine(DiskEngine):
             },
         )
         if not answer.get("success"):
-            raise EngineError(f"{self.name} did not load version {version.seq}: {answer.get('message')}")
+            raise EngineError(f"{self.name} did not load {version.describe()}: {answer.get('message')}")
 
     def _check(self, version: Version) -> None:
         found = self._call("/model_info").get("weight_version")
         if found != str(version.seq):
-            raise EngineError(f"{self.name} says that it has version {found}, not {version.seq}.")
+            raise EngineError(f"{self.name} says that it has commit {found}, not {version.seq}.")
 
     def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         key = self._user_key if body is None else self._admin_key  # what changes the server is the administrator's

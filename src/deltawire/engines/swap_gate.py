@@ -72,6 +72,7 @@ class SwapGate:
             "swapped",
             engine=self._engine.name,
             seq=version.seq,
+            updates=version.updates,
             step=version.step,
             wait_seconds=self.last.wait_seconds,
             apply_seconds=self.last.apply_seconds,
@@ -99,7 +100,7 @@ class SwapGate:
 
     def _take_back(self, prepared: PreparedSwap, error: BaseException, served: Version | None, version: Version) -> NoReturn:
         emit(self._on_event, "swap-failed", engine=self._engine.name, seq=version.seq, error=type(error).__name__, reason=str(error))
-        what = f"{self._engine.name} could not be brought to version {version.seq}: {error}"
+        what = f"{self._engine.name} could not be brought to {version.describe()}: {error}"
         try:
             prepared.revert()
         except BaseException as second:

@@ -25,7 +25,7 @@ class ChainVersions:
             raise NoChain(f"no version is published at {self._log.store.url} yet.")
         found = _known(self._log.state_commit(head), live=True)
         if found is None:
-            raise ValueError(f"version {head.state_seq} in {self._log.store.url} was published without a step, which a fleet goes by")
+            raise ValueError(f"commit {head.state_seq} in {self._log.store.url} was published without a step, which a fleet goes by")
         return found
 
     def find(self, seq: int) -> KnownVersion | None:

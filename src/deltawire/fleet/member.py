@@ -230,7 +230,7 @@ def _completion(prompt: int, made: Generated, rewards: tuple[float | None, ...])
 
 def _step(version: Version) -> int:
     if version.step is None:
-        raise EngineError(f"version {version.seq} was published without a training step, which rollouts are counted by.")
+        raise EngineError(f"{version.describe()} was published without a training step, which rollouts are counted by.")
     return version.step
 
 

@@ -158,8 +158,8 @@ class Commit(_Canonical):
     signature: Signature | None = None
 
     def describe(self) -> str:
-        """How messages name it."""
-        return f"commit {self.seq}"
+        """Name it in messages: people count versions, the chain counts commits, and a fence is a commit that makes no version."""
+        return f"commit {self.seq} (a fence)" if self.kind == "fence" else f"version {self.updates} (commit {self.seq})"
 
     @property
     def stored_bytes(self) -> int:
@@ -241,7 +241,9 @@ class Shortcut(_Canonical):
 
     def describe(self) -> str:
         """How messages name it."""
-        return f"the anchor of version {self.target.seq}" if self.base is None else f"the skip {self.base.seq} → {self.target.seq}"
+        if self.base is None:
+            return f"the anchor of commit {self.target.seq}"
+        return f"the skip from commit {self.base.seq} to {self.target.seq}"
 
     @property
     def stored_bytes(self) -> int:

@@ -251,7 +251,7 @@ class Appender:
     def _rebuild(self, seq: int) -> None:
         commit = self._log.read(seq)
         if commit is None or commit.digest is None:
-            raise ChainBroken(f"version {seq} was in the chain at {self._store.url}, and is not any more.")
+            raise ChainBroken(f"commit {seq} was in the chain at {self._store.url}, and is not any more.")
         resumed = read_state(self._log, commit, threads=self._threads, on_event=self._on_event)
         self._take(resumed.arrays, self._log.ref(commit), commit.digest)
         self.cost = resumed.cost

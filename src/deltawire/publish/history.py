@@ -135,13 +135,13 @@ class History:
         """What to apply, in order, to the newest version to get version `seq`. Raises `Forgotten`."""
         target = self._positions.get(seq)
         if target is None:
-            raise Forgotten(f"version {seq} cannot be reached from {self.here.seq} any more")
+            raise Forgotten(f"commit {seq} cannot be reached from {self.here.seq} any more")
         way: list[Reverse] = []
         at = self.position
         while at > target:
             steps = [reverse for (_, end), reverse in self._kept.items() if end == at and reverse.start >= target]
             if not steps:
-                raise Forgotten(f"version {seq} cannot be reached from {self.here.seq} any more")
+                raise Forgotten(f"commit {seq} cannot be reached from {self.here.seq} any more")
             way.append(max(steps, key=lambda reverse: reverse.level))
             at = way[-1].start
         return way

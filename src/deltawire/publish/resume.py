@@ -30,7 +30,7 @@ class Resumed:
 def version_commit(log: ChainLog, tip: Commit, seq: int) -> Commit:
     """The commit that made version `seq`, an ancestor of `tip`. `VersionUnknown` if there is no such version."""
     if not 0 <= seq <= tip.seq:
-        raise VersionUnknown(f"the chain has no version {seq}; its head is {tip.seq}.")
+        raise VersionUnknown(f"the chain has no commit {seq}; its newest is {tip.seq}.")
     commit = log.ancestor(tip, seq)
     if commit.kind == "fence" or log.is_void(commit):
         raise VersionUnknown(f"commit {seq} is no version: it is {'a fence' if commit.kind == 'fence' else 'void'}.")

@@ -69,7 +69,7 @@ class ShortcutWriter:
             place, lay_out(table, segments, shard_bytes=self.shard_bytes), source, attachments, self.threads
         )
         if done.digest != target.digest:
-            raise ResultMismatch(f"the checkpoint of version {target.seq} has the digest {done.digest}, not {target.digest}.")
+            raise ResultMismatch(f"the checkpoint of commit {target.seq} has the digest {done.digest}, not {target.digest}.")
         self.record_anchor(target, table, done.files)
         return Made(done.size, done.seconds)
 

@@ -53,7 +53,7 @@ class ChainView:
             return self.log.state_commit(head)
         commit = self.log.ancestor(head, seq)
         if commit.state_seq is None or self.log.is_void(commit):
-            raise VersionUnknown(f"the chain at {self.log.store.url} has no version {seq}.")
+            raise VersionUnknown(f"the chain at {self.log.store.url} has no version in commit {seq}.")
         return self.log.state_commit(commit)
 
     def reach(self, seq: int | None, attempt: Callable[[Commit], _Result], *, watch: Stopwatch | None = None) -> _Result:

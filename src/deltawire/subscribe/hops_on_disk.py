@@ -68,7 +68,7 @@ class HopsOnDisk:
         except CheckpointError as error:
             raise HopFailed(hop, error) from error
         if found != hop.target.digest:
-            raise HopFailed(hop, DataDamaged(f"the checkpoint of version {hop.target.seq} has digest {found}, not {hop.target.digest}."))
+            raise HopFailed(hop, DataDamaged(f"the checkpoint of {hop.target.describe()} has digest {found}, not {hop.target.digest}."))
 
     def fetch_deltas(self, hop: Hop) -> None:
         """Have the delta files of a hop at hand."""
@@ -94,7 +94,7 @@ class HopsOnDisk:
         except (DeltaError, StateError, TensorError, CheckpointError) as error:
             raise HopFailed(hop, error) from error
         if digest != hop.target.digest:
-            raise HopFailed(hop, ResultMismatch(f"version {hop.target.seq} has digest {hop.target.digest}, but this leads to {digest}."))
+            raise HopFailed(hop, ResultMismatch(f"{hop.target.describe()} has digest {hop.target.digest}, but this leads to {digest}."))
         self._step("digest-checked")
 
 

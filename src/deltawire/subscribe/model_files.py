@@ -68,14 +68,14 @@ def _read_hop(log: ChainLog, hop: Hop) -> ModelFiles:
     fetcher = Fetcher(log.store, limits=log.limits)
     attachments = [entry for entry in hop.files if entry.name is not None and not entry.name.lower().endswith(WEIGHT_SUFFIXES)]
     if sum(entry.size for entry in attachments) > _MOST_BYTES:
-        raise DataDamaged(f"the files beside the weights of version {hop.target.seq} claim more than {_MOST_BYTES:,} bytes.")
+        raise DataDamaged(f"the files beside the weights of {hop.target.describe()} claim more than {_MOST_BYTES:,} bytes.")
     collected = was_collected(log, hop)
     files = {str(entry.name): bytes(data) for entry, data in fetcher.prefetch(attachments, collected=collected)}
     try:
         return ModelFiles(files, _dtypes(log.store, hop))
     except ObjectMissing as error:
         kind = VersionGone if collected() else DataMissing
-        raise kind(f"files of version {hop.target.seq} are not in {log.store.url} any more.") from error
+        raise kind(f"files of {hop.target.describe()} are not in {log.store.url} any more.") from error
 
 
 def _dtypes(store: Store, hop: Hop) -> dict[str, DType]:

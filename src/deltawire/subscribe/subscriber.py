@@ -230,7 +230,7 @@ class Subscriber:
         if now is None or now == before:
             return
         if report.resynced:
-            emit(self._on_event, "resynced", seq=now.seq, bytes=report.bytes)
+            emit(self._on_event, "resynced", seq=now.seq, updates=now.updates, bytes=report.bytes)
         if before is not None and (now.seq < before.seq or now.kind == "rewind"):
             emit(self._on_event, "rolled-back", seq=now.seq, from_seq=before.seq)
         lag = self._chain.updates_known() - now.updates

@@ -126,7 +126,7 @@ class DeltaWireTransfer:
         told: set[object] = set()
         while not self._is_served(version, told):
             if time.monotonic() > deadline:
-                raise EngineError(f"no engine serves version {version.seq} after {self._timeout:.0f} s. Is `deltawire sidecar` running?")
+                raise EngineError(f"no engine serves {version.describe()} after {self._timeout:.0f} s. Is `deltawire sidecar` running?")
             time.sleep(_LOOK)
 
     def _is_served(self, version: Version, told: set[object]) -> bool:

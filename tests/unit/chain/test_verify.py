@@ -74,7 +74,11 @@ def test_a_flipped_bit_is_found_only_by_going_deep(chain):
         data[-1] ^= 1
         chain.store.put(entry.key, bytes(data))
     assert problems(chain) == []
-    assert [where for where, _ in problems(chain, deep=True)] == ["the skip 1 → 5", "version 5", "the anchor of version 4"]
+    assert [where for where, _ in problems(chain, deep=True)] == [
+        "the skip from commit 1 to 5",
+        "version 5 (commit 5)",
+        "the anchor of commit 4",
+    ]
 
 
 def test_broken_links_are_found(chain):

@@ -126,7 +126,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if failed := failed_ranks(staged is None):
             if staged is not None:
                 staged.target.release()
-            self._raise(EngineRefused, f"workers {failed} have no version {update_info.version}: nothing was changed")
+            self._raise(EngineRefused, f"workers {failed} do not have commit {update_info.version}: nothing was changed")
             return
         assert staged is not None
         taken = time.perf_counter()
@@ -138,7 +138,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._last["total_ms"] = (time.perf_counter() - began) * 1e3
         if failed := failed_ranks(self._error is not None):
             self._fence(staged)
-            self._raise(EngineFenced, f"workers {failed} failed to take version {update_info.version}")
+            self._raise(EngineFenced, f"workers {failed} failed to take commit {update_info.version}")
             return
         before, self._live, self._is_fenced = self._live, staged.target, False
         if before is not None:

@@ -155,7 +155,7 @@ class Sidecar:
             if not any(worker["fenced"] for worker in workers):  # nothing was changed: the old version serves on
                 self.routes.resume()
                 self._report(REFUSED, self.served.seq if self.served else None, str(failure))
-                raise EngineRefused(f"the workers did not take version {version.seq}: {_errors(workers) or failure}") from failure
+                raise EngineRefused(f"the workers did not take {version.describe()}: {_errors(workers) or failure}") from failure
             self._repair(version, workers, failure)
             anew = True
         self.routes.resume()
@@ -164,6 +164,7 @@ class Sidecar:
             self._on_event,
             "swapped",
             seq=version.seq,
+            updates=version.updates,
             step=version.step,
             stage_seconds=paused - start,
             pause_seconds=now - paused,
@@ -180,7 +181,7 @@ class Sidecar:
             if any(worker["staging_error"] for worker in workers) or time.monotonic() > deadline:
                 reason = _errors(workers) or "time is up"
                 self._report(REFUSED, self.served.seq if self.served else None, reason)
-                raise EngineRefused(f"the workers cannot stage version {version.seq}: {reason}")
+                raise EngineRefused(f"the workers cannot stage {version.describe()}: {reason}")
             time.sleep(look)
             look = min(look * 1.5, longest)
             workers = self.routes.status()
@@ -195,14 +196,14 @@ class Sidecar:
         reason = _errors(workers) or str(failure)
         self.served = None
         self.routes.label(FENCED_LABEL)
-        emit(self._on_event, "fenced", seq=version.seq, reason=reason)
+        emit(self._on_event, "fenced", seq=version.seq, updates=version.updates, reason=reason)
         self._report(FENCED, None, reason)
         try:
             self._update(version, anew=True)
         except RouteFailed as again:
             self.routes.settle()
-            raise EngineFenced(f"an update failed ({reason}), and so did loading version {version.seq} anew ({again}).") from again
-        emit(self._on_event, "repaired", seq=version.seq)
+            raise EngineFenced(f"an update failed ({reason}), and so did loading {version.describe()} anew ({again}).") from again
+        emit(self._on_event, "repaired", seq=version.seq, updates=version.updates)
 
     def _report(self, state: str, seq: int | None, error: str | None = None) -> None:
         try:

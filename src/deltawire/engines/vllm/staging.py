@@ -135,10 +135,10 @@ class Stager:
             self._subscriber.sync(seq)
         held = Mirror(self.mirror, threads=self.threads).open_current()
         if held is None:
-            raise MirrorError(f"{self.mirror} holds no sound version. Bring it to version {seq} first.")
+            raise MirrorError(f"{self.mirror} holds no sound version. Bring it to commit {seq} first.")
         try:
             if held.record.seq != seq:
-                raise MirrorError(f"{self.mirror} is at version {held.record.seq}, not {seq}.")
+                raise MirrorError(f"{self.mirror} is at commit {held.record.seq}, not {seq}.")
             target = HeldVersion(held)
             changes = None if live is None else find_changes(live.weights, target.weights, threads=self.threads)
             placed = None if changes is None else self.place(changes)

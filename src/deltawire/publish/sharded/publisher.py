@@ -327,7 +327,7 @@ class ShardedPublisher:
             failed = found
             emit(self._on_event, "rerouting", target=self._commit.seq, reason=failed.reason)
         assert failed is not None
-        raise DataDamaged(f"version {self._commit.seq} cannot be taken up: {failed.reason}")
+        raise DataDamaged(f"{self._commit.describe()} cannot be taken up: {failed.reason}")
 
     def _take(self, division: Division, parts: Parts) -> PartsBaseline:
         segments = division.segments(self._ranks.rank, self._segment_bytes)
