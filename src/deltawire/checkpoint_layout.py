@@ -6,13 +6,16 @@ transformers 5 does not load every checkpoint tensor into a parameter of its own
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import UnsupportedLayout
 from .module_tensors import NameMap, named_weights, wire_names
+from .tensors import TensorPart
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +64,20 @@ class CheckpointLayout:
         own, plan = self._look()
         pairs = [(name, own[owner]) for owner, views in plan.views.items() for name in views]
         return wire_names(pairs, self._names, bundle=self._bundle)
+
+    def split(self, held: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
+        """Return the same elements by the names of the checkpoint's tensors. `held` is what a process has, by the module's own names.
+
+        Nothing is copied. Every process that has a part of the module gets a part, if an empty one, of every tensor. Names that the
+        module does not have stay as they are. Raises `UnsupportedLayout` where a tensor is not one run of a parameter's elements.
+        """
+        self.check_views()
+        _, plan = self._look()
+        found: dict[str, TensorPart] = {}
+        for own, part in held.items():
+            for name, view in plan.views.get(own, {own: None}).items():
+                found[name] = part if view is None else _run_of(name, part, view)
+        return found
 
     @property
     def accepts_own_names(self) -> bool:
@@ -111,11 +128,15 @@ class CheckpointLayout:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A part of a parameter, as `torch.as_strided` takes it. `offset` counts from the parameter's first element."""
+    """A part of a parameter, as `torch.as_strided` takes it. `offset` counts from the parameter's first element.
+
+    `is_run` says that the elements follow each other without gaps, both in the parameter and in row-major order.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_run: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +172,12 @@ def _learn(module: torch.nn.Module, own: dict[str, torch.Tensor]) -> _Plan:
             copied.add(name)
             continue
         covered[owner] += tensor.numel()
-        is_whole = tensor.shape == stand_ins[owner].shape and tensor.stride() == stand_ins[owner].stride()
-        views[owner][name] = None if is_whole else _View(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        own_one = stand_ins[owner]
+        if tensor.shape == own_one.shape and tensor.stride() == own_one.stride():
+            views[owner][name] = None
+        else:
+            is_run = tensor.is_contiguous() and own_one.is_contiguous()
+            views[owner][name] = _View(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), is_run)
     uncovered = frozenset(name for name, tensor in own.items() if covered[name] != tensor.numel())
     return _Plan(views, frozenset(copied), uncovered)
 
@@ -195,6 +220,17 @@ def _memory(tensor: torch.Tensor) -> int:
     """The same for all views of one tensor. Tensors on the meta device have no address."""
     found: int = tensor.untyped_storage()._cdata
     return found
+
+
+def _run_of(name: str, part: TensorPart, view: _View) -> TensorPart:
+    """What a part of a parameter has of a view of that parameter."""
+    size = math.prod(view.shape)
+    if not view.is_run:
+        raise UnsupportedLayout(f"the elements of {name!r} are not one run of the parameter that holds them.")
+    start = min(max(part.start - view.offset, 0), size)
+    stop = min(max(part.stop - view.offset, start), size)
+    first = start + view.offset - part.start
+    return TensorPart(part.elements[first : first + stop - start] if stop > start else part.elements[:0], view.shape, start)
 
 
 def _view(owner: str, tensor: torch.Tensor, view: _View) -> torch.Tensor:

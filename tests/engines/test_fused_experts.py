@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ml_dtypes import bfloat16
 from safetensors.torch import load_file
+from threads_as_ranks import ThreadRank, run_ranks, shards_of
 from tiny_models import SIZES, bits, qwen, step, torch, transformers
 
 from deltawire.checkpoint_layout import CheckpointLayout
@@ -17,10 +19,12 @@ from deltawire.engines.device_weights import DeviceReplica
 from deltawire.errors import EngineRefused, UnsupportedLayout
 from deltawire.module_tensors import named_weights
 from deltawire.publish import Publisher
+from deltawire.publish.sharded import ShardedPublisher
 from deltawire.rl.generation import build_model
 from deltawire.store.memory import MemoryStore
+from deltawire.subscribe import Subscriber
 from deltawire.subscribe.model_files import ModelFiles, read_model_files
-from deltawire.tensors import tensor_bits
+from deltawire.tensors import tensor_bits, to_torch
 from deltawire.trainers import WeightSource
 
 pytest.importorskip("transformers.core_model_loading", reason="transformers 4 fuses nothing")
@@ -221,3 +225,30 @@ def test_conversions_that_fail_are_refused_by_name() -> None:
     for use in (ModuleEngine, lambda each: WeightSource(each).snapshot()):
         with pytest.raises(UnsupportedLayout, match="no such luck"):
             use(model)
+
+
+def test_ranks_that_hold_shards_of_fused_experts_publish_what_save_pretrained_writes(store: MemoryStore, tmp_path: Path) -> None:
+    trainer = made("mixtral")
+    layout = CheckpointLayout(trainer)
+
+    def publish(ranks: ThreadRank) -> None:
+        own = {name: tensor.detach().view(torch.int16).numpy().view(bfloat16) for name, tensor in layout.own_weights().items()}
+        with ShardedPublisher(ranks, store, threads=1) as publisher:
+            publisher.publish(layout.split(shards_of(own, ranks.rank, ranks.size)))
+
+    assert run_ranks(3, publish) == [None] * 3  # two ranks have two experts each, one has none
+    trainer.save_pretrained(tmp_path)
+    with Subscriber(store, pin=False) as subscriber:
+        subscriber.sync()
+        published = {name: to_torch(array.copy()) for name, array in subscriber.state.items()}
+    assert bits(published) == bits(load_file(tmp_path / "model.safetensors"))
+
+
+def test_shards_of_a_transposed_tensor_are_refused() -> None:
+    core = pytest.importorskip("transformers.core_model_loading")
+    model = qwen()
+    model._weight_conversions = [core.WeightConverter("o_proj.weight", "o_proj.weight", [core.Transpose()])]
+    layout = CheckpointLayout(model)
+    own = {name: tensor.detach().view(torch.int16).numpy() for name, tensor in layout.own_weights().items()}
+    with pytest.raises(UnsupportedLayout, match="not one run"):
+        layout.split(shards_of(own, 0, 2))

@@ -190,3 +190,28 @@ def test_what_fails_in_the_background_is_raised_once(seen):
         assert publisher.publish(weights, step=1).result(60).step == 1
         publisher.publish(weights, step=2)
     assert publisher.version.step == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_fused_experts_are_published_as_checkpoints_have_them(tmp_path):
+    from safetensors.numpy import load_file
+    from tiny_models import moe
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    from deltawire.trainers import FSDPPublisher
+
+    model = moe()
+    model.save_pretrained(tmp_path)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert any(isinstance(weight, DTensor) for weight in model.parameters())
+    store = MemoryStore()
+    with FSDPPublisher(store, threads=1) as publisher:
+        publisher.publish(model)
+    with Subscriber(store, pin=False) as subscriber:
+        subscriber.sync()
+        expected = load_file(tmp_path / "model.safetensors")
+        assert {name: array.tobytes() for name, array in subscriber.state.items()} == {
+            name: array.tobytes() for name, array in expected.items()
+        }

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # what torch.distributed.checkpoint asks, too
 
 from ..chain.version import Version
+from ..checkpoint_layout import CheckpointLayout
 from ..errors import PublishError, UnsupportedTensor
 from ..events import OnEvent
 from ..publish import PendingVersion
@@ -90,6 +91,7 @@ class FSDPPublisher:
     ) -> Version | PendingVersion:
         """Publish a module's parameters and persistent buffers, or a state dict, as they are now.
 
+        The tensors of a transformers model are published as `save_pretrained` writes them, also where the live model has fused some.
         On return readers can see the version; in the background, training may go on, and what is returned tells later. Of a module, tied
         weights are published once, under their first name. Of tensors that are no DTensors rank 0's are published. Raises as
         `Publisher.publish` does, and what the last publication in the background failed with, unless somebody has seen that already.
@@ -97,7 +99,18 @@ class FSDPPublisher:
         self.flush()
         state = module_state(model) if isinstance(model, torch.nn.Module) else model
         held: dict[str, TensorPart] = {}
-        together(self._ranks, lambda: held.update(held_shards(state, self._ranks.rank, self._dtype, copy=self._in_background)))
+
+        def hold() -> None:
+            held.update(held_shards(state, self._ranks.rank, self._dtype, copy=self._in_background))
+
+        def split() -> None:
+            if isinstance(model, torch.nn.Module):
+                parts = CheckpointLayout(model).split(held)
+                held.clear()
+                held.update(parts)
+
+        together(self._ranks, hold)
+        together(self._ranks, split)
         if not self._in_background:
             return self._publisher.publish(held, step=step, meta=meta)
         pending = self._pending = PendingVersion(lambda error: self._forget())
