@@ -55,6 +55,17 @@ class CheckpointLayout:
             found |= self._copies({name: own[name] for name in plan.uncovered}, plan.copied)
         return wire_names(found.items(), self._names, bundle=self._bundle)
 
+    def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return other tensors of the module's own names and shapes as `weights` returns the module's. Names it does not have stay."""
+        _, plan = self._look()
+        found: dict[str, torch.Tensor] = {}
+        for own, tensor in tensors.items():
+            views = plan.views.get(own, {own: None})
+            found |= {name: tensor if view is None else _view(own, tensor.contiguous(), view) for name, view in views.items()}
+        if plan.copied:
+            found |= self._copies({name: tensors[name] for name in plan.uncovered if name in tensors}, plan.copied)
+        return wire_names(found.items(), self._names, bundle=self._bundle)
+
     def own_weights(self) -> dict[str, torch.Tensor]:
         """Return the module's parameters and persistent buffers as they are, by the module's own names."""
         return named_weights(self._module, self._names, bundle=self._bundle)

@@ -26,6 +26,7 @@ from deltawire.subscribe import Subscriber
 from deltawire.subscribe.model_files import ModelFiles, read_model_files
 from deltawire.tensors import tensor_bits, to_torch
 from deltawire.trainers import WeightSource
+from deltawire.trainers.trl import DeltaWireTransfer
 
 pytest.importorskip("transformers.core_model_loading", reason="transformers 4 fuses nothing")
 
@@ -252,3 +253,16 @@ def test_shards_of_a_transposed_tensor_are_refused() -> None:
     own = {name: tensor.detach().view(torch.int16).numpy() for name, tensor in layout.own_weights().items()}
     with pytest.raises(UnsupportedLayout, match="not one run"):
         layout.split(shards_of(own, 0, 2))
+
+
+def test_what_trl_sends_of_fused_experts_is_published_as_save_pretrained_writes_it(store: MemoryStore, tmp_path: Path) -> None:
+    trainer = made("qwen3_moe").float()
+    transfer = DeltaWireTransfer(store, engines=0, dtype=torch.bfloat16, model=trainer)
+    transfer.init_weight_transfer()
+    transfer.send_weights(iter(trainer.named_parameters()))  # as TRL does, under the live model's names
+    transfer.destroy()
+    trainer.bfloat16().save_pretrained(tmp_path)
+    with Subscriber(store, pin=False) as subscriber:
+        subscriber.sync()
+        published = {name: to_torch(array.copy()) for name, array in subscriber.state.items()}
+    assert bits(published) == bits(load_file(tmp_path / "model.safetensors"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..chain.log import ChainLog
 from ..chain.reports import FENCED, REFUSED, SERVING, read_reports
 from ..chain.version import Version
+from ..checkpoint_layout import CheckpointLayout
 from ..engines.vllm.routes import EngineUnreachable, RouteFailed, VllmRoutes
 from ..errors import EngineError
 from ..events import OnEvent, emit
@@ -41,6 +42,9 @@ class DeltaWireTransfer:
 
     `dtype` is what the servers serve (bf16, for a trainer in fp32). `options` go to `Publisher`; `attachments`, the directory of the model
     or its config.json and tokenizer, should be among them. `background` is not: a sync returns when its version is out.
+
+    `model` is the model that TRL trains. Give it for a mixture-of-experts model: TRL sends the names of the live model, in which
+    transformers has fused the experts, and vLLM loads the names of checkpoints.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class DeltaWireTransfer:
         engines: int = 1,
         dtype: torch.dtype | None = None,
         timeout: float = 600.0,
+        model: torch.nn.Module | None = None,
         on_event: OnEvent | None = None,
         **options: Any,
     ) -> None:
@@ -63,6 +68,7 @@ class DeltaWireTransfer:
         self._engines = engines
         self._dtype = dtype
         self._timeout = timeout
+        self._layout = None if model is None else CheckpointLayout(model)
         self._on_event = on_event
         self._options = options
         self._store: Store | None = None
@@ -98,6 +104,8 @@ class DeltaWireTransfer:
         """Publish the weights, and wait until they are served."""
         publisher = self.publisher
         state = {name: self._on_wire(tensor) for name, tensor in iterator}
+        if self._layout is not None:
+            state = self._layout.convert(state)
         version = publisher.publish(state, step=self._first_step + len(self.versions))
         assert isinstance(version, Version)
         self.versions.append(version)
