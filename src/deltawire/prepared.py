@@ -48,7 +48,7 @@ class PreparedUpdate:
         """
         if self._is_ready:
             raise ValueError("the update was applied already; nothing can be added to it")
-        file = delta_file.parse(delta)
+        file = delta_file.parse(delta, names=state)
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, which has no place here.")
         plan = plan_resolution(state, file)

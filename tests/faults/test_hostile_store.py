@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from support import bits_of
 from toy_chain import ToyChain, first_state
 
 from deltawire.chain import log
+from deltawire.chain.collect import collect
+from deltawire.chain.verify import verify
 from deltawire.errors import (
     ChainBroken,
     ChainError,
     CorruptRecord,
+    DeltawireError,
     LimitExceeded,
     ObjectExists,
     RollbackDetected,
@@ -30,6 +34,7 @@ from deltawire.events import Event
 from deltawire.format.records import Commit, Head, Limits, record_hash
 from deltawire.format.signing import SigningKey
 from deltawire.store import Store, keys
+from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import Before, FaultyStore
 
@@ -364,6 +369,38 @@ def test_a_history_that_was_rewritten_is_refused() -> None:
         with pytest.raises((ChainBroken, RollbackDetected)):
             reader.sync()
         assert bits_of(reader.state) == bits_at(3)
+
+
+def test_a_pipe_in_place_of_any_object_is_refused_by_name_or_passed_over(tmp_path: Path) -> None:
+    """Whoever opens a pipe to read waits for somebody to write into it; here nobody does."""
+    store = LocalStore(tmp_path / "store")
+    ledger = Ledger()
+    with open_publisher(store) as publisher:
+        ledger.publish(publisher, 5)
+    refused = set()
+    with open_subscriber(store) as reader:
+        reader.sync(2)
+        for info in list(store.list("")):
+            data = store.get(info.key, limit=info.size)
+            store.delete([info.key])
+            (tmp_path / "store" / info.key).parent.mkdir(exist_ok=True)
+            os.mkfifo(tmp_path / "store" / info.key)
+            for read in (
+                reader.sync,
+                lambda: visible_step(store),
+                lambda: verify(store, deep=True),
+                lambda: collect(store, grace=0, dry_run=True),
+            ):
+                try:
+                    read()
+                except DeltawireError as error:
+                    refused.add((info.key.split("/")[0], type(error).__name__))
+            assert bits_of(reader.state) in (bits_at(1), bits_at(4))
+            store.put(info.key, data)
+    assert ("commit", "DataDamaged") in refused
+    assert ("run.json", "DataDamaged") in refused
+    assert {name for _, name in refused} <= {"DataDamaged", "DataMissing", "RollbackDetected"}
+    assert visible_step(store) == ledger.newest
 
 
 def test_another_run_in_the_same_place_is_refused() -> None:

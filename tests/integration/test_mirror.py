@@ -388,6 +388,16 @@ def test_pull_writes_any_version_as_a_plain_checkpoint(any_chain: ToyChain, tmp_
     assert list(any_chain.store.list(keys.PINS)) == []
 
 
+def test_pull_takes_attachments_of_any_name(tmp_path: Path) -> None:
+    chain = ToyChain(MemoryStore())
+    chain.anchor(first_state(), extra={"deltas.tmp": b"1", "deltawire.json.tmp-0": b"2"})
+    chain.delta()
+    pull(chain.store, tmp_path / "out")
+    assert bits_of(Checkpoint(tmp_path / "out")) == bits_of(chain.state)
+    assert ((tmp_path / "out" / "deltas.tmp").read_bytes(), (tmp_path / "out" / "deltawire.json.tmp-0").read_bytes()) == (b"1", b"2")
+    assert not list((tmp_path / "out").glob(".*"))
+
+
 def test_pull_does_not_overwrite_unless_it_is_told_to(any_chain: ToyChain, tmp_path: Path) -> None:
     pull(any_chain.store, tmp_path / "out", at=2)
     with pytest.raises(CheckpointError, match="exists"):

@@ -13,8 +13,12 @@ from support import CODECS, bits_of, join_delta, join_text, split_delta
 
 import deltawire
 from deltawire.codec import using_codec
+from deltawire.dtypes import dtype_named
 from deltawire.errors import CorruptDelta, UnsupportedVersion
+from deltawire.format import delta_file, safetensors_header
+from deltawire.format.safetensors_header import TensorEntry, build_header, parse_header
 from deltawire.inspect import inspect_delta
+from deltawire.prepared import PreparedUpdate
 
 
 def test_the_sound_delta_is_accepted_by_every_codec():
@@ -261,3 +265,62 @@ def test_escapes_in_a_header_do_not_have_it_held_twice():
             tracemalloc.stop()
 
     assert peak("\\u0061") < 1.5 * peak("a")
+
+
+BOMBS = {
+    "lists": '{"a":[' + "[]," * 200_000 + "1]}",
+    "objects": '{"a":[' + "{}," * 200_000 + "1]}",
+    "strings": '{"a":[' + '"ab",' * 200_000 + "1]}",
+    "keys": "{" + ",".join(f'"{number}":0' for number in range(200_000)) + "}",
+    "escaped": '{"\\u0061":[' + "[]," * 200_000 + "1]}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_header_that_would_take_many_times_its_size_is_refused_before_it_is_read(bomb, monkeypatch):
+    """Of 99 MB like these, Python would make objects of 2.7 GB."""
+    metadata, _, _ = split_delta(DELTA)
+    monkeypatch.setattr(safetensors_header, "_SPARE", 1 << 10)
+    parts = join_delta(metadata | {"deltawire": "delta/2", "parts": BOMBS[bomb]}, {}, {})
+    read = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **options: (read.append(len(text)), loads(text, **options))[1])
+    with pytest.raises(CorruptDelta, match="too many"):
+        inspect_delta(join_text(BOMBS[bomb], b""))
+    assert not read
+    with pytest.raises(CorruptDelta, match="parts is malformed"):
+        inspect_delta(parts)
+    assert set(read) == {int.from_bytes(parts[:8], "little")}  # the header, in which they are one string
+
+
+def test_brackets_and_colons_in_names_count_for_nothing():
+    names = [f"{{'params':['layer[{number}]']:}}" for number in range(20_000)]
+    entries = [(name, TensorEntry(dtype_named("U8"), (0,), 0, 0)) for name in names]
+    data = build_header(entries, None)
+    assert list(parse_header(data[8:], len(data), most_tensors=len(names)).extents) == names
+
+
+def test_a_header_longer_than_the_tensors_of_the_state_need_is_refused_before_it_is_read(monkeypatch):
+    state, new = {"a.weight": np.zeros(600, np.float32)}, {"a.weight": np.ones(600, np.float32)}
+    delta = deltawire.encode_delta(state, new)
+    metadata, changes, payloads = split_delta(delta)
+    longer = join_delta(metadata, changes, payloads, lambda header: header | {"b": header["a.weight"] | {"comment": "x" * 70_000}})
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(CorruptDelta, match="at most"):
+        PreparedUpdate().add(state, longer)
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_the_longest_header_that_an_encoder_writes_is_accepted(parted):
+    """Names of which every character takes six bytes in JSON, twelve in JSON inside JSON; tied to each other, and in parts."""
+    names = ["\\" * 1000 + str(number) for number in range(200)] + ["\x01" * 500 + str(number) for number in range(200)]
+    old, new = np.zeros(600, np.float32), np.ones(600, np.float32)
+    state = dict.fromkeys(names, old)
+    delta = deltawire.encode_delta(state, dict.fromkeys(names, new))
+    if parted:
+        file = delta_file.parse(delta)
+        sizes = [(name, end - begin) for name, (begin, end) in file.payloads.items()]
+        blake = split_delta(delta)[0]["blake3"]
+        head = delta_file.build_header(file.before, file.after, blake, sizes, file.structure, dict.fromkeys(names, (0, 600)))
+        delta = head + bytes(file.data)
+    delta_file.parse(delta, names=names)

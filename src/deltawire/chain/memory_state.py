@@ -121,7 +121,7 @@ class MemoryState(Mapping[str, NDArray[Any]]):
         arrays: Arrays = {}
         shards = [entry for entry in hop.files if entry.name is not None and entry.name.endswith(".safetensors")]
         for entry, data in fetcher.prefetch(shards, collected=collected, progress=progress):
-            found = _shard_arrays(entry, data)
+            found = _shard_arrays(entry, data, hop.target.tensors)
             twice = found.keys() & arrays.keys()
             if twice:
                 raise DataDamaged(f"tensor {min(twice)!r} is in two files of the checkpoint of {hop.target.describe()}.")
@@ -181,11 +181,11 @@ class MemoryState(Mapping[str, NDArray[Any]]):
         self.commit = target
 
 
-def _shard_arrays(entry: FileEntry, data: memoryview) -> Arrays:
+def _shard_arrays(entry: FileEntry, data: memoryview, most_tensors: int) -> Arrays:
     """The tensors of one safetensors file, as views of its bytes."""
     try:
         length = header_length(bytes(data[:LENGTH_BYTES]), len(data))
-        header = parse_header(bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]), len(data))
+        header = parse_header(bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]), len(data), most_tensors=most_tensors)
     except MalformedHeader as reason:
         raise DataDamaged(f"{entry.key} is not a safetensors file: {reason}") from None
     if sum(tensor.nbytes for tensor in header.entries.values()) != entry.raw:

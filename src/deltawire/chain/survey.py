@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from ..errors import CorruptRecord, LimitExceeded, NoChain, ObjectMissing, SignatureInvalid, UnsupportedVersion
+from ..errors import CorruptRecord, DataDamaged, LimitExceeded, NoChain, ObjectMissing, SignatureInvalid, UnsupportedVersion
 from ..format.records import Commit, FileEntry, Shortcut
 from ..store import keys
 from ..store.base import ObjectInfo
@@ -168,5 +168,5 @@ def _was_committed(log: ChainLog, seq: int, floor: int, key: str) -> bool:
 def _exists(log: ChainLog, entry: FileEntry) -> bool:
     try:
         return log.store.head(entry.key).size == entry.size
-    except ObjectMissing:
+    except (ObjectMissing, DataDamaged):
         return False

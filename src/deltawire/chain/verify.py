@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from ..errors import ChainError, DeltawireError, NoChain, StoreError, UnsupportedVersion, VersionGone
+from ..errors import ChainError, DataDamaged, DeltawireError, NoChain, StoreError, UnsupportedVersion, VersionGone
 from ..format.records import Commit, FileEntry, Limits, Shortcut
 from ..store import keys
 from ..store.base import Store
@@ -256,6 +256,6 @@ class _Check:
     def _exists(self, key: str) -> bool:
         try:
             self._log.store.head(key)
-        except StoreError:
+        except (StoreError, DataDamaged):
             return False
         return True

@@ -7,20 +7,32 @@ import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from ..dtypes import DType, dtype_named
 from ..errors import CorruptDelta, UnsupportedDtype, UnsupportedVersion
 from . import safetensors_header
 from .content_hash import content_hash
 from .digest import Digest
-from .safetensors_header import LENGTH_BYTES, Header, MalformedHeader, TensorEntry, header_length, parse_header, parse_json_object
+from .safetensors_header import (
+    LENGTH_BYTES,
+    Header,
+    MalformedHeader,
+    TensorEntry,
+    check_density,
+    header_length,
+    parse_header,
+    parse_json_object,
+)
 
 DeltaBytes: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 
 VERSION, VERSION_OF_PARTS = "delta/1", "delta/2"
 _MAX_ELEMENTS = 2**62
 _PAYLOAD = dtype_named("U8")
+_HEADER_BYTES, _ENTRY_BYTES, _NAME_FACTOR = 1 << 16, 256, 28
+_TEXT_BYTES = 90
+"""Bytes of `parts` and `changes` for which what an entry has is allowed when JSON is counted: a container for each 30."""
 
 
 Span: TypeAlias = tuple[int, int]
@@ -98,11 +110,16 @@ class Coverage:
             self._spans[name] = (*others, (start, stop))
 
 
-def parse(delta: DeltaBytes) -> DeltaFile:
-    """Parse and check a delta file. Raises `CorruptDelta` or `UnsupportedVersion`; takes memory of the order of the header only."""
+def parse(delta: DeltaBytes, *, names: Iterable[str] | None = None) -> DeltaFile:
+    """Parse and check a delta file. Raises `CorruptDelta` or `UnsupportedVersion`; takes memory of the order of the header only.
+
+    `names` are the only tensors that it may be about, if the caller knows: a header that is longer than they need is not read at all.
+    """
     view = memoryview(delta).cast("B")
     try:
         length = header_length(bytes(view[:LENGTH_BYTES]), len(view))
+        if names is not None and length > (most := _longest_header(names)):
+            raise MalformedHeader(f"its header has {length:,} bytes; the tensors that it is for need {most:,} at most.")
         header = parse_header(bytes(view[LENGTH_BYTES : LENGTH_BYTES + length]), len(view))
     except MalformedHeader as reason:
         _refuse(str(reason))
@@ -140,6 +157,11 @@ def parse(delta: DeltaBytes) -> DeltaFile:
     return DeltaFile(before, after, data, payloads, structure, parts)
 
 
+def _longest_header(names: Iterable[str]) -> int:
+    """How long a header about these tensors may be (docs/format.md §1)."""
+    return _HEADER_BYTES + sum(_ENTRY_BYTES + _NAME_FACTOR * len(name.encode(errors="replace")) for name in names)
+
+
 def _payloads(header: Header) -> dict[str, Span]:
     if list(header.extents) != sorted(header.extents) or "" in header.extents:
         _refuse("its entries are out of order, or nameless.")
@@ -153,7 +175,7 @@ def _structure(text: str | None) -> Structure:
     if text is None:
         return Structure()
     try:
-        changes = parse_json_object(text.encode())
+        changes = _parse_text(text)
     except MalformedHeader:
         changes = {}
     if not changes or not changes.keys() <= {"added", "removed", "aliases"} or not all(changes.values()):
@@ -168,13 +190,20 @@ def _structure(text: str | None) -> Structure:
 
 def _parts(text: str) -> Parts:
     try:
-        parts = parse_json_object(text.encode())
+        parts = _parse_text(text)
     except MalformedHeader:
         _refuse("its list of parts is malformed.")
     for bounds in parts.values():
         if not (_is_sizes(bounds) and len(bounds) == 2 and bounds[0] < bounds[1]):
             _refuse("its list of parts is malformed.")
     return {name: (bounds[0], bounds[1]) for name, bounds in parts.items()}
+
+
+def _parse_text(text: str) -> dict[str, Any]:
+    """JSON that stands in the metadata."""
+    data = text.encode()
+    check_density(data, len(data) // _TEXT_BYTES)
+    return parse_json_object(data)
 
 
 def _added(name: str, facts: object) -> tuple[DType, tuple[int, ...]]:

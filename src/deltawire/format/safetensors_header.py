@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ ALIGNMENT = 8
 _MAX_DIMENSIONS = 32
 _MAX_EXTENT = 1 << 62
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_LEAST_ENTRY = 48
+"""The fewest bytes that a tensor takes in a header."""
+_SPARE = 1 << 16
+"""Strings, keys and containers that JSON text may have beyond those of its tensors: those of metadata, for the most part."""
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -72,8 +78,13 @@ def header_length(prefix: bytes, file_size: int) -> int:
     return length
 
 
-def parse_header(text: bytes, file_size: int) -> Header:
-    """The header in `text`, for a file of `file_size` bytes. Raises `MalformedHeader`."""
+def parse_header(text: bytes, file_size: int, *, most_tensors: int | None = None) -> Header:
+    """The header in `text`, for a file of `file_size` bytes. Raises `MalformedHeader`.
+
+    `most_tensors` is how many tensors the file can have, if the caller knows: a header that would be read into far more is refused first.
+    """
+    possible = len(text) // _LEAST_ENTRY
+    check_density(text, possible if most_tensors is None else min(possible, most_tensors))
     document = parse_json_object(text, _sound_extent)
     metadata = _metadata(document.pop("__metadata__", None))
     extents = {name: extent if type(extent) is tuple else _extent(name, extent) for name, extent in document.items()}
@@ -101,6 +112,26 @@ def place_in_order(tensors: Sequence[tuple[str, DType, tuple[int, ...]]]) -> lis
     if all(not entry.begin % entry.dtype.itemsize for _, entry in placed):
         return placed
     return _place(sorted(tensors, key=lambda tensor: -tensor[1].itemsize))
+
+
+def check_density(text: bytes, tensors: int) -> None:
+    """Raise `MalformedHeader` if JSON text has more strings, keys or containers than so many tensors need.
+
+    Read into Python objects, `[],[],[],…` takes 25 times the memory of the text. An entry of a tensor has at most three containers, five
+    strings and four keys. All is counted in the text, before anything is read.
+    """
+    strings = (text.count(b'"') - text.count(b'\\"')) // 2
+    containers, keys = text.count(b"[") + text.count(b"{"), text.count(b":")
+    most_containers, most_strings, most_keys = 3 * tensors + _SPARE, 5 * tensors + _SPARE, 4 * tensors + _SPARE
+    if strings <= most_strings and (containers > most_containers or keys > most_keys):
+        for match in _STRING.finditer(text):  # what stands in names does no harm
+            string = match[0]
+            containers -= string.count(b"[") + string.count(b"{")
+            keys -= string.count(b":")
+    if strings > most_strings or containers > most_containers or keys > most_keys:
+        raise MalformedHeader(
+            f"its JSON cannot be read: {containers:,} containers, {strings:,} strings and {keys:,} keys are too many for its tensors."
+        )
 
 
 def parse_json_object(text: bytes, convert: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:

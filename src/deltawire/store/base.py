@@ -24,7 +24,7 @@ MAX_CREATE_BYTES = 64 * 1024
 # A part begins with no dot: hidden names belong to the local store itself, and '.' and '..' are excluded with them. The alphabet is one
 # that no store, proxy or file system escapes or folds. Lengths are what S3 (1024 with the prefix) and file systems (255 a part) carry.
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}(?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199})*")
-_MAX_KEY = 512
+MAX_KEY = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Store(ABC):
 
 def is_key(key: str) -> bool:
     """Whether a string can name an object: parts of letters, digits, '.', '_' and '-' that do not begin with a dot, joined by '/'."""
-    return len(key) <= _MAX_KEY and _KEY.fullmatch(key) is not None
+    return len(key) <= MAX_KEY and _KEY.fullmatch(key) is not None
 
 
 def check_key(key: str) -> str:

@@ -14,11 +14,13 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from ..errors import (
     DataDamaged,
+    DeltawireError,
     LimitExceeded,
     ObjectExists,
     ObjectMissing,
@@ -29,7 +31,7 @@ from ..errors import (
     StoreUnavailable,
     StoreUnsuitable,
 )
-from .base import Buffer, ObjectInfo, Progress, Store, as_pieces, check_create, check_key, check_prefix, failure, is_key
+from .base import MAX_KEY, Buffer, ObjectInfo, Progress, Store, as_pieces, check_create, check_key, check_prefix, failure, is_key
 from .staging import Staging, sync_file, sync_folder
 
 _CHUNK = 32 * 1024 * 1024  # bytes per system call: large enough for full speed, small enough for `progress` to mean something
@@ -42,7 +44,10 @@ _KINDS: dict[type[StoreError], set[int]] = {
     StoreDenied: {errno.EACCES, errno.EPERM, errno.EROFS},
     StoreUnavailable: {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EMFILE, errno.ENFILE, errno.ENOMEM},
 }
-_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+_NEVER_WAIT = os.O_NONBLOCK | os.O_NOCTTY  # for a pipe without a writer, or a device
+_LATEST = 32_503_680_000.0  # the year 3000
+_MOST_LINKS = 4  # to folders, one inside the other
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -78,7 +83,7 @@ class LocalStore(Store):
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with self._reporting("head", key):
-            return _info(key, _regular(os.stat(path)))
+            return _info(key, self._regular("head", key, os.stat(path)))
 
     def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
         target = buffer.cast("B")
@@ -141,9 +146,9 @@ class LocalStore(Store):
         """The opened object and its size. What is renamed over it meanwhile does not disturb: the open file stays the old one."""
         path = self._path(key)
         with self._reporting(operation, key):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _NEVER_WAIT)
             try:
-                yield file, _regular(os.fstat(file)).st_size
+                yield file, self._regular(operation, key, os.fstat(file)).st_size
             finally:
                 os.close(file)
 
@@ -216,23 +221,49 @@ class LocalStore(Store):
                 self._durable.pop(folder, None)
                 folder = folder.parent
 
-    def _walk(self, folder: str, after: str | None) -> Iterator[ObjectInfo]:
+    def _walk(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+        """The files below a folder, in the order of their keys. Pipes, sockets, devices, and what lies too deep for a key are left out."""
+        open_folders = [self._entries(_Folder(prefix, frozenset()), after)]
+        while open_folders:
+            found = next(open_folders[-1], None)
+            if found is None:
+                open_folders.pop()
+            elif isinstance(found, _Folder):
+                open_folders.append(self._entries(found, after))
+            else:
+                try:
+                    facts = os.stat(self.root / found)
+                except OSError as error:
+                    if error.errno in _MISSING:  # deleted meanwhile, or a link to nowhere
+                        continue
+                    raise self._translated(error, "list", found) from error
+                if stat.S_ISREG(facts.st_mode):
+                    yield _info(found, facts)
+
+    def _entries(self, folder: _Folder, after: str | None) -> Iterator[_Folder | str]:
+        """What a folder holds, in order: folders, and the keys of files."""
+        found: list[tuple[str, _Folder | str]] = []
         try:
-            with os.scandir(self.root / folder) as entries:
-                # A folder sorts as its name with the slash, or "a-b" would come after "a/b".
-                found = sorted((f"{entry.name}/" if entry.is_dir() else entry.name, entry.path) for entry in entries if is_key(entry.name))
+            with os.scandir(self.root / folder.key) as entries:
+                for entry in entries:
+                    key = folder.key + entry.name
+                    if not is_key(entry.name) or len(key) > MAX_KEY:
+                        continue
+                    if not _is_folder(entry):
+                        if after is None or key > after:
+                            found.append((entry.name, key))
+                        continue
+                    key += "/"  # a folder sorts as its name with the slash, or "a-b" would come after "a/b"
+                    within = folder.links | ({_inode(entry)} if entry.is_symlink() else set())
+                    if entry.is_symlink() and (_inode(entry) in folder.links or len(within) > _MOST_LINKS):
+                        continue  # a link that leads in a circle
+                    if after is None or key > after or after.startswith(key):
+                        found.append((f"{entry.name}/", _Folder(key, within)))
         except OSError as error:
             if error.errno in _MISSING:
-                return
-            raise self._translated(error, "list", folder) from error
-        for name, path in found:
-            key = folder + name
-            if name.endswith("/"):
-                if after is None or key > after or after.startswith(key):
-                    yield from self._walk(key, after)
-            elif after is None or key > after:
-                with self._reporting("list", key), contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                    yield _info(key, os.stat(path))
+                return iter(())
+            raise self._translated(error, "list", folder.key) from error
+        return iter([each for _, each in sorted(found, key=lambda pair: pair[0])])
 
     @contextlib.contextmanager
     def _reporting(self, operation: str, key: str) -> Iterator[None]:
@@ -242,7 +273,19 @@ class LocalStore(Store):
         except OSError as error:
             raise self._translated(error, operation, key) from error
 
-    def _translated(self, error: OSError, operation: str, key: str) -> StoreError:
+    def _regular(self, operation: str, key: str, found: os.stat_result) -> os.stat_result:
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        if not stat.S_ISREG(found.st_mode):
+            raise self._no_file(operation, key)
+        return found
+
+    def _no_file(self, operation: str, key: str) -> DataDamaged:
+        return DataDamaged(failure(operation, key, self.url, "it is a pipe, a socket or a device, not a file."))
+
+    def _translated(self, error: OSError, operation: str, key: str) -> DeltawireError:
+        if error.errno == errno.ENXIO and operation in {"get", "read"}:  # what opening a socket gives
+            return self._no_file(operation, key)
         if error.errno in _MISSING and operation in {"get", "head", "read"}:
             return ObjectMissing(failure(operation, key, self.url, "there is no such object."))
         kind = next((kind for kind, errnos in _KINDS.items() if error.errno in errnos), StoreError)
@@ -268,10 +311,26 @@ def _write(file: int, data: memoryview) -> None:
 
 
 def _info(key: str, found: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key, found.st_size, datetime.fromtimestamp(found.st_mtime, timezone.utc))
+    """Times that no calendar has are brought to its nearest end; grace periods and lives of pins can be added to what comes out."""
+    seconds = min(max(found.st_mtime, 0.0), _LATEST)
+    return ObjectInfo(key, found.st_size, datetime.fromtimestamp(seconds, timezone.utc))
 
 
-def _regular(found: os.stat_result) -> os.stat_result:
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    return found
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, for one
+        return False
+
+
+def _inode(entry: os.DirEntry[str]) -> tuple[int, int]:
+    found = entry.stat()
+    return found.st_dev, found.st_ino
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """A folder by its key, which ends with a slash, and the folders to which links led on the way there."""
+
+    key: str
+    links: frozenset[tuple[int, int]]

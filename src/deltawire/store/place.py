@@ -34,6 +34,8 @@ def refuse_occupied(store: Store) -> None:
 def is_chain_directory(path: Path) -> bool:
     """Return whether a directory holds a chain of versions. False if it cannot be read."""
     try:
+        if not (path / keys.RUN).is_file():  # a pipe would keep us waiting
+            return False
         with (path / keys.RUN).open("rb") as file:
             record = json.loads(file.read(_MAX_RUN_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -96,7 +96,7 @@ def _held(file: int) -> bool:
 
 
 def _remove_if_abandoned(path: str) -> None:
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # for writing: NFS grants exclusive locks to no other
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)  # for writing: NFS grants exclusive locks to no other
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)

@@ -43,11 +43,11 @@ class CheckpointInPlace:
         Checks both digests that the delta carries. Raises as `apply_delta` does, and `CorruptDelta` for one that is no delta of a chain,
         or for elements that an earlier one was for.
         """
-        file = delta_file.parse(delta)
-        if file.structure.added or file.structure.removed:
-            raise CorruptDelta("the delta adds or removes tensors, which no delta of a chain may do.")
         if first + count > len(self._order):
             raise CorruptDelta(f"the delta is for tensors {first} to {first + count - 1}, but there are {len(self._order)}.")
+        file = delta_file.parse(delta, names=self._order[first : first + count])
+        if file.structure.added or file.structure.removed:
+            raise CorruptDelta("the delta adds or removes tensors, which no delta of a chain may do.")
         part: dict[str, Tensor] = {name: self._array(name) for name in self._order[first : first + count]}
         self._coverage.add(file.parts or {name: (0, math.prod(self._places[name][1].shape)) for name in part})
         apply_delta(part, delta, threads=self._threads)

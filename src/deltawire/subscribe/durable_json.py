@@ -12,8 +12,8 @@ _MOST_BYTES = 1 << 20
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Replace the file, durably. `path.tmp-…` is what a crash can leave behind."""
-    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    """Replace the file, durably. A crash can leave a hidden file behind, whose name no file of a checkpoint can have."""
+    temporary = path.with_name(f"{_leftover(path)}{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:
             file.write(json.dumps(document, indent=1, sort_keys=True).encode() + b"\n")
@@ -27,7 +27,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 def remove_leftovers(path: Path) -> None:
     """Remove what crashes left of `path`. Only for who can be sure that nobody writes it."""
-    for leftover in path.parent.glob(f"{path.name}.tmp-*"):
+    for leftover in path.parent.glob(f"{_leftover(path)}*"):
         leftover.unlink(missing_ok=True)
 
 
@@ -36,6 +36,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     try:
         with path.open("rb") as file:
             document = json.loads(file.read(_MOST_BYTES))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def _leftover(path: Path) -> str:
+    """What the names of temporary files begin with."""
+    return f".{path.name}.tmp-"

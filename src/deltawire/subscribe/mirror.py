@@ -200,7 +200,7 @@ class Mirror:
         assert held.record.clean
         held.lock.share()  # before the link moves: who follows it must get the lock
         self.step("lock-shared")
-        link = self.path / f"current.tmp-{secrets.token_hex(4)}"
+        link = self.path / f".current.tmp-{secrets.token_hex(4)}"
         os.symlink(os.path.join("slots", held.slot.name), link)
         self.step("link-made")
         os.replace(link, self.path / "current")
@@ -259,7 +259,7 @@ class Mirror:
         for path in (self.path / "locks").glob("slot-*"):
             if path.name.removeprefix("slot-") not in names:
                 path.unlink(missing_ok=True)
-        for path in self.path.glob("current.tmp-*"):  # of other names there may be some that are in use
+        for path in self.path.glob(".current.tmp-*"):  # of other names there may be some that are in use
             path.unlink(missing_ok=True)
         self.step("tidied")
 
@@ -285,7 +285,7 @@ class Mirror:
 
     def _link_files(self, slot: Slot) -> None:
         """Make the directory itself look like the checkpoint that is served."""
-        wanted = {name for name in slot.file_names() if ".tmp-" not in name} - _OWN_NAMES
+        wanted = {name for name in slot.file_names() if not name.startswith(".")} - _OWN_NAMES
         for entry in list(self.path.iterdir()):
             if entry.is_symlink() and os.readlink(entry).startswith("current" + os.sep):
                 if entry.name in wanted:
@@ -306,4 +306,4 @@ class Mirror:
 
 def _is_own(name: str) -> bool:
     """Whether a directory that is about to become a mirror may hold this already."""
-    return name in _OWN_NAMES or name.startswith("mirror.json.tmp-")
+    return name in _OWN_NAMES or name.startswith(".mirror.json.tmp-")

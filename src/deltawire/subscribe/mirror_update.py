@@ -132,7 +132,7 @@ class MirrorUpdate:
         if found is None:
             return None
         with self._report.watch.phase("verify"):
-            if not self._mirror.is_sound(found):
+            if found.slot.is_linked() or not self._mirror.is_sound(found):
                 found.release()
                 self._mirror.drop(found.slot)
                 return None

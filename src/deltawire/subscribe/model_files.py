@@ -82,16 +82,17 @@ def _dtypes(store: Store, hop: Hop) -> dict[str, DType]:
     found: dict[str, DType] = {}
     for entry in hop.files:
         if entry.name is not None and entry.name.endswith(".safetensors"):
-            found |= _types_in(store, entry)
+            found |= _types_in(store, entry, hop.target.tensors)
     return found
 
 
-def _types_in(store: Store, entry: FileEntry) -> dict[str, DType]:
+def _types_in(store: Store, entry: FileEntry, most_tensors: int) -> dict[str, DType]:
     try:
         prefix = bytearray(min(LENGTH_BYTES, entry.size))
         store.read_into(entry.key, memoryview(prefix))
         text = bytearray(header_length(bytes(prefix), entry.size))
         store.read_into(entry.key, memoryview(text), offset=LENGTH_BYTES)
-        return {name: tensor.dtype for name, tensor in parse_header(bytes(text), entry.size).entries.items()}
+        header = parse_header(bytes(text), entry.size, most_tensors=most_tensors)
+        return {name: tensor.dtype for name, tensor in header.entries.items()}
     except MalformedHeader as error:
         raise DataDamaged(f"{entry.key} in {store.url}: {error}") from error

@@ -23,7 +23,8 @@ from .hops_on_disk import HopsOnDisk
 from .journey import PATIENCE, Journey
 from .pin_keeper import PinKeeper
 
-_DELTAS = "deltas.tmp"
+_DELTAS = ".deltas"
+"""Hidden, so that no file of a checkpoint has this name."""
 
 
 def pull(

@@ -121,9 +121,14 @@ class Slot:
         of its own is a SIGBUS.
         """
         for source in sorted(other.path.iterdir()):
-            if source.is_file() and source.name != RECORD_FILE and not source.name.startswith(f"{RECORD_FILE}.tmp-"):
+            if source.is_file() and source.name != RECORD_FILE and not source.name.startswith("."):
                 with source.open("rb", buffering=0) as origin, (self.path / source.name).open("xb") as target:
                     shutil.copyfileobj(origin, target, _COPY_BYTES)
+
+    def is_linked(self) -> bool:
+        """Whether a file of it has another name somewhere, as after `cp --link`: what is changed here would change there too."""
+        with os.scandir(self.path) as entries:
+            return any(entry.is_file(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_nlink > 1 for entry in entries)
 
     def delete(self) -> None:
         """Remove it; the record first, so that half a slot is not taken for a whole one."""

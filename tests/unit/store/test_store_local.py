@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from deltawire.errors import (
+    DataDamaged,
     ObjectExists,
     ObjectMissing,
     OutcomeUnknown,
@@ -264,3 +267,70 @@ def test_reading_creates_nothing(tmp_path: Path) -> None:
     with pytest.raises(ObjectMissing):
         store.get("nothing", limit=1)
     assert not (tmp_path / "absent").exists()
+
+
+def _put_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        os.chdir(path.parent)  # the path of a socket must be short
+        made.bind(path.name)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, _put_socket])
+def test_what_is_no_file_is_refused_by_name_and_keeps_nobody_waiting(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = LocalStore(tmp_path)
+    store.put("data/a", b"a")
+    make(tmp_path / "data" / "b")
+    for read in (
+        lambda: store.get("data/b", limit=9),
+        lambda: store.head("data/b"),
+        lambda: store.read_into("data/b", memoryview(bytearray(1))),
+    ):
+        with pytest.raises(DataDamaged, match="not a file"):
+            read()
+    assert [info.key for info in store.list("data/")] == ["data/a"]
+    with pytest.raises(ObjectExists):
+        store.put_if_absent("data/b", b"b")
+    store.put("data/b", b"b")
+    assert store.get("data/b", limit=9) == b"b"
+
+
+def test_folders_too_deep_for_a_key_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(1500):  # deeper than any path may be long
+        os.mkdir("d")
+        os.chdir("d")
+    store = LocalStore(tmp_path)
+    deep = "d/" * 250 + "file"
+    for key in (deep, "z"):
+        store.put(key, b"")
+    assert [info.key for info in store.list("")] == [deep, "z"]
+    subprocess.run(["rm", "-r", tmp_path / "d"], check=True)  # too deep for Python to delete
+
+
+def test_links_that_lead_in_a_circle_are_followed_once(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    store.put("data/a", b"a")
+    for name in ("b", "c", "d"):
+        (tmp_path / "store" / "data" / name).symlink_to(".")
+    (tmp_path / "store" / "data" / "e").symlink_to("e")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "f").write_bytes(b"f")
+    (tmp_path / "store" / "other").symlink_to(elsewhere)
+    assert [info.key for info in store.list("other/")] == ["other/f"]
+    assert [info.key for info in store.list("data/")] == ["data/a", "data/b/a", "data/c/a", "data/d/a"]
+
+
+@pytest.mark.parametrize("seconds", [-(2.0**62), -1.0, 0.0, 2.0**36, 2.0**62])
+def test_times_that_no_calendar_has_are_times_all_the_same(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems keep them; `touch --date=@-99999999999` makes one. Here the answers of `stat` are changed."""
+    store = LocalStore(tmp_path)
+    store.put("a", b"")
+    facts = os.stat(tmp_path / "a")
+    odd = os.stat_result((*facts[:7], seconds, seconds, seconds))
+    monkeypatch.setattr(os, "stat", lambda path, **_: odd)
+    for info in (store.head("a"), *store.list("")):
+        assert info.modified - timedelta(days=365) < info.modified < info.modified + timedelta(days=365 * 1000)

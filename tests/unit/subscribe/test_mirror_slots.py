@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,7 +172,7 @@ def test_a_failure_at_any_step_leaves_a_whole_version_and_the_next_update_heals(
     update(mirror, chain).release()
     assert served(mirror) == bits_of(chain.state)
     assert len(mirror.slots()) <= 2
-    assert not list(mirror.path.glob("*.tmp-*"))
+    assert not list(mirror.path.glob(".*"))
     assert {path.name for path in (mirror.path / "locks").iterdir()} == {"create", "writer", *(f"slot-{name}" for name in names(mirror))}
 
 
@@ -406,6 +407,33 @@ def test_an_empty_mirror_serves_nothing(mirror: Mirror) -> None:
     assert mirror.open_current() is None
     with pytest.raises(MirrorError), mirror.reading():
         pass
+
+
+def test_a_copy_by_hard_links_keeps_its_version(chain: ToyChain, mirror: Mirror, tmp_path: Path) -> None:
+    """`cp --link` shares the files themselves; slots are changed in place, but never one whose files have other names too."""
+    update(mirror, chain).release()
+    with mirror.reading() as path:
+        shutil.copytree(path, tmp_path / "copy", copy_function=os.link)
+    before = bits_of(Checkpoint(tmp_path / "copy"))
+    for _ in range(4):
+        chain.delta()
+        update(mirror, chain).release()
+        assert served(mirror) == bits_of(chain.state)
+        assert bits_of(Checkpoint(tmp_path / "copy")) == before
+    assert len(mirror.slots()) == 2
+
+
+OWN_NAMES = ("deltawire.json.tmp-0", "current.tmp-0", "mirror.json.tmp-0", "seen.json", "deltas.tmp", "x.tmp-1")
+
+
+def test_attachments_may_be_named_like_temporary_files(mirror: Mirror, chain: ToyChain) -> None:
+    chain.anchor(first_state(3), extra={name: name.encode() for name in OWN_NAMES})
+    for _ in range(3):
+        update(mirror, chain).release()
+        with mirror.reading() as path:
+            assert {name: (path / name).read_bytes() for name in OWN_NAMES} == {name: name.encode() for name in OWN_NAMES}
+        assert (mirror.path / "x.tmp-1").read_bytes() == b"x.tmp-1"
+        chain.delta()
 
 
 class BoundedRoutes(StraightRoutes):

@@ -47,7 +47,7 @@ def test_a_json_file_is_replaced_whole(tmp_path: Path) -> None:
         write_json(path, {"a": object()})
     assert read_json(path) == {"a": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
-    (tmp_path / "a.json.tmp-0").write_text("")
+    (tmp_path / ".a.json.tmp-0").write_text("")
     remove_leftovers(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
