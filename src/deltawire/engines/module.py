@@ -120,5 +120,4 @@ def _are_plain(weights: list[torch.Tensor]) -> bool:
 
     devices = {tensor.device for tensor in weights}
     works = all(device.type == "cpu" or has_kernels(device) for device in devices)
-    works = works and all(tensor.device.type == "cpu" or tensor.is_contiguous() for tensor in weights)
     return works and len(devices) <= 1 and all(type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for tensor in weights)
