@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -297,17 +297,25 @@ def test_what_is_no_file_is_refused_by_name_and_keeps_nobody_waiting(
     assert store.get("data/b", limit=9) == b"b"
 
 
-def test_folders_too_deep_for_a_key_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def deep_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with 1,500 folders one inside the other: deeper than any path may be long, and too deep for Python to delete."""
     monkeypatch.chdir(tmp_path)
-    for _ in range(1500):  # deeper than any path may be long
-        os.mkdir("d")
-        os.chdir("d")
-    store = LocalStore(tmp_path)
+    try:
+        for _ in range(1500):
+            os.mkdir("d")
+            os.chdir("d")
+        yield tmp_path
+    finally:
+        subprocess.run(["rm", "-r", tmp_path / "d"], check=True)
+
+
+def test_folders_too_deep_for_a_key_are_passed_over(deep_folder: Path) -> None:
+    store = LocalStore(deep_folder)
     deep = "d/" * 250 + "file"
     for key in (deep, "z"):
         store.put(key, b"")
     assert [info.key for info in store.list("")] == [deep, "z"]
-    subprocess.run(["rm", "-r", tmp_path / "d"], check=True)  # too deep for Python to delete
 
 
 def test_links_that_lead_in_a_circle_are_followed_once(tmp_path: Path) -> None:
