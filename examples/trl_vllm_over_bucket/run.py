@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+
+import httpx
 
 HERE = Path(__file__).parent
 S3 = {"AWS_ACCESS_KEY_ID": "example", "AWS_SECRET_ACCESS_KEY": "example", "AWS_REGION": "us-east-1"}
@@ -37,7 +38,7 @@ def main(steps: int, url: str | None = None) -> None:
             url, bucket = "s3://policy/run-1", {**S3, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3}"}
             processes.append(start(folder / "s3.log", ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(s3)], {}))
             wait_for(f"http://127.0.0.1:{s3}/moto-api/", processes[-1])
-            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{s3}/policy", method="PUT")).close()
+            httpx.put(f"http://127.0.0.1:{s3}/policy", trust_env=False).raise_for_status()
         backend = ["--weight-transfer-config", '{"backend": "deltawire"}', "--enforce-eager", "--max-model-len", "256"]
         backend += ["--enable-scale-out"]  # so that samples can be labelled with the versions that made them
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(vllm), "--host", "127.0.0.1", *backend]
@@ -68,9 +69,9 @@ def wait_for(url: str, process: subprocess.Popen[bytes], seconds: float = 300) -
     deadline = time.monotonic() + seconds
     while True:
         try:
-            urllib.request.urlopen(url, timeout=5).close()
+            httpx.get(url, timeout=5, trust_env=False).raise_for_status()  # this machine is not reached through a proxy
             return
-        except OSError:
+        except httpx.HTTPError:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise TimeoutError(f"{url} does not answer") from None
             time.sleep(0.2)

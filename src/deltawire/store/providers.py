@@ -103,7 +103,7 @@ def _s3(bucket: str, prefix: str, url: str, options: StoreOptions, endpoint: str
 def _remote(
     client: Callable[[ClientConfig, RetryConfig], ObjectStore], url: str, prefix: str, options: StoreOptions, endpoint: str | None
 ) -> RemoteStore:
-    allow_http = _plain_http(endpoint, options)
+    common: ClientConfig = {"allow_http": _plain_http(endpoint, options), **_without_proxy(endpoint)}
     timeout = timedelta(seconds=options.timeout)
     upload = timedelta(seconds=options.timeout + options.streams * options.part_bytes / _SLOWEST)
     once: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
@@ -111,10 +111,10 @@ def _remote(
     place = f"{url}/{prefix}" if prefix else url
     try:
         clients = Clients(
-            small=client({"allow_http": allow_http, "timeout": timeout}, once),
-            download=client({"allow_http": allow_http, "timeout": _LONGEST_DOWNLOAD, "read_timeout": timeout}, once),
-            upload=client({"allow_http": allow_http, "timeout": upload}, once),
-            multipart=client({"allow_http": allow_http, "timeout": upload}, parts),
+            small=client({**common, "timeout": timeout}, once),
+            download=client({**common, "timeout": _LONGEST_DOWNLOAD, "read_timeout": timeout}, once),
+            upload=client({**common, "timeout": upload}, once),
+            multipart=client({**common, "timeout": upload}, parts),
         )
     except CLIENT_ERRORS as error:
         # No account, a key or a file of keys that cannot be read: without the cause, whose text may hold parts of them.
@@ -135,6 +135,16 @@ def _plain_http(endpoint: str | None, options: StoreOptions) -> bool:
         f"the endpoint at {host!r} is plain http. Use https; or, on a network that you trust, StoreOptions(allow_http=True) "
         "or AWS_ALLOW_HTTP=1."
     )
+
+
+def _without_proxy(endpoint: str | None) -> ClientConfig:
+    """Settings that keep requests to this machine from the proxies that `http_proxy` and its relatives name.
+
+    The client library has no setting to ignore them. A proxy of one's own replaces them, and need not be used for any host.
+    """
+    if endpoint is None or not _is_loopback(host := _scheme_and_host(endpoint)[1]):
+        return {}
+    return {"proxy_url": endpoint, "proxy_excludes": host}
 
 
 def _scheme_and_host(endpoint: str) -> tuple[str, str]:

@@ -255,3 +255,18 @@ def test_a_hugging_face_bucket_is_asked_for_under_its_owner() -> None:
         with open_store("hf://buckets/owner/name/prefix", options=StoreOptions(endpoint=server.endpoint)) as store:
             store.get("some/key", limit=100)
         assert server.paths == ["/owner/name/prefix/some/key"]
+
+
+@pytest.mark.parametrize("operation", ["get", "read", "put", "list"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_store_on_this_machine_is_never_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch, host: str, operation: str) -> None:
+    with failing_server(503) as proxy, failing_server(403) as server:
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.setenv(name, proxy.endpoint)
+            monkeypatch.setenv(name.upper(), proxy.endpoint)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        with _open(server.endpoint.replace("127.0.0.1", host)) as store, pytest.raises(StoreDenied):
+            OPERATIONS[operation](store)
+        assert server.requests
+        assert not proxy.requests
