@@ -25,11 +25,13 @@ from deltawire.events import Event
 from deltawire.fleet import Batch, FleetOptions, StalenessBudget, TrainingLimits
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.fleet.coordinator_steps import CoordinatorSteps
+from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.fleet.member_steps import MemberState, leave_steps, member_steps, tell
 from deltawire.fleet.steps import FindVersion, Generate, KnownVersion, Sleep, Sync, ask_store, run_steps
 from deltawire.format.fleet_files import Accepted
 from deltawire.format.fleet_records import BatchRecord, Lease, Round, Sampling
 from deltawire.format.rollouts import Completion, Rollouts, Span, VersionRef
+from deltawire.format.signing import SigningKey
 from deltawire.publish import Publisher
 from deltawire.store import Store, fleet_keys
 from deltawire.store.memory import MemoryStore
@@ -86,10 +88,11 @@ def make_rollouts(record: Round, lease: Lease, rows: Sequence[Any], version: Kno
 class Member:
     """One member, moved by hand. `version` is what its engine has; None follows the chain."""
 
-    def __init__(self, store: Store, name: str, log: ChainLog) -> None:
+    def __init__(self, store: Store, name: str, log: ChainLog, keyring: FleetKeyring | None = None) -> None:
         self.store = store
         self.version: KnownVersion | None = None
         self.state = MemberState(log.run.id, name, nonce(), nonce, lambda: 0, lambda: 0.5)
+        self.state.keyring = keyring or FleetKeyring()
         self._chain = ChainVersions(log)
         self._steps = member_steps(self.state)
         self._begun = False
@@ -141,17 +144,21 @@ class Fleet:
     events: list[Event] = field(default_factory=list)
     collected: list[tuple[int, Batch]] = field(default_factory=list)
     time: float = 1_000_000.0
+    key: SigningKey | None = None
     meanwhile: Callable[[], object] = lambda: None
     training: TrainingLimits = field(default_factory=TrainingLimits)
 
     def __post_init__(self) -> None:
         self.store = FaultyStore(self.inner, clock=lambda: datetime.fromtimestamp(self.time, timezone.utc))
-        with open_publisher(self.inner) as publisher:
+        with self.publisher() as publisher:
             publisher.publish(state_at(0), step=0)
         self.log = ChainLog(self.inner)
 
     def join(self, *names: str) -> list[Member]:
-        new = [Member(self.store, name, self.log) for name in names]
+        trusted = () if self.key is None else (self.key.public,)
+        new = [Member(self.store, name, self.log, FleetKeyring(trusted_keys=trusted)) for name in names]
+        for member in new:
+            member.state.on_event = self.events.append
         self.members += new
         for member in new:
             member.move()
@@ -167,7 +174,7 @@ class Fleet:
         return Trainer(self, publisher, store or self.store)
 
     def publisher(self, **options: Any) -> Publisher:
-        return open_publisher(self.inner, **options)
+        return open_publisher(self.inner, signing_key=self.key, **options)
 
     def reasons(self) -> list[str]:
         return [str(event.fields["reason"]) for event in self.events if event.name == "rollout-rejected"]
@@ -191,6 +198,7 @@ class Trainer:
             budget=fleet.budget,
             options=fleet.options,
             training=fleet.training,
+            keyring=FleetKeyring(fleet.key),
             on_event=fleet.events.append,
         )
 

@@ -11,6 +11,7 @@ import pytest
 from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
 from deltawire.format.fleet_files import Accepted, AcceptedResult, Tasks
 from deltawire.format.fleet_records import BatchRecord, Board, Heartbeat, Lease, ObjectRef, Rejection, Round, Sampling
+from deltawire.format.record_parts import Signature
 
 ID, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32
 SAMPLING = Sampling(samples=8, max_tokens=256, temperature=0.7, top_p=0.9, seed=11)
@@ -22,6 +23,8 @@ BOARD = Board(ID, 2, 12, 4, 60, {"gpu-7": ((7, 3, 2), (8, 0, 0)), "b": ()}, Fals
 ACCEPTED = Accepted(7, (AcceptedResult(0, 1, HASH, 99, "gpu-7"), AcceptedResult(2, 0, HASH, 98, "b")))
 REJECTION = Rejection(ID, 2, 5, 7, ((0, 1, HASH), (3, 0, HASH)), "its loss is not finite", 1)
 RECORDS = [ROUND, LEASE, BATCH, REJECTION, BEAT, BOARD, ACCEPTED]
+SIGNATURE = Signature("12" * 32, "34" * 64)
+SIGNED = [replace(record, signature=SIGNATURE) for record in (ROUND, BATCH, REJECTION, replace(BOARD, number=7))]
 
 
 def edited(record: Any, **changes: Any) -> bytes:
@@ -29,7 +32,7 @@ def edited(record: Any, **changes: Any) -> bytes:
     return json.dumps({name: value for name, value in plain.items() if value is not ...}, sort_keys=True, separators=(",", ":")).encode()
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+@pytest.mark.parametrize("record", RECORDS + SIGNED, ids=lambda record: type(record).__name__)
 def test_a_record_comes_back_as_it_was_written(record: Any) -> None:
     assert type(record).parse(record.to_bytes()) == record
 
@@ -44,7 +47,16 @@ def test_a_record_that_is_cut_or_spelt_otherwise_is_refused(record: Any) -> None
         with pytest.raises(CorruptRecord):
             type(record).parse(wrong)
     with pytest.raises(UnsupportedVersion):
-        type(record).parse(edited(record, version=2))
+        type(record).parse(edited(record, version=9))
+
+
+@pytest.mark.parametrize("record", [ROUND, BATCH, REJECTION, BOARD], ids=lambda record: type(record).__name__)
+def test_records_of_version_1_have_no_signature_and_are_read(record: Any) -> None:
+    without = {"version": 1, "signature": ..., **({"number": ...} if record is BOARD else {})}
+    assert type(record).parse(edited(record, **without)) == record
+    for name in without.keys() - {"version"}:
+        with pytest.raises(CorruptRecord):
+            type(record).parse(edited(record, **{key: value for key, value in without.items() if key != name}))
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)

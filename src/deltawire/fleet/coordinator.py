@@ -13,15 +13,17 @@ from typing import Any, TypeVar
 
 from ..chain.log import ChainLog
 from ..chain.version import Version
-from ..errors import DeltawireError, FleetTimeout, StoreError
+from ..errors import DeltawireError, FleetTimeout, SignatureInvalid, StoreError
 from ..events import OnEvent, emit
 from ..format.fleet_files import Row
 from ..format.fleet_records import Round, Sampling
+from ..format.signing import SigningKey
 from ..store import Store, StoreOptions, open_store
 from .admission import Reason
 from .batch import Batch
 from .chain_versions import ChainVersions
 from .coordinator_steps import CoordinatorSteps
+from .fleet_keyring import FleetKeyring
 from .options import FleetOptions
 from .roster import MemberStatus
 from .scheduler import Scheduler
@@ -47,6 +49,9 @@ class Coordinator:
     collecting, and members work while the trainer trains. `epoch` is the publisher's: a trainer that takes the run over fences this one
     off, and every method then raises `Fenced`. After a restart call `resume` first: what was acknowledged and never trained is used again.
 
+    Where the publisher signs, pass its `signing_key` and `trusted_keys`, so that boards, rounds and batches are signed, too: members that
+    trust a key ignore all others. `SignatureInvalid` if the chain is signed and there is no key.
+
     `training` says what the trainer's model can be trained on; results beyond that are refused. What fails in training all the same is
     left out of an acknowledged batch with `reject`, and training goes on with the rest.
 
@@ -60,6 +65,8 @@ class Coordinator:
         *,
         epoch: int,
         chain: ChainLog | None = None,
+        signing_key: SigningKey | None = None,
+        trusted_keys: Collection[str] = (),
         budget: StalenessBudget | None = None,
         scheduler: Scheduler | None = None,
         options: FleetOptions | None = None,
@@ -70,7 +77,8 @@ class Coordinator:
     ) -> None:
         self._store = open_store(url, options=store_options)
         self._owns_store = self._store is not url
-        self._log = chain or ChainLog(self._store)
+        self._keyring = FleetKeyring(signing_key, trusted_keys)
+        self._log = chain or ChainLog(self._store, trusted_keys=self._keyring.trusted)
         self._chain = ChainVersions(self._log)
         self._epoch = epoch
         self._budget = budget or StalenessBudget()
@@ -176,6 +184,11 @@ class Coordinator:
 
     def _opened(self) -> CoordinatorSteps:
         if self._steps is None:
+            head = self._log.head()
+            if head is not None and head.signature is not None and not self._keyring.signs:
+                raise SignatureInvalid(
+                    "the chain is signed, so the fleet's records must be, too: pass the publisher's signing_key to the coordinator."
+                )
             self._steps = CoordinatorSteps(
                 run=self._log.run.id,
                 epoch=self._epoch,
@@ -187,6 +200,7 @@ class Coordinator:
                 scheduler=self._scheduler,
                 options=self._options,
                 training=self._training,
+                keyring=self._keyring,
                 on_event=self._on_event,
             )
         return self._steps

@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..events import OnEvent, emit
 from ..format.fleet_files import Accepted, AcceptedResult, Row, Tasks
-from ..format.fleet_records import BatchRecord, Board, ObjectRef, Round, Sampling
+from ..format.fleet_records import MAX_BOARD_BYTES, BatchRecord, Board, ObjectRef, Round, Sampling
 from ..format.records import MAX_RECORD_BYTES
 from ..store import fleet_keys, keys
 from ..store.base import ObjectInfo
@@ -33,6 +33,7 @@ from .batch import Batch
 from .board import build_board
 from .create_steps import create_and_look
 from .fleet_clock import FleetClock
+from .fleet_keyring import FleetKeyring
 from .intake_steps import Intake
 from .options import FleetOptions
 from .rejection_steps import read_rejections, write_rejections
@@ -46,6 +47,8 @@ from .sweep_steps import sweep
 from .training_limits import TrainingLimits
 
 _LONGEST_PAUSE = 30.0
+_LAST_NUMBER = 2**62
+"""Boards with higher numbers are nobody's who counted."""
 
 
 class CoordinatorSteps:
@@ -68,6 +71,7 @@ class CoordinatorSteps:
         scheduler: Scheduler | None = None,
         options: FleetOptions | None = None,
         training: TrainingLimits | None = None,
+        keyring: FleetKeyring | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         self.run = run
@@ -88,7 +92,9 @@ class CoordinatorSteps:
         self._intake.versions[newest.seq] = newest
         self._next_round: int | None = None
         self._steps_of: dict[int, int] = {}
+        self._keyring = keyring or FleetKeyring()
         self._board: Board | None = None
+        self._number: int | None = None
         self._written = float("-inf")
         self._swept: int | None = None
         self._fenced: str | None = None
@@ -144,8 +150,8 @@ class CoordinatorSteps:
         """
         found = yield from self._look_at_rounds()
         chosen = {one.for_step: one for one in sorted(found.rounds.values(), key=lambda one: one.round) if one.for_step > self.newest.step}
-        acknowledged = yield from read_acknowledged(self.run, self.epoch, self.newest.step)
-        self._intake.left_out |= yield from read_rejections(self.run, self.epoch, self.newest.step)
+        acknowledged = yield from read_acknowledged(self.run, self.epoch, self.newest.step, self._keyring)
+        self._intake.left_out |= yield from read_rejections(self.run, self.epoch, self.newest.step, self._keyring)
         for step, one in acknowledged.items():
             if one.record.round in found.rounds and found.rounds[one.record.round].for_step == step:
                 chosen[step] = found.rounds[one.record.round]
@@ -201,7 +207,7 @@ class CoordinatorSteps:
                 sampling=sampling,
                 time=self._clock(),
             )
-            raw = record.to_bytes()
+            raw = self._keyring.sign(record).to_bytes()
             yield Put(reference.key, data)
             found = yield from create_and_look(fleet_keys.round_key(number), raw)
             self._next_round = number + 1
@@ -303,7 +309,7 @@ class CoordinatorSteps:
         yield from self._write_board()
 
     def _look_at_rounds(self) -> Steps[Found]:
-        found = yield from read_rounds(self.run)
+        found = yield from read_rounds(self.run, self._keyring)
         newer = [record.epoch for record in found.rounds.values() if record.epoch > self.epoch]
         if newer:
             self._halt(max(newer))
@@ -334,10 +340,21 @@ class CoordinatorSteps:
         )
         if self._time.is_set and board == self._board and self.now - self._written < self.options.lease_seconds / 8:
             return
-        yield Put(fleet_keys.BOARD, board.to_bytes(), durable=False)
+        number = (yield from self._last_number()) if self._number is None else self._number
+        self._number = max(number + 1, self._clock())
+        yield Put(fleet_keys.BOARD, self._keyring.sign(replace(board, number=self._number)).to_bytes(), durable=False)
         self._board, self._written = board, self.now
         info: ObjectInfo = yield Head(fleet_keys.BOARD)
         self._time.wrote(info.modified.timestamp())
+
+    def _last_number(self) -> Steps[int]:
+        """Returns the number of the board that this epoch has already, if a `CoordinatorSteps` before this one wrote it."""
+        try:
+            board = parsed_answer(Board.parse, (yield Get(fleet_keys.BOARD, MAX_BOARD_BYTES)))
+        except (ObjectMissing, LimitExceeded):
+            return 0
+        is_ours = board is not None and board.id == self.run and board.epoch == self.epoch and self._keyring.trusts(board)
+        return board.number if board is not None and is_ours and board.number < _LAST_NUMBER else 0
 
     def _sweep(self) -> Steps[None]:
         upto = self.newest.step - self.options.keep_steps
@@ -359,7 +376,7 @@ class CoordinatorSteps:
             reference = ObjectRef(fleet_keys.accepted_key(state.record.round, digest), len(accepted), digest)
             yield Put(reference.key, accepted)
             record = BatchRecord(self.run, self.epoch, step, state.record.round, self._draw_nonce(), reference, self._clock())
-            state.sealed = record.to_bytes()
+            state.sealed = self._keyring.sign(record).to_bytes()
         found = yield from create_and_look(fleet_keys.batch_key(self.epoch, step), state.sealed)
         if found != state.sealed:
             self._halt(self.epoch)
@@ -386,7 +403,7 @@ class CoordinatorSteps:
 
     def _record_rejection(self, step: int, number: int, results: Sequence[AcceptedResult], why: str) -> Steps[None]:
         named = [(one.task, one.attempt, one.blake3) for one in results]
-        yield from write_rejections(self.run, self.epoch, step, number, named, why, self._clock())
+        yield from write_rejections(self.run, self.epoch, step, number, named, why, self._clock(), self._keyring)
         self._intake.left_out |= {RolloutKey(number, *one): why for one in named}
 
     def _state(self, record: Round, rows: tuple[tuple[Row, ...], ...], *, adopted: bool = False) -> RoundState:
@@ -414,7 +431,7 @@ class CoordinatorSteps:
 
     def _halt_if_newer(self, data: bytes) -> None:
         record = parsed_answer(Round.parse, data)
-        if record is not None and record.id == self.run and record.epoch > self.epoch:
+        if record is not None and record.id == self.run and record.epoch > self.epoch and self._keyring.trusts(record):
             self._halt(record.epoch)
 
     def _halt(self, epoch: int) -> None:

@@ -25,6 +25,7 @@ from ..format.fleet_records import Place, Sampling
 from ..format.rollouts import Completion, Rollouts, Span, VersionRef
 from ..store.base import Store
 from ..store.fleet_keys import member_key
+from .fleet_keyring import FleetKeyring
 from .generation import Generated, Generator, Interrupted
 from .member_steps import MemberState, heartbeat_steps, leave_steps, member_steps
 from .steps import FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
@@ -132,6 +133,7 @@ class Member:
             draw=random.random,
             poll_seconds=self._poll,
             on_event=self._on_event,
+            keyring=FleetKeyring(trusted_keys=self._log.trusted_keys),
         )
 
     def _nap(self, seconds: float) -> None:

@@ -28,12 +28,15 @@ from ..format.fleet_files import MAX_TASKS_BYTES, Row, Tasks
 from ..format.fleet_records import MAX_BOARD_BYTES, MAX_WORKING, Board, Heartbeat, Lease, Place, Round
 from ..format.records import MAX_RECORD_BYTES
 from ..format.rollouts import Rollouts
-from ..store import fleet_keys
+from ..store import fleet_keys, keys
 from ..store.fleet_keys import FIRST_FREE_ATTEMPT, LeaseKey, RolloutKey
 from .create_steps import create_and_look
+from .fleet_keyring import FleetKeyring
 from .steps import Generate, Get, KnownVersion, Put, Sleep, Steps, Sync
 
 _KEPT_ROUNDS = 4
+_LONGEST_SILENCE = 60.0
+"""Seconds between two heartbeats, whatever the board says about leases."""
 _LAST_TRIES = 3
 """So often a member that is leaving tries to get rid of what it has."""
 
@@ -55,12 +58,15 @@ class MemberState:
     longest_pause: float = 30.0
     lease_seconds: float = 60.0
     on_event: OnEvent | None = None
+    keyring: FleetKeyring = field(default_factory=FleetKeyring)
+    newest_board: tuple[int, int] = (-1, -1)
     policy: KnownVersion | None = None
     lag: int = 0
     tokens: int = 0
     busy_ms: int = 0
     leaving: bool = False
     left: bool = False
+    distrusted: bool = False
     working: set[Place] = field(default_factory=set)
     tried: OrderedDict[Place, None] = field(default_factory=OrderedDict)
     doubtful: dict[Place, Lease] = field(default_factory=dict)
@@ -96,7 +102,7 @@ def tell(me: MemberState) -> Steps[None]:
 def heartbeat_steps(me: MemberState) -> Steps[None]:
     """Write the heartbeat four times in the life of a lease, until the member has left; losses of the store are waited out."""
     while not me.left:
-        pause = me.lease_seconds / 4
+        pause = min(me.lease_seconds / 4, _LONGEST_SILENCE)
         try:
             yield from tell(me)
         except StoreError as error:
@@ -146,7 +152,7 @@ def _turn(me: MemberState) -> Steps[bool]:
         yield from _sync(me, 0)  # so that the first board can have offers for us
         return False
     me.lease_seconds = board.lease_seconds
-    if board.stop:
+    if board.stop and (yield from _is_last(board)):
         me.leaving = True
         return False
     yield from _sync(me, board.step)
@@ -174,7 +180,30 @@ def _board(me: MemberState) -> Steps[Board | None]:
         board = Board.parse((yield Get(fleet_keys.BOARD, MAX_BOARD_BYTES)))
     except (ObjectMissing, CorruptRecord, UnsupportedVersion, LimitExceeded):
         return None  # nobody has written one yet, or somebody who should not
-    return board if board.id == me.run else None
+    if board.id != me.run:
+        return None
+    if not me.keyring.trusts(board):
+        if not me.distrusted:
+            emit(me.on_event, "board-refused", member=me.member, reason="no trusted key has signed the board")
+        me.distrusted = True
+        return None
+    me.distrusted = False
+    if me.keyring.trusted:  # an old board may be a copy that somebody kept; unsigned ones could claim any number
+        if (board.epoch, board.number) < me.newest_board:
+            return None
+        me.newest_board = board.epoch, board.number
+    return board
+
+
+def _is_last(board: Board) -> Steps[bool]:
+    """Returns whether no later trainer has taken the run over: then what this board says about the end of the run is old."""
+    try:
+        yield Get(keys.epoch_key(board.epoch + 1), MAX_RECORD_BYTES)
+    except ObjectMissing:
+        return True
+    except LimitExceeded:
+        pass
+    return False
 
 
 def _sync(me: MemberState, step: int) -> Steps[KnownVersion | None]:
@@ -198,7 +227,7 @@ def _task(me: MemberState, place: Place) -> Steps[tuple[Round, tuple[Row, ...]] 
             rows = Tasks.parse(data).rows
         except (ObjectMissing, CorruptRecord, UnsupportedVersion, LimitExceeded):
             return None
-        if record.id != me.run or record.round != number or len(rows) != record.tasks:
+        if record.id != me.run or record.round != number or len(rows) != record.tasks or not me.keyring.trusts(record):
             return None
         me.rounds[number] = (record, rows)
         while len(me.rounds) > _KEPT_ROUNDS:

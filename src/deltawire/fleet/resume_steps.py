@@ -14,6 +14,7 @@ from ..format.fleet_records import BatchRecord, Round
 from ..format.records import MAX_RECORD_BYTES
 from ..store import fleet_keys
 from ..store.base import ObjectInfo
+from .fleet_keyring import FleetKeyring
 from .steps import MOST_TOGETHER, Get, List, Steps, Together
 
 T = TypeVar("T")
@@ -36,8 +37,8 @@ class Acknowledged:
     accepted: Accepted
 
 
-def read_rounds(run: str) -> Steps[Found]:
-    """All rounds that are listed. What is no round of this run takes up its number, and is nothing else."""
+def read_rounds(run: str, keyring: FleetKeyring) -> Steps[Found]:
+    """All rounds that are listed. What is no round of this run, or not signed as it should be, takes up its number and is nothing else."""
     listed: list[ObjectInfo] = yield List(fleet_keys.ROUNDS)
     numbers = [number for info in listed if (number := fleet_keys.parse_round_key(info.key)) is not None]
     rounds: dict[int, Round] = {}
@@ -46,13 +47,13 @@ def read_rounds(run: str) -> Steps[Found]:
         answers = yield Together(tuple(Get(fleet_keys.round_key(number), MAX_RECORD_BYTES) for number in part))
         for number, answer in zip(part, answers, strict=True):
             record = parsed_answer(Round.parse, answer)
-            if record is not None and record.id == run and record.round == number:
+            if record is not None and record.id == run and record.round == number and keyring.trusts(record):
                 rounds[number] = record
     return Found(rounds, max(numbers, default=-1) + 1)
 
 
-def read_acknowledged(run: str, epoch: int, after: int) -> Steps[dict[int, Acknowledged]]:
-    """For each training step above `after`, what the latest trainer up to `epoch` acknowledged for it, if that can be read."""
+def read_acknowledged(run: str, epoch: int, after: int, keyring: FleetKeyring) -> Steps[dict[int, Acknowledged]]:
+    """For each training step above `after`, what the latest trainer up to `epoch` acknowledged for it, if that can be read and trusted."""
     listed: list[ObjectInfo] = yield List(fleet_keys.BATCHES)
     found: dict[int, Acknowledged] = {}
     places = [place for info in listed if (place := fleet_keys.parse_batch_key(info.key)) is not None]
@@ -61,7 +62,7 @@ def read_acknowledged(run: str, epoch: int, after: int) -> Steps[dict[int, Ackno
             continue
         data = yield from _get(fleet_keys.batch_key(*place), MAX_RECORD_BYTES)
         record = parsed_answer(BatchRecord.parse, data)
-        if data is None or record is None or record.id != run or (record.epoch, record.step) != tuple(place):
+        if data is None or record is None or record.id != run or (record.epoch, record.step) != tuple(place) or not keyring.trusts(record):
             continue
         manifest = yield from _get(record.accepted.key, min(record.accepted.size, MAX_ACCEPTED_BYTES))
         if manifest is None or blake3(manifest).hexdigest() != record.accepted.blake3:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from ..errors import LimitExceeded
 from .canonical import MAX_RECORD_BYTES, Fields, dump
-from .record_parts import HASH, NONCE, READER, read_short
+from .record_parts import HASH, NONCE, READER, Signature, read_short, read_signature
 
 MAX_BOARD_BYTES = 1 << 20
 MAX_WORKING = 256
@@ -28,6 +28,8 @@ Place: TypeAlias = tuple[int, int, int]
 
 _OBJECT_KEY = re.compile(r"fleet/(tasks|accepted)/[0-9]{10}/([0-9a-f]{64})\.json")
 _MOST_TASKS, _MOST_ATTEMPTS = 10**5, 10**3
+_SIGNABLE = (1, 2)
+"""The versions of records that a trainer writes: since version 2 they can be signed, and boards are numbered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,11 @@ class Round:
     lease_seconds: int
     sampling: Sampling
     time: int
+    signature: Signature | None = None
+
+    def describe(self) -> str:
+        """Names the record in error messages."""
+        return f"round {self.round}"
 
     @property
     def samples(self) -> int:
@@ -104,12 +111,12 @@ class Round:
     def to_bytes(self) -> bytes:
         own = {name: getattr(self, name) for name in ("id", "round", "epoch", "nonce", "for_step", "oldest_step", "tasks", "time")}
         rest = {"rows": self.rows.plain(), "lease_seconds": self.lease_seconds, "sampling": self.sampling.plain()}
-        return _checked(Round, {"deltawire": "round", "version": 1, **own, **rest})
+        return _checked(Round, {"deltawire": "round", "version": 2, **own, **rest, **_signature(self.signature)})
 
     @classmethod
     def parse(cls, data: bytes) -> Round:
         """The record with these bytes."""
-        fields = Fields.parse(data, "round")
+        fields = Fields.parse(data, "round", versions=_SIGNABLE)
         found = cls(
             id=fields.matching("id", NONCE),
             round=read_short(fields, "round"),
@@ -122,6 +129,7 @@ class Round:
             lease_seconds=fields.integer("lease_seconds"),
             sampling=Sampling.of(fields.object("sampling")),
             time=fields.integer("time"),
+            signature=_read_signature(fields),
         )
         fields.done()
         if not 1 <= found.tasks <= _MOST_TASKS:
@@ -178,15 +186,21 @@ class BatchRecord:
     nonce: str
     accepted: ObjectRef
     time: int
+    signature: Signature | None = None
+
+    def describe(self) -> str:
+        """Names the record in error messages."""
+        return f"the batch of training step {self.step}"
 
     def to_bytes(self) -> bytes:
         own = {name: getattr(self, name) for name in ("id", "epoch", "step", "round", "nonce", "time")}
-        return _checked(BatchRecord, {"deltawire": "batch", "version": 1, **own, "accepted": self.accepted.plain()})
+        rest = {"accepted": self.accepted.plain(), **_signature(self.signature)}
+        return _checked(BatchRecord, {"deltawire": "batch", "version": 2, **own, **rest})
 
     @classmethod
     def parse(cls, data: bytes) -> BatchRecord:
         """The record with these bytes."""
-        fields = Fields.parse(data, "batch")
+        fields = Fields.parse(data, "batch", versions=_SIGNABLE)
         batch = cls(
             id=fields.matching("id", NONCE),
             epoch=read_short(fields, "epoch"),
@@ -195,6 +209,7 @@ class BatchRecord:
             nonce=fields.matching("nonce", NONCE),
             accepted=ObjectRef.of(fields.object("accepted")),
             time=fields.integer("time"),
+            signature=_read_signature(fields),
         )
         fields.done()
         if not batch.accepted.key.startswith(f"fleet/accepted/{batch.round:010}/"):
@@ -221,15 +236,21 @@ class Rejection:
     results: tuple[RejectedResult, ...]
     why: str
     time: int
+    signature: Signature | None = None
+
+    def describe(self) -> str:
+        """Names the record in error messages."""
+        return f"a rejection for training step {self.step}"
 
     def to_bytes(self) -> bytes:
         own = {name: getattr(self, name) for name in ("id", "epoch", "step", "round", "why", "time")}
-        return _checked(Rejection, {"deltawire": "rejected", "version": 1, **own, "results": [list(one) for one in self.results]})
+        rest = {"results": [list(one) for one in self.results], **_signature(self.signature)}
+        return _checked(Rejection, {"deltawire": "rejected", "version": 2, **own, **rest})
 
     @classmethod
     def parse(cls, data: bytes) -> Rejection:
         """The record with these bytes."""
-        fields = Fields.parse(data, "rejected")
+        fields = Fields.parse(data, "rejected", versions=_SIGNABLE)
         rejection = cls(
             id=fields.matching("id", NONCE),
             epoch=read_short(fields, "epoch"),
@@ -238,6 +259,7 @@ class Rejection:
             results=tuple(_rejected_result(fields, value) for value in fields.items("results")),
             why=fields.text("why"),
             time=fields.integer("time"),
+            signature=_read_signature(fields),
         )
         fields.done()
         if not 1 <= len(rejection.results) <= MAX_REJECTED or len(rejection.why) > MAX_WHY:
@@ -301,9 +323,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """The trainer's hint to the members: what each is offered, and whether to stop. Never trusted.
+    """The trainer's hint to the members: what each is offered, and whether to stop.
 
-    `seq` and `step` are of the newest version. Offers stand in the order in which they should be taken.
+    `seq` and `step` are of the newest version. Offers stand in the order in which they should be taken. `number` rises with every board
+    that a trainer writes, so that nobody can pass an old one for new.
     """
 
     id: str
@@ -313,16 +336,23 @@ class Board:
     lease_seconds: int
     offers: Mapping[str, tuple[Place, ...]]
     stop: bool
+    number: int = 0
+    signature: Signature | None = None
+
+    def describe(self) -> str:
+        """Names the record in error messages."""
+        return f"the board of epoch {self.epoch}"
 
     def to_bytes(self) -> bytes:
-        own: dict[str, Any] = {name: getattr(self, name) for name in ("id", "epoch", "seq", "step", "lease_seconds")}
+        own: dict[str, Any] = {name: getattr(self, name) for name in ("id", "epoch", "seq", "step", "lease_seconds", "number")}
         offers = {member: [list(place) for place in places] for member, places in self.offers.items()}
-        return _checked(Board, {"deltawire": "board", "version": 1, **own, "offers": offers, "stop": int(self.stop)}, MAX_BOARD_BYTES)
+        rest = {"offers": offers, "stop": int(self.stop), **_signature(self.signature)}
+        return _checked(Board, {"deltawire": "board", "version": 2, **own, **rest}, MAX_BOARD_BYTES)
 
     @classmethod
     def parse(cls, data: bytes) -> Board:
         """The record with these bytes."""
-        fields = Fields.parse(data, "board", limit=MAX_BOARD_BYTES)
+        fields = Fields.parse(data, "board", limit=MAX_BOARD_BYTES, versions=_SIGNABLE)
         offers = fields.mapping("offers")
         board = cls(
             id=fields.matching("id", NONCE),
@@ -332,11 +362,22 @@ class Board:
             lease_seconds=fields.integer("lease_seconds"),
             offers={member: _places(fields, "offers", places) for member, places in offers.items()},
             stop=bool(stop := fields.integer("stop")),
+            number=0 if fields.version == 1 else fields.integer("number"),
+            signature=_read_signature(fields),
         )
         fields.done()
         if stop > 1 or not 1 <= board.lease_seconds <= 10**9 or any(READER.fullmatch(member) is None for member in board.offers):
             fields.refuse("stop is 0 or 1, leases last for at least a second, and offers are made to members")
         return board
+
+
+def _signature(signature: Signature | None) -> dict[str, Any]:
+    return {"signature": None if signature is None else signature.plain()}
+
+
+def _read_signature(fields: Fields) -> Signature | None:
+    """The signature that a record has since its version 2."""
+    return None if fields.version == 1 else read_signature(fields)
 
 
 def read_number(fields: Fields, name: str) -> float:

@@ -116,7 +116,7 @@ class Publisher:
             probe(self._store)
             open_run(self._store, run, limits)
             log = open_log(self._store, run, signing_key, trusted_keys)
-            self._trusted_keys = log.trusted_keys
+            self._signing_key, self._trusted_keys = signing_key, log.trusted_keys
             if resume_from is not None:
                 require_version(log, resume_from)
             self._writer = ChainWriter(self._store, log, signing_key=signing_key, resumed_from=resume_from)
@@ -167,6 +167,16 @@ class Publisher:
     def epoch(self) -> int:
         """The number under which this publisher writes. Each one that opens the run gets a higher one."""
         return self._writer.epoch
+
+    @property
+    def signing_key(self) -> SigningKey | None:
+        """The key that versions are signed with; None if they are not."""
+        return self._signing_key
+
+    @property
+    def trusted_keys(self) -> frozenset[str]:
+        """The public keys that what this publisher builds on is signed with: its own, and those that it was given. Empty without a key."""
+        return self._trusted_keys
 
     @property
     def last_error(self) -> BaseException | None:

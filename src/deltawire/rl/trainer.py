@@ -134,6 +134,8 @@ class GrpoTrainer:
             self._coordinator = Coordinator(
                 self._store,
                 epoch=self._publisher.epoch,
+                signing_key=self._publisher.signing_key,
+                trusted_keys=self._publisher.trusted_keys,
                 budget=self._budget,
                 scheduler=scheduler,
                 options=fleet,

@@ -125,6 +125,8 @@ class FleetRolloutWorker:
             with Coordinator(
                 self._transfer.store,
                 epoch=self._transfer.publisher.epoch,
+                signing_key=self._transfer.publisher.signing_key,
+                trusted_keys=self._transfer.publisher.trusted_keys,
                 budget=self._budget,
                 options=self._options,
                 on_event=self._on_event,
