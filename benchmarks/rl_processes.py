@@ -70,7 +70,7 @@ def train(settings: dict[str, Any]) -> None:
         LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32),
         task.rows(),
         linked(settings),
-        settings=replace(SETTINGS, staleness=settings["staleness"], prompts=settings["prompts"], tasks=settings["prompts"]),
+        settings=replace(SETTINGS, max_staleness=settings["staleness"], prompts=settings["prompts"], tasks=settings["prompts"]),
         attachments=model_files(folder),
         fleet=FleetOptions(lease_seconds=30, poll_seconds=POLL),
         scheduler=EqualShares() if settings["equal"] else Scheduler(),

@@ -20,9 +20,12 @@ from transformers import LlamaForCausalLM
 
 from deltawire.events import Event
 from deltawire.fleet.options import FleetOptions
-from deltawire.rl.trainer import GrpoSettings, GrpoTrainer
+from deltawire.rl.settings import GrpoSettings
+from deltawire.rl.trainer import GrpoTrainer
 
-SETTINGS = GrpoSettings(prompts=6, samples=8, tasks=6, max_tokens=24, learning_rate=1e-5, warmup_steps=10, staleness=1, checkpoint_every=20)
+SETTINGS = GrpoSettings(
+    prompts=6, num_generations=8, tasks=6, max_completion_length=24, learning_rate=1e-5, warmup_steps=10, max_staleness=1, save_steps=20
+)
 FLEET = FleetOptions(lease_seconds=5, poll_seconds=0.1, keep_steps=24)
 
 
@@ -37,7 +40,7 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--until", type=int, default=10**6, help="the last step")
     parser.add_argument("--seconds", type=float, default=None, help="the longest time")
-    parser.add_argument("--staleness", type=int, default=SETTINGS.staleness, help="0 is synchronous")
+    parser.add_argument("--staleness", type=int, default=SETTINGS.max_staleness, help="0 is synchronous")
     parser.add_argument("--checkpoints", type=Path, default=None)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -57,7 +60,7 @@ def main() -> None:
         model,
         task.rows(),
         arguments.url,
-        settings=replace(SETTINGS, staleness=arguments.staleness),
+        settings=replace(SETTINGS, max_staleness=arguments.staleness),
         checkpoints=arguments.checkpoints,
         attachments=model_files(arguments.model),
         fleet=FLEET,

@@ -112,7 +112,7 @@ def _show(model: Any, step: int) -> None:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         chance = torch.Generator().manual_seed(number)
         with torch.inference_mode():
-            for _ in range(2 * SETTINGS.max_tokens):
+            for _ in range(2 * SETTINGS.max_completion_length):
                 chances = model(input_ids=ids).logits[0, -1].softmax(-1)
                 ids = torch.cat([ids, torch.multinomial(chances, 1, generator=chance)[None]], -1)
         completion = tokenizer.decode(ids[0, len(tokenizer(prompt)["input_ids"]) :])

@@ -58,6 +58,10 @@
     ├── FleetError                  the fleet's work cannot go on
     │   ├── CorruptRollouts         a file of rollouts breaks a rule of docs/protocol.md
     │   └── FleetTimeout            a round did not settle in the time that was given
+    ├── TrainingError               training cannot begin, or cannot go on
+    │   ├── UnusableRows            rows of the dataset cannot be given to members, or trained on
+    │   ├── UnusableModelFiles      members could not build the model: its config or tokenizer is missing
+    │   └── TrainingFailed          training failed in a way that leaving results out does not cure
     └── CodecUnavailable            the codec that was asked for cannot run here
 
 All errors but `EngineFenced` leave the state as it was. `retryable` says whether the same call may succeed later without anything else
@@ -429,6 +433,28 @@ class FleetTimeout(FleetError):
 
     hint = "Are members alive (`deltawire fleet`), and of the version that the round asks for? Collect again to wait on."
     retryable = True
+
+
+class TrainingError(DeltawireError):
+    """Training cannot begin, or cannot go on."""
+
+
+class UnusableRows(TrainingError):
+    """Rows of the dataset cannot be given to members, or completions of them cannot be trained on."""
+
+    hint = "Correct these rows, or leave them out of the dataset."
+
+
+class UnusableModelFiles(TrainingError):
+    """Members could not build the model, or its tokenizer, from what is published beside the weights."""
+
+    hint = "Pass `attachments`: the model's directory, or its config.json and the files of its tokenizer."
+
+
+class TrainingFailed(TrainingError):
+    """Training failed in a way that leaving results out does not cure. Nothing of the failed step was published."""
+
+    hint = 'Look at the events "step-skipped" and "rollout-rejected", correct what they name, and start the trainer again.'
 
 
 class CodecUnavailable(DeltawireError):

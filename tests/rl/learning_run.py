@@ -19,12 +19,13 @@ from deltawire.fleet.member import Member
 from deltawire.fleet.options import FleetOptions
 from deltawire.rl.generation import TransformersGenerator
 from deltawire.rl.member import RewardScorer
-from deltawire.rl.trainer import GrpoSettings, GrpoTrainer
+from deltawire.rl.settings import GrpoSettings
+from deltawire.rl.trainer import GrpoTrainer
 from deltawire.store import Store
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
-SETTINGS = GrpoSettings(prompts=4, samples=4, tasks=2, max_tokens=6, learning_rate=1e-2, staleness=0, checkpoint_every=2)
+SETTINGS = GrpoSettings(prompts=4, num_generations=4, tasks=2, max_completion_length=6, learning_rate=1e-2, max_staleness=0, save_steps=2)
 FLEET = FleetOptions(lease_seconds=30, poll_seconds=0.01, keep_steps=64)
 ROWS = [{"prompt": f"w{number} w{number + 1}"} for number in range(1, 40)]
 

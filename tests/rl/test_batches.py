@@ -12,6 +12,7 @@ from tiny_models import torch
 from deltawire.format.digest import Digest
 from deltawire.format.rollouts import Completion, Rollouts, Span, VersionRef
 from deltawire.rl.batches import training_batch
+from deltawire.rl.metrics import step_metrics
 
 
 def completion(prompt: int, tokens: list[int], *, rewards: Any = (1.0,), mask: Any = None, spans: Any = None) -> Completion:
@@ -82,3 +83,19 @@ def test_parts_hold_all_rows_without_the_padding_of_others():
     assert first.mask.shape == first.behaviour.shape == (2, 2)
     assert second.ids.tolist() == [[7, 8, 1, 2, 3]]
     assert first.tokens + second.tokens == batch.tokens
+
+
+def test_each_reward_has_its_own_mean_and_completions_their_lengths():
+    scored = [completion(0, [1, 2, 3], rewards=(1.0, None), mask=[1, 0, 1]), completion(0, [4], rewards=(3.0, None))]
+    batch = training_batch([rollouts([[7]], scored, ("right", "never"))], for_step=3)
+    assert batch.reward_means == {"right": 2.0, "never": None}
+    assert batch.lengths.tolist() == [2, 1]
+    assert step_metrics(batch)["rewards/right/mean"] == 2.0
+    assert step_metrics(batch)["completions/max_length"] == 2
+    assert step_metrics(batch)["completions/clipped_ratio"] == 0.0
+
+
+def test_nothing_that_was_scored_by_nobody_is_nan():
+    batch = training_batch([rollouts([[7]], [completion(0, [1], rewards=(None,))])], for_step=3)
+    assert step_metrics(batch)["reward"] is None
+    assert step_metrics(batch)["rewards/a/mean"] is None

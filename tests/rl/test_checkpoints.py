@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 from tiny_models import bits, llama, qwen, torch
 
 from deltawire.errors import CheckpointError
@@ -83,3 +85,70 @@ def test_what_is_no_checkpoint_is_told_of(tmp_path: Path, damage: str):
 
 def test_without_a_checkpoint_there_is_no_step(tmp_path: Path):
     assert TrainerCheckpoints(tmp_path / "nowhere").load_newest(*trainer(0)) is None
+
+
+def test_files_of_the_first_version_are_read(tmp_path: Path):
+    """Written as they were: AdamW's moments under names of their own."""
+    model, optimizer = trainer(0)
+    train(model, optimizer)
+    tensors = {f"model.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    steps = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        steps[name] = int(state["step"])
+        tensors |= {f"{moment}.{name}": state[moment].clone() for moment in ("exp_avg", "exp_avg_sq")}
+    tensors["rng"] = torch.get_rng_state()
+    facts = json.dumps({"version": 1, "step": 7, "adam_steps": steps})
+    save_file(tensors, tmp_path / "step-0000000007.safetensors", metadata={"trainer-checkpoint": facts})
+    again, its_optimizer = trainer(1)
+    assert TrainerCheckpoints(tmp_path).load_newest(again, its_optimizer) == 7
+    train(again, its_optimizer)
+    torch.set_rng_state(tensors["rng"])
+    train(model, optimizer)
+    assert bits(again.state_dict()) == bits(model.state_dict())
+
+
+def with_momentum(seed: int) -> tuple[Any, Any, Any]:
+    model = qwen(seed, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+
+
+def test_any_optimizer_and_scheduler_go_on_where_they_were(tmp_path: Path):
+    checkpoints = TrainerCheckpoints(tmp_path)
+    model, optimizer, schedule = with_momentum(0)
+    for _ in range(3):
+        train(model, optimizer)
+        schedule.step()
+    checkpoints.save(3, model, optimizer, schedule)
+    again, its_optimizer, its_schedule = with_momentum(1)
+    assert checkpoints.load_newest(again, its_optimizer, its_schedule) == 3
+    assert its_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 0.1
+    train(again, its_optimizer)
+    its_schedule.step()
+    checkpoints.load_newest(*with_momentum(2))  # the state of chance, too
+    train(model, optimizer)
+    schedule.step()
+    assert bits(again.state_dict()) == bits(model.state_dict())
+    assert its_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_a_file_of_another_optimizer_or_scheduler_is_refused_before_anything_is_changed(tmp_path: Path):
+    model, optimizer, schedule = with_momentum(0)
+    TrainerCheckpoints(tmp_path).save(1, model, optimizer, schedule)
+    other, its_optimizer = trainer(1)
+    before = bits(other.state_dict())
+    with pytest.raises(CheckpointError, match="of the optimizer SGD, and this trainer has AdamW"):
+        TrainerCheckpoints(tmp_path).load_newest(other, its_optimizer)
+    with pytest.raises(CheckpointError, match="with an lr_scheduler"):
+        TrainerCheckpoints(tmp_path).load_newest(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert bits(other.state_dict()) == before
+
+
+def test_state_that_cannot_be_written_is_refused_by_name(tmp_path: Path):
+    model, optimizer = trainer(0)
+    train(model, optimizer)
+    optimizer.state[next(model.parameters())]["odd"] = object()
+    with pytest.raises(CheckpointError, match="cannot be written as JSON"):
+        TrainerCheckpoints(tmp_path).save(1, model, optimizer)
+    assert not list(tmp_path.iterdir())

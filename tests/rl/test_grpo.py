@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_models import qwen, torch
 
-from deltawire.rl.grpo import GrpoLoss, group_advantages, token_logprobs
+from deltawire.rl.grpo import GrpoLoss, group_advantages, logprobs_and_entropy, token_logprobs
 
 
 def slow_loss(current: Any, behaviour: Any, old: Any, advantages: Any, mask: Any, *, low: float, high: float, cap: float) -> float:
@@ -133,3 +133,33 @@ def test_logprobs_of_a_padded_batch_are_those_of_each_row_alone():
             expected = torch.log_softmax(model(torch.tensor([row])).logits[0] / 0.8, -1)
             for place in range(1, len(row)):
                 assert found[number, place - 1].item() == pytest.approx(expected[place - 1, row[place]].item(), abs=1e-5)
+
+
+def test_no_ratio_and_no_weight_is_ever_infinite():
+    current = torch.tensor([[0.0, -3e38, 0.0]], requires_grad=True)
+    behaviour, old = torch.tensor([[-3e38, 0.0, -1000.0]]), torch.tensor([[0.0, 0.0, -3e38]])
+    for advantage in (1.0, -1.0, 0.0):
+        terms = GrpoLoss()(current, behaviour, torch.tensor([advantage]), torch.ones(1, 3), old=old)
+        terms.loss.backward()
+        assert torch.isfinite(terms.loss)
+        assert math.isfinite(terms.weight)
+        assert current.grad is not None
+        assert torch.isfinite(current.grad).all()
+
+
+def test_advantages_of_the_largest_rewards_are_finite():
+    rewards = torch.tensor([1e9, -1e9, 1e9, 0.0, 64e15, -64e15], dtype=torch.float64)
+    advantages = group_advantages(rewards, torch.tensor([0, 0, 0, 0, 1, 1])).float()
+    assert torch.isfinite(advantages).all()
+    assert advantages.abs().max() < 2
+
+
+def test_entropy_is_that_of_the_distribution_that_tokens_are_drawn_from():
+    model = qwen(dtype=torch.float32)
+    ids = torch.randint(0, 96, (2, 5))
+    for temperature in (1.0, 0.5):
+        logprobs, entropies = logprobs_and_entropy(model, ids, torch.ones_like(ids), temperature=temperature)
+        expected = torch.distributions.Categorical(logits=model(ids).logits[:, :-1] / temperature)
+        assert torch.allclose(entropies, expected.entropy(), atol=1e-5)
+        assert torch.allclose(logprobs, expected.log_prob(ids[:, 1:]), atol=1e-5)
+        assert not entropies.requires_grad

@@ -45,6 +45,8 @@ def test_without_rewards_every_completion_has_an_empty_row():
         ([1.0], "returned 1 rewards for 2 completions"),
         ([1.0, float("nan")], "rewards are finite"),
         ([1.0, float("inf")], "rewards are finite"),
+        ([1.0, 1e39], r"returned 1e\+39; rewards are from -1e\+09 to 1e\+09"),
+        ([1.0, -1.1e9], r"rewards are from -1e\+09 to 1e\+09"),
         ([1.0, "good"], "'good', which is no number"),
         (3.0, "not a list"),
     ],
@@ -52,6 +54,15 @@ def test_without_rewards_every_completion_has_an_empty_row():
 def test_what_is_no_reward_is_refused(returned: Any, message: str):
     with pytest.raises(RewardError, match=message):
         score([lambda **_: returned], ["p", "p"], ["a", "b"], completion_ids=[[1], [2]])
+
+
+def test_a_reward_that_wants_a_column_that_is_not_there_says_which():
+    def right(completions: list[str], answer: list[str], hint: str = "", **_: Any) -> list[float]:
+        return [1.0 for _ in completions]
+
+    with pytest.raises(RewardError, match=r"'right' wants the column 'answer', which the dataset does not have\. It has: prompts, sol"):
+        score([right], ["p"], ["a"], completion_ids=[[1]], columns={"solution": ["a"]})
+    assert score([right], ["p"], ["a"], completion_ids=[[1]], columns={"answer": ["a"]}) == [(1.0,)]
 
 
 def test_a_reward_that_fails_is_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -12,9 +13,10 @@ from learning_run import FLEET, ROWS, SETTINGS, attachments, members, model, tra
 from tiny_models import bits, torch
 
 from deltawire import Subscriber
-from deltawire.errors import CheckpointError, Fenced
+from deltawire.errors import CheckpointError, Fenced, UnusableModelFiles, UnusableRows
 from deltawire.events import Event
-from deltawire.rl.trainer import GrpoSettings, GrpoTrainer
+from deltawire.rl.settings import GrpoSettings
+from deltawire.rl.trainer import GrpoTrainer
 from deltawire.store.memory import MemoryStore
 
 
@@ -54,7 +56,7 @@ def test_what_is_published_is_what_the_trainer_has(store: MemoryStore, tmp_path:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_synchronous_and_pipelined_are_one_loop_with_another_budget(store: MemoryStore, staleness: int):
     events: list[Event] = []
-    settings = replace(SETTINGS, staleness=staleness)
+    settings = replace(SETTINGS, max_staleness=staleness)
     with members(store, 2), trainer(store, None, settings=settings, on_event=events.append) as learning:
         learning.train(until=8)
         learning.stop_members()
@@ -67,10 +69,10 @@ def test_synchronous_and_pipelined_are_one_loop_with_another_budget(store: Memor
 
 def test_several_updates_on_one_batch_are_clipped(store: MemoryStore):
     events: list[Event] = []
-    settings = replace(SETTINGS, updates=4, learning_rate=2e-2, rows_at_once=5)
+    settings = replace(SETTINGS, num_iterations=4, learning_rate=2e-2, per_device_train_batch_size=5)
     with members(store), trainer(store, None, settings=settings, on_event=events.append) as learning:
         learning.train(until=4)
-    assert any(step["clip_share"] > 0 for step in trained(events))
+    assert any(step["clip_ratio"] > 0 for step in trained(events))
 
 
 def test_a_resumed_trainer_makes_the_very_version_that_it_had_made_from_what_was_acknowledged(store: MemoryStore, tmp_path: Path):
@@ -118,11 +120,108 @@ def test_a_chain_without_its_checkpoint_is_not_overwritten(store: MemoryStore, t
         assert learning._publisher.epoch == epoch + 1  # nobody was fenced off meanwhile
 
 
+def test_an_optimizer_a_schedule_and_an_evaluation_of_ones_own(store: MemoryStore, tmp_path: Path):
+    events: list[Event] = []
+    policy = model()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.5, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def evaluate(model: Any, step: int) -> dict[str, float]:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        return {"accuracy": step / 10}
+
+    settings = replace(SETTINGS, eval_steps=2, num_completions_to_print=2)
+    options: dict[str, Any] = {"settings": settings, "fleet": FLEET, "attachments": attachments(), "on_event": events.append}
+    options |= {"lr_scheduler": schedule, "evaluate": evaluate}
+    with (
+        members(store),
+        GrpoTrainer(policy, ROWS, store, checkpoints=tmp_path, optimizer=optimizer, **options) as own,
+    ):
+        own.train(until=4)
+    assert [step["learning_rate"] for step in trained(events)] == [0.25, 0.125, 0.0625, 0.03125]
+    assert [(event.fields["step"], event.fields["accuracy"]) for event in events if event.name == "evaluated"] == [(2, 0.2), (4, 0.4)]
+    last = trained(events)[-1]
+    assert last["rewards/low_words/mean"] == pytest.approx(last["reward"])
+    assert last["completions/mean_length"] == last["completions/max_length"] == 6
+    assert 0 < last["entropy"] < 5
+    shown = [event.fields for event in events if event.name == "completion"]
+    assert len(shown) == 2 * 4
+    assert all(one["prompt"].startswith("w") and one["completion"].startswith("w") and 0 <= one["rewards/low_words"] <= 1 for one in shown)
+    with pytest.raises(ValueError, match="needs the optimizer"):
+        GrpoTrainer(policy, ROWS, store, **options)
+
+
+def test_without_a_listener_every_step_is_a_line_of_80_columns(store: MemoryStore, capsys: pytest.CaptureFixture[str]):
+    with members(store), trainer(store, None) as learning:
+        learning.train(until=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines if "reward" in line] == ["step 1", "step 2"]
+    assert all(len(line) <= 80 for line in lines)
+
+
+def rows_with(number: int, row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*ROWS[:number], row, *ROWS[number:]]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"text": "w1"}, "row 3: it has no `prompt`, but text"),
+        ({"prompt": None}, "row 3: a row has no prompt of text, messages or token ids, but None"),
+        ({"prompt": ""}, "row 3: the prompt '' has no tokens"),
+        ({"prompt": [1, 96]}, "row 3: its prompt has tokens outside the model's vocabulary of 96"),
+        ({"prompt": [1, -1]}, "row 3: its prompt has tokens outside the model's vocabulary of 96"),
+        (
+            {"prompt": "w1 " * 59},
+            "row 3: its prompt has 59 tokens, which with max_completion_length=6 is more than the model's 64 positions",
+        ),
+        ({"prompt": "w1", "score": float("nan")}, "row 3: it cannot be written as JSON"),
+        ({"prompt": "w1", "when": Path()}, "row 3: it cannot be written as JSON"),
+        ({"prompt": [{"role": "user", "content": "w1"}]}, "row 3: its prompt cannot be encoded"),  # there is no chat template
+    ],
+)
+def test_rows_that_cannot_be_used_are_named_before_anything_is_published(store: MemoryStore, row: dict[str, Any], told: str):
+    with pytest.raises(UnusableRows, match=re.escape(told)):
+        GrpoTrainer(model(), rows_with(3, row), store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
+    assert not list(store.list(""))
+
+
+def test_of_many_bad_rows_some_are_named_and_all_counted(store: MemoryStore):
+    with pytest.raises(UnusableRows, match=r"row 0: .*; row 1: .*; row 2: .* \(and 4 more rows\)"):
+        GrpoTrainer(model(), [{"question": "w1"}] * 7, store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
+
+
+def test_completions_that_no_position_of_the_model_is_left_for_are_refused(store: MemoryStore):
+    with pytest.raises(UnusableRows, match="more than the model's 64 positions"):
+        trainer(store, None, settings=replace(SETTINGS, max_completion_length=63))
+    assert not list(store.list(""))
+
+
+@pytest.mark.parametrize("missing", ["everything", "config", "tokenizer"])
+def test_files_without_which_no_member_can_work_are_asked_for(store: MemoryStore, missing: str):
+    files = {
+        "everything": None,
+        "config": {name: data for name, data in attachments().items() if name != "config.json"},
+        "tokenizer": {name: data for name, data in attachments().items() if name == "config.json"},
+    }[missing]
+    with pytest.raises(UnusableModelFiles, match="Pass `attachments`"):
+        trainer(store, None, attachments=files)
+    assert not list(store.list(""))
+
+
+def test_a_resumed_trainer_finds_the_files_in_its_chain(store: MemoryStore, tmp_path: Path):
+    with trainer(store, tmp_path):
+        pass
+    with trainer(store, tmp_path, attachments=None) as again:
+        assert again.step == 0
+
+
 def test_settings_that_cannot_work_are_refused(store: MemoryStore, tmp_path: Path):
-    for wrong in ({"samples": 1}, {"tasks": 9}, {"updates": 0}):
+    for wrong in ({"num_generations": 1}, {"tasks": 9}, {"num_iterations": 0}):
         with pytest.raises(ValueError, match="at least"):
             GrpoSettings(**wrong)
     with pytest.raises(ValueError, match="fewer than"):
         GrpoTrainer(model(), ROWS[:2], store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
     with pytest.raises(ValueError, match="would not find its rollouts"):
-        trainer(store, tmp_path, settings=replace(SETTINGS, checkpoint_every=64))
+        trainer(store, tmp_path, settings=replace(SETTINGS, save_steps=64))

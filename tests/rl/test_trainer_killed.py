@@ -85,7 +85,7 @@ def test_a_trainer_that_dies_at_any_write_to_the_store_is_followed_by_one_that_g
     writes = writes_of_a_run(tmp_path / "whole")
     for number in range(4):
         inner, checkpoints = MemoryStore(), tmp_path / str(number)
-        settings = replace(SETTINGS, staleness=number % 2)
+        settings = replace(SETTINGS, max_staleness=number % 2)
         with members(inner):
             deaths = 0
             for moment in (chance.randrange(writes // 2), chance.randrange(writes)):
@@ -97,7 +97,7 @@ def test_a_trainer_that_dies_at_any_write_to_the_store_is_followed_by_one_that_g
             with trainer(inner, checkpoints, settings=settings) as learning:
                 learning.train(until=STEPS)
             assert deaths
-        assert_consistent(inner, steps=STEPS, staleness=settings.staleness)
+        assert_consistent(inner, steps=STEPS, staleness=settings.max_staleness)
 
 
 def test_trainers_that_are_killed_outright_are_followed_by_one_that_goes_on(tmp_path: Path):

@@ -19,11 +19,14 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, **_LOCAL)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # anything can come of files that anybody may have written
         raise _refusal(
             "tokenizer", f"the chain holds no tokenizer that loads: {error}. Publish with `attachments` that have one.", error
         ) from error
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # made of the config alone
+        raise EngineError("the chain holds no tokenizer: there is a config, and no file with a vocabulary. Publish with `attachments`.")
+    return tokenizer
 
 
 def load_config(folder: Path) -> Any:

@@ -29,6 +29,7 @@ from .fleet_keyring import FleetKeyring
 from .generation import Generated, Generator, Interrupted
 from .member_steps import MemberState, heartbeat_steps, leave_steps, member_steps
 from .steps import FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
+from .training_limits import LARGEST_REWARD
 
 _LOOK = 0.02
 _MOST_FAILURES = 3
@@ -210,6 +211,8 @@ class Member:
         scored = time.monotonic()
         if len(rewards) != len(made):
             raise RewardError(f"there are {len(rewards)} rewards for {len(made)} completions.")
+        if any(reward is not None and not abs(reward) <= LARGEST_REWARD for each in rewards for reward in each):  # NaN compares false
+            raise RewardError(f"a reward is not a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}.")
         seconds = {"sync": self._synced, "generate": generated - start, "score": scored - generated}
         emit(self._on_event, "generated", round=place[0], task=place[1], tokens=sum(map(len, tokens)), seconds=scored - start)
         return Rollouts(

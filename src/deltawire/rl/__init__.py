@@ -9,12 +9,12 @@ from .rewards import load_reward
 
 if TYPE_CHECKING:
     from .grpo import GrpoLoss as GrpoLoss
-    from .trainer import GrpoSettings as GrpoSettings
+    from .settings import GrpoSettings as GrpoSettings
     from .trainer import GrpoTrainer as GrpoTrainer
 
 __all__ = ["GrpoLoss", "GrpoSettings", "GrpoTrainer", "load_reward"]
 
-_LATER = {"GrpoLoss": ".grpo", "GrpoSettings": ".trainer", "GrpoTrainer": ".trainer"}
+_LATER = {"GrpoLoss": ".grpo", "GrpoSettings": ".settings", "GrpoTrainer": ".trainer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,12 @@ class TrainingBatch:
     advantages: torch.Tensor
     lag: float
     mixed: int
+    reward_means: Mapping[str, float | None]
+    """The mean of each reward over the completions that it scored; None if it scored none."""
+    lengths: torch.Tensor
+    """Tokens of each completion that the policy drew."""
+    unfinished: float
+    """The share of completions that ended at the largest length instead of by themselves."""
 
     @property
     def tokens(self) -> int:
@@ -49,6 +55,9 @@ class TrainingBatch:
                 self.advantages[here].to(device),
                 self.lag,
                 self.mixed,
+                self.reward_means,
+                self.lengths[here],
+                self.unfinished,
             )
 
 
@@ -65,7 +74,7 @@ def training_batch(results: Sequence[Rollouts], *, for_step: int, weights: Mappi
         attention[number, : len(row)] = 1
         behaviour[number, drawn] = torch.from_numpy(one.logprobs.astype(np.float32))
         mask[number, drawn] = torch.from_numpy(one.mask.astype(bool))
-    rewards = torch.tensor([_reward(one, result.reward_names, weights or {}) for _, result, one in made], dtype=torch.float32)
+    rewards = torch.tensor([_reward(one, result.reward_names, weights or {}) for _, result, one in made], dtype=torch.float64)
     groups = torch.tensor([group for group, _, _ in made])
     lags = [lag for _, result, one in made for lag in _token_lags(one, result, for_step)]
     return TrainingBatch(
@@ -73,10 +82,13 @@ def training_batch(results: Sequence[Rollouts], *, for_step: int, weights: Mappi
         attention,
         behaviour,
         mask,
-        rewards,
-        group_advantages(rewards, groups),
+        rewards.float(),
+        group_advantages(rewards, groups).float(),
         lag=sum(lags) / max(1, len(lags)),
         mixed=sum(len(one.spans) > 1 for _, _, one in made),
+        reward_means=_reward_means(results),
+        lengths=torch.tensor([int(one.mask.sum()) for _, _, one in made]),
+        unfinished=sum(not one.finished for _, _, one in made) / len(made),
     )
 
 
@@ -92,6 +104,16 @@ def _reward(one: Completion, names: Sequence[str], weights: Mapping[str, float])
     """The sum of what its rewards say; NaN if none says anything."""
     said = [reward * weights.get(name, 1.0) for name, reward in zip(names, one.rewards, strict=True) if reward is not None]
     return sum(said) if said else math.nan
+
+
+def _reward_means(results: Sequence[Rollouts]) -> dict[str, float | None]:
+    said: dict[str, list[float]] = {name: [] for result in results for name in result.reward_names}
+    for result in results:
+        for one in result.completions:
+            for name, reward in zip(result.reward_names, one.rewards, strict=True):
+                if reward is not None:
+                    said[name].append(reward)
+    return {name: sum(values) / len(values) if values else None for name, values in said.items()}
 
 
 def _token_lags(one: Completion, result: Rollouts, for_step: int) -> Iterator[int]:

@@ -4,7 +4,8 @@
 ...     return [-float(len(completion)) for completion in completions]
 
 It is called with lists as long as the completions: `prompts`, `completions`, `completion_ids` (lists of token ids), and one for each other
-column of the dataset, all by name. It returns as many numbers; None where it has no opinion. It may be asynchronous.
+column of the dataset, all by name. It returns as many numbers, each from -10^9 to 10^9; None where it has no opinion. It may be
+asynchronous.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..errors import RewardError
+from ..fleet.training_limits import LARGEST_REWARD
 
 RewardFunction: TypeAlias = Callable[..., Any]
 
@@ -59,8 +61,9 @@ def score(
 ) -> list[tuple[float | None, ...]]:
     """For each completion, the reward by each function.
 
-    `RewardError` if one fails, returns another number of rewards than there are completions, or anything but finite numbers and None:
-    a NaN would spread through a whole training step.
+    `RewardError` if one fails, wants a column that the dataset does not have, returns another number of rewards than there are
+    completions, or anything but None and numbers from `-LARGEST_REWARD` to `LARGEST_REWARD`: a NaN, or a number that is infinite in
+    float32, would spread through a whole training step.
     """
     arguments = {**(columns or {}), "prompts": list(prompts), "completions": list(completions), "completion_ids": list(completion_ids)}
     lists = [_ask(function, arguments, len(completions)) for function in functions]
@@ -69,6 +72,9 @@ def score(
 
 def _ask(function: RewardFunction, arguments: Mapping[str, Any], count: int) -> list[float | None]:
     name = reward_name(function)
+    if missing := _missing_columns(function, arguments):
+        have = ", ".join(sorted(arguments.keys() - {"completions", "completion_ids"}))
+        raise RewardError(f"the reward {name!r} wants the column {missing[0]!r}, which the dataset does not have. It has: {have}.")
     try:
         result = function(**arguments)
         if inspect.isawaitable(result):
@@ -84,6 +90,16 @@ def _ask(function: RewardFunction, arguments: Mapping[str, Any], count: int) -> 
     return [_number(name, reward) for reward in rewards]
 
 
+def _missing_columns(function: RewardFunction, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the parameters that a function needs and is not given. Empty also where nobody can tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in parameters if one.kind in by_name and one.default is one.empty and one.name not in arguments]
+
+
 async def _wait(result: Any) -> Any:
     return await result
 
@@ -97,4 +113,6 @@ def _number(name: str, reward: Any) -> float | None:
         raise RewardError(f"the reward {name!r} returned {reward!r}, which is no number.") from None
     if not math.isfinite(number):
         raise RewardError(f"the reward {name!r} returned {number}; rewards are finite, or None.")
+    if abs(number) > LARGEST_REWARD:
+        raise RewardError(f"the reward {name!r} returned {number:g}; rewards are from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}.")
     return number

@@ -6,16 +6,16 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ..chain.log import ChainLog
 from ..chain.version import Version
-from ..errors import FleetTimeout
+from ..errors import FleetTimeout, TrainingFailed
 from ..events import OnEvent, emit
 from ..fleet.batch import Batch
 from ..fleet.coordinator import Coordinator
@@ -29,45 +29,17 @@ from ..publish.attachments import Attachments
 from ..state import state_digest
 from ..store import Store, open_store
 from ..trainers import WeightSource
-from .batches import TrainingBatch, training_batch
+from .batches import TrainingBatch
 from .checkpoints import TrainerCheckpoints
-from .grpo import GrpoLoss, token_logprobs
+from .metrics import shown, step_metrics
+from .preflight import check_rows, load_prompts, read_files, training_limits
+from .report import StepReporter
 from .resume_point import resume_point
+from .settings import GrpoSettings
+from .update import PolicyUpdate, told
 
-
-@dataclass(frozen=True, slots=True)
-class GrpoSettings:
-    """A step trains on `samples` completions of each of `prompts` prompts, which the fleet gets as `tasks` tasks.
-
-    `updates` is how many times the optimizer steps on each batch, `rows_at_once` how many completions go through the model together.
-    `staleness` 0 is the synchronous mode; with 1 or more the fleet works for the next steps while this one is trained and published. A
-    checkpoint is written every `checkpoint_every` steps; a trainer that dies goes on from the last one.
-    """
-
-    prompts: int = 8
-    samples: int = 8
-    tasks: int = 4
-    max_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    learning_rate: float = 1e-6
-    warmup_steps: int = 0
-    largest_gradient: float = 1.0
-    updates: int = 1
-    rows_at_once: int = 64
-    loss: GrpoLoss = field(default_factory=GrpoLoss)
-    reward_weights: Mapping[str, float] = field(default_factory=dict)
-    staleness: int = 1
-    checkpoint_every: int = 5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.tasks <= self.prompts:
-            raise ValueError("a step needs at least one task, and each task a prompt")
-        if self.samples < 2:
-            raise ValueError("GRPO compares completions of one prompt: at least 2 samples are needed")
-        if min(self.updates, self.rows_at_once, self.checkpoint_every) < 1:
-            raise ValueError("updates, rows_at_once and checkpoint_every are at least 1")
+Evaluate: TypeAlias = Callable[[Any, int], Mapping[str, float]]
+"""Called with the model, in evaluation mode and without gradients, and the step; returns numbers by name."""
 
 
 class GrpoTrainer:
@@ -77,10 +49,20 @@ class GrpoTrainer:
     ...     trainer.train(until=1000)
     ...     trainer.stop_members()
 
-    Each step's weights are published as `wire_dtype`, under the number of the step; what it started with is step 0. It may be killed at any
+    Each step's weights are published as `dtype`, under the number of the step; what it started with is step 0. It may be killed at any
     point. Opened again with the same arguments, it goes on from the newest checkpoint: versions after that are abandoned, rollouts that
-    were acknowledged for later steps and are still valid are used. `attachments` (config.json, tokenizer) are what members build their
-    model from. Every step is an event "trained", once its version is out.
+    were acknowledged for later steps and are still valid are used.
+
+    `settings`: how to train. `checkpoints`: a directory to resume from. `attachments`: config.json and tokenizer, which members build
+    their model from. `optimizer`: AdamW with the settings' learning rate if not given. `lr_scheduler`: of that optimizer, stepped once
+    after each step that was trained. `evaluate`: called every `eval_steps` steps; its numbers are an event "evaluated". `fleet`,
+    `scheduler`: how the fleet is run. `on_event`: called with every event; without it one line for each step is printed to the
+    standard error. Further arguments go to `Publisher`.
+
+    Results that cannot be trained on are refused, or rejected after all and named by the event "rollout-rejected"; a step of which nothing
+    is left is skipped ("step-skipped"), and the run goes on. Every step is an event "trained", once its version is out.
+
+    Raises `UnusableRows` and `UnusableModelFiles` before anything is published.
     """
 
     def __init__(
@@ -92,24 +74,33 @@ class GrpoTrainer:
         settings: GrpoSettings | None = None,
         checkpoints: str | Path | None = None,
         attachments: Attachments | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        evaluate: Evaluate | None = None,
         fleet: FleetOptions | None = None,
         scheduler: Scheduler | None = None,
-        wire_dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype = torch.bfloat16,
         on_event: OnEvent | None = None,
         **publisher: Any,
     ) -> None:
         self.settings = settings or GrpoSettings()
         if len(rows) < self.settings.prompts:
             raise ValueError(f"{len(rows)} rows are fewer than the {self.settings.prompts} prompts of one step")
+        if lr_scheduler is not None and optimizer is None:
+            raise ValueError("an lr_scheduler needs the optimizer that it was made for: pass both")
         self._model = model
         self._rows = rows
-        self._device = next(model.parameters()).device
-        self._on_event = on_event
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=self.settings.learning_rate, weight_decay=0.0)
-        self._source = WeightSource(model, dtype=wire_dtype)
+        self._on_event = on_event = on_event or StepReporter()
+        self._own_rate = optimizer is None
+        self._optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=self.settings.learning_rate, weight_decay=0.0)
+        self._lr_scheduler = lr_scheduler
+        self._evaluate = evaluate
+        self._source = WeightSource(model)
+        self._update = PolicyUpdate(model, self._optimizer, self.settings, dtype)
+        self._skipped = 0
         self._checkpoints = None if checkpoints is None else TrainerCheckpoints(checkpoints)
-        self._budget = StalenessBudget(self.settings.staleness)
-        back = self.settings.checkpoint_every + self.settings.staleness + 1
+        self._budget = StalenessBudget(self.settings.max_staleness)
+        back = self.settings.save_steps + self.settings.max_staleness + 1
         fleet = fleet or FleetOptions(keep_steps=max(back, FleetOptions().keep_steps))
         if checkpoints is not None and fleet.keep_steps < back:
             raise ValueError(f"resuming may go back by {back} steps; with keep_steps={fleet.keep_steps} it would not find its rollouts")
@@ -118,15 +109,29 @@ class GrpoTrainer:
             self._store = open_store(url)
             if self._store is not url:
                 opened.callback(self._store.close)
-            step = self._checkpoints.load_newest(model, self._optimizer) if self._checkpoints else None
+            files = read_files(self._store, attachments, publisher.get("trusted_keys", ()))
+            self._prompts = load_prompts(files)
+            limits = training_limits(model, self._prompts)
+            check_rows(rows, limits, self.settings.max_completion_length)
+            step = self._checkpoints.load_newest(model, self._optimizer, lr_scheduler) if self._checkpoints else None
             self.step = step or 0
             """The last step that was trained."""
-            digest = state_digest(self._source.snapshot())
+            if not self._update.weights_are_finite():
+                raise TrainingFailed("the weights to begin with are not finite.")
+            digest = state_digest(WeightSource(model, dtype=dtype).snapshot())
             rewind = resume_point(ChainLog(self._store), step, digest)
             if self._checkpoints is not None and step is None:
-                self._checkpoints.save(0, model, self._optimizer)
+                self._checkpoints.save(0, model, self._optimizer, lr_scheduler)
             self._publisher = opened.enter_context(
-                Publisher(self._store, resume_from=rewind, attachments=attachments, background=True, on_event=on_event, **publisher)
+                Publisher(
+                    self._store,
+                    resume_from=rewind,
+                    attachments=attachments,
+                    dtype=dtype,
+                    background=True,
+                    on_event=on_event,
+                    **publisher,
+                )
             )
             version = self._publisher.version
             if rewind is not None or version is None or version.step != self.step or version.digest != digest:
@@ -139,6 +144,7 @@ class GrpoTrainer:
                 budget=self._budget,
                 scheduler=scheduler,
                 options=fleet,
+                training=limits,
                 on_event=on_event,
             )
             opened.callback(self._coordinator.close)
@@ -199,7 +205,9 @@ class GrpoTrainer:
         assert self.version.step is not None
         for step in range(self.step + 1, min(until, self._budget.newest_open(self.version.step)) + 1):
             rows = self._rows_of(step)
-            sampling = Sampling(settings.samples, settings.max_tokens, settings.temperature, settings.top_p, seed=settings.seed + step)
+            sampling = Sampling(
+                settings.num_generations, settings.max_completion_length, settings.temperature, settings.top_p, seed=settings.seed + step
+            )
             self._coordinator.open_round([rows[task :: settings.tasks] for task in range(settings.tasks)], for_step=step, sampling=sampling)
 
     def _rows_of(self, step: int) -> list[Row]:
@@ -208,27 +216,87 @@ class GrpoTrainer:
 
     def _step(self, collected: Batch, *, idle: float) -> None:
         started = time.monotonic()
-        batch = training_batch(collected.rollouts, for_step=collected.step, weights=self.settings.reward_weights)
-        measured = self._update(batch)
+        collected, batch, measured = self._learn(collected)
         self.step = collected.step
-        if self._checkpoints is not None and self.step % self.settings.checkpoint_every == 0:
-            self._checkpoints.save(self.step, self._model, self._optimizer)  # before it is published: see resume_point
-        facts: dict[str, float] = {
-            "reward": batch.rewards.nanmean().item(),
-            "reward_spread": batch.rewards[~batch.rewards.isnan()].std(correction=0).item(),
+        if self._checkpoints is not None and self.step % self.settings.save_steps == 0:
+            # Before it is published: see resume_point.
+            self._checkpoints.save(self.step, self._model, self._optimizer, self._lr_scheduler)
+        facts: dict[str, float | None] = {
+            **({} if batch is None else step_metrics(batch)),
             **measured,
-            "tokens": batch.tokens,
-            "completions": len(batch.rewards),
-            "mixed": batch.mixed,
-            "lag": batch.lag,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
             "rejected": sum(collected.rejected.values()),
             "idle_seconds": idle,
             "train_seconds": time.monotonic() - started,
         }
         self._settle()  # one at a time, so that none is superseded
         self._on_its_way = _OnItsWay(self._publish(), time.monotonic(), facts)
+        self._tell_completions(collected)
+        if self._evaluate is not None and self.step % self.settings.eval_steps == 0:
+            self._run_evaluation(self._evaluate)
         if self._budget.newest_open(self.step - 1) == self.step:
             self._settle()  # synchronous: nothing can be done without it
+
+    def _learn(self, collected: Batch) -> tuple[Batch, TrainingBatch | None, dict[str, float]]:
+        """Train on what was acknowledged, less what fails. What is left out is recorded in the store before the rest is trained on.
+
+        `TrainingFailed` if nothing could be trained on for too many steps in a row, or the weights themselves are spoilt. Also then the
+        rollouts are rejected first, so that a trainer that is started again goes on without them.
+        """
+        why = "no result was left"
+        while collected.rollouts:
+            self._set_learning_rate()
+            try:
+                batch = self._update.batch(collected.rollouts, collected.step)
+                updated = self._update.apply(batch)
+            except TrainingFailed as error:
+                self._coordinator.reject(collected, range(len(collected.results)), error.message)
+                raise
+            except Exception as error:
+                failing = self._update.failing_alone(collected.rollouts, collected.step)
+                if not failing:
+                    failing = dict.fromkeys(range(len(collected.results)), f"training on all results together failed: {told(error)}")
+                rejected = collected.rejected
+                for why in sorted(set(failing.values())):
+                    which = [index for index, each in failing.items() if each == why]
+                    rejected = self._coordinator.reject(collected, which, why).rejected
+                collected = replace(collected.without(failing.keys()), rejected=rejected)
+            else:
+                if self._lr_scheduler is not None:
+                    self._lr_scheduler.step()
+                if updated.skipped is not None:
+                    emit(self._on_event, "iterations-skipped", step=collected.step, why=updated.skipped)
+                self._skipped = 0
+                return collected, batch, updated.measured
+        self._skipped += 1
+        emit(self._on_event, "step-skipped", step=collected.step, why=why)
+        if self._skipped > self.settings.max_skipped_steps:
+            raise TrainingFailed(f"training failed on the rollouts of {self._skipped} steps in a row; the last time: {why}.")
+        return collected, None, {}
+
+    def _set_learning_rate(self) -> None:
+        if self._own_rate:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.settings.learning_rate * min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
+
+    def _tell_completions(self, collected: Batch) -> None:
+        """Show some completions, spread over the step's results."""
+        left = self.settings.num_completions_to_print
+        for rows, rollouts in zip(collected.rows, collected.rollouts, strict=True):
+            for one in rollouts.completions[: max(0, min(1, left))]:
+                left -= 1
+                (text,) = self._prompts.decode([rows[one.prompt]], [one.tokens.tolist()])
+                named = {f"rewards/{name}": reward for name, reward in zip(rollouts.reward_names, one.rewards, strict=True)}
+                told_prompt, told_text = shown(rows[one.prompt]["prompt"]), shown(text)
+                emit(
+                    self._on_event, "completion", step=self.step, member=rollouts.member, prompt=told_prompt, completion=told_text, **named
+                )
+
+    def _run_evaluation(self, evaluate: Evaluate) -> None:
+        self._model.eval()
+        with torch.no_grad():
+            numbers = evaluate(self._model, self.step)
+        emit(self._on_event, "evaluated", step=self.step, **numbers)
 
     def _settle(self) -> None:
         """Wait until the version that is on its way is out, and tell."""
@@ -249,33 +317,6 @@ class GrpoTrainer:
             publish_seconds=time.monotonic() - on_its_way.since,
         )
 
-    def _update(self, batch: TrainingBatch) -> dict[str, float]:
-        """Step the optimizer, and say what happened, averaged over all tokens of all updates."""
-        settings = self.settings
-        self._model.train()
-        for group in self._optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min(1.0, (self.step + 1) / max(1, settings.warmup_steps))
-        parts = list(batch.parts(settings.rows_at_once, self._device))
-        olds = [None if settings.updates == 1 else self._logprobs(part).detach() for part in parts]
-        totals = {"loss": 0.0, "clip_share": 0.0, "truncated_share": 0.0, "importance": 0.0, "gradient": 0.0}
-        tokens = max(1, batch.tokens)
-        for _ in range(settings.updates):
-            self._optimizer.zero_grad()
-            for part, old in zip(parts, olds, strict=True):
-                terms = settings.loss(self._logprobs(part), part.behaviour, part.advantages, part.mask, old=old, tokens=tokens)
-                terms.loss.backward()
-                totals["loss"] += terms.loss.item()
-                totals["clip_share"] += terms.clipped / tokens
-                totals["truncated_share"] += terms.truncated / tokens
-                totals["importance"] += terms.weight / tokens
-            norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), settings.largest_gradient)
-            totals["gradient"] += float(norm)
-            self._optimizer.step()
-        return {name: total / settings.updates for name, total in totals.items()}
-
-    def _logprobs(self, part: TrainingBatch) -> torch.Tensor:
-        return token_logprobs(self._model, part.ids, part.attention, temperature=self.settings.temperature)
-
     def _publish(self) -> PendingVersion:
         pending = self._source.publish(self._publisher, step=self.step)
         assert isinstance(pending, PendingVersion)
@@ -288,7 +329,7 @@ class _OnItsWay:
 
     version: PendingVersion
     since: float
-    facts: Mapping[str, float]
+    facts: Mapping[str, float | None]
 
 
 def _landed(pending: PendingVersion) -> Version:

@@ -129,6 +129,20 @@ def test_an_engine_that_cannot_follow_any_more_ends_the_member(member: Member, e
     assert member._perform(Sync(0)) is None
 
 
+@pytest.mark.parametrize("number", [1e39, -1e39, float("nan"), float("inf")])
+def test_rewards_of_any_scorer_are_bounded(store: Store, publisher: Publisher, engine: FakeGenerator, number: float) -> None:
+    class Wild:
+        names = ("wild",)
+
+        def __call__(self, rows: Any, completions: Any, completion_ids: Any) -> list[tuple[float | None, ...]]:
+            return [(number,) for _ in completions]
+
+    engine.version = publish(publisher, 0)
+    member = Member(store, engine, Wild(), name="m", patience=0.0)
+    with pytest.raises(EngineUnavailable, match="a reward is not a number from"):
+        member._perform(work(1, 0))
+
+
 def test_tasks_may_fail_but_not_time_after_time(member: Member, publisher: Publisher, engine: FakeGenerator) -> None:
     engine.version = publish(publisher, 0)
     for _ in range(2):

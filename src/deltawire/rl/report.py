@@ -1,0 +1,72 @@
+"""What a trainer prints when nobody listens to its events: one line for each step, and one for whatever needs attention."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..events import Event
+
+_WIDTH = 80
+
+
+class StepReporter:
+    """Prints events of a `GrpoTrainer` as lines of at most 80 columns, on the standard error unless `write` says otherwise.
+
+    Of rejected rollouts the first of each reason in a step is printed; the line of the step counts them all.
+    """
+
+    def __init__(self, write: Callable[[str], Any] | None = None) -> None:
+        self._write = write or _to_stderr
+        self._told: set[tuple[object, object]] = set()
+
+    def __call__(self, event: Event) -> None:
+        line = self._line(event.name, event.fields)
+        if line is not None:
+            self._write(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
+
+    def _line(self, name: str, fields: Mapping[str, Any]) -> str | None:
+        match name:
+            case "trained":
+                return _step_line(fields)
+            case "evaluated":
+                numbers = "  ".join(f"{key} {_number(value)}" for key, value in fields.items() if key != "step")
+                return f"step {fields['step']}  evaluated: {numbers}"
+            case "step-skipped":
+                return f"step {fields['step']}  skipped, weights unchanged: {fields['why']}"
+            case "rollout-rejected":
+                return self._rejected(fields)
+            case "waiting-for-members":
+                return f"step {fields['step']}  waiting for members: none is alive"
+            case "member-left" if fields.get("why"):
+                return f"member {fields['member']} left: {fields['why']}"
+            case "fleet-retrying" | "publish-failed" | "sweep-failed":
+                return f"{name}: {fields.get('error')}"
+        return None
+
+    def _rejected(self, fields: Mapping[str, Any]) -> str | None:
+        step, reason = fields.get("step"), fields.get("reason")
+        if reason in ("late", "duplicate") or (step, reason) in self._told:
+            return None
+        self._told = {(at, why) for at, why in self._told if at == step} | {(step, reason)}
+        return f"step {step}  result of {fields.get('member')} rejected, {reason}: {fields.get('why', '')}".rstrip(": ")
+
+
+def _step_line(fields: Mapping[str, Any]) -> str:
+    parts = [f"step {fields['step']}"]
+    for name, title in (("reward", "reward"), ("loss", "loss"), ("entropy", "entropy"), ("completions/mean_length", "length")):
+        if fields.get(name) is not None:
+            parts.append(f"{title} {_number(fields[name])}")
+    parts.append(f"{fields.get('bytes', 0) / 1e6:.3g} MB")
+    if fields.get("rejected"):
+        parts.append(f"{fields['rejected']} rejected")
+    return "  ".join(parts)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
