@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltawire
 from deltawire.engines import HotSwap, ModuleEngine
+from deltawire.trainers import WeightSource
 
 
 def main(url: str, last: int) -> None:
@@ -37,12 +38,7 @@ def main(url: str, last: int) -> None:
     assert version is not None
     if swap is not None:
         print(f"the last swap paused generation for {swap.pause_seconds * 1000:.1f} ms")
-    print(f"digest {deltawire.state_digest(published_weights(model))} (published: {version.digest})")
-
-
-def published_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What was published: tied weights under one name."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    print(f"digest {deltawire.state_digest(WeightSource(model).snapshot())} (published: {version.digest})")
 
 
 if __name__ == "__main__":

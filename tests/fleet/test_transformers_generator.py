@@ -176,3 +176,19 @@ def test_classes_of_transformers_are_taken_where_the_bucket_offers_its_own(tmp_p
     assert type(model) is type(policy.model)
     assert model.config._attn_implementation in ("sdpa", "eager")
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("generation_config.json", b'{"eos_token_id": "w1"}'),
+        ("generation_config.json", b"[1]"),
+        ("config.json", b"[1]"),
+        ("config.json", b'{"model_type": "qwen3", "hidden_size": "many"}'),
+        ("config.json", b'{"model_type": "qwen3", "num_hidden_layers": 1e400}'),
+    ],
+)
+def test_files_that_make_no_model_are_refused_by_name(tmp_path: Path, policy: TinyPolicy, name: str, content: bytes) -> None:
+    files = {path.name: path.read_bytes() for path in (tmp_path / "files").iterdir()}
+    with pytest.raises(EngineError):
+        build_model(ModelFiles({**files, name: content}, {}))

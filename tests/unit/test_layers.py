@@ -82,3 +82,20 @@ def test_every_module_has_a_layer() -> None:
     folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
     files = {path.stem for path in SOURCE.glob("*.py")} - {"__init__"}
     assert folders | files == RANK.keys()
+
+
+def test_files_of_a_bucket_are_loaded_by_transformers_in_one_place_only():
+    """Which says trust_remote_code=False in every call: the classes that may run a bucket's Python are imported nowhere else."""
+    users = {
+        path.relative_to(SOURCE).as_posix()
+        for path in modules()
+        for _, name, _ in imported(path)
+        if name.startswith("transformers.") and name.rpartition(".")[2].startswith(("Auto", "GenerationConfig", "pipeline"))
+    }
+    assert users == {"engines/pretrained.py"}
+    tree = ast.parse((SOURCE / "engines" / "pretrained.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    loading = [ast.unparse(call) for call in calls if call.func.attr in ("from_pretrained", "from_config")]
+    assert len(loading) == 4
+    trusting = [call for call in loading if not call.startswith("GenerationConfig") and "**_LOCAL" not in call]
+    assert trusting == ["AutoModelForCausalLM.from_config(config, trust_remote_code=False)"]

@@ -52,6 +52,28 @@ def causal_model(config: Any) -> Any:
         raise _unknown_model(error) from error
 
 
+def stop_tokens(folder: Path, config: Any) -> set[int]:
+    """Return the tokens that end a completion, by a config and the generation_config.json beside it. Raises `EngineError`."""
+    from transformers import GenerationConfig
+
+    found = _token_ids(config)
+    if (folder / "generation_config.json").exists():
+        try:
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:
+            raise EngineError(f"the chain's generation_config.json cannot be loaded: {error}.") from error
+        found |= _token_ids(generation)
+    return found
+
+
+def _token_ids(config: Any) -> set[int]:
+    tokens = getattr(config, "eos_token_id", None)
+    listed = list(tokens) if isinstance(tokens, (list, tuple)) else [] if tokens is None else [tokens]
+    if not all(type(token) is int for token in listed):
+        raise EngineError(f"eos_token_id in the chain's config is {tokens!r:.80}, not a token id or a list of them.")
+    return set(listed)
+
+
 def _unknown_model(error: Exception) -> EngineError:
     return _refusal("config.json", f"the chain's config.json makes no causal language model: {error}.", error)
 

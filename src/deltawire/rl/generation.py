@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..chain.version import Version
 from ..checkpoint_layout import CheckpointLayout
 from ..dtypes import DType
 from ..engines import HotSwap, ModuleEngine
-from ..engines.pretrained import causal_model, load_config
+from ..engines.pretrained import causal_model, load_config, stop_tokens
 from ..engines.prompts import Prompts
 from ..errors import EngineError, EngineRefused, EngineUnavailable
 from ..events import OnEvent
@@ -47,7 +47,8 @@ class TransformersGenerator:
         files = read_model_files(store, trusted_keys=trusted_keys)
         self._prompts = Prompts.of(files)
         self.model, self._stop_tokens = build_model(files, device)
-        self._stop_tokens |= _ids(self._prompts.tokenizer.eos_token_id)
+        if self._prompts.tokenizer.eos_token_id is not None:
+            self._stop_tokens.add(self._prompts.tokenizer.eos_token_id)
         self._policy = HotSwap(
             store, ModuleEngine(self.model, name="transformers"), trusted_keys=trusted_keys, reader=reader, on_event=on_event
         )
@@ -84,8 +85,6 @@ def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[
 
     `EngineError` if config.json is missing, or is none that transformers knows.
     """
-    from transformers import GenerationConfig
-
     if "config.json" not in files.files:
         raise EngineError("the chain holds no config.json. Publish with `attachments`: the model's directory, or its config and tokenizer.")
     with tempfile.TemporaryDirectory(prefix="deltawire-config-") as name:
@@ -93,11 +92,9 @@ def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[
         config = load_config(folder)
         with torch.device(device):
             model = causal_model(config)
-        stop_tokens = _ids(getattr(config, "eos_token_id", None))
-        if "generation_config.json" in files.files:
-            stop_tokens |= _ids(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+        stopping = stop_tokens(folder, config)
     _take_types(model, files.dtypes)
-    return model.eval().requires_grad_(False), stop_tokens
+    return model.eval().requires_grad_(False), stopping
 
 
 def _take_types(model: torch.nn.Module, dtypes: Mapping[str, DType]) -> None:
@@ -113,7 +110,3 @@ def _take_types(model: torch.nn.Module, dtypes: Mapping[str, DType]) -> None:
             )
     for owner, dtype in types.values():
         owner.data = owner.data.to(to_torch(np.empty(0, dtype.numpy)).dtype)
-
-
-def _ids(tokens: int | Iterable[int] | None) -> set[int]:
-    return set() if tokens is None else {tokens} if isinstance(tokens, int) else set(tokens)
