@@ -15,11 +15,13 @@ RAY ?= ray==2.60.0
 # How many payloads `make fuzz` makes, and the seed they come from.
 RUNS ?= 10000000
 SEED ?=
+# How many chains `make fuzz-chains` makes, from seed SEED on.
+CHAINS ?= 2000
 # Where the trainer and the members of `make demo` meet: a folder of its own, or s3://BUCKET/PREFIX and the like.
 STORE ?=
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
-.PHONY: help test test-vllm test-ray lint demo bench fuzz clean
+.PHONY: help test test-vllm test-ray lint demo bench fuzz fuzz-chains clean
 help:
 	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket)"
 	@echo "make test   all tests (2.7 GB of packages; VLLM= does without the real vLLM and TRL)"
@@ -28,6 +30,7 @@ help:
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
 	@echo "make fuzz   the native codec under sanitizers, with hostile payloads (RUNS=10000000 of them, SEED=1; docs/fuzzing.md)"
+	@echo "make fuzz-chains  everything that reads a chain, with hostile chains whose hashes are right (CHAINS=2000 of them)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +76,9 @@ demo: $(VENV)/.installed $(VENV)/.trainers
 
 bench: $(VENV)/.installed $(VENV)/.trainers
 	$(BIN)/python benchmarks/run.py --trace "$(TRACE)"
+
+fuzz-chains: $(VENV)/.installed
+	$(BIN)/python tests/chain_fuzz.py --first $(or $(SEED),0) --seeds $(CHAINS)
 
 fuzz:
 	native/fuzz/run $(RUNS) $(if $(SEED),-seed=$(SEED))

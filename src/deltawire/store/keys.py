@@ -91,9 +91,9 @@ def parse_mark_key(key: str) -> int | None:
 
 
 def parse_skip_key(key: str) -> tuple[int, int] | None:
-    """(seq, base)."""
+    """(seq, base). None also where the base is not before seq: no writer makes such a key, and nobody can use what lies there."""
     found = _SKIP.fullmatch(key)
-    return (int(found[1]), int(found[2])) if found else None
+    return (int(found[1]), int(found[2])) if found and found[2] < found[1] else None
 
 
 def parse_pin_key(key: str) -> str | None:
