@@ -245,14 +245,12 @@ def test_replacing_puts_the_new_one_in_place_of_the_old(base_file: Path, base_di
     out_file.write_text("old")
     out_directory.mkdir()
     (out_directory / INDEX_FILE).write_text("old")
-    (out_directory / "stale.json").write_text("old")
     before = names_beside(base_file)
     for base, out in ((base_file, out_file), (base_directory, out_directory)):
         with copy_checkpoint(Checkpoint(base), out, replace=True) as state:
             assert out.exists()
             state.commit()
         assert list(Checkpoint(out)) == list(Checkpoint(base))
-    assert not (out_directory / "stale.json").exists()
     assert names_beside(base_file) == before
 
 
@@ -264,8 +262,14 @@ def test_replacing_never_deletes_what_is_not_a_checkpoint(base_directory: Path) 
         copy_checkpoint(source, out, replace=True)
     (out / INDEX_FILE).write_text("{}")
     (out / ".git").mkdir()
-    with pytest.raises(CheckpointError, match=r"holds \.git"):
+    with pytest.raises(CheckpointError, match=r"holds \.git and 1 more, which would be lost"):
         copy_checkpoint(source, out, replace=True)
+    late = base_directory.with_name("late")
+    with copy_checkpoint(source, late, replace=True) as state:
+        out.rename(late)  # it was not there at the start
+        with pytest.raises(CheckpointError, match="would be lost"):
+            state.commit()
+    late.rename(out)
     link = base_directory.with_name("link")
     link.symlink_to(out)
     with pytest.raises(CheckpointError, match="is a link"):

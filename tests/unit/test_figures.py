@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from deltawire.cli import figures
+from deltawire.cli.tables import lay_out_table
 
 
 @pytest.mark.parametrize(
@@ -54,22 +56,25 @@ def test_a_quotient_by_nothing_is_a_dash() -> None:
     assert figures.bits_per_change(1, 0) is None
 
 
-def test_layers_and_experts_stay_apart_when_names_are_shortened() -> None:
-    names = [
-        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-        for layer in (1, 10)
-        for expert in (7, 127)
-        for part in ("up", "down", "gate")
-    ]
-    short = [figures.shortened(name, 26) for name in names]
-    assert len(set(short)) == len(names)
-    assert figures.shortened("lm_head.weight", 26) == "lm_head.weight"
-
-
 @given(st.text(), st.integers(1, 40))
-def test_a_shortened_name_fits(name: str, width: int) -> None:
-    assert len(figures.shortened(name, width)) <= width
-    assert figures.shortened(name, len(name)) == name
+def test_names_are_wrapped_and_never_cut(name: str, width: int) -> None:
+    lines = figures.wrap_name(name, width)
+    assert "".join([lines[0], *(line.removeprefix("  ") for line in lines[1:])]) == name
+    assert all(cell_len(line) <= width or line.strip().strip(".").count(".") == 0 for line in lines)
+
+
+@given(st.text("ab 世", max_size=60), st.integers(1, 40), st.integers(0, 6))
+def test_texts_break_between_words_only(text: str, width: int, indent: int) -> None:
+    lines = figures.wrap_words(text, width, indent=indent)
+    assert [word for line in lines for word in line.split()] == text.split()
+    assert all(cell_len(line) <= width or len(line.split()) <= 1 for line in lines)
+
+
+def test_a_table_does_without_columns_that_do_not_fit() -> None:
+    titles, rows = ("name", "size", "empty"), [("a", "1"), ("bcd", "22")]
+    rows = [(*row, "") for row in rows]
+    assert lay_out_table(titles, rows, width=80, left=("name",)) == ("name  size", ["a        1", "bcd     22"])
+    assert lay_out_table(titles, rows, width=9, left=("name",), dropped_first=("size",)) == ("name", ["a", "bcd"])
 
 
 def test_names_cannot_command_the_terminal() -> None:

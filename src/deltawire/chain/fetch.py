@@ -184,7 +184,7 @@ class Fetcher:
 
     def _compare(self, entry: FileEntry, found: str) -> None:
         if found != entry.blake3:
-            raise DataDamaged(f"{entry.key} in {self.store.url} has the BLAKE3 {found}.")
+            raise DataDamaged(f"{entry.key} in {self.store.url} is damaged: its content has the hash {found}, not that of its record.")
 
     def _twice(self, entry: FileEntry, collected: WasCollected | None, read: Callable[[], _Result]) -> _Result:
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from .terminal import print_notice, progress_bar
+from .terminal import print_notice, print_trace
 
 if TYPE_CHECKING:
     from ..chain.log import ChainLog
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ..format.signing import SigningKey
     from ..store import Store
 
+KEYS_METAVAR = "PUBKEY|FILE"
 _PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
+_MAX_KEYS_BYTES = 1 << 20
 
 
 def check_url(url: str) -> str:
@@ -29,18 +31,40 @@ def check_url(url: str) -> str:
     try:
         check(url)
     except BadUrl as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(error.message if "For a directory" in error.message else str(error)) from None
     if url.lower().startswith("memory:"):
         raise typer.BadParameter("a memory:// store lives within one process, so there is never anything in it here. Use a directory.")
     return url
 
 
-def check_keys(keys: list[str] | None) -> list[str]:
-    """The keys themselves; what is none is wrong usage."""
-    for key in keys or []:
+def read_keys(given: list[str] | None) -> list[str]:
+    """The public keys that are given, as they are or in files of one key per line. What is neither is wrong usage."""
+    keys: list[str] = []
+    for each in given or []:
+        keys += [each] if _PUBLIC_KEY.fullmatch(each) else _keys_in_file(each)
+    return list(dict.fromkeys(keys))
+
+
+def _keys_in_file(name: str) -> list[str]:
+    """The keys in a file; empty lines, and what follows a # sign, are passed over."""
+    try:
+        with open(name, "rb") as file:
+            text = file.read(_MAX_KEYS_BYTES).decode("ascii", "replace")
+    except OSError as error:
+        what = "there is no file of that name" if isinstance(error, FileNotFoundError) else error.strerror
+        raise typer.BadParameter(f"{name!r} is no public key, which has 64 hexadecimal digits; and as a file: {what}.") from None
+    if "signing key" in text.partition("\n")[0]:
+        raise typer.BadParameter(
+            f"{name} holds a secret key, which readers must not have. `deltawire keygen --public {name}` prints the public one."
+        )
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    keys = [line for line in lines if line]
+    for key in keys:
         if not _PUBLIC_KEY.fullmatch(key):
-            raise typer.BadParameter(f"{key!r} is no public key: those have 64 hexadecimal digits, as `deltawire keygen` prints them.")
-    return keys or []
+            raise typer.BadParameter(f"{name} holds a line that is no public key. Put one key of 64 hexadecimal digits on each line.")
+    if not keys:
+        raise typer.BadParameter(f"{name} holds no public key. Put one key of 64 hexadecimal digits on each line.")
+    return keys
 
 
 UrlArgument: TypeAlias = Annotated[
@@ -56,10 +80,10 @@ TrustOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--trust",
-        metavar="PUBKEY",
-        help="Accept only what this key has signed; may be given several times.",
+        metavar=KEYS_METAVAR,
+        help="Accept only what this key, or one in this file, has signed; may be given several times.",
         show_default=False,
-        callback=check_keys,
+        callback=read_keys,
     ),
 ]
 StepOption: TypeAlias = Annotated[
@@ -74,22 +98,28 @@ PinOption: TypeAlias = Annotated[
 ]
 
 
+VerboseOption: TypeAlias = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say on stderr what happens: every event, and every request to the store.")
+]
+
+
 @contextmanager
-def opened(url: str) -> Iterator[Store]:
-    """The store at a URL, closed at the end."""
+def opened(url: str, *, verbose: bool = False) -> Iterator[Store]:
+    """The store at a URL, closed at the end. With `verbose` every request to it is reported on stderr."""
     from ..store import open_store
 
     with open_store(url) as store:
+        if verbose:
+            from .traced_store import TracedStore
+
+            store = TracedStore(store)
         yield store
 
 
-@contextmanager
-def opened_with_bar(url: str, title: str, *, quiet: bool) -> Iterator[Store]:
-    """The same, under a bar that shows what is transferred."""
-    from .metered_store import MeteredStore
-
-    with opened(url) as store, progress_bar(title, None, quiet=quiet) as progress:
-        yield MeteredStore(store, progress)
+def tell_if_verbose(event: Event, verbose: bool) -> None:
+    """Report an event on stderr, with all its fields."""
+    if verbose:
+        print_trace(" ".join([event.name, *(f"{name}={value}" for name, value in event.fields.items())]))
 
 
 def refuse_several(**options: object) -> None:
@@ -117,11 +147,11 @@ def tell_of_waiting(event: Event, told: set[str]) -> None:
             print_notice(f"waiting for {key}, which is not in the store yet")
 
 
-def load_signing_key(path: Path) -> SigningKey:
+def load_signing_key(path: Path, *, option: str = "--sign") -> SigningKey:
     """The key in a file; one that is none, or that others may read, is wrong usage."""
     from ..format.signing import SigningKey
 
     try:
         return SigningKey.load(path)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--sign") from None
+        raise typer.BadParameter(str(error), param_hint=option) from None

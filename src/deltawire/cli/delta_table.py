@@ -1,4 +1,4 @@
-"""The table that `deltawire inspect` prints. It fits 80 columns; a wider terminal gets whole names, longer bars and all modes."""
+"""The table that `deltawire inspect` prints. It fits the terminal; a wide one gets longer bars and all modes. Names are never cut."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.cells import set_cell_size
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from . import figures
-from .terminal import result_console
+from .tables import lay_out_table
+from .terminal import print_wrapped, result_console
 
 if TYPE_CHECKING:
     from ..inspect import DeltaFacts, TensorFacts
@@ -19,39 +20,33 @@ if TYPE_CHECKING:
 _WIDE = 120
 _WIDE_TITLES = ("dtype", "elements", "changed", "density %", "where", "±1/±2–3/more %", "bits", "modes")
 _TITLES = ("dtype", "elem.", "changed", "dens %", "where", "±1/2–3/+", "bits", "mode")
-_BAR = _TITLES.index("where")
 _LEFT = ("dtype", "where", "mode", "modes")
-_MIN_NAME = 8
+_DROPPED_FIRST = ("mode", "where", "±1/2–3/+", "dtype", "elem.", "bits")
+"""What a terminal that is too narrow does without, in this order."""
 
 
 def print_table(file: Path, facts: DeltaFacts, shown: Sequence[TensorFacts]) -> None:
-    """The tensors `shown` in this order, then the totals of all."""
+    """Print the tensors `shown` in this order, then the totals of all. Names that leave no room for the figures stand above them."""
     console = result_console()
     wide = console.width >= _WIDE
     titles = _WIDE_TITLES if wide else _TITLES
-    rows = [_row(tensor, 16 if wide else 8, wide) for tensor in shown]
-    total = _totals(facts, wide)
-    widths = [max(map(len, column)) for column in zip(titles, total, *rows, strict=True)]
-    names = [figures.printable(tensor.name) for tensor in shown]
-    total_name = f"total of {len(facts.tensors):,}"
-    name_width = max(min(max(map(len, [total_name, *names])), console.width - sum(widths) - len(widths)), _MIN_NAME)
-
-    def line(name: str, cells: Sequence[str], style: str = "") -> Text:
-        aligned = [
-            cell.ljust(width) if title in _LEFT else cell.rjust(width) for cell, title, width in zip(cells, titles, widths, strict=True)
-        ]
-        before, bar, after = aligned[:_BAR], aligned[_BAR], aligned[_BAR + 1 :]
-        start = " ".join([set_cell_size(figures.shortened(name, name_width), name_width), *before]) + " "
-        return Text.assemble(start, (bar, "cyan"), " " + " ".join(after), style=style)
-
-    # Not rich's own Table: that measures every cell several times, and a mixture of experts has a hundred thousand tensors.
-    lines = [line("tensor", titles, "bold"), *map(line, names, rows), line(total_name, total, "bold")]
-    console.print(Text.assemble((figures.printable(str(file)), "bold"), f"  {figures.size(facts.bytes)}"), soft_wrap=True)
-    for text in lines:
-        text.rstrip()
-    console.print(Text("\n").join(lines), soft_wrap=True)
+    rows = [_row(tensor, 16 if wide else 8, wide) for tensor in shown] + [_totals(facts, wide)]
+    names = [figures.printable(tensor.name) for tensor in shown] + [f"total of {len(facts.tensors):,}"]
+    heading, lines = lay_out_table(titles, rows, width=console.width, left=_LEFT, dropped_first=_DROPPED_FIRST, gap=" ")
+    name_width = max(map(cell_len, ["tensor", *names]))
+    is_beside = name_width + 1 + max(map(len, [heading, *lines])) <= console.width
+    if not is_beside:
+        heading, lines = lay_out_table(titles, rows, width=console.width - 2, left=_LEFT, dropped_first=_DROPPED_FIRST, gap=" ")
+    texts = []
+    for name, line, style in zip(["tensor", *names], [heading, *lines], ["bold", *[""] * len(shown), "bold"], strict=True):
+        if is_beside:
+            texts.append(Text(f"{set_cell_size(name, name_width)} {line}", style=style))
+        else:
+            texts += [Text(part, style=style) for part in [*figures.wrap_name(name, console.width), f"  {line}"]]
+    print_wrapped(console, f"{file}  {figures.size(facts.bytes)}", style="bold")
+    console.print(Text("\n").join(texts), soft_wrap=True)
     for note in _notes(facts, len(shown)):
-        console.print(Text(figures.printable(note), style="dim"), soft_wrap=True)
+        print_wrapped(console, note, style="dim", indent=9)
 
 
 def _row(tensor: TensorFacts, bar_slices: int, wide: bool) -> tuple[str, ...]:

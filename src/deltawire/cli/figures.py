@@ -92,23 +92,14 @@ def wrap_items(items: Iterable[str], width: int, *, gap: str = "  ") -> list[str
     return lines
 
 
-def shortened(name: str, width: int) -> str:
-    """The name, or its parts between dots cut to their beginnings, the longest first.
-
-    Layers and experts stay apart, since numbers are never cut: `mod.lay.10.self.q_pr.weig`. A name too long even for that loses its middle.
-    """
-    parts = name.split(".")
-    for _ in range(len(name) - width):
-        longest = max((part for part in parts if not part.isdigit()), key=len, default="")
-        if len(longest) < 2:
-            break
-        parts[parts.index(longest)] = longest[:-1]
-    name = ".".join(parts)
-    if len(name) <= width:
-        return name
-    kept = max(width - 1, 0)
-    head = kept * 2 // 5
-    return name[:head] + "…" + name[len(name) - (kept - head) :]
+def wrap_name(name: str, width: int) -> list[str]:
+    """The name of a tensor on lines of at most `width` columns that break after dots; all but the first are indented. Nothing is cut."""
+    lines = [""]
+    for part in re.findall(r"[^.]*\.|[^.]+$", name):
+        if lines[-1].strip() and cell_len(lines[-1]) + cell_len(part) > width:
+            lines.append("  ")
+        lines[-1] += part
+    return lines
 
 
 def slice_densities(chunks: Sequence[tuple[int, int]], slices: int) -> list[float]:

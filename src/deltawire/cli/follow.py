@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import PinOption, TrustOption, UrlArgument, opened, tell_of_waiting
+from .chain_options import PinOption, TrustOption, UrlArgument, VerboseOption, opened, tell_if_verbose, tell_of_waiting
 from .terminal import JsonOption, ThreadsOption, exit_codes, print_json_line, print_line, print_notice, progress_bar
 
 if TYPE_CHECKING:
@@ -29,9 +29,14 @@ def follow(
         float | None,
         typer.Option("--max-silence", min=0.0, metavar="SECONDS", help="Report a chain whose newest commit is older.", show_default=False),
     ] = None,
+    command: Annotated[
+        str | None,
+        typer.Option("--exec", metavar="CMD", help="Run this shell command after each new version; see below.", show_default=False),
+    ] = None,
     trust: TrustOption = None,
     pin: PinOption = True,
     threads: ThreadsOption = None,
+    verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
     """Keep a directory at the newest version of a chain. DIR/current is a checkpoint at any time, and never half of one.
@@ -39,19 +44,25 @@ def follow(
     Prints a line per version; those that are published faster than they can be fetched are passed over. What may heal by itself, such as
     a store that does not answer, is reported on stderr and tried again; the last version stays. Ends with Ctrl-C or SIGTERM, and then
     with code 0, if there is a version by then. With --json prints one JSON object per line.
+
+    CMD of --exec runs for the version in DIR unless it has already succeeded for it, and finds in its environment DELTAWIRE_PATH (the
+    checkpoint's directory, which does not change while CMD runs), DELTAWIRE_VERSION, DELTAWIRE_STEP, DELTAWIRE_SEQ, DELTAWIRE_DIGEST and
+    DELTAWIRE_URL. The next version is fetched when CMD has ended. If CMD fails, that is reported, and it runs again for the next version
+    or by the next `follow`; with --once the exit code is then 1.
     """
     with exit_codes(json, one_line=True), ExitStack() as stack:
         from ..subscribe.mirror import Mirror
         from ..subscribe.subscriber import Subscriber
+        from .exec_hook import ExecHook
         from .metered_store import MeteredStore
 
         Mirror(directory).refuse_chain()  # now, since a follower waits for a chain that is not there yet
         bar = stack.enter_context(ExitStack())
-        progress = bar.enter_context(progress_bar(f"sync {directory.name}", None, quiet=json))
-        listener = _Listener(json, is_patient=not once)
+        progress = bar.enter_context(progress_bar(f"sync {directory.name}", None, quiet=json or verbose))
+        listener = _Listener(json, is_patient=not once, verbose=verbose)
         subscriber = stack.enter_context(
             Subscriber(
-                MeteredStore(stack.enter_context(opened(url)), progress),
+                MeteredStore(stack.enter_context(opened(url, verbose=verbose)), progress),
                 directory,
                 trusted_keys=trust or (),
                 max_silence=max_silence,
@@ -60,17 +71,32 @@ def follow(
                 on_event=listener,
             )
         )
+        hook = None if command is None else ExecHook(command, directory, url, stdout_to_stderr=json)
+
+        def run_command(version: Version | None) -> bool:
+            """Return whether the command has succeeded, or did not have to run."""
+            if hook is None or version is None or subscriber.path is None:
+                return True
+            status = hook.run(version, subscriber.path)
+            if status:
+                listener.tell_of_failure(version, status)
+            return not status
+
         if once:
             version = subscriber.sync()
             bar.close()
             listener.tell(version)
+            if not run_command(version):
+                raise typer.Exit(1)
             return
         if subscriber.version is not None and not json:
             print_notice(f"the mirror is at version {subscriber.version.updates}")
         try:
+            run_command(subscriber.version)
             for version in subscriber.follow(poll=poll):
                 bar.close()  # it is for the first version, which may be long in coming
                 listener.tell(version)
+                run_command(version)
         except KeyboardInterrupt:
             if subscriber.version is None:
                 raise
@@ -79,13 +105,15 @@ def follow(
 class _Listener:
     """Tells what happens, as lines on stdout and notices on stderr, or as JSON lines."""
 
-    def __init__(self, as_json: bool, *, is_patient: bool) -> None:
+    def __init__(self, as_json: bool, *, is_patient: bool, verbose: bool) -> None:
         self._json = as_json
+        self._verbose = verbose
         self._is_patient = is_patient
         self._synced: dict[str, Any] = {}
         self._waited_for: set[str] = set()
 
     def __call__(self, event: Event) -> None:
+        tell_if_verbose(event, self._verbose)
         if event.name == "synced":
             self._synced = dict(event.fields)
             return
@@ -99,6 +127,15 @@ class _Listener:
             print_notice(f"version {event.fields['updates']} was rebuilt from a full checkpoint: nothing else led there")
         else:
             tell_of_waiting(event, self._waited_for)
+
+    def tell_of_failure(self, version: Version, status: int) -> None:
+        """The command of --exec failed."""
+        if self._json:
+            print_json_line({"event": "exec-failed", "version": version.updates, "seq": version.seq, "status": status})
+        else:
+            from .exec_hook import describe_status
+
+            print_notice(f"the command of --exec {describe_status(status)} at version {version.updates}")
 
     def tell(self, version: Version) -> None:
         """A version was reached."""

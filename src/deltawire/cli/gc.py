@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import TrustOption, UrlArgument, opened
+from .chain_options import TrustOption, UrlArgument, VerboseOption, opened
 from .terminal import JsonOption, exit_codes, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def gc(
         int, typer.Option("--keep-anchors", min=1, metavar="N", help="How many of the newest full checkpoints stay.")
     ] = 2,
     trust: TrustOption = None,
+    verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
     """Delete data that no version above the older checkpoints needs.
@@ -50,7 +51,7 @@ def gc(
         from ..chain.find import version_number
         from ..chain.log import ChainLog
 
-        with opened(url) as store:
+        with opened(url, verbose=verbose) as store:
             chain = ChainLog(store, trusted_keys=trust or ())
             chain.run  # noqa: B018 - a place without a chain is refused before anything is written to it
             done = collect(store, grace=grace, keep_anchors=keep_anchors, dry_run=dry_run, log=chain)

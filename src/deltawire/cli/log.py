@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .chain_options import TrustOption, UrlArgument, opened
+from .chain_options import TrustOption, UrlArgument, VerboseOption, opened
 from .terminal import JsonOption, exit_codes, print_json
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def log(
         bool, typer.Option("--commits", help="Show every commit by its place in the chain, also those that make no version.")
     ] = False,
     trust: TrustOption = None,
+    verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
     """List the versions of a chain, newest first, under a picture of it.
@@ -36,7 +37,7 @@ def log(
         from .chain_history import read_history
         from .chain_table import print_history
 
-        with opened(url) as store:
+        with opened(url, verbose=verbose) as store:
             chain = ChainLog(store, trusted_keys=trust or ())
             run = chain.run
             history = read_history(chain, None if everything else count, by_commits=commits)

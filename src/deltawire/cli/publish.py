@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import UrlArgument, check_keys, find_seq, load_signing_key, opened_with_bar
-from .terminal import JsonOption, ThreadsOption, exit_codes, print_json, print_rows
+from .chain_options import KEYS_METAVAR, UrlArgument, VerboseOption, load_signing_key, opened, read_keys, tell_if_verbose
+from .terminal import JsonOption, ThreadsOption, exit_codes, print_json, print_line, print_rows, transfer_bars
 
 if TYPE_CHECKING:
     from ..chain.version import Version
     from ..events import Event
     from ..format.checkpoint import Checkpoint
+    from .publish_check import Forecast
 
 _MIRROR_RECORD = "deltawire.json"
 
@@ -43,10 +44,10 @@ def publish(
         list[str] | None,
         typer.Option(
             "--trust",
-            metavar="PUBKEY",
+            metavar=KEYS_METAVAR,
             help="With --sign: go on with a chain that this key has signed, too; for a change of keys. May be repeated.",
             show_default=False,
-            callback=check_keys,
+            callback=read_keys,
         ),
     ] = None,
     resume_from: Annotated[
@@ -55,7 +56,12 @@ def publish(
             "--resume-from", min=1, metavar="VERSION", help="Go back to this version first; later ones are abandoned.", show_default=False
         ),
     ] = None,
+    if_changed: Annotated[
+        bool, typer.Option("--if-changed", help="Publish nothing if the newest version has the same weights and files.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be published; write nothing.")] = False,
     threads: ThreadsOption = None,
+    verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
     """Publish a checkpoint as the next version of a chain: the first as a whole, later ones as deltas.
@@ -68,40 +74,104 @@ def publish(
     _check_run(run)
     if trust and sign is None:
         raise typer.BadParameter("it says whose versions may be gone on from when signing: give --sign, too.", param_hint="--trust")
-    with exit_codes(json):
-        from ..chain.log import ChainLog
+    with exit_codes(json), transfer_bars(f"publish {checkpoint.name}", quiet=json or verbose) as bars:
+        from ..chain.find import find_version
         from ..chain.version import Version
         from ..format.checkpoint import Checkpoint
+        from ..publish.commits import open_log
         from ..publish.publisher import Publisher
+        from .metered_store import MeteredStore
+        from .publish_check import forecast, newest_if_same, newest_or_none
 
         started = time.perf_counter()
         _refuse_chain(checkpoint)
         state = Checkpoint(checkpoint)
         attached, left_out = companions(state)
         key = None if sign is None else load_signing_key(sign)
-        trusted = () if key is None else {key.public, *(trust or ())}
         events: list[Event] = []
-        with (
-            opened_with_bar(url, f"publish {checkpoint.name}", quiet=json) as store,
-            Publisher(
+
+        def on_event(event: Event) -> None:
+            events.append(event)
+            if event.name == "planned":
+                bars.expect_read(f"read back version {event.fields['updates']}", int(event.fields["bytes"] or 0))
+            tell_if_verbose(event, verbose)
+
+        with opened(url, verbose=verbose) as plain:
+            store = MeteredStore(plain, bars.read, written=bars.uploaded, announced=bars.expect_upload)
+            chain = open_log(store, run, key, trust or ())
+            base = None if resume_from is None else find_version(chain, resume_from)
+            if if_changed and base is None:
+                same = newest_if_same(chain, state, attached, threads)
+                if same is not None:
+                    bars.close()
+                    _report_same(store.url, Version.of(same), json)
+                    return
+            if dry_run:
+                plan = forecast(chain, state, attached, base, threads=threads, read=bars.read, on_event=on_event)
+                bars.close()
+                _report_forecast(store.url, plan, state.weight_bytes, left_out, json)
+                return
+            if newest_or_none(chain) is None:
+                bars.announce_upload(state.weight_bytes)
+            with Publisher(
                 store,
                 run,
                 threads=threads,
                 signing_key=key,
                 trusted_keys=trust or (),
                 attachments=attached,
-                resume_from=find_seq(ChainLog(store, run=run, trusted_keys=trusted), resume_from, None),
-                on_event=events.append,
-            ) as publisher,
-        ):
-            version = publisher.publish(state, step=step, meta=strings)
+                resume_from=None if base is None else base.seq,
+                on_event=on_event,
+            ) as publisher:
+                version = publisher.publish(state, step=step, meta=strings)
         assert isinstance(version, Version)  # it publishes in the foreground
         elements = sum(math.prod(state.entry(name).shape) for name in state)
         done = Published(store.url, version, elements, left_out, events, time.perf_counter() - started)
+        bars.close()
         if json:
             print_json(_as_json(done))
         else:
             print_rows(f"version {version.updates}", _rows(done))
+
+
+def _report_same(url: str, version: Version, json: bool) -> None:
+    if json:
+        print_json({"url": url, "published": False, "version": version.updates, "seq": version.seq, "digest": version.digest.hex()})
+    else:
+        print_line(f"nothing to publish: version {version.updates} at {url} has these weights and files already")
+
+
+def _report_forecast(url: str, plan: Forecast, weight_bytes: int, left_out: list[str], json: bool) -> None:
+    if json:
+        print_json(
+            {
+                "url": url,
+                "published": False,
+                "dry_run": True,
+                "version": plan.version,
+                "kind": plan.kind,
+                "base": plan.base,
+                "bytes": plan.bytes,
+                "weight_bytes": weight_bytes,
+                "changed": plan.changed,
+                "files_changed": plan.files,
+                "same": plan.is_same,
+                "left_out": left_out,
+            }
+        )
+        return
+    of = "" if plan.base is None else f" over version {plan.base}"
+    print_rows(
+        f"version {plan.version} would be published, nothing was written",
+        [
+            ("at", url),
+            ("kind", ("a full checkpoint" if plan.kind == "anchor" else "delta") + of),
+            ("changed weights", f"{plan.changed:,}" if plan.kind == "delta" else ""),
+            ("changed files", ", ".join(plan.files)),
+            ("size", f"about {figures.size(plan.bytes)}, of {figures.size(weight_bytes)} of weights"),
+            ("not published", ", ".join(left_out)),
+        ],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +252,7 @@ def _as_json(done: Published) -> dict[str, Any]:
     version = done.version
     return {
         "url": done.url,
+        "published": True,
         "version": version.updates,
         "seq": version.seq,
         "kind": version.kind,

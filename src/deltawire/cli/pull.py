@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import figures
-from .chain_options import PinOption, StepOption, TrustOption, UrlArgument, find_seq, opened, refuse_several, tell_of_waiting
+from .chain_options import (
+    PinOption,
+    StepOption,
+    TrustOption,
+    UrlArgument,
+    VerboseOption,
+    find_seq,
+    opened,
+    refuse_several,
+    tell_if_verbose,
+    tell_of_waiting,
+)
 from .terminal import ForceOption, JsonOption, ThreadsOption, exit_codes, print_json, print_rows, progress_bar
 
 if TYPE_CHECKING:
+    from ..chain.log import ChainLog
     from ..chain.version import Version
     from ..events import Event
 
@@ -27,7 +40,9 @@ def pull(
     force: ForceOption = False,
     trust: TrustOption = None,
     pin: PinOption = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be fetched; write nothing.")] = False,
     threads: ThreadsOption = None,
+    verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
     """Write one version of a chain to a plain checkpoint directory, exactly as it was published.
@@ -43,16 +58,26 @@ def pull(
         started = time.perf_counter()
         planned: dict[str, Any] = {}
         waited_for: set[str] = set()
-        with opened(url) as store, progress_bar(f"pull {directory.name}", None, quiet=json) as progress:
+        with (
+            opened(url, verbose=verbose) as store,
+            progress_bar(f"pull {directory.name}", None, quiet=json or verbose) as progress,
+        ):
 
             def on_event(event: Event) -> None:
+                tell_if_verbose(event, verbose)
                 if event.name == "planned":
                     planned.update(event.fields)
                     progress.expect(planned["bytes"])
                 elif not json:
                     tell_of_waiting(event, waited_for)
 
-            seq = find_seq(ChainLog(store, trusted_keys=trust or ()), at, step)
+            chain = ChainLog(store, trusted_keys=trust or ())
+            seq = find_seq(chain, at, step)
+            if dry_run:
+                plan = plan_pull(chain, directory, seq, replace=force)
+                progress.close()
+                _report_plan(store.url, directory, plan, json)
+                return
             version = pull_version(
                 store,
                 directory,
@@ -69,6 +94,50 @@ def pull(
             print_json(_as_json(url, directory, version, planned, seconds))
         else:
             print_rows(str(directory), _rows(version, planned, seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """What a pull would do."""
+
+    version: Version
+    bytes: int
+    hops: int
+    files: list[str]
+
+
+def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: bool) -> PullPlan:
+    """Find the way to a version, and check that the directory could be written. Fetches no data, and writes nothing."""
+    from ..chain.restore import find_route
+    from ..chain.version import Version
+    from ..format.staged_output import refuse_output
+    from ..subscribe.chain_view import ChainView
+
+    refuse_output(directory, directory=True, replace=replace)
+    view = ChainView(chain)
+    target = view.version_at(view.head(), seq)
+    hops = find_route(chain, None, target)
+    size = sum(entry.size for hop in hops for entry in hop.files)
+    return PullPlan(Version.of(target), size, len(hops), sorted(entry.name for entry in hops[0].files if entry.name is not None))
+
+
+def _report_plan(url: str, directory: Path, plan: PullPlan, json: bool) -> None:
+    version = plan.version
+    if json:
+        facts = {"version": version.updates, "seq": version.seq, "step": version.step, "weight_bytes": version.state_bytes}
+        print_json(
+            {"url": url, "out": str(directory), "dry_run": True, **facts, "bytes": plan.bytes, "hops": plan.hops, "files": plan.files}
+        )
+        return
+    print_rows(
+        f"{directory} would be written, nothing was fetched",
+        [
+            ("version", f"{version.updates}" + ("" if version.step is None else f", step {version.step:,}")),
+            ("weights", figures.size(version.state_bytes)),
+            ("to be fetched", f"{figures.size(plan.bytes)} in {plan.hops:,} hop{'s' if plan.hops > 1 else ''}"),
+            ("files", ", ".join(plan.files)),
+        ],
+    )
 
 
 def _as_json(url: str, directory: Path, version: Version, planned: dict[str, Any], seconds: float) -> dict[str, Any]:

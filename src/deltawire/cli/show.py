@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import StepOption, TrustOption, UrlArgument, find_seq, opened, refuse_several
+from .chain_options import StepOption, TrustOption, UrlArgument, VerboseOption, find_seq, opened, refuse_several
 from .terminal import JsonOption, exit_codes, print_json, print_rows
 
 if TYPE_CHECKING:
     from ..chain.log import ChainLog
     from ..chain.restore import Hop
     from ..format.records import Commit, FileEntry, Shortcut
+
+_HOPS = {"anchor": "checkpoint", "commit": "delta"}
+"""What people call the ways of a hop."""
 
 
 def show(
@@ -30,6 +33,7 @@ def show(
         typer.Option("--seq", min=0, metavar="N", help="A commit by its place, as `log --commits` shows it.", show_default=False),
     ] = None,
     trust: TrustOption = None,
+    verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
     """Show one version in full: its fields, its files, the ways to it, and who signed it."""
@@ -37,7 +41,7 @@ def show(
     with exit_codes(json):
         from ..chain.log import ChainLog
 
-        with opened(url) as store:
+        with opened(url, verbose=verbose) as store:
             chain = ChainLog(store, trusted_keys=trust or ())
             shown = find_commit(chain, seq if seq is not None else find_seq(chain, version, step))
         if json:
@@ -224,7 +228,7 @@ def _ways(shown: Shown) -> list[tuple[str, str]]:
     if shown.route is None:
         return [*rows, ("from nothing", "none is left: its data were collected")]
     steps = " → ".join(
-        f"{hop.target.updates} ({hop.source}, {figures.size(sum(entry.size for entry in hop.files))})"
+        f"{hop.target.updates} ({_HOPS.get(hop.source, hop.source)}, {figures.size(sum(entry.size for entry in hop.files))})"
         for hop in shown.route
         if hop.source != "fence"
     )

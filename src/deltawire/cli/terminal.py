@@ -10,6 +10,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,11 +27,13 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from ..errors import DeltawireError
@@ -177,6 +181,10 @@ class ByteBar:
     def __call__(self, done: int) -> None:
         self._progress.advance(self._task, done)
 
+    def close(self) -> None:
+        """Remove the bar, so that a result can be printed."""
+        self._progress.stop()
+
     def expect(self, more: int) -> None:
         """So many bytes are still to come."""
         self._progress.update(self._task, total=self._progress.tasks[0].completed + more)
@@ -185,10 +193,77 @@ class ByteBar:
 @contextmanager
 def progress_bar(title: str, total_bytes: int | None, *, quiet: bool) -> Iterator[ByteBar]:
     """A bar on stderr; without an end while `total_bytes` is None. Shows nothing with `quiet` or where stderr is not a terminal."""
-    console = _standard_error()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+    with _byte_progress(quiet) as progress:
         yield ByteBar(progress, progress.add_task(escape(title), total=total_bytes))
+
+
+class TransferBars:
+    """Two bars: what is read back, and what is uploaded. Each appears with its first byte. May be fed from several threads."""
+
+    def __init__(self, progress: Progress, upload: str) -> None:
+        self._progress = progress
+        self._titles = {"read": "read back", "upload": upload}
+        self._tasks: dict[str, TaskID] = {}
+        self._totals: dict[str, int] = {}
+        self._announced = 0
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Remove the bars, so that a result can be printed."""
+        self._progress.stop()
+
+    def read(self, done: int) -> None:
+        """So many more bytes were read."""
+        self._advance("read", done)
+
+    def uploaded(self, done: int) -> None:
+        """So many more bytes were written."""
+        self._advance("upload", done)
+
+    def expect_read(self, title: str, total: int) -> None:
+        """So many bytes will be read; says what they are."""
+        with self._lock:
+            self._titles["read"], self._totals["read"] = title, total
+            if "read" in self._tasks:
+                self._progress.update(self._tasks["read"], description=escape(title), total=total)
+
+    def announce_upload(self, total: int) -> None:
+        """About so many bytes will be written in all."""
+        with self._lock:
+            self._totals["upload"] = total
+
+    def expect_upload(self, more: int) -> None:
+        """So many more bytes will be written. They may be among those that were announced."""
+        with self._lock:
+            self._announced += more
+            self._totals["upload"] = max(self._totals.get("upload", 0), self._announced)
+            if "upload" in self._tasks:
+                self._progress.update(self._tasks["upload"], total=self._totals["upload"])
+
+    def _advance(self, which: str, done: int) -> None:
+        with self._lock:
+            if which not in self._tasks:
+                self._tasks[which] = self._progress.add_task(escape(self._titles[which]), total=self._totals.get(which))
+            self._progress.advance(self._tasks[which], done)
+
+
+@contextmanager
+def transfer_bars(upload: str, *, quiet: bool) -> Iterator[TransferBars]:
+    """Bars on stderr, shown as `progress_bar` is. `upload` is the title of what is written."""
+    with _byte_progress(quiet) as progress:
+        yield TransferBars(progress, upload)
+
+
+def _byte_progress(quiet: bool) -> Progress:
+    console = _standard_error()
+    columns: list[ProgressColumn] = [
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+        BarColumn(),
+        DownloadColumn(),
+    ]
+    if console.width >= _NARROW:
+        columns += [TransferSpeedColumn(), TimeRemainingColumn()]
+    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
 
 
 @contextmanager
@@ -204,6 +279,11 @@ def count_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]
 def print_notice(message: str) -> None:
     """A line on stderr about something that is being dealt with."""
     print_wrapped(_standard_error(), message, style="yellow", indent=2)
+
+
+def print_trace(message: str) -> None:
+    """A line on stderr with the time, for who wants to see everything."""
+    print_wrapped(_standard_error(), f"{time.strftime('%H:%M:%S')} {message}", style="dim", indent=9)
 
 
 def _standard_error() -> Console:

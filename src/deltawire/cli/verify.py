@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from . import figures
-from .chain_options import TrustOption, UrlArgument, opened
-from .terminal import JsonOption, ThreadsOption, count_bar, exit_codes, print_json, print_rows, result_console
+from .chain_options import TrustOption, UrlArgument, VerboseOption, opened
+from .terminal import JsonOption, ThreadsOption, count_bar, exit_codes, print_json, print_rows, print_wrapped, result_console
 
 if TYPE_CHECKING:
     from ..chain.verify import Problem, Report
+
+_DATA_KEY = re.compile(r"data/[0-9]+/[0-9]+/[0-9a-f]{64}\.[a-z]+")
 
 DAMAGED = 3
 """The exit code where something was found."""
@@ -23,6 +26,7 @@ def verify(
     deep: Annotated[bool, typer.Option("--deep", help="Read all data and rebuild every version. Needs memory for one state.")] = False,
     trust: TrustOption = None,
     threads: ThreadsOption = None,
+    verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
     """Check a whole chain: every record, every link, every signature, and that all data are there.
@@ -33,7 +37,7 @@ def verify(
     with exit_codes(json):
         from ..chain.verify import verify as verify_chain
 
-        with opened(url) as store, count_bar("rebuild versions", quiet=json or not deep) as progress:
+        with opened(url, verbose=verbose) as store, count_bar("rebuild versions", quiet=json or verbose or not deep) as progress:
             report = verify_chain(store, deep, progress, trusted_keys=trust or (), threads=threads)
         if json:
             print_json(_as_json(store.url, deep, report))
@@ -56,7 +60,7 @@ def _as_json(url: str, deep: bool, report: Report) -> dict[str, Any]:
         "bytes": report.bytes,
         "rebuilt": report.rebuilt if deep else None,
         "floor": report.floor if report.floor >= 0 else None,
-        "problems": [{"where": problem.where, "what": _finding(problem)} for problem in report.problems],
+        "problems": [{"where": cause.affects[0], "what": cause.what, "affects": cause.affects} for cause in causes_of(report, url)],
         "notes": [{"where": note.where, "what": note.what} for note in report.notes],
     }
 
@@ -71,8 +75,28 @@ def _finding(problem: Problem) -> str:
     return what.rstrip()
 
 
+@dataclass(slots=True)
+class Cause:
+    """One thing that is wrong, and all the places where that was noticed."""
+
+    what: str
+    affects: list[str]
+
+
+def causes_of(report: Report, url: str) -> list[Cause]:
+    """The problems of a report, one for each cause: a damaged object is one problem, however many versions are made from it."""
+    causes: dict[str, Cause] = {}
+    for problem in report.problems:
+        what = _finding(problem).replace(f" in {url}", "")
+        named = _DATA_KEY.search(what)
+        cause = causes.setdefault(named[0] if named else f"{problem.where}: {what}", Cause(what, []))
+        if problem.where not in cause.affects:
+            cause.affects.append(problem.where)
+    return list(causes.values())
+
+
 def _print(url: str, deep: bool, report: Report) -> None:
-    found = len(report.problems)
+    causes = causes_of(report, url)
     rebuilt = f"{report.rebuilt:,} version{'' if report.rebuilt == 1 else 's'}"
     print_rows(
         url,
@@ -87,13 +111,14 @@ def _print(url: str, deep: bool, report: Report) -> None:
                 "rebuilt",
                 f"{rebuilt}, each with the digest of its commit" if deep else "",
             ),
-            ("floor", f"version {report.floor}: what lies below may be collected" if report.floor >= 0 else ""),
+            ("floor", f"commit {report.floor}: what lies below may be collected" if report.floor >= 0 else ""),
             ("to be collected", f"{len(report.notes):,} shortcuts that lead nowhere; `deltawire gc` removes them" if report.notes else ""),
-            ("result", "no damage found" if report.ok else f"{found} {'thing is' if found == 1 else 'things are'} wrong"),
+            ("result", "no damage found" if report.ok else f"damage found: {len(causes):,} problem{'s' if len(causes) > 1 else ''}"),
         ],
     )
     console = result_console()
-    for colour, findings in (("red", report.problems), ("yellow", report.notes)):
-        for problem in findings:
-            text = Text.assemble("  ", (figures.printable(problem.where), colour), f": {figures.printable(_finding(problem))}")
-            console.print(text, soft_wrap=True)
+    for cause in causes:
+        print_wrapped(console, f"  {cause.what}", style="red", indent=4)
+        print_wrapped(console, f"    noticed at: {', '.join(cause.affects)}", indent=6)
+    for note in report.notes:
+        print_wrapped(console, f"  {note.where}: {_finding(note)}", style="yellow", indent=4)

@@ -26,7 +26,7 @@ from ..dtypes import DType, dtype_of_numpy
 from ..errors import CheckpointError, DtypeMismatch, ShapeMismatch, TensorMissing, TensorUnexpected
 from .checkpoint import INDEX_FILE, Checkpoint, Shard, contained, open_shard
 from .safetensors_header import ALIGNMENT, TensorEntry, build_header, place_in_order
-from .staged_output import StagedOutput, refuse_overlap, sync_file
+from .staged_output import StagedOutput, files_below, refuse_overlap, sync_file
 
 _BUFFER_BYTES = 8 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".index.json")
@@ -165,6 +165,7 @@ def copy_checkpoint(
     _refuse_small_disk(out, sum(entry.nbytes for plan in plans for entry in plan.entries.values()))
     staged = StagedOutput(out, directory=source.is_directory, replace=replace)
     try:
+        staged.refuse_losses(files_below(source.path))  # at the end again, but then everything has been copied
         shards, left_out = _write_files(source, staged.path, plans, progress or (lambda _: None))
     except BaseException:
         staged.discard()

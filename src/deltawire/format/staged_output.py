@@ -5,9 +5,11 @@ A process that dies on the way leaves at most `NAME.tmp-…` behind, never a hal
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -18,7 +20,8 @@ class StagedOutput:
     """The future file or directory `out`; build it at `path`, then `commit`. `discard` takes back whatever is not committed.
 
     With `replace`, a file is replaced atomically; a directory is first moved aside, so that for an instant there is none. Only a directory
-    that looks like a checkpoint is ever replaced, and none that holds hidden directories such as `.git`: what is replaced is deleted.
+    that looks like a checkpoint is ever replaced, and only if it holds nothing but weights and files that the new one has, too: what is
+    replaced is deleted.
     """
 
     def __init__(self, out: Path, *, directory: bool, replace: bool) -> None:
@@ -26,14 +29,15 @@ class StagedOutput:
         self.path = self._sibling("tmp")
         self._directory = directory
         self._replace = replace
-        os.stat(self.out.parent)  # an error here names the directory that is missing, not the temporary in it
-        self._refuse_occupied()
+        refuse_output(self.out, directory=directory, replace=replace)
         if directory:
             self.path.mkdir()
 
     def commit(self) -> None:
         """Move the finished output into place. Its files must be on disk already; this makes the names durable too."""
-        self._refuse_occupied()
+        refuse_output(self.out, directory=self._directory, replace=self._replace)
+        if self._directory and self.out.exists():
+            self.refuse_losses(files_below(self.path))
         if self._directory:
             for folder, _, _ in os.walk(self.path):
                 _sync_directory(Path(folder))
@@ -60,24 +64,56 @@ class StagedOutput:
     def _sibling(self, kind: str) -> Path:
         return self.out.with_name(f"{self.out.name}.{kind}-{secrets.token_hex(4)}")
 
-    def _refuse_occupied(self) -> None:
-        out = self.out
-        if not os.path.lexists(out):
+    def refuse_losses(self, names: Collection[str]) -> None:
+        """Raise `CheckpointError` if replacing the directory by one with these files would delete something that is no part of either.
+
+        Weights of the old checkpoint are meant to go. Everything else that the new one does not have is somebody's own.
+        """
+        if not self._directory or not self.out.is_dir():
             return
-        if not self._replace:
-            raise CheckpointError(f"{out} exists already. Name another output, or pass --force to replace it.")
-        if out.is_symlink():
-            raise CheckpointError(f"{out} is a link. Name the place that it leads to.")
-        if out.is_dir() != self._directory:
-            raise CheckpointError(f"{out} is a {'directory' if out.is_dir() else 'file'}, unlike the base. Name another output.")
-        if not self._directory:
-            return
-        entries = list(out.iterdir())
-        if entries and not any(entry.name in (SINGLE_FILE, INDEX_FILE) for entry in entries):
-            raise CheckpointError(f"{out} is not a checkpoint, so it is not replaced. Name another output, or remove it yourself.")
-        for entry in entries:
-            if entry.name.startswith(".") and entry.is_dir():
-                raise CheckpointError(f"{out} holds {entry.name}, which would be lost. Name another output, or move it away.")
+        lost = sorted(files_below(self.out) - {*names, SINGLE_FILE, INDEX_FILE, *_indexed(self.out)})
+        if lost:
+            others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise CheckpointError(f"{self.out} holds {lost[0]}{others}, which would be lost. Move it away, or name another output.")
+
+
+def refuse_output(out: Path, *, directory: bool, replace: bool) -> None:
+    """Raise `CheckpointError` if an output cannot be put there, `OSError` if its parent directory is missing. Writes nothing."""
+    out = Path(os.path.abspath(out))
+    os.stat(out.parent)  # an error here names the directory that is missing, not the temporary in it
+    if not os.path.lexists(out):
+        return
+    if not replace:
+        raise CheckpointError(f"{out} exists already. Name another output, or pass --force to replace it.")
+    if out.is_symlink():
+        raise CheckpointError(f"{out} is a link. Name the place that it leads to.")
+    if out.is_dir() != directory:
+        raise CheckpointError(f"{out} is a {'directory' if out.is_dir() else 'file'}, unlike the base. Name another output.")
+    if not directory:
+        return
+    entries = list(out.iterdir())
+    if entries and not any(entry.name in (SINGLE_FILE, INDEX_FILE) for entry in entries):
+        raise CheckpointError(f"{out} is not a checkpoint, so it is not replaced. Name another output, or remove it yourself.")
+
+
+def files_below(directory: Path) -> set[str]:
+    """All files and links below a directory, and its empty directories, by their paths in it."""
+    found: set[str] = set()
+    for folder, subfolders, files in os.walk(directory):
+        links = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
+        found.update(os.path.relpath(os.path.join(folder, name), directory) for name in (*files, *links))
+        if not subfolders and not files and folder != str(directory):
+            found.add(os.path.relpath(folder, directory))
+    return found
+
+
+def _indexed(directory: Path) -> set[str]:
+    """The files that the index of a directory lists as its weights; nothing if it cannot be read."""
+    try:
+        weight_map = json.loads((directory / INDEX_FILE).read_bytes())["weight_map"]
+        return {name for name in weight_map.values() if isinstance(name, str)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set()
 
 
 def refuse_overlap(base: Path, out: Path) -> None:

@@ -12,7 +12,7 @@ from ..chain.rebuild import rebuild
 from ..chain.restore import Hop
 from ..chain.routes import Routes
 from ..errors import VersionUnknown
-from ..events import OnEvent
+from ..events import OnEvent, emit
 from ..format.records import Commit
 from .cadence import ChainCost, Replay
 from .snapshots import Arrays
@@ -49,6 +49,9 @@ def read_state(log: ChainLog, target: Commit, *, threads: int | None, on_event: 
     """The state of a version, bit for bit as it was published. Raises what `rebuild` does."""
     state = MemoryState(threads=threads)
     routes = Routes(log, on_event=on_event)
+    planned = routes.find(None, target)
+    size = sum(entry.size for hop in planned for entry in hop.files)
+    emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=len(planned), bytes=size)
     rebuild(state, log, Fetcher(log.store, limits=log.limits, on_event=on_event), target, routes=routes)
     hops = routes.find(None, target)
     return Resumed(dict(state.writable), cost_of(hops, target), min(hop.target.seq for hop in hops if hop.files))

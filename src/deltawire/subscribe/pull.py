@@ -70,7 +70,8 @@ def pull(
             while True:
                 hops = journey.routes.find(None, target)
                 pins.hold_way(chain.log.run, hops)
-                emit(on_event, "planned", seq=target.seq, hops=len(hops), bytes=sum(entry.size for hop in hops for entry in hop.files))
+                size = sum(entry.size for hop in hops for entry in hop.files)
+                emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=len(hops), bytes=size)
                 try:
                     _build(staged.path, hops, journey, threads)
                     return target

@@ -1,0 +1,105 @@
+"""What `deltawire publish` finds out before it takes a run over: whether anything changed, and what it would publish. Writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..chain.fetch import Fetcher
+from ..chain.find import newest_version
+from ..chain.log import ChainLog
+from ..chain.memory_state import MemoryState
+from ..chain.rebuild import rebuild
+from ..chain.routes import Routes
+from ..encode import encode_with_summary
+from ..errors import NoChain
+from ..format.checkpoint_copy import WEIGHT_SUFFIXES
+from ..format.content_hash import content_hash
+from ..state import state_digest
+from ..store.place import refuse_occupied
+
+if TYPE_CHECKING:
+    from ..events import OnEvent
+    from ..format.checkpoint import Checkpoint
+    from ..format.records import Commit
+    from ..store import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What would be published. `bytes` is about the size of its files; `base` is the number of the version that it would be a delta of."""
+
+    version: int
+    kind: str
+    base: int | None
+    bytes: int
+    changed: int
+    files: list[str]
+    """The other files that are new or changed."""
+
+    @property
+    def is_same(self) -> bool:
+        return self.kind == "delta" and not self.changed and not self.files
+
+
+def newest_if_same(log: ChainLog, state: Checkpoint, attached: Mapping[str, bytes | Path] | None, threads: int | None) -> Commit | None:
+    """Return the newest version if it has these weights and these files already. Reads the checkpoint, but no weights of the chain."""
+    newest = newest_or_none(log)
+    if newest is None or newest.digest != state_digest(state, threads=threads) or changed_files(log, newest, attached):
+        return None
+    return newest
+
+
+def forecast(
+    log: ChainLog,
+    state: Checkpoint,
+    attached: Mapping[str, bytes | Path] | None,
+    base: Commit | None,
+    *,
+    threads: int | None,
+    read: Progress | None,
+    on_event: OnEvent | None,
+) -> Forecast:
+    """Compare a checkpoint with the version `base`, or with the newest, and return what would be published."""
+    newest = newest_or_none(log)
+    if newest is None:
+        refuse_occupied(log.store)
+        return Forecast(1, "anchor", None, state.weight_bytes, 0, sorted(attached or ()))
+    base = base or newest
+    is_rewound = base.seq != newest.seq
+    before = MemoryState(threads=threads)
+    rebuild(before, log, Fetcher(log.store, limits=log.limits, on_event=on_event), base, progress=read)
+    files = changed_files(log, base, attached)
+    version = newest.updates + (2 if is_rewound else 1)
+    alike = before.keys() == state.keys() and all(
+        (before[name].dtype, before[name].shape) == (state.entry(name).dtype.numpy, state.entry(name).shape) for name in state
+    )
+    if alike:
+        delta, summary = encode_with_summary(before, state, threads=threads)
+        if len(delta) < state.weight_bytes or not summary.changed:
+            return Forecast(version, "delta", base.updates, len(delta), summary.changed, files)
+    return Forecast(newest.updates + 1, "anchor", None, state.weight_bytes, 0, files)
+
+
+def newest_or_none(log: ChainLog) -> Commit | None:
+    """Return the commit that made the newest version; None if there is none yet. `RunMismatch` for another run than was asked for."""
+    try:
+        log.run  # noqa: B018 - it is compared with the name that was asked for
+        return log.state_commit(newest_version(log))
+    except NoChain:
+        return None
+
+
+def changed_files(log: ChainLog, commit: Commit, attached: Mapping[str, bytes | Path] | None) -> list[str]:
+    """Return the names of the files beside the weights that differ from those of a version, or that only one of both has."""
+    if attached is None:
+        return []
+    there = {
+        entry.name: entry.blake3
+        for entry in Routes(log).find(None, commit)[0].files
+        if entry.name is not None and not entry.name.lower().endswith(WEIGHT_SUFFIXES)
+    }
+    here = {name: content_hash(content.read_bytes() if isinstance(content, Path) else content) for name, content in attached.items()}
+    return sorted(name for name in {*there, *here} if there.get(name) != here.get(name))

@@ -1,0 +1,200 @@
+"""Options of the commands that work on a chain. Commands run in this process: starting one takes longer than what they do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import assert_same, halves, load, model, run_python, save_sharded, updated
+from typer.testing import CliRunner
+
+from deltawire.cli import app
+
+
+def call(*arguments: object, code: int = 0) -> str:
+    """Run a command, and return what it printed on stdout and stderr."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def ask(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """Run a command with --json, and return the object on stdout."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == code, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def save(directory: Path, tensors: dict[str, Any], config: str = "{}") -> Path:
+    save_sharded(directory, halves(tensors))
+    (directory / "config.json").write_text(config)
+    return directory
+
+
+def loaded(directory: Path) -> dict[str, Any]:
+    return {name: array for path in directory.glob("*.safetensors") for name, array in load(path).items()}
+
+
+def files_below(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints `old` and `new`, and a `chain` with both, of steps 1 and 2."""
+    place = tmp_path_factory.mktemp("made")
+    save(place / "old", model())
+    save(place / "new", updated(model()))
+    for step, name in enumerate(("old", "new"), 1):
+        call("publish", place / name, place / "chain", "--step", step)
+    return place
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "place")
+
+
+# publish
+
+
+def test_a_dry_run_publishes_nothing_and_foretells_what_would_be(place: Path) -> None:
+    before = files_below(place)
+    first = ask("publish", place / "old", place / "elsewhere", "--dry-run")
+    assert (first["published"], first["version"], first["kind"], first["base"]) == (False, 1, "anchor", None)
+    again = ask("publish", place / "old", place / "chain", "--dry-run")
+    assert (again["version"], again["kind"], again["base"], again["same"]) == (3, "delta", 2, False)
+    same = ask("publish", place / "new", place / "chain", "--dry-run")
+    assert (same["changed"], same["files_changed"], same["same"]) == (0, [], True)
+    back = ask("publish", place / "new", place / "chain", "--dry-run", "--resume-from", 1)
+    assert (back["version"], back["base"], back["changed"]) == (4, 1, again["changed"])
+    assert "version 3 would be published, nothing was written" in call("publish", place / "old", place / "chain", "--dry-run")
+    other = save(place / "other", {name: array for name, array in model().items() if name != "scale"}, config='{"a": 1}')
+    before = files_below(place)
+    changed = ask("publish", other, place / "chain", "--dry-run")
+    assert (changed["kind"], changed["files_changed"]) == ("anchor", ["config.json"])
+    assert files_below(place) == before
+    assert ask("publish", place / "old", place / "new", "--dry-run", code=1)["error"]["type"] == "PlaceOccupied"
+    # It foretold what then happens.
+    done = ask("publish", place / "old", place / "chain")
+    assert (done["version"], done["kind"], done["changed"]) == (again["version"], again["kind"], again["changed"])
+    assert abs(done["bytes"] - again["bytes"]) < 1000
+
+
+def test_what_did_not_change_is_not_published_again(place: Path) -> None:
+    before = files_below(place / "chain")
+    same = ask("publish", place / "new", place / "chain", "--if-changed")
+    assert (same["published"], same["version"]) == (False, 2)
+    assert "nothing to publish: version 2" in call("publish", place / "new", place / "chain", "--if-changed")
+    assert files_below(place / "chain") == before  # nobody was fenced off for it
+    (place / "new" / "config.json").write_text('{"changed": 1}')
+    assert ask("publish", place / "new", place / "chain", "--if-changed")["published"]
+    assert ask("publish", place / "old", place / "chain", "--if-changed")["version"] == 4
+    assert ask("publish", place / "old", place / "fresh", "--if-changed")["version"] == 1
+
+
+# pull
+
+
+def test_a_pull_can_be_tried_first(place: Path) -> None:
+    before = files_below(place)
+    plan = ask("pull", place / "chain", place / "out", "--step", 1, "--dry-run")
+    assert (plan["version"], plan["hops"], plan["dry_run"]) == (1, 1, True)
+    assert "config.json" in plan["files"]
+    assert "nothing was fetched" in call("pull", place / "chain", place / "out", "--dry-run")
+    assert ask("pull", place / "chain", place / "old", "--dry-run", code=1)["error"]["type"] == "CheckpointError"
+    assert files_below(place) == before
+    assert ask("pull", place / "chain", place / "out", "--step", 1)["bytes"] == plan["bytes"]
+
+
+def test_a_pull_by_force_deletes_nothing_of_others(place: Path) -> None:
+    out = place / "out"
+    call("pull", place / "chain", out, "--at", 1)
+    for stranger in ("notes.txt", "logs/today.txt", ".git/HEAD"):
+        (out / stranger).parent.mkdir(exist_ok=True)
+        (out / stranger).write_text("mine")
+        refused = ask("pull", place / "chain", out, "--force", code=1)["error"]
+        assert refused["type"] == "CheckpointError"
+        assert f"holds {stranger}, which would be lost" in refused["message"]
+        assert (out / stranger).read_text() == "mine"
+        assert_same(loaded(out), model())
+        (out / stranger).unlink()
+        if (out / stranger).parent != out:
+            (out / stranger).parent.rmdir()
+    call("pull", place / "chain", out, "--force")
+    assert_same(loaded(out), updated(model()))
+
+
+# keys
+
+
+def test_keys_may_be_in_files(place: Path) -> None:
+    keys = [ask("keygen", place / name)["public"] for name in ("ours", "theirs")]
+    assert call("keygen", "--public", place / "ours") == f"{keys[0]}\n"
+    assert ask("keygen", place / "ours", "--public")["public"] == keys[0]
+    call("publish", place / "old", place / "signed", "--sign", place / "ours")
+    trusted = place / "trusted.keys"
+    trusted.write_text(f"# readers trust these\n\n{keys[1]}  # theirs\n{keys[0]}\n")
+    assert ask("pull", place / "signed", place / "out", "--trust", trusted)["version"] == 1
+    trusted.write_text(keys[1])
+    assert ask("pull", place / "signed", place / "never", "--trust", trusted, code=1)["error"]["type"] == "SignatureInvalid"
+    for wrong, word in (("", "holds no public key"), ("abc\n", "no public key"), ((place / "ours").read_text(), "secret key")):
+        trusted.write_text(wrong)
+        assert word in " ".join(call("log", place / "signed", "--trust", trusted, code=2).replace("│", " ").split())
+    call("log", place / "signed", "--trust", place / "nowhere", code=2)
+    call("keygen", "--public", place / "nowhere", code=1)
+    call("keygen", "--public", trusted, code=2)
+
+
+# follow --exec
+
+
+def test_a_command_runs_once_for_each_version(place: Path) -> None:
+    mirror, journal = place / "mirror", place / "journal"
+    write = f'echo "$DELTAWIRE_VERSION $DELTAWIRE_SEQ $DELTAWIRE_STEP $(ls "$DELTAWIRE_PATH" | grep -c config.json)" >> {journal}'
+    for _ in range(2):  # the second finds nothing new
+        call("follow", place / "chain", mirror, "--once", "--exec", write)
+    assert journal.read_text() == "2 3 2 1\n"
+    call("publish", place / "old", place / "chain")
+    failing = f"{write}; exit 7"
+    assert "exited with code 7" in call("follow", place / "chain", mirror, "--once", "--exec", failing, code=1)
+    assert_same(loaded(mirror / "current"), model())  # the mirror has it all the same
+    call("follow", place / "chain", mirror, "--once", "--exec", failing, code=1)  # tried again, since it failed
+    assert journal.read_text().splitlines()[1:] == ["3 5  1"] * 2
+
+
+def test_what_a_command_prints_does_not_disturb_json(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = CliRunner().invoke(
+        app, ["follow", str(place / "chain"), str(place / "mirror"), "--once", "--json", "--exec", "echo noise; exit 3"]
+    )
+    assert result.exit_code == 1
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(event["event"], event["version"]) for event in events] == [("version", 2), ("exec-failed", 2)]
+    assert events[1]["status"] == 3
+    captured = capfd.readouterr()
+    assert (captured.out, "noise" in captured.err) == ("", True)
+
+
+# All commands
+
+
+def test_what_happens_is_told_when_asked_for(place: Path) -> None:
+    for command in (["log"], ["show"], ["verify"], ["gc"], ["pull", place / "out"], ["follow", place / "mirror", "--once"]):
+        result = CliRunner().invoke(app, [command[0], str(place / "chain"), *map(str, command[1:]), "-v", "--json"])
+        assert result.exit_code == 0, result.output
+        json.loads(result.stdout)
+        assert "get run.json: " in result.stderr, result.stderr
+    result = CliRunner().invoke(app, ["publish", str(place / "old"), str(place / "chain"), "--verbose"])
+    assert "planned seq=3 updates=2" in result.stderr
+    assert "create commit/" in result.stderr
+
+
+def test_help_is_short_to_ask_for_and_the_package_is_a_program() -> None:
+    for command in ([], ["publish"], ["member"], ["inspect"]):
+        assert call(*command, "-h") == call(*command, "--help")
+    done = run_python(["-m", "deltawire"], "--version")
+    assert (done.returncode, done.stdout[:10]) == (0, "deltawire ")
