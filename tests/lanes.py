@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests"
 SYSTEMS = [f"{TESTS}/{name}" for name in ("demo", "faults", "fleet", "integration")]
 """Many processes, or servers of stores, or much waiting."""
-VLLM = [f"{TESTS}/vllm", f"{TESTS}/trainers/test_trl_samples.py", f"{TESTS}/fleet/test_trl_rollouts.py"]
+VLLM = [
+    f"{TESTS}/vllm",
+    *(f"{TESTS}/{name}.py" for name in ("trainers/test_trl_samples", "fleet/test_trl_worker", "fleet/test_trl_rollouts")),
+]
 """A real vLLM, or a real TRL. Where these are not installed, most of it is skipped."""
 
 

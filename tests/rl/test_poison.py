@@ -2,88 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from blake3 import blake3
 from learning_run import SETTINGS, members, trainer
+from poisons import MARK, MARKED, Poison, PoisonedStore, logprob, longer, on_first, prompts, reward, token
 from tiny_models import torch
 
 from deltawire import Subscriber
+from deltawire.engines.model_limits import limits_of_files, load_prompts
 from deltawire.errors import TrainingFailed
 from deltawire.events import Event
 from deltawire.fleet.training_limits import TrainingLimits
 from deltawire.format.fleet_records import Rejection
-from deltawire.format.rollouts import Completion, Rollouts, Span
 from deltawire.rl import preflight
 from deltawire.rl import trainer as trainer_module
 from deltawire.store import fleet_keys
 from deltawire.store.memory import MemoryStore
-
-Poison = Callable[[Rollouts], Rollouts]
-MARK = 93
-"""A completion of this token alone makes the model fail, in ways that no check on arrival can know of. Chance makes none."""
-
-
-class PoisonedStore(MemoryStore):
-    """Changes results as they are uploaded, one poison after the other; then they come through as they are."""
-
-    def __init__(self, poisons: Iterable[Poison] = ()) -> None:
-        super().__init__()
-        self.poisons = list(poisons)
-        self.poisoned: list[str] = []
-
-    def put(self, key: str, data: Any, **options: Any) -> None:
-        place = fleet_keys.parse_rollout_key(key)
-        if place is not None and self.poisons:
-            data = self.poisons.pop(0)(Rollouts.parse(bytes(data))).to_bytes()
-            key = fleet_keys.rollout_key(place._replace(blake3=blake3(data).hexdigest()))
-            self.poisoned.append(key)
-        super().put(key, data, **options)
-
-
-def on_first(change: Callable[[Completion], Completion]) -> Poison:
-    """Change one completion of a result."""
-    return lambda whole: replace(whole, completions=(change(whole.completions[0]), *whole.completions[1:]))
-
-
-def token(number: int) -> Poison:
-    return on_first(lambda one: replace(one, tokens=np.concatenate([[number], one.tokens[1:]]).astype(np.int32)))
-
-
-MARKED: Poison = on_first(lambda one: replace(one, tokens=np.full(len(one.tokens), MARK, np.int32)))
-
-
-def reward(number: float) -> Poison:
-    return on_first(lambda one: replace(one, rewards=(number,)))
-
-
-def logprob(number: float) -> Poison:
-    return on_first(lambda one: replace(one, logprobs=np.full(len(one.tokens), number, np.float32)))
-
-
-def longer(by: int, mask: int) -> Poison:
-    """More tokens, as an environment might put them in (`mask` 0), or as the policy's own."""
-
-    def change(one: Completion) -> Completion:
-        return replace(
-            one,
-            tokens=np.concatenate([one.tokens, np.ones(by, np.int32)]),
-            logprobs=np.concatenate([one.logprobs, np.zeros(by, np.float32)]),
-            mask=np.concatenate([one.mask, np.full(by, mask, np.uint8)]),
-            spans=(*one.spans[:-1], Span(one.spans[-1].start, one.spans[-1].end + by, one.spans[-1].seq)),
-        )
-
-    return on_first(change)
-
-
-def prompts(change: Callable[[Any], Any]) -> Poison:
-    return lambda whole: replace(whole, prompts=tuple(np.asarray(change(prompt), np.int32) for prompt in whole.prompts))
-
 
 REFUSED: dict[str, tuple[Poison, str]] = {
     "a token beyond the vocabulary": (token(96), "untrainable"),
@@ -315,7 +254,10 @@ def test_a_model_whose_weights_are_not_finite_is_not_published():
 def test_limits_are_those_of_the_model_and_the_tokenizer():
     from learning_run import attachments, model
 
-    prompts = preflight.load_prompts(preflight.read_files(MemoryStore(), attachments()))
+    prompts = load_prompts(files := preflight.read_files(MemoryStore(), attachments()))
     limits = preflight.training_limits(model(), prompts)
     assert (limits.vocabulary, limits.positions) == (96, 64)
     assert limits.prompts_of([{"prompt": "w1 w2"}]) == ((1, 2),)
+    from_files = limits_of_files(files)
+    assert (from_files.vocabulary, from_files.positions) == (96, 64)
+    assert from_files.prompts_of([{"prompt": "w1 w2"}]) == ((1, 2),)

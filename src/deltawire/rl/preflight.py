@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from ..engines.model_limits import positions_of
 from ..engines.prompts import Prompts
 from ..errors import EngineError, NoChain, UnusableModelFiles, UnusableRows
 from ..fleet.training_limits import TrainingLimits
@@ -21,31 +22,21 @@ _NAMED = 3
 def read_files(store: Store, attachments: Attachments | None, trusted_keys: Collection[str] = ()) -> ModelFiles:
     """Return the files that members will build the model from: those that are given, or else those of the chain.
 
-    Raises `UnusableModelFiles` if there are none, or no config.json among them.
+    Raises `UnusableModelFiles` if there are none.
     """
     if attachments is not None:
-        files = ModelFiles(read_attachments(attachments), {})
-    else:
-        try:
-            files = read_model_files(store, trusted_keys=trusted_keys)
-        except NoChain:
-            raise UnusableModelFiles("there is no config.json and no tokenizer to publish beside the weights.") from None
-    if "config.json" not in files.files:
-        raise UnusableModelFiles("there is no config.json beside the weights.")
-    return files
-
-
-def load_prompts(files: ModelFiles) -> Prompts:
-    """Return the tokenizer that members will use. Raises `UnusableModelFiles` if there is none that loads."""
+        return ModelFiles(read_attachments(attachments), {})
     try:
-        return Prompts.of(files)
-    except EngineError as error:
-        raise UnusableModelFiles(error.message) from error
+        return read_model_files(store, trusted_keys=trusted_keys)
+    except NoChain:
+        raise UnusableModelFiles("there is no config.json and no tokenizer to publish beside the weights.") from None
 
 
 def training_limits(model: Any, prompts: Prompts) -> TrainingLimits:
     """Return what this model can be trained on: its vocabulary, its positions, and the prompts that rows have by this tokenizer."""
-    return TrainingLimits(vocabulary=_vocabulary(model), positions=_positions(model), encode=prompts.encode)
+    config = getattr(model, "config", None)
+    positions = None if config is None else positions_of(config)
+    return TrainingLimits(vocabulary=_vocabulary(model), positions=positions, encode=prompts.encode)
 
 
 def check_rows(rows: Sequence[Row], limits: TrainingLimits, max_completion_length: int) -> None:
@@ -97,12 +88,3 @@ def _embedding_sizes(model: Any) -> Iterator[int]:
         weight = getattr(ask(), "weight", None) if callable(ask) else None
         if weight is not None:
             yield int(weight.shape[0])
-
-
-def _positions(model: Any) -> int | None:
-    config = getattr(model, "config", None)
-    if config is None:
-        return None
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    positions = getattr(text, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None

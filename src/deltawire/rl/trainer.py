@@ -15,6 +15,7 @@ import torch
 
 from ..chain.log import ChainLog
 from ..chain.version import Version
+from ..engines.model_limits import load_prompts
 from ..errors import FleetTimeout, TrainingFailed
 from ..events import OnEvent, emit
 from ..fleet.batch import Batch
@@ -32,7 +33,7 @@ from ..trainers import WeightSource
 from .batches import TrainingBatch
 from .checkpoints import TrainerCheckpoints
 from .metrics import shown, step_metrics
-from .preflight import check_rows, load_prompts, read_files, training_limits
+from .preflight import check_rows, read_files, training_limits
 from .report import StepReporter
 from .resume_point import resume_point
 from .settings import GrpoSettings

@@ -23,9 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..chain.version import Version
+from ..engines.model_limits import limits_of_files
 from ..errors import FleetTimeout
 from ..events import OnEvent
 from ..fleet import Batch, Completion, Coordinator, FleetOptions, Rollouts, Sampling, StalenessBudget
+from ..subscribe.model_files import read_model_files
 from .trl import DeltaWireTransfer
 from .trl_samples import NOBODY, LabelledSample
 
@@ -43,7 +45,8 @@ class FleetRolloutWorker:
 
     `budget` is how many syncs behind members may be; TRL's `max_staleness` must not be smaller. What was acknowledged before a trainer died
     and still holds is trained by the next. With `dismiss` members are told to leave when training ends, also when it fails. `tokenizer` is
-    only for the texts of TRL's traces.
+    only for the texts of TRL's traces: prompts and completions are checked by the config and tokenizer that the transfer publishes as
+    `attachments`, as members use them. Without these `check_health` raises `UnusableModelFiles`.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class FleetRolloutWorker:
 
     def _run(self) -> None:
         try:
+            limits = limits_of_files(read_model_files(self._transfer.store, trusted_keys=self._transfer.publisher.trusted_keys))
             with Coordinator(
                 self._transfer.store,
                 epoch=self._transfer.publisher.epoch,
@@ -129,6 +133,7 @@ class FleetRolloutWorker:
                 trusted_keys=self._transfer.publisher.trusted_keys,
                 budget=self._budget,
                 options=self._options,
+                training=limits,
                 on_event=self._on_event,
             ) as fleet:
                 self._produce(fleet)

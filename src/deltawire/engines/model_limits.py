@@ -1,0 +1,45 @@
+"""What a model can be trained on, as far as the files beside its weights tell."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..errors import EngineError, UnusableModelFiles
+from ..fleet.training_limits import TrainingLimits
+from ..subscribe.model_files import ModelFiles
+from .pretrained import load_config
+from .prompts import Prompts
+
+
+def load_prompts(files: ModelFiles) -> Prompts:
+    """Return the tokenizer that members will use. Raises `UnusableModelFiles` if there is none that loads."""
+    if "config.json" not in files.files:
+        raise UnusableModelFiles("there is no config.json beside the weights.")
+    try:
+        return Prompts.of(files)
+    except EngineError as error:
+        raise UnusableModelFiles(error.message) from error
+
+
+def limits_of_files(files: ModelFiles) -> TrainingLimits:
+    """Return the vocabulary and positions that config.json names, and the tokenizer's prompts. Raises `UnusableModelFiles`."""
+    prompts = load_prompts(files)
+    with tempfile.TemporaryDirectory(prefix="deltawire-config-") as folder:
+        try:
+            config = load_config(files.write(Path(folder)))
+        except EngineError as error:
+            raise UnusableModelFiles(error.message) from error
+    return TrainingLimits(vocabulary=_size(config, "vocab_size"), positions=positions_of(config), encode=prompts.encode)
+
+
+def positions_of(config: Any) -> int | None:
+    """Return how many tokens a model of this config takes at most; None if it does not say."""
+    return _size(config, "max_position_embeddings")
+
+
+def _size(config: Any, name: str) -> int | None:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, name, None)
+    return size if isinstance(size, int) and size > 0 else None
