@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from publications import Listener, open_subscriber
+from publications import Ledger, Listener, open_publisher, open_subscriber, published, visible_step
 from support import bits_of
 from toy_chain import ToyChain, first_state
 
+from deltawire.chain.collect import collect
+from deltawire.chain.log import ChainLog
 from deltawire.chain.verify import verify
 from deltawire.errors import DataDamaged, DataMissing, DeltawireError
 from deltawire.format.records import FileEntry
@@ -151,3 +153,45 @@ def test_a_publisher_that_resumes_over_bad_data_takes_another_way_or_says_why(ch
     with open_subscriber(chain.store) as reader:
         assert reader.sync().kind == "delta"
         assert bits_of(reader.state) == bits_of(chain.state)
+
+
+def test_a_chain_that_was_repaired_as_documented_is_sound_again() -> None:
+    """By going back to the newest sound version, when not even a publisher can read back the newest (docs/operations.md)."""
+    store, ledger = published(4)
+    log = ChainLog(store)
+    bad = log.read(3)
+    assert bad is not None
+    whole = store.get(bad.files[0].key, limit=1 << 20)
+    store.put(bad.files[0].key, whole[:-1] + bytes([whole[-1] ^ 1]))
+    report = verify(store, deep=True, threads=1)
+    assert not report.ok
+    assert any("commit 3" in problem.where for problem in report.problems)
+    with pytest.raises(DataDamaged):
+        open_publisher(store)
+    with open_publisher(store, resume_from=2) as publisher:
+        ledger.publish(publisher, 2)
+        assert_repaired(store, ledger, {bad.files[0].key})
+        ledger.publish(publisher, 12)  # checkpoints among them
+        collect(store, grace=0)
+    report = verify(store, deep=True, threads=1)
+    assert (report.ok, report.superseded) == (True, [])
+
+
+def test_a_new_checkpoint_repairs_what_lies_below_it() -> None:
+    """A publisher has the newest version in memory, so damage in the store does not stop it; its next checkpoint ends the matter."""
+    store, ledger = MemoryStore(), Ledger()
+    with open_publisher(store) as publisher:
+        ledger.publish(publisher, 4)
+        anchor = ChainLog(store).read(1)
+        assert anchor is not None
+        store.delete([anchor.files[0].key])  # the only checkpoint: nobody can join
+        assert not verify(store, threads=1).ok
+        ledger.publish(publisher, 2)
+        assert_repaired(store, ledger, {anchor.files[0].key})
+
+
+def assert_repaired(store: MemoryStore, ledger: Ledger, damaged: set[str]) -> None:
+    report = verify(store, deep=True, threads=1)
+    assert (report.ok, report.problems) == (True, [])
+    assert all(any(key in problem.what for problem in report.superseded) for key in damaged)
+    assert visible_step(store) == ledger.newest

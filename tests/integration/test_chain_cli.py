@@ -335,6 +335,18 @@ def test_a_flipped_bit_is_found_and_named(chain: Path) -> None:
     assert problems[0]["where"] == "version 2 (commit 3)"
 
 
+def test_a_chain_that_was_repaired_as_documented_passes_again(chain: Path, checkpoints: list[Path]) -> None:
+    damaged = data_of(chain, 5)[0]
+    flip_a_bit(damaged)
+    assert run("verify", chain, "--deep").returncode == 3
+    succeed("publish", checkpoints[2], chain, "--resume-from", 2)
+    done = run("verify", chain, "--deep")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "superseded" in done.stdout
+    assert damaged.name in "".join(done.stdout.split())
+    assert "superseded" in json.loads(run("verify", chain, "--json").stdout)
+
+
 def test_lost_data_are_found_and_named(chain: Path) -> None:
     lost = data_of(chain, 5)[0]
     lost.unlink()

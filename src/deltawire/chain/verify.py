@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ..errors import ChainError, DataDamaged, DeltawireError, NoChain, StoreError, UnsupportedVersion, VersionGone
-from ..format.records import Commit, FileEntry, Limits, Shortcut
+from ..format.records import Commit, Limits, Shortcut
 from ..store import keys
 from ..store.base import Store
 from .fetch import Fetcher
@@ -16,6 +16,7 @@ from .log import ChainLog
 from .memory_state import MemoryState
 from .rebuild import rebuild
 from .restore import Hop
+from .superseded import Record, find_needed
 
 ReportProgress = Callable[[int, int], None]
 """Called with the number of commits done, and of all."""
@@ -42,11 +43,15 @@ class Report:
     rebuilt: int = 0
     floor: int = -1
     problems: list[Problem] = field(default_factory=list)
+    superseded: list[Problem] = field(default_factory=list)
+    """Damage to data that readers of the newest version do not need: versions that a rewind abandoned, and what lies below the newest
+    sound checkpoint. Such versions cannot be pulled any more. Collection removes them."""
     notes: list[Problem] = field(default_factory=list)
     """What is no damage: it is in nobody's way, and collection removes it."""
 
     @property
     def ok(self) -> bool:
+        """Whether readers can get to the newest version by every way that they may take, as far as the check has looked."""
         return not self.problems
 
 
@@ -63,6 +68,9 @@ def verify(
 
     `deep` reads every one of them, rebuilds each version above the floor that can be, and resolves each shortcut; it needs memory for one
     state. What is wrong with the chain is reported, not raised; what is wrong with the store is raised. `NoChain` where there is none.
+
+    Damaged data that no reader of the newest version needs any more are reported as superseded: a chain that was repaired is sound again.
+    Damaged commits are never superseded, as readers follow hashes through them.
     """
     return _Check(ChainLog(store, trusted_keys=trusted_keys, limits=limits), progress, threads).run(deep)
 
@@ -75,6 +83,8 @@ class _Check:
         self._report = Report()
         self._sizes: dict[str, int] = {}
         self._sound: list[Commit] = []
+        self._damage: list[tuple[Record, Problem]] = []
+        """Records whose files are damaged, and how."""
 
     def run(self, deep: bool) -> Report:
         self._report.floor = self._log.floor()
@@ -83,14 +93,25 @@ class _Check:
         self._sizes = {info.key: info.size for info in self._log.store.list(keys.DATA)}
         for commit in self._sound:
             if commit.seq > self._report.floor:
-                self._check_files(keys.commit_key(commit.seq), commit.files)
+                self._check_files(keys.commit_key(commit.seq), commit)
         shortcuts = self._check_shortcuts()
         if deep:
             self._rebuild_all(shortcuts)
+        self._judge_damage(shortcuts)
         return self._report
 
     def _problem(self, where: str, what: object) -> None:
         self._report.problems.append(Problem(where, str(what)))
+
+    def _damaged(self, record: Record, where: str, what: object) -> None:
+        self._damage.append((record, Problem(where, str(what))))
+
+    def _judge_damage(self, shortcuts: list[Shortcut]) -> None:
+        """Tell damage that is in the way of readers from what is superseded."""
+        damaged = {id(record) for record, _ in self._damage}
+        needed = find_needed(self._sound, shortcuts, lambda record: id(record) in damaged)
+        for record, problem in self._damage:
+            (self._report.problems if needed.needs(record) else self._report.superseded).append(problem)
 
     def _check_commits(self) -> None:
         before: Commit | None = None
@@ -176,7 +197,7 @@ class _Check:
                 self._report.notes.append(Problem(key, "its files are missing: its writer made it after another took over"))
                 continue
             if seq > self._report.floor:
-                self._check_files(key, shortcut.files)
+                self._check_files(key, shortcut)
             found.append(shortcut)
         return found
 
@@ -184,14 +205,14 @@ class _Check:
         """Of an earlier writer, who may have slept while what he had uploaded was collected."""
         return shortcut.epoch < self._sound[-1].epoch and any(entry.key not in self._sizes for entry in shortcut.files)
 
-    def _check_files(self, where: str, files: tuple[FileEntry, ...]) -> None:
-        for entry in files:
+    def _check_files(self, where: str, record: Record) -> None:
+        for entry in record.files:
             self._report.files += 1
             self._report.bytes += entry.size
             if entry.key not in self._sizes:
-                self._problem(where, f"{entry.key} is missing")
+                self._damaged(record, where, f"{entry.key} is missing")
             elif self._sizes[entry.key] != entry.size:
-                self._problem(where, f"{entry.key} has {self._sizes[entry.key]:,} bytes, not {entry.size:,}")
+                self._damaged(record, where, f"{entry.key} has {self._sizes[entry.key]:,} bytes, not {entry.size:,}")
 
     def _rebuild_all(self, shortcuts: list[Shortcut]) -> None:
         """Go through all versions in order. Each is made by its own files where that is possible: a detour would leave them unread."""
@@ -211,37 +232,36 @@ class _Check:
                 self._try_shortcut(MemoryState(threads=self._threads), shortcut, fetcher)
 
     def _rebuild(self, state: MemoryState, commit: Commit, fetcher: Fetcher) -> None:
-        where = commit.describe()
         at_base = commit.base is not None and state.commit is not None and state.commit.seq == commit.base.seq
         if commit.kind == "fence":
             if at_base:
                 state.relabel(commit)
             return
         if commit.kind == "anchor":
-            rebuilt = self._load(state, where, Hop(commit, None, commit.files, "anchor"), fetcher)
+            rebuilt = self._load(state, commit, Hop(commit, None, commit.files, "anchor"), fetcher)
         elif commit.kind == "delta" and commit.base is not None and at_base:
             hop = Hop(commit, commit.base.seq, commit.files, "commit", commit.base.digest)
-            rebuilt = self._attempt(where, lambda: state.apply(state.resolve(hop, fetcher), commit))
+            rebuilt = self._attempt(commit, lambda: state.apply(state.resolve(hop, fetcher), commit))
         else:
-            rebuilt = self._attempt(where, lambda: rebuild(state, self._log, fetcher, commit))
+            rebuilt = self._attempt(commit, lambda: rebuild(state, self._log, fetcher, commit))
         self._report.rebuilt += rebuilt
 
     def _try_shortcut(self, state: MemoryState, shortcut: Shortcut, fetcher: Fetcher) -> None:
         target = next(commit for commit in self._sound if commit.seq == shortcut.target.seq)
         base = shortcut.base
         if base is None:
-            self._load(state, shortcut.describe(), Hop(target, None, shortcut.files, "anchor"), fetcher)
+            self._load(state, shortcut, Hop(target, None, shortcut.files, "anchor"), fetcher)
         elif target.seq > self._report.floor:
             hop = Hop(target, base.seq, shortcut.files, "skip", base.digest)
-            self._attempt(shortcut.describe(), lambda: state.resolve(hop, fetcher))
+            self._attempt(shortcut, lambda: state.resolve(hop, fetcher))
 
-    def _load(self, state: MemoryState, where: str, hop: Hop, fetcher: Fetcher) -> bool:
+    def _load(self, state: MemoryState, record: Record, hop: Hop, fetcher: Fetcher) -> bool:
         """Load a checkpoint, and read its other files too, which a state does not need."""
         others = [entry for entry in hop.files if entry.name is not None and not entry.name.endswith(".safetensors")]
-        intact = [self._attempt(where, functools.partial(fetcher.fetch, entry)) for entry in others]
-        return self._attempt(where, lambda: state.load_anchor(hop, fetcher)) and all(intact)
+        intact = [self._attempt(record, functools.partial(fetcher.fetch, entry)) for entry in others]
+        return self._attempt(record, lambda: state.load_anchor(hop, fetcher)) and all(intact)
 
-    def _attempt(self, where: str, work: Callable[[], object]) -> bool:
+    def _attempt(self, record: Record, work: Callable[[], object]) -> bool:
         try:
             work()
         except VersionGone:
@@ -249,7 +269,7 @@ class _Check:
         except StoreError:
             raise
         except DeltawireError as error:
-            self._problem(where, error)
+            self._damaged(record, record.describe(), error)
             return False
         return True
 

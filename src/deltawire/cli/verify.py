@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,8 @@ def verify(
     """Check a whole chain: every record, every link, every signature, and that all data are there.
 
     Without --deep only the sizes of data are compared; with it every byte is read and every version rebuilt. What was collected is not
-    missed. Exits with 3 if anything is wrong.
+    missed. Exits with 3 if anything is wrong that readers of the newest version may meet. Damage to versions that were abandoned, or lie
+    below the newest sound checkpoint, is listed as superseded.
     """
     with exit_codes(json):
         from ..chain.verify import verify as verify_chain
@@ -60,7 +62,12 @@ def _as_json(url: str, deep: bool, report: Report) -> dict[str, Any]:
         "bytes": report.bytes,
         "rebuilt": report.rebuilt if deep else None,
         "floor": report.floor if report.floor >= 0 else None,
-        "problems": [{"where": cause.affects[0], "what": cause.what, "affects": cause.affects} for cause in causes_of(report, url)],
+        "problems": [
+            {"where": cause.affects[0], "what": cause.what, "affects": cause.affects} for cause in causes_of(report.problems, url)
+        ],
+        "superseded": [
+            {"where": cause.affects[0], "what": cause.what, "affects": cause.affects} for cause in causes_of(report.superseded, url)
+        ],
         "notes": [{"where": note.where, "what": note.what} for note in report.notes],
     }
 
@@ -83,10 +90,10 @@ class Cause:
     affects: list[str]
 
 
-def causes_of(report: Report, url: str) -> list[Cause]:
-    """The problems of a report, one for each cause: a damaged object is one problem, however many versions are made from it."""
+def causes_of(problems: Sequence[Problem], url: str) -> list[Cause]:
+    """The problems that a check found, one for each cause: a damaged object is one problem, however many versions are made from it."""
     causes: dict[str, Cause] = {}
-    for problem in report.problems:
+    for problem in problems:
         what = _finding(problem).replace(f" in {url}", "")
         named = _DATA_KEY.search(what)
         cause = causes.setdefault(named[0] if named else f"{problem.where}: {what}", Cause(what, []))
@@ -96,7 +103,7 @@ def causes_of(report: Report, url: str) -> list[Cause]:
 
 
 def _print(url: str, deep: bool, report: Report) -> None:
-    causes = causes_of(report, url)
+    causes, superseded = causes_of(report.problems, url), causes_of(report.superseded, url)
     rebuilt = f"{report.rebuilt:,} version{'' if report.rebuilt == 1 else 's'}"
     print_rows(
         url,
@@ -112,13 +119,15 @@ def _print(url: str, deep: bool, report: Report) -> None:
                 f"{rebuilt}, each with the digest of its commit" if deep else "",
             ),
             ("floor", f"commit {report.floor}: what lies below may be collected" if report.floor >= 0 else ""),
+            ("superseded", f"{len(superseded):,} damaged, which no reader of the newest version needs" if superseded else ""),
             ("to be collected", f"{len(report.notes):,} shortcuts that lead nowhere; `deltawire gc` removes them" if report.notes else ""),
             ("result", "no damage found" if report.ok else f"damage found: {len(causes):,} problem{'s' if len(causes) > 1 else ''}"),
         ],
     )
     console = result_console()
-    for cause in causes:
-        print_wrapped(console, f"  {cause.what}", style="red", indent=4)
-        print_wrapped(console, f"    noticed at: {', '.join(cause.affects)}", indent=6)
+    for style, found in (("red", causes), ("yellow", superseded)):
+        for cause in found:
+            print_wrapped(console, f"  {cause.what}", style=style, indent=4)
+            print_wrapped(console, f"    noticed at: {', '.join(cause.affects)}", indent=6)
     for note in report.notes:
         print_wrapped(console, f"  {note.where}: {_finding(note)}", style="yellow", indent=4)

@@ -32,7 +32,11 @@ def chain():
 
 
 def problems(chain, deep=False, **options):
-    return [(problem.where, problem.what) for problem in verify(chain.store, deep, threads=1, **options).problems]
+    return problem_pairs(verify(chain.store, deep, threads=1, **options).problems)
+
+
+def problem_pairs(found):
+    return [(problem.where, problem.what) for problem in found]
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -68,17 +72,69 @@ def test_a_missing_and_a_short_file_are_found(chain):
     ]
 
 
-def test_a_flipped_bit_is_found_only_by_going_deep(chain):
-    for entry in (chain.commits[5].files[0], ChainLog(chain.store).shortcut(5, 1).files[0], ChainLog(chain.store).shortcut(4).files[2]):
+def damage(chain, *entries):
+    """Flip a bit of each of these files."""
+    for entry in entries:
         data = bytearray(chain.store.get(entry.key, limit=1 << 20))
         data[-1] ^= 1
         chain.store.put(entry.key, bytes(data))
-    assert problems(chain) == []
-    assert [where for where, _ in problems(chain, deep=True)] == [
+
+
+@pytest.fixture
+def straight_chain():
+    """One writer, five versions, of which only the first is a checkpoint by itself."""
+    chain = trained_chain(4)
+    chain.anchor_shortcut(4)
+    chain.skip(1, 5)
+    return chain
+
+
+def test_a_flipped_bit_is_found_only_by_going_deep(straight_chain):
+    log = ChainLog(straight_chain.store)
+    damage(straight_chain, straight_chain.commits[5].files[0], log.shortcut(5, 1).files[0], log.shortcut(4).files[2])
+    assert problems(straight_chain) == []
+    assert [where for where, _ in problems(straight_chain, deep=True)] == [
         "the skip from commit 1 to 5",
         "version 5 (commit 5)",
         "the anchor of commit 4",
     ]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_damage_below_the_newest_sound_checkpoint_is_superseded(straight_chain, deep):
+    """By deltas of versions 2 and 4, and by the skip, nobody needs to go: the checkpoint of version 4 leads to version 5."""
+    files = [straight_chain.commits[seq].files[0] for seq in (2, 4)]
+    straight_chain.store.delete([entry.key for entry in files])
+    report = verify(straight_chain.store, deep, threads=1)
+    assert (report.ok, report.problems) == (True, [])
+    assert {what.split()[0] for _, what in problem_pairs(report.superseded)} >= {entry.key for entry in files}
+    straight_chain.store.delete([straight_chain.commits[5].files[0].key])
+    assert not verify(straight_chain.store, deep, threads=1).ok
+
+
+def test_damage_is_not_superseded_by_a_checkpoint_that_is_damaged_itself(straight_chain):
+    damage(straight_chain, straight_chain.commits[2].files[0])
+    assert verify(straight_chain.store, deep=True, threads=1).ok
+    damage(straight_chain, ChainLog(straight_chain.store).shortcut(4).files[0])
+    assert "version 2 (commit 2)" in [where for where, _ in problems(straight_chain, deep=True)]
+
+
+def test_damage_to_abandoned_versions_is_superseded(straight_chain):
+    straight_chain.store.delete([keys.anchor_key(4)])
+    straight_chain.rewind(3)
+    straight_chain.train(1)
+    damage(straight_chain, straight_chain.commits[4].files[0])
+    report = verify(straight_chain.store, deep=True, threads=1)
+    assert report.ok
+    assert {where for where, _ in problem_pairs(report.superseded)} == {"version 4 (commit 4)"}
+    damage(straight_chain, straight_chain.commits[2].files[0])  # which leads to what was gone back to
+    assert not verify(straight_chain.store, deep=True, threads=1).ok
+
+
+def test_damaged_records_are_never_superseded(straight_chain):
+    straight_chain.anchor(make_state(4))
+    straight_chain.store.put(keys.commit_key(2), b"garbage")
+    assert keys.commit_key(2) in [where for where, _ in problems(straight_chain)]
 
 
 def test_broken_links_are_found(chain):
