@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from threading import Lock
 from typing import Any
 
@@ -15,14 +16,19 @@ Value = int | float | str | None
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened. `name` is one of a small vocabulary ("published", "synced", "retrying", …), `fields` say more."""
+    """One thing that happened. `name` is one of a small vocabulary ("published", "synced", "retrying", …), `fields` say more.
+
+    `time` is when it happened, in seconds since 1970 by the clock of this machine. Two events that differ in nothing else are equal.
+    """
 
     name: str
     fields: Mapping[str, Value] = field(default_factory=dict)
+    time: float = field(default_factory=time.time, compare=False)
 
     def to_json(self) -> dict[str, Value]:
-        """A dict that any JSON writer takes; the name is under "event"."""
-        return {"event": self.name, **self.fields}
+        """A dict that any JSON writer takes; the name is under "event", the time (UTC, ISO 8601) under "time"."""
+        when = datetime.fromtimestamp(self.time, timezone.utc).isoformat(timespec="milliseconds")
+        return {"event": self.name, "time": when.replace("+00:00", "Z"), **self.fields}
 
 
 OnEvent = Callable[[Event], Any]
@@ -37,6 +43,13 @@ def emit(on_event: OnEvent | None, name: str, **fields: Value) -> None:
         on_event(Event(name, fields))
     except Exception:
         logging.getLogger("deltawire").exception("the event listener failed on %r", name)
+
+
+def with_fields(on_event: OnEvent | None, **fields: Value) -> OnEvent | None:
+    """Returns a listener that adds these fields to every event that does not have them already, and passes it on."""
+    if on_event is None:
+        return None
+    return lambda event: on_event(Event(event.name, {**fields, **event.fields}, event.time))
 
 
 class Stopwatch:

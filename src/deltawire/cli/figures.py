@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
@@ -51,6 +52,11 @@ def duration(seconds: float) -> str:
             value = seconds / length
             return f"{value:.{1 if value < 10 and unit != 'min' else 0}f} {unit}"
     return f"{max(seconds, 0.0):.{1 if seconds < 9.95 else 0}f} s"
+
+
+def clock_time(seconds: float) -> str:
+    """The time of day on this machine at so many seconds after 1970: 14:05:09."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
 def bits_per_change(byte_count: int, changed: int) -> float | None:

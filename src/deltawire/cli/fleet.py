@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json as json_module
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from ..events import Event
+from . import figures
 from .chain_options import TrustOption
 from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
 from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice
 
 if TYPE_CHECKING:
-    from ..events import Event, OnEvent
     from ..fleet.supervision import Running
     from ..rl.member import MemberOptions
+
+_WIDEST_NAME = 20
+"""Columns for the name before each line. Longer names lose their middle: members of one fleet differ at the end."""
 
 
 def fleet(
@@ -69,10 +75,10 @@ def fleet(
             )
             for number in range(total)
         }
-        listener: OnEvent = _print_as_json if json else _tell
+        output = _Output(list(options), as_json=json)
         stop = threading.Event()
-        start, close = _on_ray(ray_address, cpus, gpus, pass_env or []) if ray else _on_this_machine(json)
-        supervisor = Supervisor(list(options), lambda each: start(options[each]), restarts=restarts, on_event=listener)
+        start, close = _on_ray(ray_address, cpus, gpus, pass_env or []) if ray else _on_this_machine(output)
+        supervisor = Supervisor(list(options), lambda each: start(options[each]), restarts=restarts, on_event=output)
         try:
             is_well = supervisor.run(stop)
         except KeyboardInterrupt:
@@ -83,7 +89,7 @@ def fleet(
             raise typer.Exit(1)
 
 
-def _on_this_machine(json: bool) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
+def _on_this_machine(output: _Output) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
     from ..fleet.local_members import LocalMember
 
     def start(options: MemberOptions) -> Running:
@@ -91,7 +97,7 @@ def _on_this_machine(json: bool) -> tuple[Callable[[MemberOptions], Running], Ca
         arguments += ["--poll", str(options.poll), *(part for spec in options.env for part in ("--env", spec))]
         arguments += [part for key in options.trust for part in ("--trust", key)]
         arguments += ["--mirror", options.mirror] if options.mirror else []
-        return LocalMember([*arguments, *(["--json"] if json else [])])
+        return LocalMember([*arguments, *(["--json"] if output.as_json else [])], partial(output.relay, options.name))
 
     return start, lambda: None
 
@@ -108,17 +114,57 @@ def _on_ray(
     return cluster.start, cluster.close
 
 
-def _print_as_json(event: Event) -> None:
-    print_json_line(event.to_json())
+class _Output:
+    """What all members print, and what becomes of them: one line at a time, each with the name of the member that it is about."""
+
+    def __init__(self, names: list[str], *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._width = min(_WIDEST_NAME, max(map(len, names)))
+        self._lock = threading.Lock()
+
+    def relay(self, name: str, line: str, is_error: bool) -> None:
+        """Print a line that a member printed."""
+        with self._lock:
+            if self.as_json and not is_error:
+                print_json_line(_attributed(name, line))
+            elif line.strip():
+                (print_notice if is_error else print_line)(self._labelled(name, line))
+
+    def __call__(self, event: Event) -> None:
+        """Print what became of a member."""
+        with self._lock:
+            if self.as_json:
+                print_json_line(event.to_json())
+                return
+            text = _told(event)
+            if text:
+                calm = event.name in ("member-started", "member-left")
+                name = str(event.fields["member"])
+                (print_line if calm else print_notice)(self._labelled(name, f"{figures.clock_time(event.time)}  {text}"))
+
+    def _labelled(self, name: str, text: str) -> str:
+        shown = name if len(name) <= self._width else f"{name[: self._width // 2 - 1]}…{name[-self._width // 2 :]}"
+        return f"{shown:<{self._width}}  {text}"
 
 
-def _tell(event: Event) -> None:
-    who = event.fields["member"]
+def _attributed(name: str, line: str) -> dict[str, Any]:
+    """What a member printed, as a JSON object with its name. Anything but JSON objects was printed by the user's own code."""
+    try:
+        found = json_module.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        found = None
+    return {"member": name, **found} if isinstance(found, dict) else {**Event("output", {"member": name, "line": line}).to_json()}
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a number in JSON")
+
+
+def _told(event: Event) -> str:
     if event.name == "member-started":
-        print_line(f"{who} starts" + (" again" if event.fields["restarts"] else ""))
-    elif event.name == "member-left":
-        print_line(f"{who} has left")
-    elif event.name == "member-died":
-        print_notice(f"{who} died: {event.fields['reason']}")
-    elif event.name == "member-given-up":
-        print_notice(f"{who} died too often, and is not started again")
+        return "starts" + (" again" if event.fields["restarts"] else "")
+    if event.name == "member-left":
+        return "has left"
+    if event.name == "member-died":
+        return f"died: {event.fields['reason']}"
+    return "died too often, and is not started again" if event.name == "member-given-up" else ""

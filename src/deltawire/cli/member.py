@@ -18,7 +18,7 @@ from rich.status import Status
 from . import figures
 from .chain_options import TrustOption
 from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
-from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice
+from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice, print_wrapped
 
 if TYPE_CHECKING:
     from ..events import Event
@@ -96,6 +96,7 @@ class _View:
         self._results = self._tokens = 0
         self._seconds = 0.0
         self._lock = threading.Lock()
+        self._time = 0.0
 
     def __enter__(self) -> _View:
         if self._status is not None:
@@ -108,6 +109,7 @@ class _View:
 
     def __call__(self, event: Event) -> None:
         with self._lock:
+            self._time = event.time
             self._take(event)
             if self._status is not None:
                 rate = f"{self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
@@ -135,19 +137,28 @@ class _View:
         elif event.name == "left":
             self._line(f"left after {self._results} results")
         elif event.name in ("waiting", "sync-failed", "swap-failed", "engine-lost", "work-failed"):
-            self._notice(f"will try again: {fields['reason']}")
+            self._notice(f"will try again: {fields['reason']}", str(fields.get("traceback") or ""))
+        elif event.name == "board-refused":
+            self._notice(f"takes no work: {fields['reason']}")
         elif event.name == "member-retrying":
             self._notice(f"will try again: {fields['error']}")
         elif event.name == "engine-fenced":
             self._notice(f"nothing is generated until a whole checkpoint is loaded: {fields['reason']}")
 
     def _line(self, text: str) -> None:
+        text = f"{figures.clock_time(self._time)}  {text}"
         if self._status is None:
             print_line(text)
         else:
-            self._console.print(text, soft_wrap=True, markup=False)
+            print_wrapped(self._console, text, indent=4)
 
-    def _notice(self, text: str) -> None:
-        if text != self._told:
-            self._told = text
-            print_notice(text)
+    def _notice(self, text: str, details: str = "") -> None:
+        """Print a notice, unless it is the one that was printed last, and details below it."""
+        if text == self._told:
+            return
+        self._told = text
+        for line in [f"{figures.clock_time(self._time)}  {text}", *(f"    {line}" for line in details.splitlines())]:
+            if self._status is None:
+                print_notice(line)
+            else:  # another console would print into the line that says how things stand
+                print_wrapped(self._console, line, style="yellow", indent=4)

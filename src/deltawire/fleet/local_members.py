@@ -5,15 +5,33 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO, TypeAlias
+
+OnLine: TypeAlias = Callable[[str, bool], object]
+"""Called with each line that a member prints, without its end, and whether it went to stderr. Called on any thread, one line at a time."""
+
+_LONGEST_LINE = 1 << 20
+_LAST_LINES = 2.0
+"""Seconds to wait for what a member that has ended still had to say. Processes that it started may keep its output open for longer."""
 
 
 class LocalMember:
-    """`deltawire member` with these arguments. When the process that started it goes, however it goes, the member leaves too."""
+    """Runs `deltawire member` with these arguments. When the process that started it goes, however it goes, the member leaves too.
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    With `on_line` the member's output goes there line by line; otherwise it goes where ours goes.
+    """
+
+    def __init__(self, arguments: Sequence[str], on_line: OnLine | None = None) -> None:
         command = [sys.executable, "-m", "deltawire.cli", "member", *arguments, "--leave-with-stdin"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # our Ctrl-C is not theirs
+        output = None if on_line is None else subprocess.PIPE
+        self._process = subprocess.Popen(  # our Ctrl-C is not theirs
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+        )
+        self._readers: list[threading.Thread] = []
+        if on_line is not None:
+            self._readers = [self._read(self._process.stdout, on_line, False), self._read(self._process.stderr, on_line, True)]
 
     @property
     def pid(self) -> int:
@@ -26,6 +44,8 @@ class LocalMember:
             return None
         if self._process.stdin is not None:
             self._process.stdin.close()
+        for reader in self._readers:
+            reader.join(_LAST_LINES)
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return f"it ended with code {code}" if code else ""
@@ -39,3 +59,15 @@ class LocalMember:
         self._process.kill()
         self._process.wait()
         self.ending()
+
+    def _read(self, stream: IO[bytes] | None, on_line: OnLine, is_error: bool) -> threading.Thread:
+        assert stream is not None
+
+        def read() -> None:
+            with stream:
+                while line := stream.readline(_LONGEST_LINE):
+                    on_line(line.decode(errors="replace").rstrip("\r\n"), is_error)
+
+        thread = threading.Thread(target=read, name=f"deltawire-output-{self._process.pid}", daemon=True)
+        thread.start()
+        return thread

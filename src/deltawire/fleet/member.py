@@ -10,6 +10,7 @@ import random
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from blake3 import blake3
 from ..chain.log import ChainLog
 from ..chain.version import Version
 from ..errors import DeltawireError, EngineError, EngineUnavailable, RewardError
-from ..events import OnEvent, emit
+from ..events import OnEvent, emit, with_fields
 from ..format.fleet_files import Row
 from ..format.fleet_records import Place, Sampling
 from ..format.rollouts import Completion, Rollouts, Span, VersionRef
@@ -27,11 +28,12 @@ from ..store.base import Store
 from ..store.fleet_keys import member_key
 from .fleet_keyring import FleetKeyring
 from .generation import Generated, Generator, Interrupted
-from .member_steps import MemberState, heartbeat_steps, leave_steps, member_steps
+from .member_steps import MemberState, TaskFailed, heartbeat_steps, leave_steps, member_steps
 from .steps import FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
 from .training_limits import LARGEST_REWARD
 
 _LOOK = 0.02
+_LONGEST_TRACEBACK = 16_000
 _MOST_FAILURES = 3
 """So many tasks in a row may fail, by rewards or rows, before the member gives up: then it is not the odd one that is wrong."""
 
@@ -79,7 +81,7 @@ class Member:
         self._patience = patience
         self._grace = grace
         self._clock = clock
-        self._on_event = on_event
+        self._on_event = with_fields(on_event, member=name)
         self._failures = 0
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -170,10 +172,10 @@ class Member:
             if error.retryable:
                 raise
             self._failures += 1
-            emit(self._on_event, "work-failed", error=type(error).__name__, reason=str(error))
+            emit(self._on_event, "work-failed", error=type(error).__name__, reason=str(error), traceback=_traceback(error))
             if self._failures >= _MOST_FAILURES:
                 raise
-            raise EngineUnavailable(f"a task could not be done: {error}") from error
+            raise TaskFailed(f"a task could not be done: {error}") from error
         self._failures = 0
         return rollouts
 
@@ -237,6 +239,12 @@ def _step(version: Version) -> int:
     if version.step is None:
         raise EngineError(f"{version.describe()} was published without a training step, which rollouts are counted by.")
     return version.step
+
+
+def _traceback(error: DeltawireError) -> str | None:
+    """Returns where the user's own code failed, as Python prints it; None if the error is ours."""
+    cause = error.__cause__
+    return None if cause is None else "".join(traceback.format_exception(cause))[-_LONGEST_TRACEBACK:].rstrip()
 
 
 def _seed(seed: int, place: Place) -> int:

@@ -17,6 +17,7 @@ from ..errors import (
     CorruptRollouts,
     DataDamaged,
     DeltawireError,
+    EngineUnavailable,
     LimitExceeded,
     ObjectMissing,
     OutcomeUnknown,
@@ -39,6 +40,10 @@ _LONGEST_SILENCE = 60.0
 """Seconds between two heartbeats, whatever the board says about leases."""
 _LAST_TRIES = 3
 """So often a member that is leaving tries to get rid of what it has."""
+
+
+class TaskFailed(EngineUnavailable):
+    """A task could not be done, and the member has already reported why. It goes on with other work after a pause."""
 
 
 @dataclass(slots=True)
@@ -123,7 +128,8 @@ def member_steps(me: MemberState) -> Steps[None]:
             if not error.retryable:
                 raise
             failures += 1
-            emit(me.on_event, "member-retrying", member=me.member, failures=failures, error=str(error))
+            if not isinstance(error, TaskFailed):
+                emit(me.on_event, "member-retrying", member=me.member, failures=failures, error=str(error))
             yield Sleep(me.pause(failures))
             continue
         failures = 0

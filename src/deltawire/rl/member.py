@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DeltawireError, RewardError
-from ..events import OnEvent, emit
+from ..events import OnEvent, emit, with_fields
 from ..fleet.generation import Generator
 from ..fleet.member import Member
 from ..format.fleet_files import Row
@@ -72,6 +72,7 @@ def serve(
     """
     scorer = RewardScorer([load_reward(spec) for spec in options.env])
     name = options.name or reader_name()
+    on_event = with_fields(on_event, member=name)
     with open_store(options.source) as store:
         generator = _open_generator(options, name, store, stop, on_event)
         if generator is None:

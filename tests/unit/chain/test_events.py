@@ -2,16 +2,33 @@
 
 import json
 import logging
+from datetime import datetime
 
-from deltawire.events import Event, Stopwatch, emit
+from deltawire.events import Event, Stopwatch, emit, with_fields
 
 
 def test_events_reach_the_listener_as_plain_values():
     seen = []
     emit(seen.append, "published", seq=3, step=None, seconds=0.5)
     assert seen == [Event("published", {"seq": 3, "step": None, "seconds": 0.5})]
-    assert json.loads(json.dumps(seen[0].to_json())) == {"event": "published", "seq": 3, "step": None, "seconds": 0.5}
+    plain = json.loads(json.dumps(seen[0].to_json()))
+    when = datetime.fromisoformat(plain.pop("time").replace("Z", "+00:00"))
+    assert abs(when.timestamp() - seen[0].time) < 0.01
+    assert plain == {"event": "published", "seq": 3, "step": None, "seconds": 0.5}
     emit(None, "published")
+
+
+def test_a_listener_can_be_told_whose_events_it_gets():
+    seen = []
+    listener = with_fields(seen.append, member="a")
+    emit(listener, "synced", seq=1)
+    emit(listener, "left", member="b")
+    assert seen == [Event("synced", {"member": "a", "seq": 1}), Event("left", {"member": "b"})]
+    event = Event("synced", time=5.0)
+    listener(event)
+    assert seen[-1].time == 5.0
+    assert event.to_json() == {"event": "synced", "time": "1970-01-01T00:00:05.000Z"}
+    assert with_fields(None, member="a") is None
 
 
 def test_a_listener_that_fails_is_logged_and_ignored(caplog):

@@ -1,0 +1,151 @@
+"""What members print, and `deltawire fleet` for them: always attributed, never on top of each other, harmless to a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltawire import Publisher
+from deltawire.cli.fleet import _Output
+from deltawire.cli.member import _View
+from deltawire.events import Event
+from deltawire.fleet import Coordinator, FleetOptions, Sampling
+from deltawire.fleet.local_members import LocalMember
+from deltawire.fleet.member import Member
+from deltawire.rl.member import RewardScorer
+from deltawire.store.memory import MemoryStore
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202egnp.exe"
+FAKE_MEMBER = """#!/bin/sh
+printf 'joined\\n'
+printf 'a reward that prints \\033[2Jthis\\n' >&2
+printf '{"event": "generated", "tokens": 3}\\n'
+printf '{"nan": NaN}\\n'
+printf 'no end of line'
+exec cat > /dev/null  # until whoever started it has gone
+"""
+
+
+@pytest.fixture
+def fake_member(tmp_path: Path) -> Path:
+    path = tmp_path / "member.sh"
+    path.write_text(FAKE_MEMBER)
+    path.chmod(0o755)
+    return path
+
+
+def test_a_member_s_output_is_read_line_by_line(fake_member: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(fake_member))
+    seen: list[tuple[str, bool]] = []
+    four = threading.Event()
+    member = LocalMember([], lambda line, is_error: (seen.append((line, is_error)), len(seen) == 4 and four.set()))
+    assert four.wait(60)
+    assert member.ending() is None
+    member.leave()
+    member._process.wait(60)
+    assert member.ending() == "killed by SIGTERM"
+    assert [line for line, is_error in seen if is_error] == ["a reward that prints \x1b[2Jthis"]
+    lines = [line for line, is_error in seen if not is_error]
+    assert lines == ["joined", '{"event": "generated", "tokens": 3}', '{"nan": NaN}', "no end of line"]
+
+
+def test_every_line_of_a_fleet_says_which_member_it_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    output = _Output(["local-0", "a-very-long-name-of-a-machine-17"], as_json=False)
+    output.relay("local-0", "12:00:00  joined as local-0", False)
+    output.relay("a-very-long-name-of-a-machine-17", f"text {HOSTILE}", True)
+    output.relay("local-0", "  ", False)
+    output(Event("member-died", {"member": "local-0", "reason": "killed by SIGKILL"}, 0.0))
+    told, notices = capsys.readouterr()
+    assert told.splitlines() == ["local-0               12:00:00  joined as local-0"]
+    assert [line.split()[0] for line in notices.splitlines()] == ["a-very-lo…machine-17", "local-0"]
+    assert not re.search("[\x1b\x07\u202e]", notices)
+    assert notices.splitlines()[1].endswith("died: killed by SIGKILL")
+
+
+def test_with_json_every_line_is_an_object_with_the_member_s_name(capsys: pytest.CaptureFixture[str]) -> None:
+    output = _Output(["a"], as_json=True)
+    for line in ('{"event": "joined", "member": "own"}', '{"error": {"type": "X"}}', "printed by a reward", '{"x": NaN}', "[" * 50_000):
+        output.relay("a", line, False)
+    output.relay("a", "on stderr", True)
+    output(Event("member-left", {"member": "a"}, 5.0))
+    told, notices = capsys.readouterr()
+    found = [json.loads(line) for line in told.splitlines()]
+    assert [each["member"] for each in found] == ["own", "a", "a", "a", "a", "a"]
+    assert [each.get("event") for each in found] == ["joined", None, "output", "output", "output", "member-left"]
+    assert found[2]["line"] == "printed by a reward"
+    assert found[-1]["time"] == "1970-01-01T00:00:05.000Z"
+    assert notices.split() == ["a", "on", "stderr"]
+
+
+def test_members_of_a_fleet_do_not_paint_over_each_other_on_a_terminal(tmp_path: Path, fake_member: Path) -> None:
+    """The whole command, on a terminal of 80 columns, with members that are small scripts."""
+    script = "import sys; executable, sys.executable = sys.executable, sys.argv.pop(1)\nfrom deltawire.cli import main\nmain()\n"
+    arguments = ["fleet", "3", "--from", str(tmp_path / "store"), "--env", "m:f", "--name", "local"]
+    main, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    command = [sys.executable, "-c", script, str(fake_member), *arguments]
+    fleet = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    text = ""
+    try:
+        while text.count("no end of line") < 3 and text.count('{"nan": NaN}') < 3:
+            text += os.read(main, 4096).decode()
+    finally:
+        fleet.terminate()
+        fleet.wait()
+        os.close(main)
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.replace("\r", "").splitlines() if line.strip()]
+    assert "\x1b" not in "".join(lines)  # colours are all that there is: nothing moves the cursor or hides it
+    assert {line.split()[0] for line in lines} == {"local-0", "local-1", "local-2"}, lines
+    assert sum("starts" in line for line in lines) == 3
+    assert sum("joined" in line for line in lines) == 3
+
+
+class Told:
+    """A view without a terminal, and what it was told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._view = _View()
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        self._view(event)
+
+
+def broken_reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    raise KeyError(f"no answer {HOSTILE}")
+
+
+def test_a_reward_that_fails_is_told_once_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    from test_member import FakeGenerator, publish
+
+    store, engine, told = MemoryStore("memory://output"), FakeGenerator(), Told()
+    publisher = Publisher(store)
+    engine.version = publish(publisher, 0)
+    member = Member(store, engine, RewardScorer([broken_reward]), name="m", poll=0.01, patience=0.0, on_event=told)
+    stop = threading.Event()
+    with Coordinator(store, epoch=publisher.epoch, options=FleetOptions(poll_seconds=0.01)) as fleet:
+        fleet.open_round([[{"prompt": "a"}]] * 3, for_step=1, sampling=Sampling(samples=1, max_tokens=4))
+        with pytest.raises(Exception, match="broken_reward"):
+            member.run(stop)
+    publisher.close()
+    failures = [event for event in told.events if event.name == "work-failed"]
+    assert len(failures) == 3
+    assert {event.fields["member"] for event in told.events} == {"m"}
+    assert "in broken_reward\n" in str(failures[0].fields["traceback"])
+    assert not [event for event in told.events if event.name == "member-retrying"]
+    notices = capsys.readouterr().err
+    assert notices.count("Traceback (most recent call last)") == 1
+    assert notices.count("will try again") == 1
+    assert "in broken_reward" in notices
+    assert not re.search("[\x1b\x07\u202e]", notices)
