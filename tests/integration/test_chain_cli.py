@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support import run_python as run_fresh
-from test_cli import FIRST, Tensors, assert_same, environment, fail, halves, load, model, run, save_sharded, succeed, updated
+from test_cli import FIRST, INDEX, SECOND, Tensors, assert_same, environment, fail, halves, load, model, run, save_sharded, succeed, updated
 
 VERSIONS = 3
 
@@ -182,7 +182,12 @@ def test_one_version_is_shown_in_full(chain: Path) -> None:
     assert (newest["version"], newest["seq"], newest["kind"], newest["step"], newest["base"]["seq"]) == (3, 5, "delta", 20, 4)
     assert succeed("show", chain, "--step", 20) == succeed("show", chain, "--seq", 5) == newest
     assert newest["signature"] == {"is": "none", "key": None}
-    assert sorted(file["name"] for file in first["files"]) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(file["name"] for file in first["files"]) == [
+        "config.json",
+        "deltawire-layout.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert [(hop["by"], hop["to"]) for hop in first["route"]] == [("anchor", 1)]
     assert [hop["to"] for hop in newest["route"]] == [1, 2, 3, 4, 5]
     for arguments, expected in (
@@ -206,7 +211,7 @@ def test_a_pulled_checkpoint_is_the_published_one(chain: Path, checkpoints: list
     assert (pulled["version"], pulled["step"]) == (3, 20)
     assert_same(load_checkpoint(tmp_path / "out"), state(2))
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert names == sorted(["config.json", FIRST, SECOND, INDEX, "tokenizer.json"])
     assert (tmp_path / "out" / "config.json").read_text() == '{"model_type": "toy"}'
 
 

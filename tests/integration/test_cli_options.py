@@ -12,6 +12,8 @@ from test_cli import assert_same, halves, load, model, run_python, save_sharded,
 from typer.testing import CliRunner
 
 from deltawire.cli import app
+from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.shard_layout import LAYOUT_FILE, describe_layout, parse_layout, restore_layout
 
 
 def call(*arguments: object, code: int = 0) -> str:
@@ -76,7 +78,7 @@ def test_a_dry_run_publishes_nothing_and_foretells_what_would_be(place: Path) ->
     other = save(place / "other", {name: array for name, array in model().items() if name != "scale"}, config='{"a": 1}')
     before = files_below(place)
     changed = ask("publish", other, place / "chain", "--dry-run")
-    assert (changed["kind"], changed["files_changed"]) == ("anchor", ["config.json"])
+    assert (changed["kind"], changed["files_changed"]) == ("anchor", ["config.json", LAYOUT_FILE])
     assert files_below(place) == before
     assert ask("publish", place / "old", place / "new", "--dry-run", code=1)["error"]["type"] == "PlaceOccupied"
     # It foretold what then happens.
@@ -109,6 +111,36 @@ def test_a_pull_can_be_tried_first(place: Path) -> None:
     assert ask("pull", place / "chain", place / "old", "--dry-run", code=1)["error"]["type"] == "CheckpointError"
     assert files_below(place) == before
     assert ask("pull", place / "chain", place / "out", "--step", 1)["bytes"] == plan["bytes"]
+
+
+def test_shards_come_back_as_they_were_published(place: Path) -> None:
+    for version, name in enumerate(("old", "new"), 1):
+        call("pull", place / "chain", place / "out", "--at", version, "--force")
+        assert {path.name: path.read_bytes() for path in (place / "out").iterdir()} == {
+            path.name: path.read_bytes() for path in (place / name).iterdir()
+        }
+
+
+@pytest.mark.parametrize(
+    "wrong", ["{}", "[", '{"deltawire":"layout","version":2}', "of other tensors", "outside", "an index that does not fit"]
+)
+def test_a_layout_that_cannot_be_used_is_passed_over(place: Path, wrong: str) -> None:
+    checkpoint = Checkpoint(place / "old")
+    good = json.loads(describe_layout(checkpoint) or b"")
+    assert parse_layout(json.dumps(good).encode()).headers.keys() == good["files"].keys()
+    if wrong == "of other tensors":
+        good["files"].popitem()
+        good["index"] = json.dumps({"weight_map": {name: file for file, text in good["files"].items() for name in json.loads(text)}})
+    elif wrong == "outside":
+        good["files"] = {f"../{name}": text for name, text in good["files"].items()}
+    elif wrong == "an index that does not fit":
+        good["index"] = '{"weight_map": {}}'
+    folder = shutil.copytree(place / "new", place / "folder")
+    (folder / LAYOUT_FILE).write_text(wrong if wrong.startswith(("{", "[")) else json.dumps(good))
+    assert not restore_layout(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in (place / "new").iterdir()
+    }
 
 
 def test_a_pull_by_force_deletes_nothing_of_others(place: Path) -> None:

@@ -232,11 +232,13 @@ def companions(state: Checkpoint) -> tuple[dict[str, bytes | Path], list[str]]:
     """The files beside the weights of a directory that go with them, and the names of those that do not."""
     from ..format.checkpoint import INDEX_FILE, contained
     from ..format.checkpoint_copy import WEIGHT_SUFFIXES
+    from ..format.shard_layout import LAYOUT_FILE, describe_layout
 
     if not state.is_directory:
         return {}, []
-    own = {shard.name for shard in state.shards} | {INDEX_FILE, _MIRROR_RECORD}
-    attached: dict[str, bytes | Path] = {}
+    own = {shard.name for shard in state.shards} | {INDEX_FILE, LAYOUT_FILE, _MIRROR_RECORD}
+    layout = describe_layout(state)
+    attached: dict[str, bytes | Path] = {} if layout is None else {LAYOUT_FILE: layout}
     left_out = []
     for path in sorted(state.path.iterdir()):
         if path.name in own or path.name.startswith("."):

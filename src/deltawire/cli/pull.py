@@ -110,6 +110,7 @@ def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: boo
     """Find the way to a version, and check that the directory could be written. Fetches no data, and writes nothing."""
     from ..chain.restore import find_route
     from ..chain.version import Version
+    from ..format.shard_layout import LAYOUT_FILE
     from ..format.staged_output import refuse_output
     from ..subscribe.chain_view import ChainView
 
@@ -118,7 +119,8 @@ def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: boo
     target = view.version_at(view.head(), seq)
     hops = find_route(chain, None, target)
     size = sum(entry.size for hop in hops for entry in hop.files)
-    return PullPlan(Version.of(target), size, len(hops), sorted(entry.name for entry in hops[0].files if entry.name is not None))
+    names = {entry.name for entry in hops[0].files if entry.name is not None}
+    return PullPlan(Version.of(target), size, len(hops), sorted(names - {LAYOUT_FILE}))
 
 
 def _report_plan(url: str, directory: Path, plan: PullPlan, json: bool) -> None:

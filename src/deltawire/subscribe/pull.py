@@ -12,8 +12,11 @@ from ..chain.routes import HopFailed, Routes
 from ..chain.version import Version
 from ..errors import CheckpointError
 from ..events import OnEvent, emit
+from ..format.checkpoint import Checkpoint
 from ..format.records import Commit, Limits
+from ..format.shard_layout import restore_layout
 from ..format.staged_output import StagedOutput
+from ..state import state_digest
 from ..store import Progress, Store, StoreOptions, open_store
 from ..store.place import is_chain_directory
 from .chain_view import ChainView
@@ -46,7 +49,9 @@ def pull(
     """Write version `at` of a chain, the newest if None, to a new directory that any library loads as a checkpoint.
 
     The directory appears only when it is complete, on disk, and its digest is that of the version. Files are changed in place, so memory
-    does not grow with the model. Refuses an `out_dir` that exists, unless `replace` is given and it is a checkpoint (`CheckpointError`).
+    does not grow with the model. What `deltawire publish` was given as several files is written to the same files again, byte for byte;
+    that takes the space of the model twice while it runs. Refuses an `out_dir` that exists (`CheckpointError`), unless `replace` is given
+    and it is a checkpoint that holds nothing but weights and files of the version.
     `progress` gets the bytes fetched since its last call, from any thread; an event "planned" says beforehand how many there will be.
     Raises as `Subscriber.sync` does.
     """
@@ -82,6 +87,8 @@ def pull(
 
         try:
             target = chain.reach(at, build)
+            if restore_layout(staged.path) and state_digest(Checkpoint(staged.path), threads=threads) != target.digest:
+                raise CheckpointError(f"{target.describe()} was damaged while it was written to {out}. Are disk and memory sound?")
             staged.commit()
         except OSError as error:
             raise CheckpointError(f"{error.filename or out}: {error.strerror or error}.") from error
