@@ -194,7 +194,7 @@ def test_one_version_is_shown_in_full(chain: Path) -> None:
         (["--seq", 0], "no version yet"),
         ([1], "config.json"),
         (["--seq", 2], "in force after it +version 1"),
-        ([3], r"from nothing +version 1 \(anchor.* → 2 \(commit.* → 3 \(commit"),
+        ([3], r"from nothing +version 1 \(checkpoint.* → 2 \(delta.* → 3 \(delta"),
     ):
         done = run("show", chain, *arguments)
         assert (done.returncode, done.stderr) == (0, "")
