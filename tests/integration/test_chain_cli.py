@@ -348,6 +348,7 @@ def test_a_chain_that_was_repaired_as_documented_passes_again(chain: Path, check
     done = run("verify", chain, "--deep")
     assert (done.returncode, done.stderr) == (0, "")
     assert "superseded" in done.stdout
+    assert "no damage that matters" in done.stdout
     assert damaged.name in "".join(done.stdout.split())
     assert "superseded" in json.loads(run("verify", chain, "--json").stdout)
 

@@ -102,6 +102,12 @@ def causes_of(problems: Sequence[Problem], url: str) -> list[Cause]:
     return list(causes.values())
 
 
+def _result(causes: int, superseded: int) -> str:
+    if causes:
+        return f"damage found: {causes:,} problem{'s' if causes > 1 else ''}"
+    return "no damage that matters to readers of the newest version" if superseded else "no damage found"
+
+
 def _print(url: str, deep: bool, report: Report) -> None:
     causes, superseded = causes_of(report.problems, url), causes_of(report.superseded, url)
     rebuilt = f"{report.rebuilt:,} version{'' if report.rebuilt == 1 else 's'}"
@@ -121,7 +127,7 @@ def _print(url: str, deep: bool, report: Report) -> None:
             ("floor", f"commit {report.floor}: what lies below may be collected" if report.floor >= 0 else ""),
             ("superseded", f"{len(superseded):,} damaged, which no reader of the newest version needs" if superseded else ""),
             ("to be collected", f"{len(report.notes):,} shortcuts that lead nowhere; `deltawire gc` removes them" if report.notes else ""),
-            ("result", "no damage found" if report.ok else f"damage found: {len(causes):,} problem{'s' if len(causes) > 1 else ''}"),
+            ("result", _result(len(causes), len(superseded))),
         ],
     )
     console = result_console()
