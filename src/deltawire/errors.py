@@ -46,6 +46,7 @@
     ├── PublishError                a version could not be published
     │   ├── Fenced                  another publisher has taken over the run
     │   ├── CommitOutcomeUnknown    the commit may or may not have landed; the next call finds out
+    │   ├── NonFiniteWeights        some weights are NaN or infinite, and are refused
     │   └── PublisherClosed         it was closed
     ├── MirrorError                 a mirror directory cannot be used
     │   └── MirrorBusy              another process holds its lock, and shows no sign of life
@@ -362,6 +363,15 @@ class CommitOutcomeUnknown(PublishError):
 
     hint = "Publish again when the store answers."
     retryable = True
+
+
+class NonFiniteWeights(PublishError):
+    """Some weights are NaN or infinite, and the publisher was told to refuse them. Readers keep the version before."""
+
+    hint = (
+        "Find the training step that made them, and go back to a checkpoint from before it. To publish them all the same, pass "
+        "refuse_nonfinite=False, or --allow-nonfinite on the command line."
+    )
 
 
 class PublisherClosed(PublishError):

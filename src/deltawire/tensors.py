@@ -265,6 +265,12 @@ def is_torch(tensor: object) -> bool:
     return known is not None and isinstance(tensor, known)
 
 
+def is_module(model: object) -> bool:
+    """Whether this is a `torch.nn.Module`."""
+    known = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
+    return known is not None and isinstance(model, known)
+
+
 def torch_tensor() -> type | None:
     """The class of torch's tensors; None where nobody has imported torch, or somebody is at it: then there are none."""
     return getattr(sys.modules.get("torch"), "Tensor", None)
@@ -280,7 +286,8 @@ def to_torch(array: NDArray[Any]) -> torch.Tensor:
 
 def _torch_bits(name: str, tensor: torch.Tensor, known: _TorchTypes) -> TensorBits:
     if type(tensor) not in known.tensors:
-        raise UnsupportedTensor(f"tensor {name!r} is a {type(tensor).__name__}.")
+        more = " deltawire.trainers.FSDPPublisher publishes such." if type(tensor).__name__ == "DTensor" else ""
+        raise UnsupportedTensor(f"tensor {name!r} is a {type(tensor).__name__}.{more}")
     if tensor.layout != known.dense or tensor.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} is not dense.")
     if not (tensor.is_cpu or tensor.is_cuda) or known.is_hip:

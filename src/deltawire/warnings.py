@@ -5,7 +5,7 @@
         ├── WideWeights         float32 weights are published, and nobody said that the fleet serves float32
         ├── DenseUpdates        nearly all weights change in every version, so deltas save little
         ├── AttachmentsMissing  no config.json is published, so readers get a directory that does not load by itself
-        ├── NonFiniteWeights    weights that are NaN or infinite are published
+        ├── NonFinitePublished  weights that are NaN or infinite are published
         └── VersionsLost        versions that `publish` accepted did not reach the store
 
 Python shows each of them once for each place in your code. `warnings.filterwarnings("error", category=...)` makes one an error,
@@ -46,10 +46,10 @@ class AttachmentsMissing(DeltawireWarning):
     event = "attachments-missing"
 
 
-class NonFiniteWeights(DeltawireWarning):
+class NonFinitePublished(DeltawireWarning):
     """Some weights are NaN or infinite, and are published."""
 
-    event = "non-finite-weights"
+    event = "non-finite-published"
 
 
 class VersionsLost(DeltawireWarning):

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import run_python as run_fresh
 from test_cli import FIRST, INDEX, SECOND, Tensors, assert_same, environment, fail, halves, load, model, run, save_sharded, succeed, updated
 
@@ -131,6 +133,16 @@ def test_resuming_from_an_older_version_abandons_the_newer(chain: Path, checkpoi
     assert "back to version 2" in text
     assert re.search(r"^· +3 .*abandoned$", text, re.M)
     assert "no version 99" in fail("publish", checkpoints[2], chain, "--resume-from", 99, kind="VersionUnknown")
+
+
+def test_weights_that_are_not_finite_are_refused_before_anybody_is_fenced_off(chain: Path, tmp_path: Path) -> None:
+    bad = {"fine": np.ones(9, np.float32), "w": np.array([1, np.nan, np.inf], np.float32)}
+    save_file(bad, tmp_path / "bad.safetensors")
+    before = sorted(path.name for path in (chain / "commit").iterdir())
+    assert "2 weights are NaN or infinite, in 'w' (2)" in fail("publish", tmp_path / "bad.safetensors", chain, kind="NonFiniteWeights")
+    assert sorted(path.name for path in (chain / "commit").iterdir()) == before
+    done = succeed("publish", tmp_path / "bad.safetensors", chain, "--allow-nonfinite")
+    assert ["NaN" in warning for warning in done["warnings"]] == [False, True]  # that it is float32 is worth a warning, too
 
 
 def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from tiny_models import bits, moe, qwen, step, torch, transformers
 
+from deltawire.chain.version import Version
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber, reading_mirror
+from deltawire.tensors import to_torch
 from deltawire.trainers import WeightSource
 
 
@@ -84,3 +88,22 @@ def test_a_mirror_of_it_loads_with_from_pretrained(make: Any, tmp_path: Any) -> 
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert bits(loaded.state_dict()) == bits(model.state_dict())
+
+
+def test_a_model_is_published_as_its_checkpoint_is(tmp_path: Path) -> None:
+    """The trainer's float32 as the bfloat16 that the fleet serves, tied weights once, under the names that `save_pretrained` writes."""
+    model = qwen(0, dtype=torch.float32, tied=True)
+    with Publisher(tmp_path / "chain", dtype=torch.bfloat16) as publisher:
+        for step in range(3):
+            version = publisher.publish(model, step=step)
+            with torch.no_grad():
+                model.model.norm.weight.mul_(1.01)
+        assert isinstance(version, Version)
+        assert version.kind == "delta"
+        publisher.publish(model, step=3)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    with Subscriber(tmp_path / "chain", pin=False) as subscriber:
+        assert subscriber.sync().step == 3
+        found = bits({name: to_torch(array.copy()) for name, array in subscriber.state.items()})
+    assert "lm_head.weight" not in found
+    assert found == bits(load_file(tmp_path / "saved" / "model.safetensors"))

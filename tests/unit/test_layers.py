@@ -19,7 +19,7 @@ LAYERS = [
     {"format"},
     {"tensors"},
     {"state", "module_tensors", "casting", "handover"},
-    {"patch", "encode", "inspect", "checkpoint_layout"},
+    {"patch", "encode", "inspect", "checkpoint_layout", "finite"},
     {"resolve", "pending"},
     {"prepared"},
     {"store"},

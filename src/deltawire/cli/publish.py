@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from ..chain.version import Version
     from ..events import Event
     from ..format.checkpoint import Checkpoint
+    from ..tensors import State
     from .publish_check import Forecast
 
 _MIRROR_RECORD = "deltawire.json"
@@ -60,6 +63,9 @@ def publish(
         bool, typer.Option("--if-changed", help="Publish nothing if the newest version has the same weights and files.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be published; write nothing.")] = False,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Publish weights that are NaN or infinite too, which are refused otherwise.")
+    ] = False,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonOption = False,
@@ -86,6 +92,8 @@ def publish(
         started = time.perf_counter()
         _refuse_chain(checkpoint)
         state = Checkpoint(checkpoint)
+        if not allow_nonfinite:
+            refuse_nonfinite(state, threads)  # before the trainer that publishes there is fenced off
         attached, left_out = companions(state)
         key = None if sign is None else load_signing_key(sign)
         events: list[Event] = []
@@ -113,16 +121,19 @@ def publish(
                 return
             if newest_or_none(chain) is None:
                 bars.announce_upload(state.weight_bytes)
-            with Publisher(
-                store,
-                run,
-                threads=threads,
-                signing_key=key,
-                trusted_keys=trust or (),
-                attachments=attached,
-                resume_from=None if base is None else base.seq,
-                on_event=on_event,
-            ) as publisher:
+            with (
+                _events_instead_of_warnings(),
+                Publisher(
+                    store,
+                    run,
+                    threads=threads,
+                    signing_key=key,
+                    trusted_keys=trust or (),
+                    attachments=attached,
+                    resume_from=None if base is None else base.seq,
+                    on_event=on_event,
+                ) as publisher,
+            ):
                 version = publisher.publish(state, step=step, meta=strings)
         assert isinstance(version, Version)  # it publishes in the foreground
         elements = sum(math.prod(state.entry(name).shape) for name in state)
@@ -185,9 +196,24 @@ class Published:
     events: Sequence[Event]
     seconds: float
 
+    @property
+    def warnings(self) -> list[str]:
+        """What the publisher warned of."""
+        return [str(event.fields["message"]) for event in self.events if event.name in ("wide-weights", "non-finite-published")]
+
     def shortcuts(self, name: str) -> list[dict[str, Any]]:
         """Fields of the shortcuts that were made along with the version."""
         return [dict(event.fields) for event in self.events if event.name == name]
+
+
+@contextlib.contextmanager
+def _events_instead_of_warnings() -> Iterator[None]:
+    """Each warning is an event, too, which the report shows."""
+    from ..warnings import DeltawireWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeltawireWarning)
+        yield
 
 
 def _refuse_chain(checkpoint: Path) -> None:
@@ -198,6 +224,17 @@ def _refuse_chain(checkpoint: Path) -> None:
         raise CheckpointError(
             f"{checkpoint} is a chain of versions, not a checkpoint. The checkpoint comes first: `deltawire publish CKPT URL`."
         )
+
+
+def refuse_nonfinite(state: State, threads: int | None) -> None:
+    """Raise `NonFiniteWeights` if there are weights that are NaN or infinite."""
+    from ..errors import NonFiniteWeights
+    from ..finite import count_nonfinite
+    from ..publish.advice import describe_nonfinite
+
+    bad = count_nonfinite(state, threads=threads)
+    if bad:
+        raise NonFiniteWeights(f"{describe_nonfinite(bad)}. Nothing is published.")
 
 
 def _check_run(run: str | None) -> None:
@@ -271,6 +308,7 @@ def _as_json(done: Published) -> dict[str, Any]:
         "skips_from": [made["base"] for made in done.shortcuts("skip-made")],
         "anchored": bool(done.shortcuts("anchored")),
         "left_out": done.left_out,
+        "warnings": done.warnings,
         "seconds": done.seconds,
     }
 
@@ -292,6 +330,7 @@ def _rows(done: Published) -> list[tuple[str, str]]:
         ("skips", f"{len(done.shortcuts('skip-made'))} made" if done.shortcuts("skip-made") else ""),
         ("anchor", "made, beside the delta" if done.shortcuts("anchored") else ""),
         ("not published", ", ".join(done.left_out)),
+        *(("warning", warning) for warning in done.warnings),
         ("writer", f"epoch {version.epoch}"),
         ("digest", version.digest.hex()),
         ("time", f"{done.seconds:.2f} s"),

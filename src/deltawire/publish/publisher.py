@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ..casting import Casting, WireDType
 from ..chain.collect import Collected, collect
@@ -19,7 +20,8 @@ from ..format.records import Limits
 from ..format.signing import SigningKey
 from ..store import Store, StoreOptions, open_store, probe
 from ..store.place import refuse_occupied
-from ..tensors import State
+from ..tensors import State, is_module
+from .advice import Advice
 from .anchor_files import SHARD_BYTES
 from .append import Appender
 from .at_exit import warn_lost
@@ -32,6 +34,14 @@ from .segments import SEGMENT_BYTES, TensorTable
 from .shortcuts import ShortcutWriter
 from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
 from .upkeep import Helper, Upkeep
+from .weight_source import WeightSource
+
+if TYPE_CHECKING:
+    import torch
+
+    Module: TypeAlias = torch.nn.Module
+else:
+    Module: TypeAlias = Any
 
 _STREAMS = 4
 """Objects uploaded side by side; the store cuts large ones into parallel parts by itself."""
@@ -40,10 +50,10 @@ _STREAMS = 4
 class Publisher:
     """Publishes the states of one model, version by version, as exact deltas to an object store.
 
-    >>> with Publisher("s3://bucket/run-7") as publisher:
+    >>> with Publisher("s3://bucket/run-7", dtype=torch.bfloat16) as publisher:  # what the fleet serves
     ...     for step in range(steps):
     ...         train(model)
-    ...         publisher.publish(model.state_dict(), step=step)
+    ...         publisher.publish(model, step=step)
 
     Opening one takes the run over: whatever publisher was there before is fenced off and raises `Fenced`. Where the chain has versions
     already, the newest is read back first, so that the next is a delta over it; with `resume_from` an older one, and those after it are
@@ -58,6 +68,10 @@ class Publisher:
     float32 as the bfloat16 that they round to. It is a torch or NumPy type or its name, or a function of a tensor's name and the tensor.
     Without it nothing is cast. Weights are cast where they are, into the copy that a publisher in the background makes anyway; one in the
     foreground has a second copy for it.
+
+    Weights that are NaN or infinite are reported (`NonFinitePublished`); with `refuse_nonfinite`, they raise `NonFiniteWeights` and are not
+    published. In the background that is raised like any other failure, by the next call. The categories of `deltawire.warnings` say what
+    else a publisher warns of.
 
     `attachments` (config.json, tokenizer: a directory, or names with bytes or paths) go into every anchor, so that each is a complete
     Hugging Face checkpoint. `auto_collect` deletes what nobody needs any more after every anchor, with so many seconds of grace.
@@ -80,6 +94,7 @@ class Publisher:
         background: bool = False,
         snapshot: Place = "host",
         dtype: WireDType | None = None,
+        refuse_nonfinite: bool = False,
         threads: int | None = None,
         signing_key: SigningKey | None = None,
         trusted_keys: Collection[str] = (),
@@ -99,6 +114,10 @@ class Publisher:
         self._auto_collect = auto_collect
         self._place: Place = snapshot
         self._casting = Casting(dtype)
+        self._advice = Advice(on_event, has_dtype=self._casting.is_given, refuse_nonfinite=refuse_nonfinite, threads=threads)
+        self._given_attachments = attachments
+        self._source: tuple[Module, WeightSource] | None = None
+        """The model that was published last, and how its weights are read."""
         self._spare: Arrays | None = None
         """Memory to cast weights into, where there is no background that has its own."""
         self._turn = threading.RLock()
@@ -183,8 +202,11 @@ class Publisher:
         """The last thing that went wrong, also where it was only reported: shortcuts and garbage collection fail without consequence."""
         return self._last_error or self._upkeep.last_error
 
-    def publish(self, state: State, *, step: int | None = None, meta: Mapping[str, str] | None = None) -> Version | PendingVersion:
-        """Publish a state (names to NumPy arrays or torch tensors, which are never changed); `step` and `meta` go with it.
+    def publish(self, state: State | Module, *, step: int | None = None, meta: Mapping[str, str] | None = None) -> Version | PendingVersion:
+        """Publish a model (a `torch.nn.Module`), or a state: names with NumPy arrays or torch tensors. Nothing of it is changed.
+
+        Of a model, the tensors are published that its checkpoint has; tied weights once, under their first name. `step` and `meta` go with
+        the version.
 
         In the foreground it returns the `Version`, which readers can see by then. In the background it returns a `PendingVersion` as soon
         as the state is copied; where an earlier publication has failed it raises that error instead, once, and takes nothing.
@@ -194,21 +216,23 @@ class Publisher:
         always, if another publisher has taken over.
         """
         self._check_open()
-        table = TensorTable.of(state, self._casting)
+        weights: State = self._weights_of(state) if is_module(state) else cast("State", state)
+        table = TensorTable.of(weights, self._casting)
         strings = check_meta(meta)
         check_step(step)
         self._appender.check_limits(table)
+        self._advise(table)
         self._writer.check_fenced()
         if self._background is not None:
-            return self._background.submit(state, table, step, strings)
+            return self._background.submit(weights, table, step, strings)
         with self._turn:
             self._check_open()
             if self._publishing:
                 raise PublishError("publish was called in the middle of another publication, by the same thread.")
             self._publishing, version = True, None
             try:
-                made = self._cast(state, table)
-                version = self._append(state if made is None else made, table, step, strings, owned=made is not None)
+                made = self._cast(weights, table)
+                version = self._append(weights if made is None else made, table, step, strings, owned=made is not None)
                 self._upkeep.after_append()
             finally:
                 self._publishing = False
@@ -263,6 +287,18 @@ class Publisher:
             if settle:
                 self._appender.settle()
 
+    def _weights_of(self, model: Any) -> State:
+        if self._source is None or self._source[0] is not model:
+            self._source = model, WeightSource(model)
+        return self._source[1].snapshot()
+
+    def _advise(self, table: TensorTable) -> None:
+        """Warn of what the user probably does not want, before anything is done."""
+        attachments = None
+        if self._appender.version is None and self._given_attachments != {}:
+            attachments = read_attachments(self._given_attachments).keys()
+        self._advice.before(table, attachments)
+
     def _cast(self, state: State, table: TensorTable) -> Arrays | None:
         """Return the weights as what is published of them, in memory that may be kept; None if they are of that type already."""
         if not self._casting.is_given or TensorTable.of(state) == table:
@@ -275,12 +311,15 @@ class Publisher:
 
     def _append(self, state: State, table: TensorTable, step: int | None, meta: Mapping[str, str], *, owned: bool = True) -> Version:
         try:
-            return self._appender.append(state, table, step=step, meta=meta, owned=owned)
+            self._advice.check_finite(state)
+            version = self._appender.append(state, table, step=step, meta=meta, owned=owned)
         except BaseException as error:
             self._last_error = error
             if not isinstance(error, Fenced):
                 emit(self._on_event, "publish-failed", step=step, error=type(error).__name__, reason=str(error))
             raise
+        self._advice.after(version, table)
+        return version
 
     def _recycle(self, arrays: Arrays) -> None:
         if self._background is not None:

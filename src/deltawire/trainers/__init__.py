@@ -6,18 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..publish.weight_source import WeightSource as WeightSource
     from .bundles import adapter_weights as adapter_weights
     from .bundles import join_bundles as join_bundles
     from .callback import DeltaWireCallback as DeltaWireCallback
     from .fsdp import FSDPPublisher as FSDPPublisher
-    from .weight_source import WeightSource as WeightSource
 
 __all__ = ["DeltaWireCallback", "FSDPPublisher", "WeightSource", "adapter_weights", "join_bundles"]
 
 _LATER = {
     "DeltaWireCallback": ".callback",
     "FSDPPublisher": ".fsdp",
-    "WeightSource": ".weight_source",
+    "WeightSource": "..publish.weight_source",
     "adapter_weights": ".bundles",
     "join_bundles": ".bundles",
 }

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 from ..casting import WireDType
 from ..module_tensors import NameMap
 from ..publish import Publisher
+from ..publish.weight_source import WeightSource
 from ..store import Store
-from .weight_source import WeightSource
 
 
 class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked

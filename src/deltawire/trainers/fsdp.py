@@ -24,15 +24,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ..chain.version import Version
 from ..checkpoint_layout import CheckpointLayout
+from ..dtypes import DType
 from ..errors import PublishError, UnsupportedTensor
 from ..events import OnEvent
 from ..publish import PendingVersion
+from ..publish.advice import warn_if_wide
 from ..publish.at_exit import EXIT_SECONDS, finish_at_exit, forget, warn_lost
 from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
 from ..store import Store
 from ..store.base import Buffer
-from ..tensors import TensorPart, tensor_bits
+from ..tensors import TensorPart, named_dtype, tensor_bits
 
 
 class FSDPPublisher:
@@ -98,6 +100,11 @@ class FSDPPublisher:
         """
         self.flush()
         state = module_state(model) if isinstance(model, torch.nn.Module) else model
+        if self._dtype is None and self._publisher.version is None and self._ranks.rank == 0:
+            known = {name: _dtype_of(tensor) for name, tensor in state.items()}
+            warn_if_wide(
+                [(dtype, state[name].numel() * dtype.itemsize) for name, dtype in known.items() if dtype], self.on_event, may_raise=False
+            )
         held: dict[str, TensorPart] = {}
 
         def hold() -> None:
@@ -211,6 +218,10 @@ def _held(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype | None,
         local = local.clone()
     bits = tensor_bits(name, local.view(-1))
     return TensorPart(bits.bits.view(bits.dtype.numpy), shape, start)
+
+
+def _dtype_of(tensor: torch.Tensor) -> DType | None:
+    return named_dtype(str(tensor.dtype).removeprefix("torch."))
 
 
 def _in_rows(name: str, tensor: DTensor) -> DTensor:

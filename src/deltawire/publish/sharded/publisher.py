@@ -23,6 +23,7 @@ from ...format.signing import SigningKey
 from ...state import state_digest
 from ...store import Store, StoreOptions, open_store
 from ...tensors import TensorPart
+from ..advice import Advice
 from ..anchor_files import SHARD_BYTES
 from ..attachments import Attachments, read_attachments
 from ..cadence import AnchorPolicy
@@ -76,6 +77,7 @@ class ShardedPublisher:
         signing_key: SigningKey | None = None,
         trusted_keys: Collection[str] = (),
         attachments: Attachments | None = None,
+        refuse_nonfinite: bool = False,
         anchor_policy: AnchorPolicy | None = None,
         skips: bool = True,
         resume_from: int | None = None,
@@ -89,6 +91,7 @@ class ShardedPublisher:
         self._threads = threads
         self._attachments = attachments if ranks.rank == 0 else None
         self._on_event = on_event
+        self._advice = Advice(on_event, has_dtype=True, refuse_nonfinite=refuse_nonfinite, threads=threads)
         self._segment_bytes = segment_bytes
         self._shard_bytes = shard_bytes
         self._splitter = Splitter(ranks)
@@ -150,6 +153,7 @@ class ShardedPublisher:
         def check() -> None:
             check_step(step)
             check_meta(meta)
+            self._advice.check_finite({name: part.elements for name, part in held.items()})
 
         together(self._ranks, check)
         division, parts = self._splitter.split(held)
@@ -164,6 +168,8 @@ class ShardedPublisher:
             if self._pending is not None and self._pending.deltas is not None:
                 self._pending.parts = None
         assert self.version is not None
+        if self._ranks.rank == 0:
+            self._advice.after(self.version, division.table)
         seconds = time.perf_counter() - began
         emit(self._on_event, "rank-published", rank=self._ranks.rank, seq=self.version.seq, bytes=sent, seconds=seconds)
         return self.version

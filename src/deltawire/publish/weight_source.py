@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from ..chain.version import Version
 from ..checkpoint_layout import CheckpointLayout
 from ..module_tensors import NameMap, tied_names
-from ..publish import PendingVersion, Publisher
 
 if TYPE_CHECKING:
     import torch
+
+    from .background import PendingVersion
+    from .publisher import Publisher
 
 
 class WeightSource:

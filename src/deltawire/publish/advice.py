@@ -1,0 +1,117 @@
+"""What a publisher tells its user: that something is published which hardly anybody wants, and what to do instead.
+
+Each warning is given once. Nothing here changes what is published, except that weights which are not finite are refused on demand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+from ..chain.version import Version
+from ..dtypes import DType
+from ..errors import NonFiniteWeights
+from ..events import OnEvent
+from ..finite import count_nonfinite
+from ..tensors import State
+from ..warnings import AttachmentsMissing, DenseUpdates, NonFinitePublished, WideWeights, warn
+from .segments import TensorTable
+
+_DENSE_SHARE, _DENSE_VERSIONS = 0.9, 3
+"""Share of the weights that must change, and in how many versions in a row, before deltas are called dense."""
+
+_MOST_NAMES = 3
+"""Tensors that a message names."""
+
+
+class Advice:
+    """Watches what one publisher is given. `has_dtype` tells whether the user said what the fleet serves."""
+
+    def __init__(self, on_event: OnEvent | None, *, has_dtype: bool, refuse_nonfinite: bool, threads: int | None = None) -> None:
+        self._on_event = on_event
+        self._has_dtype = has_dtype
+        self._refuses = refuse_nonfinite
+        self._threads = threads
+        self._is_new = True
+        self._known_bad: set[str] = set()
+        self._last: TensorTable | None = None
+        self._dense = 0
+
+    def before(self, table: TensorTable, attachments: Collection[str] | None) -> None:
+        """To be called on the user's thread with what is about to be published. `attachments` are file names; None if none are needed."""
+        if self._is_new and not self._has_dtype:
+            warn_if_wide(zip(table.dtypes, table.sizes, strict=True), self._on_event)
+        if self._is_new and attachments is not None and "config.json" not in attachments:
+            warn(
+                AttachmentsMissing,
+                "no config.json is published with the weights, so readers get a directory that does not load "
+                "by itself. Give publish() the model instead of its state dict, or pass the checkpoint's directory as attachments. If "
+                "readers have these files already, pass attachments={}.",
+                self._on_event,
+            )
+        self._is_new = False
+
+    def check_finite(self, state: State) -> None:
+        """Warn of weights that are NaN or infinite, or raise `NonFiniteWeights`. To be called with what is about to be published."""
+        bad = count_nonfinite(state, threads=self._threads)
+        if bad and self._refuses:
+            raise NonFiniteWeights(f"{describe_nonfinite(bad)}. Nothing is published.")
+        if bad.keys() - self._known_bad:
+            self._known_bad |= bad.keys()
+            warn(
+                NonFinitePublished,
+                f"{describe_nonfinite(bad)}. They are published; pass refuse_nonfinite=True to the publisher to have an error instead.",
+                self._on_event,
+                may_raise=False,
+                tensors=len(bad),
+                elements=sum(bad.values()),
+            )
+
+    def after(self, version: Version, table: TensorTable) -> None:
+        """To be called with every version that has landed."""
+        elements = sum(math.prod(shape) for shape in table.shapes)
+        is_like_last, self._last = self._last == table, table
+        changed = elements if version.kind == "anchor" else version.changed  # a delta would have been no smaller
+        self._dense = self._dense + 1 if is_like_last and changed > _DENSE_SHARE * elements else 0
+        if self._dense == _DENSE_VERSIONS:
+            remedy = (
+                "Is every version a step of the same model, and the learning rate that of fine-tuning?"
+                if self._has_dtype
+                else 'If the trainer holds float32 weights and the fleet serves bfloat16, pass dtype="bfloat16" to the publisher.'
+            )
+            warn(
+                DenseUpdates,
+                f"nearly all weights changed in each of the last {_DENSE_VERSIONS} versions, so deltas save little. {remedy}",
+                self._on_event,
+                may_raise=False,
+                changed=changed,
+                elements=elements,
+            )
+
+
+def describe_nonfinite(counts: Mapping[str, int]) -> str:
+    """Name tensors that have weights which are NaN or infinite, the worst first."""
+    worst = sorted(counts, key=lambda name: (-counts[name], name))
+    listed = ", ".join(f"{name!r} ({counts[name]:,})" for name in worst[:_MOST_NAMES])
+    more = f" and {len(worst) - _MOST_NAMES} more tensors" if len(worst) > _MOST_NAMES else ""
+    return f"{sum(counts.values()):,} weights are NaN or infinite, in {listed}{more}"
+
+
+def warn_if_wide(tensors: Iterable[tuple[DType, int]], on_event: OnEvent | None, *, may_raise: bool = True) -> None:
+    """Warn if most floating-point weights, given as types and bytes of tensors, are float32 or float64."""
+    sizes = {"F32": 0, "F64": 0}
+    for dtype, size in tensors:
+        if dtype.name.startswith(("F", "BF")):
+            sizes[dtype.name] = sizes.get(dtype.name, 0) + size
+    if (sizes["F32"] + sizes["F64"]) * 2 <= sum(sizes.values()):
+        return
+    found = "float32" if sizes["F32"] >= sizes["F64"] else "float64"
+    warn(
+        WideWeights,
+        f"these weights are {found}, and are published as {found}: nothing is cast unless you ask for it. Nearly all {found} weights "
+        'change at every step, so deltas save little. If the fleet serves bfloat16, pass dtype="bfloat16" to the publisher, and deltas are '
+        f'a small part of the weights. If the fleet serves {found}, pass dtype="{found}".',
+        on_event,
+        may_raise=may_raise,
+        dtype=found,
+    )

@@ -1,0 +1,135 @@
+"""A publisher says when it is given what hardly anybody wants, and what to do instead."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from deltawire.errors import NonFiniteWeights
+from deltawire.publish import Publisher
+from deltawire.store.memory import MemoryStore
+from deltawire.subscribe import Subscriber
+from deltawire.warnings import AttachmentsMissing, DenseUpdates, NonFinitePublished, WideWeights
+
+BF16 = ml_dtypes.bfloat16
+CONFIG = {"config.json": b"{}"}
+
+
+@contextlib.contextmanager
+def seen():
+    """The categories of the warnings that are given."""
+    found: list[type[Warning]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [each.category for each in caught]
+
+
+def publish(*states, events=None, store=None, **options):
+    with Publisher(store or MemoryStore(), on_event=None if events is None else events.append, **options) as publisher:
+        for step, state in enumerate(states):
+            publisher.publish(state, step=step)
+
+
+def wide(steps: int = 1):
+    return [{"w": np.full(400, step + 0.5, np.float32), "norm": np.ones(9, BF16)} for step in range(steps)]
+
+
+def test_float32_is_published_as_it_is_with_a_warning_that_names_the_remedy():
+    events, store = [], MemoryStore()
+    with pytest.warns(WideWeights, match='pass dtype="bfloat16" to the publisher') as caught:
+        publish(*wide(2), events=events, store=store, attachments=CONFIG)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert [event.name for event in events].count("wide-weights") == 1
+    with Subscriber(store, pin=False) as subscriber:
+        subscriber.sync()
+        assert subscriber.state["w"].dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", lambda name, tensor: None])
+def test_no_warning_where_the_user_said_what_the_fleet_serves(dtype):
+    with seen() as found:
+        publish(*wide(), dtype=dtype, attachments=CONFIG)
+    assert found == []
+
+
+def test_a_few_float32_tensors_beside_bfloat16_are_usual():
+    with seen() as found:
+        publish({"w": np.ones(400, BF16), "router": np.ones(90, np.float32), "ids": np.arange(9000)}, attachments=CONFIG)
+    assert found == []
+
+
+def test_nearly_all_weights_changing_three_times_in_a_row_is_reported_once():
+    events = []
+    with pytest.warns(DenseUpdates, match="nearly all weights changed in each of the last 3 versions") as caught:
+        publish(*wide(9), dtype="float32", events=events, attachments=CONFIG)
+    assert len(caught) == 1
+    assert [event.fields["elements"] for event in events if event.name == "dense-updates"] == [409]
+
+
+def test_sparse_updates_are_not_reported_and_one_of_them_starts_the_count_again():
+    states = wide(8)
+    states[3] = {name: array.copy() for name, array in states[2].items()}
+    states[6] = {name: array.copy() for name, array in states[5].items()}
+    with seen() as found:
+        publish(*states, dtype="float32", attachments=CONFIG)
+    assert found == []
+
+
+def test_missing_attachments_are_reported_unless_the_user_wants_none():
+    state = {"w": np.ones(9, BF16)}
+    store = MemoryStore()
+    with pytest.warns(AttachmentsMissing, match=r"Give publish\(\) the model"):
+        publish(state, store=store)
+    with seen() as found:
+        publish(state, store=store)  # the chain goes on: what is missing was reported when it began
+        publish(state, attachments={})
+        publish(state, attachments=CONFIG)
+    assert found == []
+    with pytest.warns(AttachmentsMissing):
+        publish(state, attachments={"tokenizer.json": b"{}"})
+
+
+BAD = {"fine": np.ones(5, BF16), "embed": np.array([1, np.nan, np.inf, 4], BF16), "head": np.array([-np.inf], np.float16)}
+TOLD = r"3 weights are NaN or infinite, in 'embed' \(2\), 'head' \(1\)"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_weights_that_are_not_finite_are_reported_and_published(background):
+    events = []
+    with pytest.warns(NonFinitePublished, match=TOLD) as caught:
+        publish(BAD, BAD, events=events, background=background, attachments={})
+    assert len(caught) == 1
+    assert [dict(e.fields, message="") for e in events if e.name == "non-finite-published"] == [
+        {"message": "", "tensors": 2, "elements": 3}
+    ]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_weights_that_are_not_finite_are_refused_on_demand_and_readers_keep_the_version_before(background):
+    store, good = MemoryStore(), {name: np.ones_like(array) for name, array in BAD.items()}
+    with Publisher(store, refuse_nonfinite=True, background=background, attachments={}) as publisher:
+        publisher.publish(good, step=1)
+        publisher.flush()
+        refused = pytest.raises(NonFiniteWeights, match=TOLD + r"\. Nothing is published")
+        if background:
+            publisher.publish(BAD, step=2)
+            with refused:
+                publisher.flush()
+        else:
+            with refused:
+                publisher.publish(BAD, step=2)
+        publisher.publish(good, step=3)  # and the publisher goes on
+        publisher.flush()
+        assert (publisher.version.step, publisher.version.updates) == (3, 2)
+
+
+def test_what_becomes_infinite_by_the_cast_is_refused_too():
+    state = {"w": np.array([1.0, 1e6], np.float32)}
+    with pytest.raises(NonFiniteWeights, match=r"'w' \(1\)"):
+        publish(state, dtype="float16", refuse_nonfinite=True, attachments={})
