@@ -53,6 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**SIZES, **EXPERTS, "tie_word_embeddings": True},
     "deepseek_v3": {**SIZES, **DEEPSEEK},
     "gpt_oss": {**ONE_LAYER, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "hrm_text": {**SIZES, "num_hidden_layers": 2, "num_layers_per_stack": 1},  # splits what checkpoints have in one
     "granitemoe": {**ONE_LAYER, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
@@ -183,15 +184,54 @@ def test_experts_of_two_types_do_not_fit_into_one_tensor() -> None:
 def test_a_model_that_cannot_be_mapped_is_refused_at_once_and_published_as_it_is_saved(tmp_path: Path) -> None:
     core = pytest.importorskip("transformers.core_model_loading")
     model = qwen()
-    model._weight_conversions = [
-        core.WeightConverter("mlp.gate_up_proj.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [core.Chunk(dim=0)])
-    ]
+    mixing = [core.Interleave(dim=0), core.Chunk(dim=0)]
+    model._weight_conversions = [core.WeightConverter("mlp.gate_up_proj.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], mixing)]
     before = bits(named_weights(model))
     with pytest.raises(UnsupportedLayout, match="gate_up_proj"):
         ModuleEngine(model)
     assert bits(named_weights(model)) == before
     model.save_pretrained(tmp_path)
     assert bits(WeightSource(model).snapshot()) == bits(load_file(tmp_path / "model.safetensors"))
+
+
+def split_mlp(model: Any) -> Any:
+    """The model as if its checkpoints had one tensor where it has two."""
+    core = pytest.importorskip("transformers.core_model_loading")
+    names = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    model._weight_conversions = [core.WeightConverter("mlp.gate_up_proj.weight", names, [core.Chunk(dim=0)])]
+    return model
+
+
+def test_parameters_that_are_one_tensor_in_checkpoints_get_one_memory(store: MemoryStore, publisher: Publisher) -> None:
+    trainer, served = split_mlp(qwen()), split_mlp(qwen(1))
+    before, values = dict(served.named_parameters()), bits(named_weights(served))
+    engine = ModuleEngine(served)
+    assert bits(named_weights(served)) == values
+    joined = engine.weights()["model.layers.0.mlp.gate_up_proj.weight"]
+    assert joined is engine.weights()["model.layers.0.mlp.gate_up_proj.weight"]
+    assert joined.data_ptr() == served.model.layers[0].mlp.gate_proj.weight.data_ptr()
+    with HotSwap(store, engine, pin=False) as swap:
+        for number in range(3):
+            WeightSource(trainer).publish(publisher, step=number)
+            swap.sync()
+            assert bits(named_weights(served)) == bits(named_weights(trainer))
+            served.model.layers[0].mlp.up_proj.weight.data = served.model.layers[0].mlp.up_proj.weight.data.clone()
+            step(trainer, number)
+    assert all(parameter is before[name] for name, parameter in served.named_parameters())
+
+
+def test_memory_that_others_use_is_not_moved() -> None:
+    model = split_mlp(qwen())
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight.data = mlp.gate_proj.weight.data  # one memory by two parameters: moved, they would come apart
+    values = bits(named_weights(model))
+    with pytest.raises(UnsupportedLayout, match="something else uses"):
+        ModuleEngine(model)
+    assert bits(named_weights(model)) == values
+    shared = split_mlp(qwen())
+    shared.share_memory()
+    with pytest.raises(UnsupportedLayout, match="something else uses"):
+        ModuleEngine(shared)
 
 
 def test_a_name_with_two_meanings_means_what_a_checkpoint_means_by_it(store: MemoryStore, publisher: Publisher, tmp_path: Path) -> None:

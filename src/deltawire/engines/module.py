@@ -36,7 +36,8 @@ class ModuleEngine(Engine):
 
     The chain holds the tensors that the module's checkpoints hold. For a transformers model these are what `save_pretrained` writes:
     tensors that the model fuses when it loads them (the experts of a layer, for example) are updated as views of the fused parameter.
-    `UnsupportedLayout` is raised for a model where that is not possible. A chain of the module's own names is followed too.
+    Parameters that it splits off one checkpoint tensor get one memory, here and now. `UnsupportedLayout` is raised for a model where
+    neither is possible. A chain of the module's own names is followed too.
 
     `names` maps the checkpoint's names to those of the chain, `bundle` is the one to take where a version has several. `at` is the version
     that the module was loaded from, which saves a whole download. `keep_others` allows, and keeps in memory, tensors that the module does
@@ -59,7 +60,7 @@ class ModuleEngine(Engine):
     ) -> None:
         self.name = name
         self._layout = CheckpointLayout(module, names, bundle=bundle)
-        self._layout.check_views()
+        self._layout.weights(in_place=True)
         self._pause_timeout = pause_timeout
         self._options: dict[str, Any] = {"at": at, "keep_others": keep_others, "threads": threads, "undo_bytes": undo_bytes}
         self._gate = ForwardGate()
@@ -70,7 +71,7 @@ class ModuleEngine(Engine):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the live weights by the names of the module's checkpoints. A tied tensor appears under each of its names."""
-        return self._layout.weights()
+        return self._layout.weights(in_place=True)
 
     def replica(self, swap: Swap) -> Replica:
         weights = list(self.weights().values())

@@ -100,10 +100,10 @@ def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[
 def _take_types(model: torch.nn.Module, dtypes: Mapping[str, DType]) -> None:
     """Cast each weight to the type that it has in the chain: that is what will be written into it."""
     layout = CheckpointLayout(model)
-    layout.check_views()
-    owners = max((layout.owners(), layout.own_weights()), key=lambda named: len(named.keys() & dtypes.keys()))
+    layout.check_in_place()
+    owners = max((layout.owners(), [*layout.own_weights().items()]), key=lambda named: len(dict(named).keys() & dtypes.keys()))
     types: dict[int, tuple[torch.Tensor, DType]] = {}
-    for name, owner in owners.items():
+    for name, owner in owners:
         if name in dtypes and types.setdefault(id(owner), (owner, dtypes[name]))[1] != dtypes[name]:
             raise EngineRefused(
                 f"{name!r} is {dtypes[name].name} in the chain, but the model keeps it in one tensor with others that are not."
