@@ -30,6 +30,7 @@ LAYERS = [
     {"trainers"},
     {"rl"},
     {"testing", "cli"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 NO_TORCH = {name for name, rank in RANK.items() if rank < RANK["engines"]} - {"module_tensors", "checkpoint_layout"}
