@@ -46,7 +46,7 @@ def main(url: str) -> None:
         publisher.flush()
         version = publisher.version
     assert version is not None
-    print(f"version {version.seq} of step {version.step}: {version.bytes:,} bytes for {version.state_bytes:,} of weights")
+    print(f"version {version.updates} of step {version.step}: {version.bytes:,} bytes for {version.state_bytes:,} of weights")
     print(f"digest {version.digest}")
 
 

@@ -38,6 +38,7 @@ from toy_chain import ToyChain, first_state, next_state
 
 import deltawire
 from deltawire.chain.collect import collect
+from deltawire.chain.find import find_step, find_version
 from deltawire.chain.log import ChainLog
 from deltawire.chain.routes import Routes
 from deltawire.chain.verify import verify
@@ -529,7 +530,14 @@ def read_routes(store: Store, folder: Path) -> None:
 
 def read_command_log(store: Store, folder: Path) -> None:
     for count in (None, 3):
-        read_history(ChainLog(store), count)
+        for by_commits in (False, True):
+            with contextlib.suppress(DeltawireError):
+                read_history(ChainLog(store), count, by_commits=by_commits)
+    log = ChainLog(store)
+    for number in (1, 2, 5, 9):
+        for find in (find_version, find_step):
+            with contextlib.suppress(DeltawireError):
+                assert find(log, number).kind != "fence"
 
 
 def read_fleet_versions(store: Store, folder: Path) -> None:

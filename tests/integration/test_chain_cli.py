@@ -174,7 +174,7 @@ def test_the_log_is_drawn_for_people(chain: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("main  version 3 is in force, ")
     assert lines[2] == "  1 ■··"
-    assert re.match(r"· +3 +delta +20 +[\d.]+ s +[\d.]+ k?B +[\d.]+× +[\d.]+k +[\d.]+$", lines[5]), lines
+    assert re.match(r"· +3 +delta +20 +[\d.]+ (?:s|min|h) +[\d.]+ k?B +[\d.]+× +[\d.]+k +[\d.]+$", lines[5]), lines
     text = run("log", chain, "--commits", columns=80).stdout
     assert "  0 ╪■╪·╪·" in text
     assert "writer 3 takes over" in text
