@@ -306,3 +306,15 @@ def test_what_trl_sends_of_fused_experts_is_published_as_save_pretrained_writes_
         subscriber.sync()
         published = {name: to_torch(array.copy()) for name, array in subscriber.state.items()}
     assert bits(published) == bits(load_file(tmp_path / "model.safetensors"))
+
+
+def test_a_published_model_is_a_checkpoint_that_loads(store: MemoryStore, tmp_path: Path) -> None:
+    trainer = made("mixtral")
+    files = {"config.json": trainer.config.to_json_string().encode()}
+    with Publisher(store, attachments=files) as publisher, Subscriber(store, tmp_path / "mirror", pin=False) as subscriber:
+        for number in range(2):
+            publisher.publish(trainer, step=number)
+            subscriber.sync()
+            assert subscriber.path is not None
+            assert bits(named_weights(fresh(subscriber.path))) == bits(named_weights(trainer))
+            step(trainer, number)
