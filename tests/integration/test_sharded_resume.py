@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from plain_reader import read_commits
+from support import DIGEST_NEUTRAL as DIFFERENCE
 from support import bits_of
 from test_sharded_publisher import damage, follow, publish_all, states
 from threads_as_ranks import run_ranks, shards_of
@@ -118,3 +120,27 @@ def test_a_chain_of_an_earlier_key_is_taken_up_by_who_trusts_it(tmp_path):
         publish_all(tmp_path, 2, versions[2:], signing_key=new)
     publish_all(tmp_path, 2, versions[2:], signing_key=new, trusted_keys=[old.public])
     assert follow(tmp_path, trusted_keys=[old.public, new.public])[0] == bits_of(versions[2])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_signed_checkpoint_that_was_changed_without_changing_its_digest_is_not_taken_up(tmp_path, size):
+    """A delta to such a base would lead readers, who have the right one, to wrong weights with the right digest."""
+    key = SigningKey.generate()
+    first, second = ({name: np.full(768, value, np.float16) for name in ("a", "b")} for value in (1, 2))
+    second["a"] = first["a"].copy()
+    publish_all(tmp_path, 2, [first], signing_key=key)
+    with Subscriber(tmp_path, pin=False, threads=1, trusted_keys=[key.public]) as reader:
+        reader.sync()
+        file = next(file for file in read_commits(open_store(tmp_path))[1]["files"] if file["raw"])
+        shard = tmp_path / file["key"]
+        whole = shard.read_bytes()
+        words = np.frombuffer(whole[-file["raw"] :], np.int16).copy()
+        words[256 : 256 + len(DIFFERENCE)] += np.array(DIFFERENCE, np.int16)
+        shard.chmod(0o600)
+        shard.write_bytes(whole[: -words.nbytes] + words.tobytes())
+        with pytest.raises((DataDamaged, VersionGone)):
+            publish_all(tmp_path, size, [second], signing_key=key)
+        shard.write_bytes(whole)
+        publish_all(tmp_path, size, [second], signing_key=key)
+        reader.sync()
+        assert bits_of(reader.state) == bits_of(second)

@@ -325,7 +325,16 @@ class ShardedPublisher:
         for _ in range(_ATTEMPTS):
             hops = self._leading(partial(ChainLead.route, failed=None if failed is None else failed.hop))
             route = [[FileEntry(**entry) for entry in files] for files in hops]
-            found = restore_parts(self._ranks, self._store, self._fetcher, division, route, self._commit.digest, threads=self._threads)
+            found = restore_parts(
+                self._ranks,
+                self._store,
+                self._fetcher,
+                division,
+                route,
+                self._commit.digest,
+                check_hashes=self._commit.signature is not None,
+                threads=self._threads,
+            )
             if found is None:
                 return None
             if not isinstance(found, HopFailed):

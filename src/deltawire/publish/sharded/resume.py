@@ -1,7 +1,8 @@
 """Taking a chain up again with many processes: each rebuilds some tensors from the store, and sends everybody its parts of them.
 
 So it does not matter how many processes published before, or how they held the model; every object is read once, and nobody holds more
-whole tensors than one run of them, which are those that the files of one delta segment are about.
+whole tensors than one run of them, which are those that the files of one delta segment are about. In a signed chain the checkpoint is read
+twice: its files are hashed before tensors are taken from them, as the digest alone does not notice a change that was made to escape it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...chain.fetch import Fetcher
 from ...errors import ChainBroken, ChainError, DataDamaged, DeltaError, ObjectMissing, StateError
+from ...format.content_hash import content_hash, new_hash
 from ...format.digest import Digest
 from ...format.records import FileEntry
 from ...format.safetensors_header import LENGTH_BYTES, MalformedHeader, TensorEntry, header_length, parse_header
@@ -25,6 +27,8 @@ from ...store.base import Store
 from ..segments import SEGMENT_BYTES, TensorTable, cut_segments
 from .parts import Division, Parts, Reader
 from .ranks import Ranks, together
+
+_WINDOW = 64 << 20
 
 Route = Sequence[Sequence[FileEntry]]
 """The files of each hop; those of the first are a checkpoint."""
@@ -48,13 +52,24 @@ class _Place:
 
 
 def restore_parts(
-    ranks: Ranks, store: Store, fetcher: Fetcher, division: Division, route: Route, digest: Digest, *, threads: int | None
+    ranks: Ranks,
+    store: Store,
+    fetcher: Fetcher,
+    division: Division,
+    route: Route,
+    digest: Digest,
+    *,
+    check_hashes: bool,
+    threads: int | None,
 ) -> Parts | HopFailed | None:
     """This process's parts of the state that a route leads to; None if that has other tensors than these. In all processes alike.
 
-    The checkpoint is read by ranges, so its files' hashes cannot be checked; the digest of the whole state is, in the end.
+    The checkpoint is read by ranges, of which records have no hashes. The digest of the whole state is checked in the end, which finds
+    accidents. With `check_hashes`, as for a signed chain, each file is read once more by one process and compared with the hash in its
+    record, and every tensor that is taken from it with the hash that the tensor had then.
     """
     places: dict[str, _Place] = {}
+    hashes: dict[str, str] = {}
 
     def find() -> dict[str, Any]:
         try:
@@ -68,6 +83,11 @@ def restore_parts(
             return HopFailed(0, answer["why"])
         if not answer["same"]:
             return None
+    if check_hashes:
+        for answer in together(ranks, lambda: _hash_share(store, route[0], ranks)):
+            if "why" in answer:
+                return HopFailed(0, answer["why"])
+            hashes.update(answer["hashes"])
     runs = _runs(division.table, route)
     plan = _assign(division.table, runs, ranks.size)
     parts = division.new_parts(ranks.rank)
@@ -77,7 +97,7 @@ def restore_parts(
         mine = plan[ranks.rank][turn] if turn < len(plan[ranks.rank]) else range(0)
 
         def rebuild(tensors: dict[str, NDArray[Any]] = tensors, mine: range = mine) -> dict[str, Any]:
-            failed = _rebuild(store, fetcher, division.table, places, route, mine, tensors, threads)
+            failed = _rebuild(store, fetcher, division.table, places, hashes if check_hashes else None, route, mine, tensors, threads)
             return {"digest": state_digest(tensors, threads=threads).hex()} if failed is None else {"hop": failed.hop, "why": failed.reason}
 
         for answer in together(ranks, rebuild):
@@ -94,6 +114,7 @@ def _rebuild(
     fetcher: Fetcher,
     table: TensorTable,
     places: dict[str, _Place],
+    hashes: dict[str, str] | None,
     route: Route,
     run: range,
     tensors: dict[str, NDArray[Any]],
@@ -104,6 +125,8 @@ def _rebuild(
     try:
         for name in table.names[run.start : run.stop]:
             tensors[name] = _read_tensor(store, places[name])
+            if hashes is not None and content_hash(_as_bytes(tensors[name])) != hashes.get(name):
+                raise DataDamaged(f"tensor {name!r} in {places[name].key} is not the one whose hash was checked.")
         for files in route[1:]:
             hop += 1
             for entry in files:
@@ -150,6 +173,42 @@ def _find_tensors(store: Store, files: Sequence[FileEntry]) -> dict[str, _Place]
     return places
 
 
+def _hash_share(store: Store, files: Sequence[FileEntry], ranks: Ranks) -> dict[str, Any]:
+    """The hashes of all tensors in this process's share of the files, which are compared with their records; or why not."""
+    shards = [file for file in files if file.name is not None and file.name.endswith(".safetensors")]
+    found: dict[str, str] = {}
+    try:
+        for file in shards[ranks.rank :: ranks.size]:
+            found |= _hash_tensors(store, file)
+    except (ChainError, ObjectMissing) as error:
+        return {"why": str(error)}
+    return {"hashes": found}
+
+
+def _hash_tensors(store: Store, file: FileEntry) -> dict[str, str]:
+    """The BLAKE3 of each tensor in a file. `DataDamaged` unless that of the whole file is what its record says."""
+    prefix = _read(store, file.key, 0, min(LENGTH_BYTES, file.size))
+    try:
+        text = _read(store, file.key, LENGTH_BYTES, header_length(prefix.tobytes(), file.size))
+        header = parse_header(text.tobytes(), file.size)
+    except MalformedHeader as reason:
+        raise DataDamaged(f"{file.key} is not a safetensors file: {reason}") from None
+    whole = new_hash()
+    whole.update(prefix.data)
+    whole.update(text.data)
+    found: dict[str, str] = {}
+    for name, entry in header.entries.items():  # they follow each other without holes, up to the end of the file
+        own = new_hash()
+        for begin in range(entry.begin, entry.end, _WINDOW):
+            piece = _read(store, file.key, header.data_start + begin, min(_WINDOW, entry.end - begin))
+            whole.update(piece.data)
+            own.update(piece.data)
+        found[name] = own.hexdigest()
+    if whole.hexdigest() != file.blake3:
+        raise DataDamaged(f"{file.key} in {store.url} is damaged: its content does not have the hash of its record.")
+    return found
+
+
 def _table(places: dict[str, _Place]) -> TensorTable:
     ordered = sorted(places.items())
     return TensorTable(
@@ -162,6 +221,10 @@ def _table(places: dict[str, _Place]) -> TensorTable:
 def _read_tensor(store: Store, place: _Place) -> NDArray[Any]:
     flat = _read(store, place.key, place.offset, math.prod(place.entry.shape) * place.entry.dtype.itemsize)
     return flat.view(place.entry.dtype.numpy).reshape(place.entry.shape)
+
+
+def _as_bytes(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _read(store: Store, key: str, offset: int, size: int) -> NDArray[np.uint8]:
