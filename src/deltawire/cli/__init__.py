@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from .. import __version__
-from . import apply, diff, fleet, follow, gc, inspect, keygen, log, member, publish, pull, show, sidecar, verify
+from . import apply, diff, fleet, follow, gc, inspect, keygen, log, member, members, publish, pull, rollouts, show, sidecar, top, verify
 from .plain_output import never_fail_to_print
 from .terminal import interrupt_on_termination
 
@@ -39,6 +39,9 @@ app.command("gc", rich_help_panel=_CHAINS)(gc.gc)
 app.command("keygen", rich_help_panel=_CHAINS)(keygen.keygen)
 app.command("member", rich_help_panel=_FLEET)(member.member)
 app.command("fleet", rich_help_panel=_FLEET)(fleet.fleet)
+app.command("members", rich_help_panel=_FLEET)(members.members)
+app.command("rollouts", rich_help_panel=_FLEET)(rollouts.rollouts)
+app.command("top", rich_help_panel=_FLEET)(top.top)
 app.command("diff", rich_help_panel=_FILES)(diff.diff)
 app.command("apply", rich_help_panel=_FILES)(apply.apply)
 app.command("inspect", rich_help_panel=_FILES)(inspect.inspect)

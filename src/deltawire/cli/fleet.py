@@ -14,6 +14,7 @@ import typer
 from ..events import Event
 from . import figures
 from .chain_options import TrustOption
+from .fleet_table import short_name
 from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
 from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice
 
@@ -143,8 +144,7 @@ class _Output:
                 (print_line if calm else print_notice)(self._labelled(name, f"{figures.clock_time(event.time)}  {text}"))
 
     def _labelled(self, name: str, text: str) -> str:
-        shown = name if len(name) <= self._width else f"{name[: self._width // 2 - 1]}…{name[-self._width // 2 :]}"
-        return f"{shown:<{self._width}}  {text}"
+        return f"{short_name(name, self._width):<{self._width}}  {text}"
 
 
 def _attributed(name: str, line: str) -> dict[str, Any]:

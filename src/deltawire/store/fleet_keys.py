@@ -113,6 +113,11 @@ def first_key_of(prefix: str, number: int) -> str:
     return f"{prefix}{_digits(number - 1, 10)}0" if number else f"{prefix}-"
 
 
+def keys_of_round(prefix: str, number: int) -> str:
+    """The prefix of all keys of this round in one of the folders that are ordered by round."""
+    return f"{prefix}{_digits(number, 10)}/"
+
+
 def parse_round_key(key: str) -> int | None:
     """The number in a round's key; None for any other key. So too the other `parse_` functions."""
     found = _ROUND.fullmatch(key)

@@ -98,7 +98,7 @@ def test_members_of_a_fleet_do_not_paint_over_each_other_on_a_terminal(tmp_path:
     text = ""
     try:
         while text.count("no end of line") < 3 and text.count('{"nan": NaN}') < 3:
-            text += os.read(main, 4096).decode()
+            text += os.read(main, 4096).decode(errors="replace")
     finally:
         fleet.terminate()
         fleet.wait()

@@ -1,0 +1,174 @@
+"""What people can see of a fleet: its members, rounds and results, as the store has them. Reads, and never writes.
+
+Everything here was written by somebody else: records are parsed as strictly as the trainer does it, and what breaks a rule is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
+
+from blake3 import blake3
+
+from ..errors import CorruptRollouts, LimitExceeded, ObjectMissing
+from ..format.canonical import MAX_RECORD_BYTES
+from ..format.fleet_records import MAX_BOARD_BYTES, Board, Heartbeat, Round
+from ..format.rollouts import RolloutLimits, Rollouts
+from ..store import fleet_keys
+from ..store.base import ObjectInfo, Store
+from ..store.fleet_keys import RolloutKey
+from .fleet_keyring import FleetKeyring
+from .rejection_steps import read_rejections
+from .resume_steps import parsed_answer, read_acknowledged, read_rounds
+from .steps import MOST_TOGETHER, Get, Head, List, Steps, Together, run_steps
+
+_T = TypeVar("_T")
+_EVERY_EPOCH = 10**10
+ResultState: TypeAlias = Literal["uploaded", "accepted", "rejected"]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenMember:
+    """A member's last heartbeat, and when it was written, in seconds since 1970 by the store's clock."""
+
+    beat: Heartbeat
+    modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeenRound:
+    """A round, how many of its tasks have a lease, and how many have a result, valid or not; and whether it was acknowledged."""
+
+    record: Round
+    leased: int
+    delivered: int
+    acknowledged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SeenFleet:
+    """A fleet at one moment. `board` is None if there is none that can be read and trusted. The newest round comes first."""
+
+    board: Board | None
+    board_modified: float | None
+    members: tuple[SeenMember, ...]
+    rounds: tuple[SeenRound, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenResult:
+    """A result that lies in the store. `state` is "accepted" if a trainer acknowledged it, "rejected" (and `why`) if it did so and then
+    left it out, else "uploaded"."""
+
+    key: RolloutKey
+    round: Round
+    modified: float
+    state: ResultState
+    why: str | None = None
+
+
+class FleetReader:
+    """Looks at the fleet of the run with this id. With `trusted_keys`, only boards, rounds and batches that one of them signed count."""
+
+    def __init__(self, store: Store, run: str, *, trusted_keys: Collection[str] = ()) -> None:
+        self._store = store
+        self._run = run
+        self._keyring = FleetKeyring(trusted_keys=trusted_keys)
+        self._pool = ThreadPoolExecutor(MOST_TOGETHER, thread_name_prefix="deltawire-overview")
+
+    def fleet(self, rounds: int = 4) -> SeenFleet:
+        """Returns everything but the results, with at most so many rounds."""
+        return self._ask(self._fleet(rounds))
+
+    def results(self, *, step: int | None = None) -> Iterator[SeenResult]:
+        """Yields what lies in the store, the newest rounds first; with `step`, only results of rounds for that training step."""
+        found = self._ask(read_rounds(self._run, self._keyring))
+        acknowledged = self._ask(read_acknowledged(self._run, _EVERY_EPOCH, -1, self._keyring))
+        rejected = self._ask(read_rejections(self._run, _EVERY_EPOCH, -1, self._keyring))
+        accepted = {
+            RolloutKey(each.record.round, one.task, one.attempt, one.blake3)
+            for each in acknowledged.values()
+            for one in each.accepted.results
+        }
+        for number, record in sorted(found.rounds.items(), reverse=True):
+            if step is not None and record.for_step != step:
+                continue
+            listed: list[ObjectInfo] = self._ask(_list(fleet_keys.keys_of_round(fleet_keys.ROLLOUTS, number)))
+            keyed = [(info.modified.timestamp(), key) for info in listed if (key := fleet_keys.parse_rollout_key(info.key)) is not None]
+            for modified, key in sorted(keyed, reverse=True):
+                state: ResultState = "rejected" if key in rejected else "accepted" if key in accepted else "uploaded"
+                yield SeenResult(key, record, modified, state, rejected.get(key))
+
+    def read(self, result: SeenResult) -> Rollouts | None:
+        """Returns what a result holds; None if it is gone, damaged, or of another run or place than it lies in."""
+        limits = RolloutLimits()
+        try:
+            data = self._store.get(fleet_keys.rollout_key(result.key), limit=limits.file_bytes)
+            rollouts = Rollouts.parse(data, limits) if blake3(data).hexdigest() == result.key.blake3 else None
+        except (ObjectMissing, LimitExceeded, CorruptRollouts):
+            return None
+        if rollouts is None or rollouts.run != self._run:
+            return None
+        return rollouts if (rollouts.round, rollouts.task, rollouts.attempt) == result.key[:3] else None
+
+    def close(self) -> None:
+        """Let go of threads. The store is the caller's."""
+        self._pool.shutdown()
+
+    def __enter__(self) -> FleetReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, steps: Steps[_T]) -> _T:
+        return run_steps(steps, self._store, pool=self._pool)
+
+    def _fleet(self, most: int) -> Steps[SeenFleet]:
+        board, modified = yield from self._board()
+        members = yield from self._members()
+        found = yield from read_rounds(self._run, self._keyring)
+        newest = [found.rounds[number] for number in sorted(found.rounds, reverse=True)[:most]]
+        after = min((record.for_step for record in newest), default=0) - 1
+        acknowledged = yield from read_acknowledged(self._run, _EVERY_EPOCH, after, self._keyring)
+        closed = {one.record.round for one in acknowledged.values()}
+        rounds = []
+        for record in newest:
+            rounds.append((yield from _progress(record, acknowledged=record.round in closed)))
+        return SeenFleet(board, modified, tuple(members), tuple(rounds))
+
+    def _board(self) -> Steps[tuple[Board | None, float | None]]:
+        data, info = yield Together((Get(fleet_keys.BOARD, MAX_BOARD_BYTES), Head(fleet_keys.BOARD)))
+        board = parsed_answer(Board.parse, data)
+        if board is None or board.id != self._run or not self._keyring.trusts(board) or not isinstance(info, ObjectInfo):
+            return None, None
+        return board, info.modified.timestamp()
+
+    def _members(self) -> Steps[list[SeenMember]]:
+        listed: list[ObjectInfo] = yield List(fleet_keys.MEMBERS)
+        named = [(member, info) for info in listed if (member := fleet_keys.parse_member_key(info.key)) is not None]
+        members = []
+        for start in range(0, len(named), MOST_TOGETHER):
+            part = named[start : start + MOST_TOGETHER]
+            answers = yield Together(tuple(Get(info.key, MAX_RECORD_BYTES) for _, info in part))
+            for (member, info), answer in zip(part, answers, strict=True):
+                beat = parsed_answer(Heartbeat.parse, answer)
+                if beat is not None and beat.id == self._run and beat.member == member:
+                    members.append(SeenMember(beat, info.modified.timestamp()))
+        return members
+
+
+def _list(prefix: str) -> Steps[list[ObjectInfo]]:
+    listed: list[ObjectInfo] = yield List(prefix)
+    return listed
+
+
+def _progress(record: Round, *, acknowledged: bool) -> Steps[SeenRound]:
+    leases = yield from _list(fleet_keys.keys_of_round(fleet_keys.LEASES, record.round))
+    results = yield from _list(fleet_keys.keys_of_round(fleet_keys.ROLLOUTS, record.round))
+    leased = {key.task for key in map(fleet_keys.parse_lease_key, (info.key for info in leases)) if key is not None}
+    delivered = {key.task for key in map(fleet_keys.parse_rollout_key, (info.key for info in results)) if key is not None}
+    tasks = set(range(record.tasks))
+    return SeenRound(record, len(leased & tasks), len(delivered & tasks), acknowledged)
