@@ -50,9 +50,12 @@ def test_a_member_s_output_is_read_line_by_line(fake_member: Path, monkeypatch: 
     member = LocalMember([], lambda line, is_error: (seen.append((line, is_error)), len(seen) == 4 and four.set()))
     assert four.wait(60)
     assert member.ending() is None
-    member.leave()
+    assert member._process.stdin is not None
+    member._process.stdin.close()  # as when the process goes that started it
     member._process.wait(60)
-    assert member.ending() == "killed by SIGTERM"
+    for reader in member._readers:
+        reader.join(60)
+    assert member.ending() == ""
     assert [line for line, is_error in seen if is_error] == ["a reward that prints \x1b[2Jthis"]
     lines = [line for line, is_error in seen if not is_error]
     assert lines == ["joined", '{"event": "generated", "tokens": 3}', '{"nan": NaN}', "no end of line"]
