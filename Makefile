@@ -15,13 +15,15 @@ RAY ?= ray==2.60.0
 # How many payloads `make fuzz` makes, and the seed they come from.
 RUNS ?= 10000000
 SEED ?=
+# How long `make chaos` runs.
+MINUTES ?= 5
 # How many chains `make fuzz-chains` makes, from seed SEED on.
 CHAINS ?= 2000
 # Where the trainer and the members of `make demo` meet: a folder of its own, or s3://BUCKET/PREFIX and the like.
 STORE ?=
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
-.PHONY: help test test-vllm test-ray lint demo bench fuzz fuzz-chains clean
+.PHONY: help test test-vllm test-ray lint demo bench fuzz fuzz-chains chaos clean
 help:
 	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket)"
 	@echo "make test   all tests (2.7 GB of packages; VLLM= does without the real vLLM and TRL)"
@@ -30,6 +32,7 @@ help:
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
 	@echo "make fuzz   the native codec under sanitizers, with hostile payloads (RUNS=10000000 of them, SEED=1; docs/fuzzing.md)"
+	@echo "make chaos  publishers, readers and a real SeaweedFS that are killed and frozen, and an independent checker (MINUTES=5)"
 	@echo "make fuzz-chains  everything that reads a chain, with hostile chains whose hashes are right (CHAINS=2000 of them)"
 
 $(BIN)/python:
@@ -76,6 +79,9 @@ demo: $(VENV)/.installed $(VENV)/.trainers
 
 bench: $(VENV)/.installed $(VENV)/.trainers
 	$(BIN)/python benchmarks/run.py --trace "$(TRACE)"
+
+chaos: $(VENV)/.installed
+	$(BIN)/python tests/chaos/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 fuzz-chains: $(VENV)/.installed
 	$(BIN)/python tests/chain_fuzz.py --first $(or $(SEED),0) --seeds $(CHAINS)

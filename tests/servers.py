@@ -81,7 +81,7 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("moto") / "log"
     with running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], log, lambda: answers(port)):
         create_bucket(f"http://127.0.0.1:{port}", log)
-        yield _s3("moto", port, log)
+        yield s3_server("moto", port, log)
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +95,15 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @contextlib.contextmanager
 def seaweedfs_server(program: str, folder: Path) -> Iterator[Server]:
     """SeaweedFS with its data in a folder. Benchmarks use it too."""
+    command, port = seaweedfs_command(program, folder)
+    log = folder / "log"
+    with running(command, log, lambda: answers(port), folder):
+        create_bucket(f"http://127.0.0.1:{port}", log)
+        yield s3_server("SeaweedFS", port, log)
+
+
+def seaweedfs_command(program: str, folder: Path) -> tuple[list[str], int]:
+    """What starts SeaweedFS with its data in a folder, as often as one likes, and the port of its S3 gateway."""
     (folder / "data").mkdir()
     identity = {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
     (folder / "identities.json").write_text(json.dumps({"identities": [identity]}))
@@ -106,10 +115,7 @@ def seaweedfs_server(program: str, folder: Path) -> Iterator[Server]:
     command += [f"-s3.config={folder / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
     command += [f"-s3.localSocket={folder / 's3.sock'}", f"-filer.localSocket={folder / 'filer.sock'}"]
     command += ["-master.volumeSizeLimitMB=256", "-volume.max=100"]
-    log = folder / "log"
-    with running(command, log, lambda: answers(ports["s3.port"]), folder):
-        create_bucket(f"http://127.0.0.1:{ports['s3.port']}", log)
-        yield _s3("SeaweedFS", ports["s3.port"], log)
+    return command, ports["s3.port"]
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +127,7 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--config", "", str(folder / "data")]
     with running(command, folder / "log", lambda: answers(port), folder):
-        yield _s3("rclone", port, folder / "log")
+        yield s3_server("rclone", port, folder / "log")
 
 
 @pytest.fixture(scope="session")
@@ -216,7 +222,8 @@ def create_bucket(endpoint: str, log: Path) -> None:
     client.close()
 
 
-def _s3(name: str, port: int, log: Path) -> Server:
+def s3_server(name: str, port: int, log: Path) -> Server:
+    """How to reach an S3 server at a port."""
     return Server(name, "s3", {**S3_CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}, log)
 
 

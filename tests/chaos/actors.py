@@ -1,0 +1,172 @@
+"""The processes of a chaos run: publishers, readers, mirrors, collectors. Each says in a journal what it was told by deltawire.
+
+An actor ends with 0 when it was asked to, with `FENCED` when another publisher took over, and with 1 when something happened that must not
+happen: it then says what in its log. Errors that deltawire calls retryable are waited out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+from small_model import Journal, bits, state_of
+
+from deltawire.chain.collect import collect
+from deltawire.chain.log import ChainLog
+from deltawire.errors import DeltawireError, Fenced, MirrorError
+from deltawire.format.signing import SigningKey
+from deltawire.publish import AnchorPolicy, Publisher
+from deltawire.store import StoreOptions, open_store
+from deltawire.subscribe import Subscriber, reading_mirror
+
+FENCED = 10
+GRACE = 5.0
+"""Seconds between the announcement of a collection and its deletions."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A chain, and where its actors keep what they have."""
+
+    url: str
+    folder: Path
+    signing_key: Path | None = None
+
+    @property
+    def key(self) -> SigningKey | None:
+        return None if self.signing_key is None else SigningKey.load(self.signing_key)
+
+    @property
+    def trusted(self) -> list[str]:
+        return [] if self.key is None else [self.key.public]
+
+    @property
+    def options(self) -> StoreOptions:
+        return StoreOptions(retries=2, timeout=10)
+
+
+def patiently(work: Callable[[], Any]) -> Any:
+    """Do something again as long as it fails with errors that may heal."""
+    while True:
+        try:
+            return work()
+        except Fenced:
+            sys.exit(FENCED)
+        except DeltawireError as error:
+            if not error.retryable:
+                raise
+            time.sleep(0.1)
+
+
+def publish(place: Place, name: str, seed: int, last: int | None = None) -> None:
+    """Take the run over, sometimes from an older version, and publish step after step, with the number `last` as the last if given."""
+    chance = random.Random(seed)
+    acknowledged = Journal(place.folder / f"acknowledged-{name}")
+
+    def take_over() -> Publisher:
+        resume_from = None
+        if last is None and chance.random() < 0.15:
+            with open_store(place.url, options=place.options) as store, contextlib.suppress(DeltawireError):
+                log = ChainLog(store, trusted_keys=place.trusted)
+                versions = [commit.seq for commit in log.tail(-1) if commit.kind != "fence" and commit.seq > log.floor()]
+                resume_from = chance.choice(versions[-4:]) if versions else None
+        return Publisher(
+            place.url,
+            segment_bytes=6000,
+            anchor_policy=AnchorPolicy(min_versions=4, max_versions=9),
+            auto_collect=GRACE if chance.random() < 0.5 else None,
+            signing_key=place.key,
+            resume_from=resume_from,
+            background=chance.random() < 0.3,
+            store_options=place.options,
+        )
+
+    publisher: Publisher = patiently(take_over)
+    step = 0 if publisher.version is None else (publisher.version.step or 0) + 1
+    while True:
+
+        def one() -> Any:
+            version = publisher.publish(state_of(step), step=step)  # noqa: B023
+            return version.result(60) if hasattr(version, "result") else version
+
+        version = patiently(one)
+        acknowledged.write(version.seq, version.step)
+        step += 1
+        if last is not None:
+            publisher.close()
+            return
+        time.sleep(chance.uniform(0.0, 0.05))
+
+
+def _note(journal: Journal, seq: int, step: int | None, state: Any) -> None:
+    if step is None or bits(state) != bits(state_of(step)):
+        raise AssertionError(f"version {seq} was given with other weights than those of step {step}")
+    journal.write(seq, step)
+
+
+def _follow(subscriber: Subscriber, journal: Journal, until: int | None) -> None:
+    """Note every version, and the one at hand at first: a mirror may have the newest already."""
+    if until is not None:
+        version = patiently(subscriber.sync)
+        _note(journal, version.seq, version.step, subscriber.state)
+        if version.seq >= until:
+            return
+    for version in subscriber.follow(poll=0.05):
+        _note(journal, version.seq, version.step, subscriber.state)
+        if until is not None and version.seq >= until:
+            return
+
+
+def read(place: Place, name: str, seed: int, until: int | None = None) -> None:
+    """Follow the chain in memory, and compare all of every version with its step."""
+    journal = Journal(place.folder / f"read-{name}")
+    with Subscriber(place.url, trusted_keys=place.trusted, reader=name, store_options=place.options) as subscriber:
+        _follow(subscriber, journal, until)
+
+
+def mirror(place: Place, name: str, seed: int, until: int | None = None) -> None:
+    """Keep a mirror, which others share, at the newest version."""
+    journal = Journal(place.folder / f"read-{name}")
+    with Subscriber(place.url, place.folder / "mirror", trusted_keys=place.trusted, reader=name, store_options=place.options) as subscriber:
+        _follow(subscriber, journal, until)
+
+
+def load(place: Place, name: str, seed: int) -> None:
+    """Load the mirror as an engine does, without deltawire, and compare all of it."""
+    journal = Journal(place.folder / f"read-{name}")
+    last = -1
+    while True:
+        try:
+            with reading_mirror(place.folder / "mirror") as path:
+                record = json.loads(json.loads((path / "deltawire.json").read_text())["record"])
+                state = load_file(path / "model.safetensors")
+        except (MirrorError, FileNotFoundError):
+            if last >= 0:
+                raise
+            time.sleep(0.05)
+            continue
+        if record["seq"] > last:
+            last = record["seq"]
+            _note(journal, last, record["step"], state)
+        elif record["seq"] < last:
+            raise AssertionError(f"the mirror went back from version {last} to {record['seq']}")
+        time.sleep(0.01)
+
+
+def tidy(place: Place, name: str, seed: int) -> None:
+    """Collect what nobody needs, twice, with the grace in between. For while there is no publisher."""
+    with open_store(place.url, options=place.options) as store:
+        for pause in (GRACE, 0.0):
+            patiently(lambda: collect(store, grace=GRACE, log=ChainLog(store, trusted_keys=place.trusted)))
+            time.sleep(pause)
+
+
+ACTORS: dict[str, Callable[..., None]] = {"publish": publish, "read": read, "mirror": mirror, "load": load, "tidy": tidy}
