@@ -141,14 +141,14 @@ def test_tensors_that_the_module_has_not_are_kept_on_the_host_beside_it():
 def test_fused_experts_on_a_gpu_are_changed_where_they_are():
     """Tensors of a checkpoint are views of one parameter, and begin where no tensor of its own would."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    sizes = {"hidden_size": 36, "intermediate_size": 7, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40}
-    config = transformers.MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=3, max_position_embeddings=16)
+    sizes = {"hidden_size": 12, "intermediate_size": 7, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 9}
+    config = transformers.MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=2, max_position_embeddings=16)
     trainer, served = (transformers.MixtralForCausalLM(config).to(DEVICE, torch.bfloat16) for _ in range(2))
     source, store = WeightSource(trainer), MemoryStore()
     assert any(tensor.data_ptr() % 16 for tensor in source.snapshot().values())
     addresses = [parameter.data_ptr() for parameter in served.parameters()]
     with Publisher(store, snapshot="device") as publisher, contextlib.closing(HotSwap(store, ModuleEngine(served), pin=False)) as swap:
-        for step in range(3):
+        for step in range(2):
             source.publish(publisher, step=step)
             swap.sync()
             assert all(torch.equal(a, b) for a, b in zip(trainer.state_dict().values(), served.state_dict().values(), strict=True))
