@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,10 @@ SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "max_position_embeddings": 64,
 }
+
+
+WORDS = ["<eos>", "<unk>", *(f"w{number}" for number in range(SIZES["vocab_size"] - 2))]
+"""What the tokenizer knows."""
 
 
 def qwen(seed: int = 0, *, tied: bool = True, dtype: Any = None, **config: Any) -> Any:
@@ -54,6 +59,18 @@ def step(module: Any, seed: int, rate: float = 1e-3) -> None:
 def clone(state: Any) -> dict[str, Any]:
     """A copy of a state, in which what was tied still is."""
     return copy.deepcopy({name: tensor.detach() for name, tensor in state.items()})
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """A tokenizer of as many words as the model knows, with a chat template."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    words = tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
+    fast.save_pretrained(folder)
+    return folder
 
 
 def bits(state: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -352,6 +352,11 @@ def torch_dtype(dtype: DType, *, bits: bool = False) -> Any:
     return getattr(torch, f"int{dtype.width}") if bits else _torch_types(torch).dtypes[dtype.name]
 
 
+def torch_name(dtype: DType) -> str:
+    """What torch calls the type, such as "bfloat16"."""
+    return next(ours for ours, theirs in _TORCH_NAMES.items() if theirs == dtype.name)
+
+
 def named_dtype(name: str) -> DType | None:
     """The type that torch calls so, such as "bfloat16"; None if the format does not know it."""
     return dtype_named(_TORCH_NAMES[name]) if name in _TORCH_NAMES else None

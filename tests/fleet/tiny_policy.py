@@ -8,25 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from tiny_models import SIZES, qwen, step
-
-tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-
-WORDS = ["<eos>", "<unk>", *(f"w{number}" for number in range(SIZES["vocab_size"] - 2))]
-
-
-def save_tokenizer(folder: Path) -> Path:
-    """A tokenizer of as many words as the model knows, with a chat template."""
-    from transformers import PreTrainedTokenizerFast
-
-    words = tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
-    fast.save_pretrained(folder)
-    return folder
+from tiny_models import WORDS as WORDS
+from tiny_models import qwen, save_tokenizer, step
 
 
 class TinyPolicy:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from tiny_models import bits, moe, qwen, step, torch, transformers
 
+from deltawire.casting import wire_dtype
 from deltawire.chain.version import Version
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.publish import Publisher
+from deltawire.publish.model_files import files_of_model
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber, reading_mirror
 from deltawire.tensors import to_torch
@@ -107,3 +111,13 @@ def test_a_model_is_published_as_its_checkpoint_is(tmp_path: Path) -> None:
         found = bits({name: to_torch(array.copy()) for name, array in subscriber.state.items()})
     assert "lm_head.weight" not in found
     assert found == bits(load_file(tmp_path / "saved" / "model.safetensors"))
+
+
+def test_the_files_of_a_model_say_what_is_published() -> None:
+    model = qwen(0, dtype=torch.float32)
+    config = json.loads(files_of_model(model, wire_dtype(torch.bfloat16))["config.json"])
+    assert (config["torch_dtype"], config["architectures"]) == ("bfloat16", ["Qwen3ForCausalLM"])
+    # As `torch.compile` wraps it.
+    assert json.loads(files_of_model(SimpleNamespace(_orig_mod=model))["config.json"]) == config | {"torch_dtype": "float32"}
+    assert files_of_model(model).keys() == {"config.json", "generation_config.json"}
+    assert files_of_model(torch.nn.Linear(2, 2)) == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -13,6 +13,28 @@ from .anchor_files import reserved
 
 Attachments = Mapping[str, bytes | Path] | Path | str
 """File names with contents or paths to read them from; or a directory, whose own weights and hidden files are left out."""
+
+
+class CollectedFiles(Mapping[str, "bytes | Path"]):
+    """What the user attached, and what was taken from the model and its tokenizer; where both have a file, the user's counts."""
+
+    def __init__(self, given: Attachments | None) -> None:
+        self._given = given
+        self.taken: dict[str, bytes] = {}
+
+    def __getitem__(self, name: str) -> bytes | Path:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    def _now(self) -> dict[str, bytes | Path]:
+        given = self._given or {}
+        return {**self.taken, **(given if isinstance(given, Mapping) else _in_directory(Path(given)))}
+
 
 MOST_FILES, MOST_NAME_BYTES = 40, 2048
 """More would not fit into a record beside the shards."""

@@ -25,10 +25,11 @@ from .advice import Advice
 from .anchor_files import SHARD_BYTES
 from .append import Appender
 from .at_exit import warn_lost
-from .attachments import Attachments, read_attachments
+from .attachments import Attachments, CollectedFiles, read_attachments
 from .background import BackgroundPublisher, PendingVersion
 from .cadence import AnchorPolicy
 from .commits import ChainWriter, check_meta, check_step, open_log, open_run
+from .model_files import files_of_model, files_of_tokenizer
 from .resume import require_version
 from .segments import SEGMENT_BYTES, TensorTable
 from .shortcuts import ShortcutWriter
@@ -73,8 +74,11 @@ class Publisher:
     published. In the background that is raised like any other failure, by the next call. The categories of `deltawire.warnings` say what
     else a publisher warns of.
 
-    `attachments` (config.json, tokenizer: a directory, or names with bytes or paths) go into every anchor, so that each is a complete
-    Hugging Face checkpoint. `auto_collect` deletes what nobody needs any more after every anchor, with so many seconds of grace.
+    So that readers get a complete Hugging Face checkpoint, other files go with the weights: those of the model that is published
+    (config.json, generation_config.json), of its `tokenizer` if it is given, and `attachments` (a directory, or names with bytes or
+    paths), which replace others of the same names.
+
+    `auto_collect` deletes what nobody needs any more after every anchor, with so many seconds of grace.
     `limits` are those of a new run. A publisher may be used from several threads, one at a time.
 
     With `signing_key` every version is signed, and only a chain that was signed from its beginning is taken over: by this key, or by one of
@@ -99,6 +103,7 @@ class Publisher:
         signing_key: SigningKey | None = None,
         trusted_keys: Collection[str] = (),
         attachments: Attachments | None = None,
+        tokenizer: Any = None,
         anchor_policy: AnchorPolicy | None = None,
         skips: bool = True,
         resume_from: int | None = None,
@@ -109,13 +114,16 @@ class Publisher:
         segment_bytes: int = SEGMENT_BYTES,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        read_attachments(attachments)  # what is wrong with them should show now, not hours later
+        self._attachments = CollectedFiles(attachments)
+        if tokenizer is not None:
+            self._attachments.taken |= files_of_tokenizer(tokenizer)
+        read_attachments(self._attachments)  # what is wrong with them should show now, not hours later
         self._on_event = on_event
         self._auto_collect = auto_collect
         self._place: Place = snapshot
         self._casting = Casting(dtype)
         self._advice = Advice(on_event, has_dtype=self._casting.is_given, refuse_nonfinite=refuse_nonfinite, threads=threads)
-        self._given_attachments = attachments
+        self._wants_no_attachments = attachments == {}
         self._source: tuple[Module, WeightSource] | None = None
         """The model that was published last, and how its weights are read."""
         self._spare: Arrays | None = None
@@ -146,7 +154,7 @@ class Publisher:
                 self._writer,
                 pool,
                 threads=threads,
-                attachments=attachments,
+                attachments=self._attachments,
                 remember=skips,
                 on_event=on_event,
                 recycle=self._recycle,
@@ -166,7 +174,7 @@ class Publisher:
                 shortcuts,
                 policy=anchor_policy or AnchorPolicy(),
                 skips=skips,
-                attachments=attachments,
+                attachments=self._attachments,
                 on_event=on_event,
                 helper=helper,
                 collect=None if auto_collect is None else self._collect_garbage,
@@ -205,8 +213,8 @@ class Publisher:
     def publish(self, state: State | Module, *, step: int | None = None, meta: Mapping[str, str] | None = None) -> Version | PendingVersion:
         """Publish a model (a `torch.nn.Module`), or a state: names with NumPy arrays or torch tensors. Nothing of it is changed.
 
-        Of a model, the tensors are published that its checkpoint has; tied weights once, under their first name. `step` and `meta` go with
-        the version.
+        Of a model, the tensors are published that its checkpoint has; tied weights once, under their first name. Its configuration goes
+        with them. `step` and `meta` go with the version.
 
         In the foreground it returns the `Version`, which readers can see by then. In the background it returns a `PendingVersion` as soon
         as the state is copied; where an earlier publication has failed it raises that error instead, once, and takes nothing.
@@ -289,14 +297,15 @@ class Publisher:
 
     def _weights_of(self, model: Any) -> State:
         if self._source is None or self._source[0] is not model:
+            self._attachments.taken |= files_of_model(model, self._casting.dtype)
             self._source = model, WeightSource(model)
         return self._source[1].snapshot()
 
     def _advise(self, table: TensorTable) -> None:
         """Warn of what the user probably does not want, before anything is done."""
         attachments = None
-        if self._appender.version is None and self._given_attachments != {}:
-            attachments = read_attachments(self._given_attachments).keys()
+        if self._appender.version is None and not self._wants_no_attachments:
+            attachments = self._attachments.keys()
         self._advice.before(table, attachments)
 
     def _cast(self, state: State, table: TensorTable) -> Arrays | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -10,9 +9,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..casting import WireDType
+from ..casting import Casting, WireDType
 from ..module_tensors import NameMap
 from ..publish import Publisher
+from ..publish.model_files import files_of_model
 from ..publish.weight_source import WeightSource
 from ..store import Store
 
@@ -73,7 +73,8 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             return
         self.close()  # the last call of `train` raised, and did not come to its end
         self._source = WeightSource(model, **self._source_options)
-        options = {"attachments": _configuration(model, processing_class), **self._publisher_options}
+        taken = files_of_model(model, Casting(self._publisher_options["dtype"]).dtype)
+        options = {"attachments": taken, "tokenizer": processing_class, **self._publisher_options}
         self.publisher = Publisher(self._url, **options)
         self._publish(state.global_step)
 
@@ -95,13 +96,3 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         assert self._source is not None
         self._source.publish(self.publisher, step=step)
         self._published_step = step
-
-
-def _configuration(model: Any, processing_class: Any) -> dict[str, bytes]:
-    """The small files of a checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        for part in (getattr(model, "config", None), getattr(model, "generation_config", None), processing_class):
-            save = getattr(part, "save_pretrained", None)
-            if save is not None:
-                save(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}

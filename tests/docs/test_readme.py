@@ -1,0 +1,90 @@
+"""The user's path: the README from top to bottom, as it is written, in an empty directory and in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_blocks import PAGES, ROOT, Block, blocks
+from terminal import COLUMNS, misprints, run_in_terminal
+from tiny_models import qwen, save_tokenizer, torch
+
+from deltawire.format.checkpoint import Checkpoint
+from deltawire.state import state_digest
+from deltawire.warnings import DeltawireWarning
+
+README = blocks(ROOT / "README.md")
+
+SUBSTITUTES = {
+    "s3://bucket/": "./bucket/",  # a directory in place of a bucket
+    "Qwen/Qwen3-0.6B": "./tiny-model",  # a model that is here, and small
+}
+NOT_RUN = ("pip install ",)  # the environment of the tests is installed already
+
+
+def as_run(text: str) -> str:
+    for written, meant in SUBSTITUTES.items():
+        text = text.replace(written, meant)
+    return text
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """An empty directory of a short name, as paths are printed; beside it only the model that the README downloads."""
+    with tempfile.TemporaryDirectory(prefix="dw-", dir="/tmp") as name:
+        model = qwen(0, dtype=torch.float32)
+        model.save_pretrained(Path(name, "tiny-model"))
+        save_tokenizer(Path(name, "tiny-model"))
+        yield Path(name)
+
+
+def run_python(block: Block) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeltawireWarning)
+        exec(compile("\n" * (block.line - 1) + as_run(block.text), str(block.page), "exec"), names)
+    return names
+
+
+def test_every_block_works_as_written(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    printed: list[str] = []
+    names: list[dict[str, Any]] = []
+    for block in README:
+        if block.language == "python":
+            names.append(run_python(block))
+            printed += capsys.readouterr().out.splitlines()
+        elif block.language == "sh":
+            commands = [line for line in as_run(block.text).splitlines() if not line.startswith(NOT_RUN)]
+            for command, (code, written) in zip(commands, run_in_terminal(commands, folder), strict=True):
+                assert code == 0, f"{command}\n{written}"
+                assert misprints(written) == [], command
+        else:
+            assert block.language == "", f"{block} is run by nobody"
+    assert [line for line in printed if len(line) > COLUMNS] == []
+
+    # What the page says of it.
+    trained, served = names[0], names[1]
+    assert printed[0].startswith("step 0: anchor of ")
+    assert [line.split(" of ")[0] for line in printed[1:10]] == [f"step {step}: delta" for step in range(1, 10)]
+    assert printed[10] == "serving step 9 in torch.bfloat16"
+    assert {parameter.dtype for parameter in trained["model"].parameters()} == {torch.float32}
+    ours, theirs = dict(trained["model"].named_parameters()), dict(served["engine"].named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].bfloat16().view(torch.int16), theirs[name].view(torch.int16)) for name in ours)
+    assert (folder / "last" / "tokenizer.json").read_bytes() == (folder / "tiny-model" / "tokenizer.json").read_bytes()
+    assert json.loads((folder / "last" / "config.json").read_bytes())["dtype"] == "bfloat16"
+    assert state_digest(Checkpoint(folder / "again")) == state_digest(Checkpoint(folder / "last"))
+    assert state_digest(Checkpoint(folder / "first")) != state_digest(Checkpoint(folder / "last"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_is_python(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python":
+            compile(block.text, str(block), "exec")
