@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import assert_same, halves, load, model, run_python, save_sharded, updated
+from test_cli import assert_same, environment, halves, load, model, run_python, save_sharded, updated
 from typer.testing import CliRunner
 
 from deltawire.cli import app
@@ -209,6 +213,23 @@ def test_what_a_command_prints_does_not_disturb_json(place: Path, capfd: pytest.
     assert events[1]["status"] == 3
     captured = capfd.readouterr()
     assert (captured.out, "noise" in captured.err) == ("", True)
+
+
+def test_a_command_ends_with_the_follower(place: Path) -> None:
+    command = "sleep 1000 & echo $!; wait"
+    arguments = [sys.executable, "-m", "deltawire", "follow", str(place / "chain"), str(place / "mirror"), "--exec", command]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("version 2")
+        sleeper = int(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=120)  # returns only when nobody holds the pipe any more
+        except subprocess.TimeoutExpired:
+            os.kill(sleeper, signal.SIGKILL)
+            raise
+    assert process.returncode == 0
+    assert not (place / "mirror" / ".exec.json").exists()
 
 
 # All commands

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 _DONE = ".exec.json"
 _STDERR = 2
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 10.0
 """Seconds that a command has to end in after SIGTERM."""
 
@@ -52,16 +55,47 @@ class ExecHook:
             "DELTAWIRE_DIGEST": version.digest.hex(),
             "DELTAWIRE_URL": self._url,
         }
-        with subprocess.Popen(self._command, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=self._stdout) as process:
-            try:
-                return process.wait()
-            except BaseException:
-                process.terminate()
-                try:
-                    process.wait(_PATIENCE)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                raise
+        process: subprocess.Popen[bytes] | None = None
+        try:
+            with _signals_deferred():
+                process = subprocess.Popen(
+                    self._command,
+                    shell=True,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._stdout,
+                    start_new_session=True,  # so that the processes which it starts can be ended with it
+                )
+            return process.wait()
+        except BaseException:
+            if process is not None:
+                _end(process)
+            raise
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Handle signals that ask this process to end only afterwards: in the middle of a start they would leave a child that nobody knows."""
+    arrived: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for early in arrived:
+        signal.raise_signal(early)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command, unless it has ended, and the processes that it has started."""
+    if process.poll() is not None:
+        return  # then its id may be somebody else's by now
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(_PATIENCE)
+            return
 
 
 def describe_status(status: int) -> str:

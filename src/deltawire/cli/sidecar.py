@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import figures
-from .chain_options import PinOption, TrustOption, check_url
+from .chain_options import PinOption, TrustOption, VerboseOption, check_url, tell_if_verbose
 from .terminal import JsonOption, ThreadsOption, exit_codes, print_json_line, print_line, print_notice
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def sidecar(
     trust: TrustOption = None,
     pin: PinOption = True,
     threads: ThreadsOption = None,
+    verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
     """Keep a vLLM server at the newest version of a chain, without restarting it.
@@ -84,7 +85,7 @@ def sidecar(
             reader=name,
             pin=pin,
             threads=threads,
-            on_event=_print_as_json if json else _Listener(),
+            on_event=_print_as_json if json else _Listener(verbose),
         )
         try:
             driver.run(poll=poll)
@@ -101,10 +102,12 @@ def _print_as_json(event: Event) -> None:
 class _Listener:
     """Prints a line per swap, and a notice for what goes wrong, once for as long as it does."""
 
-    def __init__(self) -> None:
+    def __init__(self, verbose: bool = False) -> None:
+        self._verbose = verbose
         self._told: str | None = None
 
     def __call__(self, event: Event) -> None:
+        tell_if_verbose(event, self._verbose)
         fields = event.fields
         if event.name == "swapped":
             self._told = None
