@@ -88,9 +88,7 @@ TrustOption: TypeAlias = Annotated[
 ]
 StepOption: TypeAlias = Annotated[
     int | None,
-    typer.Option(
-        "--step", min=0, max=2**63 - 1, metavar="N", help="The newest version that was published with this step.", show_default=False
-    ),
+    typer.Option("--step", min=0, metavar="N", help="The newest version that was published with this step.", show_default=False),
 ]
 PinOption: TypeAlias = Annotated[
     bool,

@@ -31,7 +31,7 @@ def follow(
     ] = None,
     command: Annotated[
         str | None,
-        typer.Option("--exec", metavar="CMD", help="Run this shell command after each new version; see below.", show_default=False),
+        typer.Option("--exec", metavar="CMD", help="Run this shell command after each new version; see above.", show_default=False),
     ] = None,
     trust: TrustOption = None,
     pin: PinOption = True,
@@ -41,14 +41,14 @@ def follow(
 ) -> None:
     """Keep a directory at the newest version of a chain. DIR/current is a checkpoint at any time, and never half of one.
 
-    Prints a line per version; those that are published faster than they can be fetched are passed over. What may heal by itself, such as
-    a store that does not answer, is reported on stderr and tried again; the last version stays. Ends with Ctrl-C or SIGTERM, and then
-    with code 0, if there is a version by then. With --json prints one JSON object per line.
+    The command prints a line for each version that it reaches. It skips versions that are published faster than it can fetch them. It
+    reports temporary failures, such as a store that does not answer, on stderr, keeps the last version, and tries again. Ctrl-C and SIGTERM
+    end it, with code 0 if DIR holds a version by then. With --json it prints one JSON object per line.
 
-    CMD of --exec runs for the version in DIR unless it has already succeeded for it, and finds in its environment DELTAWIRE_PATH (the
-    checkpoint's directory, which does not change while CMD runs), DELTAWIRE_VERSION, DELTAWIRE_STEP, DELTAWIRE_SEQ, DELTAWIRE_DIGEST and
-    DELTAWIRE_URL. The next version is fetched when CMD has ended. If CMD fails, that is reported, and it runs again for the next version
-    or by the next `follow`; with --once the exit code is then 1.
+    The command of --exec runs for each version, until it has succeeded once for that version. Its environment has DELTAWIRE_PATH (the
+    checkpoint's directory, which does not change while it runs), DELTAWIRE_VERSION, DELTAWIRE_STEP, DELTAWIRE_SEQ, DELTAWIRE_DIGEST and
+    DELTAWIRE_URL. The next version is fetched when it has ended. If it fails, `follow` reports that and goes on; the command runs again
+    for the next version, or when `follow` starts again. With --once the exit code is then 1.
     """
     with exit_codes(json, one_line=True), ExitStack() as stack:
         from ..subscribe.mirror import Mirror

@@ -29,8 +29,8 @@ def log(
     """List the versions of a chain, newest first, under a picture of it.
 
     The picture runs from old to new. In the list, "smaller" compares with the full weights, and "≈ %" is the share of weights that
-    changed if each has 16 bits; "ways" are those to a version beside its own files: ◆ a full checkpoint, ↷ a delta from that version on.
-    A narrow terminal gets fewer columns. Commits are checked against each other; their data are not: see `deltawire verify`.
+    changed, if each weight has 16 bits. "ways" lists other ways to get a version: ◆ a full checkpoint, ↷ one delta from the named version.
+    A narrow terminal gets fewer columns. The command checks records against each other, but reads no data: see `deltawire verify`.
     """
     with exit_codes(json):
         from ..chain.log import ChainLog

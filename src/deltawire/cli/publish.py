@@ -27,11 +27,17 @@ if TYPE_CHECKING:
 _MIRROR_RECORD = "deltawire.json"
 
 
+def _check_step(step: int | None) -> int | None:
+    if step is not None and step >= 2**63:
+        raise typer.BadParameter("a step is less than 2**63.")
+    return step
+
+
 def publish(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A .safetensors file or a checkpoint directory.", show_default=False)],
     url: UrlArgument,
     step: Annotated[
-        int | None, typer.Option("--step", min=0, max=2**63 - 1, metavar="N", help="The trainer's step.", show_default=False)
+        int | None, typer.Option("--step", min=0, metavar="N", help="The trainer's step.", show_default=False, callback=_check_step)
     ] = None,
     run: Annotated[
         str | None,

@@ -47,8 +47,9 @@ def pull(
 ) -> None:
     """Write one version of a chain to a plain checkpoint directory, exactly as it was published.
 
-    DIR appears only when it is complete and checked, and loads with any library that reads safetensors. See `follow` for keeping up with
-    a chain.
+    DIR appears only when it is complete and checked, and loads with any library that reads safetensors. A checkpoint that was published as
+    several files comes back as the same files. --force replaces a checkpoint in DIR, but refuses if DIR also holds files of others. To keep
+    a directory up to date, use `follow`.
     """
     refuse_several(at=at, step=step)
     with exit_codes(json):

@@ -25,7 +25,7 @@ _HOPS = {"anchor": "checkpoint", "commit": "delta"}
 def show(
     url: UrlArgument,
     version: Annotated[
-        int | None, typer.Argument(metavar="[VERSION]", min=1, help="Which one; the newest if not given.", show_default=False)
+        int | None, typer.Argument(metavar="VERSION", min=1, help="Which one; the newest if not given.", show_default=False)
     ] = None,
     step: StepOption = None,
     seq: Annotated[
