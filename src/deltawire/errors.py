@@ -58,7 +58,8 @@
     ├── RewardError                 a reward function cannot be loaded, or returned what no reward may be
     ├── FleetError                  the fleet's work cannot go on
     │   ├── CorruptRollouts         a file of rollouts breaks a rule of docs/protocol.md
-    │   └── FleetTimeout            a round did not settle in the time that was given
+    │   ├── FleetTimeout            a round did not settle in the time that was given
+    │   └── FleetDeserted           all members have left because of errors, and nobody has come back
     ├── TrainingError               training cannot begin, or cannot go on
     │   ├── UnusableRows            rows of the dataset cannot be given to members, or trained on
     │   ├── UnusableModelFiles      members could not build the model: its config or tokenizer is missing
@@ -443,6 +444,12 @@ class FleetTimeout(FleetError):
 
     hint = "Are members alive (`deltawire fleet`), and of the version that the round asks for? Collect again to wait on."
     retryable = True
+
+
+class FleetDeserted(FleetError):
+    """All members have left because of errors, and nobody has come back. What was accepted stays accepted."""
+
+    hint = "Correct what they name, start the trainer again (it goes on where it was), and then members."
 
 
 class TrainingError(DeltawireError):

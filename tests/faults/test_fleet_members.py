@@ -7,8 +7,8 @@ import contextlib
 import pytest
 from small_fleet import LEASE, Fleet, Member, Trainer, assert_one_line_of_training, make_rollouts, place_lease, place_result, rows_for
 
-from deltawire.errors import StoreDenied
-from deltawire.fleet import StalenessBudget
+from deltawire.errors import EngineError, FleetDeserted, FleetTimeout, RewardError, StoreDenied
+from deltawire.fleet import FleetOptions, StalenessBudget
 from deltawire.fleet.member_steps import tell
 from deltawire.fleet.steps import Generate, Sync
 from deltawire.format.fleet_records import Board, Heartbeat
@@ -385,3 +385,71 @@ def test_what_old_rounds_left_is_swept_and_numbers_are_never_used_again() -> Non
         trainer = fleet.trainer(publisher)
         assert trainer.go(trainer.steps.resume()) == []
         assert trainer.open(9).round == 8
+
+
+def quits(fleet: Fleet, member: Member, error: Exception) -> None:
+    """The member leaves because of an error, and says so."""
+    member.state.leave_because(error)
+    member.leave()
+    fleet.members[:] = [one for one in fleet.members if one is not member]
+
+
+def test_a_trainer_whose_members_all_left_because_of_errors_says_so_and_stops() -> None:
+    fleet = Fleet(options=FleetOptions(LEASE, poll_seconds=1.0, patience_seconds=30.0))
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        first, second = fleet.join("a", "b")
+        fleet.members.clear()  # from here on they do nothing but say why they leave
+        trainer.open(1)
+        poll(fleet, trainer)
+        quits(fleet, first, RewardError("the reward 'right' wants the column 'answer'."))
+        with pytest.raises(FleetTimeout):
+            trainer.collect(1, timeout=LEASE / 2)  # the other one lives, and may still be at work
+        quits(fleet, second, EngineError("no tokenizer."))
+        looked = fleet.time
+        with pytest.raises(FleetDeserted, match=r"2 members have left .* a: RewardError: .*'answer'.*; b: EngineError: no tokenizer\."):
+            trainer.collect(1)
+        assert fleet.time - looked == 29.0  # its own pauses between looks
+    left = [(event.fields["member"], event.fields["why"]) for event in fleet.events if event.name == "member-left"]
+    assert [member for member, _ in left] == ["a", "b"]
+    assert all(why.startswith(("RewardError: ", "EngineError: ")) for _, why in left)
+    assert {one.member: one.why for one in trainer.steps.members()} == dict(left)
+    with fleet.publisher() as publisher:  # what they said does not hold for a trainer that is started later
+        fleet.time += 60.0
+        again = fleet.trainer(publisher)
+        again.go(again.steps.resume())
+        with pytest.raises(FleetTimeout):
+            again.collect(1, timeout=300.0)
+        fleet.join("c")
+        again.run_to(2)
+    assert [event.fields["step"] for event in fleet.events if event.name == "waiting-for-members"] == [1, 1]
+
+
+def test_a_trainer_waits_on_while_members_come_back_and_work() -> None:
+    fleet = Fleet(options=FleetOptions(LEASE, poll_seconds=1.0, patience_seconds=5.0))
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.open(1)
+        with pytest.raises(FleetTimeout):
+            trainer.collect(1, timeout=1000.0)  # nobody ever came, and nobody complained
+        for number in range(3):
+            quits(fleet, *fleet.join(f"a{number}"), EngineError("it broke."))
+            with pytest.raises(FleetTimeout):
+                trainer.collect(trainer.steps.newest.step + 1, timeout=3.0)
+            helper = fleet.join(f"b{number}")
+            trainer.run_to(trainer.steps.newest.step + 1)
+            for member in helper:
+                member.leave()
+                fleet.members.remove(member)
+            trainer.open(trainer.steps.newest.step + 1)
+
+
+def test_an_error_that_a_member_cannot_put_into_words_is_cut() -> None:
+    fleet = Fleet()
+    (member,) = fleet.join("a")
+    member.state.leave_because(ValueError("\ud800 line\n" * 1000))
+    member.leave()
+    beat = Heartbeat.parse(fleet.inner.get(fleet_keys.member_key("a"), limit=1 << 16))
+    assert beat.reason is not None
+    assert len(beat.reason) == 500
+    assert beat.reason.startswith("ValueError: ? line ? line")

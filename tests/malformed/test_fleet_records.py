@@ -22,7 +22,8 @@ BEAT = Heartbeat(ID, "gpu-7", NONCE, "working", 12, 4, 1, 1000, 20, ((7, 3, 1), 
 BOARD = Board(ID, 2, 12, 4, 60, {"gpu-7": ((7, 3, 2), (8, 0, 0)), "b": ()}, False)
 ACCEPTED = Accepted(7, (AcceptedResult(0, 1, HASH, 99, "gpu-7"), AcceptedResult(2, 0, HASH, 98, "b")))
 REJECTION = Rejection(ID, 2, 5, 7, ((0, 1, HASH), (3, 0, HASH)), "its loss is not finite", 1)
-RECORDS = [ROUND, LEASE, BATCH, REJECTION, BEAT, BOARD, ACCEPTED]
+GOODBYE = replace(BEAT, state="left", working=(), reason="RewardError: it failed")
+RECORDS = [ROUND, LEASE, BATCH, REJECTION, BEAT, GOODBYE, BOARD, ACCEPTED]
 SIGNATURE = Signature("12" * 32, "34" * 64)
 SIGNED = [replace(record, signature=SIGNATURE) for record in (ROUND, BATCH, REJECTION, replace(BOARD, number=7))]
 
@@ -93,6 +94,10 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
     (REJECTION, {"results": [[0, 1000, HASH]]}),
     (REJECTION, {"results": [[True, 1, HASH]]}),
     (REJECTION, {"why": "x" * 501}),
+    (GOODBYE, {"reason": ""}),
+    (GOODBYE, {"reason": "x" * 501}),
+    (GOODBYE, {"version": 1}),
+    (BEAT, {"version": 2}),
     (BEAT, {"state": "dead"}),
     (BEAT, {"seq": None}),
     (BEAT, {"working": [[7, 3]]}),

@@ -132,7 +132,8 @@ class Coordinator:
     def collect(self, for_step: int, *, timeout: float | None = None, stop: Callable[[], bool] | None = None) -> Batch:
         """Wait until the round for this step is settled and acknowledge it. Losses of the store are waited out.
 
-        `FleetTimeout` after `timeout` seconds, or when `stop` says so: call it again to wait on. `Fenced`.
+        `FleetTimeout` after `timeout` seconds, or when `stop` says so: call it again to wait on. `FleetDeserted` if members leave because
+        of errors and nobody comes back for `FleetOptions.patience_seconds`. `Fenced`.
         """
         return self._run(lambda steps: steps.collect(for_step, timeout=timeout, stop=stop))
 

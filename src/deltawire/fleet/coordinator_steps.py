@@ -98,6 +98,7 @@ class CoordinatorSteps:
         self._written = float("-inf")
         self._swept: int | None = None
         self._fenced: str | None = None
+        self._told_waiting = False
 
     @property
     def rejected(self) -> Counter[Reason]:
@@ -138,6 +139,7 @@ class CoordinatorSteps:
                 holding=holding[member],
                 rate=self.scheduler.rate(member),
                 share=shares.get(member, 0.0),
+                why=beat.reason,
             )
             for member, (beat, since) in sorted(self._intake.roster.all().items())
         ]
@@ -223,7 +225,8 @@ class CoordinatorSteps:
     def collect(self, for_step: int, *, timeout: float | None = None, stop: Callable[[], bool] | None = None) -> Steps[Batch]:
         """Poll until the round for this step is settled, then acknowledge it. May be called again after any error that is `retryable`.
 
-        Losses of the store are waited out. `FleetTimeout` after `timeout` seconds of waiting, or when `stop` says so; `Fenced`.
+        Losses of the store are waited out. `FleetTimeout` after `timeout` seconds of waiting, or when `stop` says so; `FleetDeserted` if
+        members leave because of errors and nobody comes back; `Fenced`.
         """
         state = self.rounds.get(for_step)
         if state is None:
@@ -247,6 +250,7 @@ class CoordinatorSteps:
                 raise FleetTimeout(f"the round for training step {for_step} did not settle in {timeout:g} seconds.")
             pause = self._pause(failures)
             waited += pause
+            self._note_waiting(for_step, 0.0 if failures else pause)
             yield Sleep(pause)
 
     def reject(self, batch: Batch, results: Collection[int], why: str) -> Steps[Batch]:
@@ -414,6 +418,14 @@ class CoordinatorSteps:
         if self.training.encode is None:
             return None
         return [self.training.prompts_of(task) or () for task in rows]
+
+    def _note_waiting(self, step: int, pause: float) -> None:
+        """Tell once that nobody is there. Raises `FleetDeserted`."""
+        is_anybody_alive = bool(self._intake.roster.alive(self.now, self.options.lease_seconds))
+        if not is_anybody_alive and not self._told_waiting:
+            emit(self._on_event, "waiting-for-members", step=step)
+        self._told_waiting = not is_anybody_alive
+        self._intake.desertion.waited(pause, is_anybody_alive=is_anybody_alive)
 
     def _pause(self, failures: int) -> float:
         return min(_LONGEST_PAUSE, self.options.poll_seconds * 2.0 ** min(failures, 10))

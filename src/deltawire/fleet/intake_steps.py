@@ -17,6 +17,7 @@ from ..store import fleet_keys
 from ..store.base import ObjectInfo
 from ..store.fleet_keys import RolloutKey
 from .admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions
+from .desertion import Desertion
 from .fleet_clock import FleetClock
 from .options import FleetOptions
 from .resume_steps import parsed_answer
@@ -56,6 +57,7 @@ class Intake:
         self.versions: dict[int, KnownVersion] = {}
         """Versions that the chain is known to have. While this trainer is the writer, no rewind changes what they are."""
         self.clock = clock
+        self.desertion = Desertion(options.patience_seconds, clock.now)
         self._on_event = on_event
 
     def take_up(self, state: RoundState, accepted: Accepted) -> Steps[None]:
@@ -89,7 +91,10 @@ class Intake:
                 if isinstance(answer, (bytes, LimitExceeded)):
                     modified = infos[member].modified.timestamp()
                     beat = parsed_answer(Heartbeat.parse, answer)
-                    self.roster.heard(member, beat, modified, self.clock.since(modified), self.clock.now)
+                    since = self.clock.since(modified)
+                    self.roster.heard(member, beat, modified, since, self.clock.now)
+                    if beat is not None and (beat.id, beat.member) == (self.run, member) and self.desertion.left(member, beat, since):
+                        emit(self._on_event, "member-left", member=member, why=beat.reason)
 
     def read_leases(self, rounds: dict[int, RoundState], leases: Sequence[ObjectInfo], rollouts: Sequence[ObjectInfo]) -> Steps[None]:
         """Those that are listed; and those of results, which may be newer than the listing."""
@@ -194,6 +199,7 @@ class Intake:
             self.refuse(state, place, refusal or Refusal("malformed"), lease.member if lease is not None else None)
             return
         state.accept(place, len(data), rollouts)
+        self.desertion.accepted()
         emit(
             self._on_event,
             "rollout-accepted",

@@ -6,6 +6,7 @@ The steps run on a thread of their own, so that leaving never waits for a store 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import secrets
 import threading
@@ -107,6 +108,8 @@ class Member:
             self._stop.set()
             deadline = time.monotonic() + self._grace
             work.join(self._grace)
+            if self._error is not None:
+                state.leave_because(self._error)
             state.left = True
             beat.join(max(0.0, deadline - time.monotonic()))
             self._thread("goodbye", lambda: leave_steps(state)).join(max(1.0, deadline - time.monotonic()))
@@ -228,6 +231,17 @@ class Member:
             versions={span.version.seq: VersionRef(_step(span.version), span.version.digest) for each in made for span in each.spans},
             seconds=seconds,
         )
+
+
+def tell_failure(store: Store, name: str, error: BaseException, *, clock: Callable[[], float] = time.time) -> None:
+    """Write a heartbeat that says why a member leaves before it could begin, so that the trainer can tell. Does nothing where it cannot.
+
+    `name` is the member's. Nothing is written where there is no run yet, or the store fails.
+    """
+    with contextlib.suppress(DeltawireError):
+        state = MemberState(ChainLog(store).run.id, name, secrets.token_hex(16), lambda: "", lambda: int(clock() * 1000), lambda: 0.0)
+        state.leave_because(error)
+        run_steps(leave_steps(state), store)
 
 
 def _completion(prompt: int, made: Generated, rewards: tuple[float | None, ...]) -> Completion:

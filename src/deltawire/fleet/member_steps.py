@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..events import OnEvent, emit
 from ..format.fleet_files import MAX_TASKS_BYTES, Row, Tasks
-from ..format.fleet_records import MAX_BOARD_BYTES, MAX_WORKING, Board, Heartbeat, Lease, Place, Round
+from ..format.fleet_records import MAX_BOARD_BYTES, MAX_WHY, MAX_WORKING, Board, Heartbeat, Lease, Place, Round
 from ..format.records import MAX_RECORD_BYTES
 from ..format.rollouts import Rollouts
 from ..store import fleet_keys, keys
@@ -71,6 +71,7 @@ class MemberState:
     busy_ms: int = 0
     leaving: bool = False
     left: bool = False
+    reason: str | None = None
     distrusted: bool = False
     working: set[Place] = field(default_factory=set)
     tried: OrderedDict[Place, None] = field(default_factory=OrderedDict)
@@ -92,11 +93,22 @@ class MemberState:
             busy_ms=self.busy_ms,
             working=tuple(sorted(self.working)[:MAX_WORKING]),
             time=self.clock(),
+            reason=self.reason,
         )
+
+    def leave_because(self, error: BaseException) -> None:
+        """Have all later heartbeats name the error that it leaves because of."""
+        self.reason = reason_text(error)
 
     def pause(self, failures: int) -> float:
         """How long to wait after so many failures in a row."""
         return min(self.longest_pause, self.poll_seconds * 2.0 ** min(failures, 16)) * (1 + self.draw()) / 2
+
+
+def reason_text(error: BaseException) -> str:
+    """Say in one line why a member leaves, as heartbeats carry it."""
+    words = " ".join(f"{type(error).__name__}: {error}".encode(errors="replace").decode().split())
+    return words[:MAX_WHY]
 
 
 def tell(me: MemberState) -> Steps[None]:

@@ -30,6 +30,8 @@ class MemberStatus:
     holding: int
     rate: float | None
     share: float
+    why: str | None = None
+    """Which error it left because of, if any."""
 
 
 @dataclass(slots=True)

@@ -273,7 +273,8 @@ class Heartbeat:
 
     `session` is drawn when the process starts. `seq` and `step` are of the version that it has, null while it has none; `lag` counts the
     versions that it is behind. `tokens` and `busy_ms` sum up what it generated in this session, and how long that took. `working` are the
-    leases that it still holds, and with them keeps alive.
+    leases that it still holds, and with them keeps alive. `reason` says which error it leaves because of, if any: with one the record is
+    of version 2, without of version 1.
     """
 
     id: str
@@ -287,17 +288,19 @@ class Heartbeat:
     busy_ms: int
     working: tuple[Place, ...]
     time: int
+    reason: str | None = None
 
     def to_bytes(self) -> bytes:
         own = {
             name: getattr(self, name) for name in ("id", "member", "session", "state", "seq", "step", "lag", "tokens", "busy_ms", "time")
         }
-        return _checked(Heartbeat, {"deltawire": "member", "version": 1, **own, "working": [list(place) for place in self.working]})
+        added: dict[str, Any] = {"version": 1} if self.reason is None else {"version": 2, "reason": self.reason}
+        return _checked(Heartbeat, {"deltawire": "member", **own, **added, "working": [list(place) for place in self.working]})
 
     @classmethod
     def parse(cls, data: bytes) -> Heartbeat:
         """The record with these bytes."""
-        fields = Fields.parse(data, "member")
+        fields = Fields.parse(data, "member", versions=(1, 2))
         beat = cls(
             id=fields.matching("id", NONCE),
             member=fields.matching("member", READER),
@@ -310,8 +313,11 @@ class Heartbeat:
             busy_ms=fields.integer("busy_ms"),
             working=_places(fields, "working", fields.items("working")),
             time=fields.integer("time"),
+            reason=fields.text("reason") if fields.version == 2 else None,
         )
         fields.done()
+        if beat.reason is not None and not 1 <= len(beat.reason) <= MAX_WHY:
+            fields.refuse(f"its reason must have 1 to {MAX_WHY} characters")
         if beat.state not in STATES:
             fields.refuse(f"it has the unknown state {beat.state!r}")
         if (beat.seq is None) != (beat.step is None):

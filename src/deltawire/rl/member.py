@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import DeltawireError, RewardError
 from ..events import OnEvent, emit, with_fields
 from ..fleet.generation import Generator
-from ..fleet.member import Member
+from ..fleet.member import Member, tell_failure
 from ..format.fleet_files import Row
 from ..store import Store, open_store
 from ..subscribe.follow import pause
@@ -70,11 +70,15 @@ def serve(
     Waits for a chain that is not there yet. Raises only what does not heal by itself: a reward that cannot be loaded (`RewardError`), a
     model that cannot be built (`EngineError`), a store that denies access, a chain that is broken.
     """
-    scorer = RewardScorer([load_reward(spec) for spec in options.env])
     name = options.name or reader_name()
     on_event = with_fields(on_event, member=name)
     with open_store(options.source) as store:
-        generator = _open_generator(options, name, store, stop, on_event)
+        try:
+            scorer = RewardScorer([load_reward(spec) for spec in options.env])
+            generator = _open_generator(options, name, store, stop, on_event)
+        except Exception as error:
+            tell_failure(store, name, error, clock=clock)
+            raise
         if generator is None:
             return
         member = Member(store, generator, scorer, name=name, trusted_keys=options.trust, poll=options.poll, clock=clock, on_event=on_event)
