@@ -163,7 +163,8 @@ class GrpoTrainer:
     def train(self, *, until: int, stop: Callable[[], bool] | None = None) -> None:
         """Train up to step `until`, or until `stop` says so: then what is collected is kept for the next call, or the next trainer.
 
-        Waits for members as long as it takes. `Fenced` if another trainer has taken over.
+        Waits for members as long as it takes. `FleetDeserted` if members leave because of errors and nobody comes back; `TrainingFailed` if
+        nothing can be trained on, or the weights are spoilt; `Fenced` if another trainer has taken over.
         """
         while self.step < until and not (stop is not None and stop()):
             started = time.monotonic()
@@ -254,14 +255,7 @@ class GrpoTrainer:
                 self._coordinator.reject(collected, range(len(collected.results)), error.message)
                 raise
             except Exception as error:
-                failing = self._update.failing_alone(collected.rollouts, collected.step)
-                if not failing:
-                    failing = dict.fromkeys(range(len(collected.results)), f"training on all results together failed: {told(error)}")
-                rejected = collected.rejected
-                for why in sorted(set(failing.values())):
-                    which = [index for index, each in failing.items() if each == why]
-                    rejected = self._coordinator.reject(collected, which, why).rejected
-                collected = replace(collected.without(failing.keys()), rejected=rejected)
+                why = told(error)  # and no more of it: a traceback would hold on to the memory of the batch
             else:
                 if self._lr_scheduler is not None:
                     self._lr_scheduler.step()
@@ -269,11 +263,23 @@ class GrpoTrainer:
                     emit(self._on_event, "iterations-skipped", step=collected.step, why=updated.skipped)
                 self._skipped = 0
                 return collected, batch, updated.measured
+            failing = self._update.failing_alone(collected.rollouts, collected.step)
+            if not failing:
+                failing = dict.fromkeys(range(len(collected.results)), f"training on all results together failed: {why}")
+            collected = self._reject(collected, failing)
         self._skipped += 1
         emit(self._on_event, "step-skipped", step=collected.step, why=why)
         if self._skipped > self.settings.max_skipped_steps:
             raise TrainingFailed(f"training failed on the rollouts of {self._skipped} steps in a row; the last time: {why}.")
         return collected, None, {}
+
+    def _reject(self, collected: Batch, failing: Mapping[int, str]) -> Batch:
+        """Record that the step leaves results out, given by their indices with what is wrong, and return the rest."""
+        rejected = collected.rejected
+        for why in sorted(set(failing.values())):
+            which = [index for index, each in failing.items() if each == why]
+            rejected = self._coordinator.reject(collected, which, why).rejected
+        return replace(collected.without(failing.keys()), rejected=rejected)
 
     def _set_learning_rate(self) -> None:
         if self._own_rate:
@@ -297,7 +303,7 @@ class GrpoTrainer:
         self._model.eval()
         with torch.no_grad():
             numbers = evaluate(self._model, self.step)
-        emit(self._on_event, "evaluated", step=self.step, **numbers)
+        emit(self._on_event, "evaluated", **{**{name: float(number) for name, number in numbers.items()}, "step": self.step})
 
     def _settle(self) -> None:
         """Wait until the version that is on its way is out, and tell."""
