@@ -131,7 +131,7 @@ class GrpoTrainer:
                     dtype=dtype,
                     background=True,
                     on_event=on_event,
-                    **publisher,
+                    **{"refuse_nonfinite": True, **publisher},
                 )
             )
             version = self._publisher.version
