@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from small_fleet import Fleet, assert_one_line_of_training, make_rollouts, nonce, place_lease, place_result, rows_for
+from small_fleet import LEASE, Fleet, assert_one_line_of_training, make_rollouts, nonce, place_lease, place_result, rows_for
 from test_fleet_members import LAST, offers, poll
 
-from deltawire.format.fleet_records import Lease, Round
+from deltawire.fleet import FleetOptions
+from deltawire.fleet.board import _MOST_OFFERS, _Offers
+from deltawire.format.fleet_records import MAX_BOARD_BYTES, Board, Heartbeat, Lease, Round
 from deltawire.store import fleet_keys
 from deltawire.store.fleet_keys import FIRST_FREE_ATTEMPT, MOST_ATTEMPTS, LeaseKey
 
@@ -29,7 +31,7 @@ def squat(fleet: Fleet, record: Round, make: Callable[[Round, int, int], bytes])
 
 @pytest.mark.parametrize("make", SQUATTERS.values(), ids=SQUATTERS.keys())
 def test_a_run_goes_on_when_every_lease_of_a_round_is_taken(make: Callable[[Round, int, int], bytes]) -> None:
-    fleet = Fleet()
+    fleet = Fleet(options=FleetOptions(LEASE, poll_seconds=10, keep_steps=2))
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
         squat(fleet, trainer.open(1), make)
@@ -87,3 +89,40 @@ def test_a_result_without_a_lease_needs_an_attempt_that_the_trainer_offered_with
         assert fleet.reasons() == ["unleased"] * 2
         deliver("honest", attempt)
         assert [one.member for one in trainer.collect(1).rollouts] == ["honest"]
+
+
+def test_names_without_members_do_not_keep_work_from_those_who_are_there() -> None:
+    """A hundred names that live by their heartbeats and take up nothing; every minute a hundred others."""
+    fleet = Fleet(options=FleetOptions(LEASE, poll_seconds=10, keep_steps=2))
+    run = fleet.log.run.id
+
+    def crowd() -> None:
+        for number in range(100):
+            name = f"a{int(fleet.time) // 60}-{number}"
+            beat = Heartbeat(run, name, nonce(), "idle", 1, 2, 0, 0, 0, (), 0)
+            fleet.store.put(fleet_keys.member_key(name), beat.to_bytes())
+
+    fleet.meanwhile = crowd
+    crowd()
+    fleet.join("honest")
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        for step in (1, 2):
+            trainer.open(step, tasks=1)
+            batch = trainer.collect(step, timeout=1800)
+            assert {one.member for one in batch.rollouts} == {"honest"}
+            trainer.train(batch)
+
+
+def test_a_board_for_any_number_of_members_has_a_bounded_size() -> None:
+    offers = _Offers()
+    for number in range(20_000):
+        name = f"{number:064}"
+        for task in range(3):
+            offers.add(name, (10**9, 99_999 - task, 999))
+    assert not offers.add("one more", (0, 0, 0))
+    shown = offers.shown()
+    assert sum(map(len, shown.values())) == _MOST_OFFERS
+    alone = {f"{number:064}": ((10**9, 99_999, 999),) for number in range(_MOST_OFFERS)}
+    for each in (shown, alone):
+        assert len(Board("ab" * 16, 10**9, 2**62, 10**9, 10**9, each, False, 2**62).to_bytes()) < MAX_BOARD_BYTES

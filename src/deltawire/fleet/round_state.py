@@ -36,7 +36,8 @@ class TaskState:
     """One task. `ended` are the attempts whose results were refused, `lost` those that were found to have come to nothing.
 
     `invited` are the members to whom this trainer has offered an attempt. `free` is the free attempt that is offered while all attempts
-    that need a lease are taken.
+    that need a lease are taken. `lapses` counts how often a member let an offer of the task lie, or was gone
+    before it took it up.
     """
 
     leases: dict[int, HeldLease] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class TaskState:
     rollouts: Rollouts | None = None
     offered_to: str | None = None
     offered_at: float = 0.0
+    lapses: int = 0
     free: int = MOST_ATTEMPTS - 1
     numbered_at: float = 0.0
 

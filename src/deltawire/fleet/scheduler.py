@@ -84,6 +84,8 @@ class Scheduler:
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=65))
     _sorted_durations: list[float] = field(default_factory=list)
     _tokens_per_task: float | None = None
+    deaf: set[str] = field(default_factory=set)
+    """Members that let offers of the round lie that was asked for last."""
 
     def __post_init__(self) -> None:
         if not (
@@ -153,17 +155,23 @@ class Scheduler:
             (one for one in members if one.step is not None and one.step >= oldest_step and self._record(one.name).live),
             key=lambda one: one.name,
         )
+        self.deaf = set()
         if not eligible or not tasks:
             return {}
         for one in eligible:
             if one.holding:
                 self._record(one.name).rested = now
-        deaf = self._deaf(tasks, eligible, now)
+        deaf = self.deaf = self._deaf(tasks, eligible, now)
         counts = self._counts(len(tasks), [one for one in eligible if one.name not in deaf] or eligible, now)
         offers = _place(tasks, counts, deaf)
         for name in offers.values():
             self._record(name).rested = now
         return offers
+
+    def proven(self, member: str) -> int:
+        """How many results of a member in a row were accepted, since it joined or one of them was refused."""
+        record = self._records.get(member)
+        return 0 if record is None else record.proven
 
     def shares(self, members: Sequence[str], now: float = float("-inf")) -> dict[str, float]:
         """Each member's part of the work if all could take it, summing up to 1: for views."""

@@ -52,6 +52,10 @@ class Mischief:
             return self._ways[self.kind](Rollouts.parse(request.data), place)
         if self.kind == "boast" and request.key.startswith(fleet_keys.MEMBERS):
             return [Put(request.key, replace(Heartbeat.parse(request.data), tokens=10**15, busy_ms=1, lag=0).to_bytes())]
+        if self.kind == "sybil" and request.key.startswith(fleet_keys.MEMBERS):
+            beat = Heartbeat.parse(request.data)
+            names = [f"{beat.member}-{self._random.randrange(30)}" for _ in range(30)]
+            return [request, *(Put(fleet_keys.member_key(name), replace(beat, member=name, working=()).to_bytes()) for name in names)]
         if self.kind == "squatter" and request.key.startswith(fleet_keys.MEMBERS):
             return [request, *self._squat(Heartbeat.parse(request.data))]
         return [request]
@@ -123,7 +127,7 @@ class Mischief:
         return sent
 
 
-KINDS = ("duplicate", "forge", "future", "foreign", "garble", "thief", "boast", "pinned", "hog", "misdated", "squatter")
+KINDS = ("duplicate", "forge", "future", "foreign", "garble", "thief", "boast", "pinned", "hog", "misdated", "squatter", "sybil")
 """Those that `Mischief` knows; "pinned", an engine that lies about its version; and "hog", a member that leases and never delivers."""
 
 
