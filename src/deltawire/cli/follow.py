@@ -56,7 +56,7 @@ def follow(
         from .exec_hook import ExecHook
         from .metered_store import MeteredStore
 
-        Mirror(directory).refuse_chain()  # now, since a follower waits for a chain that is not there yet
+        Mirror(directory).refuse_misplaced()  # now, since a follower waits for a chain that is not there yet
         bar = stack.enter_context(ExitStack())
         progress = bar.enter_context(progress_bar(f"sync {directory.name}", None, quiet=json or verbose))
         listener = _Listener(json, is_patient=not once, verbose=verbose)

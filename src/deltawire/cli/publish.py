@@ -224,12 +224,10 @@ def _events_instead_of_warnings() -> Iterator[None]:
 
 def _refuse_chain(checkpoint: Path) -> None:
     from ..errors import CheckpointError
-    from ..store.place import is_chain_directory
+    from ..store.place import misplaced
 
-    if is_chain_directory(checkpoint):
-        raise CheckpointError(
-            f"{checkpoint} is a chain of versions, not a checkpoint. The checkpoint comes first: `deltawire publish CKPT URL`."
-        )
+    if why := misplaced(checkpoint):
+        raise CheckpointError(f"{checkpoint} {why}. The checkpoint comes first, and is on this machine: `deltawire publish CKPT URL`.")
 
 
 def refuse_nonfinite(state: State, threads: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 from ..errors import ObjectMissing, PlaceOccupied
@@ -41,6 +42,16 @@ def is_chain_directory(path: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(record, dict) and record.get("deltawire") == "run"
+
+
+def misplaced(path: Path) -> str | None:
+    """Return why a checkpoint or a mirror must not be written to a path, as the end of a sentence; None if nothing speaks against it.
+
+    Arguments are swapped easily, and `pathlib` takes a URL for a relative path.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        return "is a URL, where a directory of this machine must be named"
+    return "is a chain of versions" if is_chain_directory(path) else None
 
 
 def _is_own(key: str) -> bool:

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from ..errors import MirrorError, RunMismatch
 from ..format.records import Commit
-from ..store.place import is_chain_directory
+from ..store.place import misplaced
 from .durable_json import read_json, remove_leftovers, write_json
 from .locks import FileLock, LifeWatch
 from .slot import RECORD_FILE, Slot, SlotRecord, boot_id
@@ -79,15 +79,15 @@ class Mirror:
             raise MirrorError(f"{self.path} is a mirror of another layout. Upgrade deltawire, or use a new directory.")
         return run_id
 
-    def refuse_chain(self) -> None:
-        """Raise `MirrorError` if the directory holds a chain of versions: the arguments were probably swapped."""
-        if is_chain_directory(self.path):
-            raise MirrorError(f"{self.path} is a chain of versions. Name another directory for the mirror: `deltawire follow URL DIR`.")
+    def refuse_misplaced(self) -> None:
+        """Raise `MirrorError` if the directory holds a chain of versions, or is a URL: the arguments were probably swapped."""
+        if why := misplaced(self.path):
+            raise MirrorError(f"{self.path} {why}. Name another directory for the mirror: `deltawire follow URL DIR`.")
 
     def create(self, run_id: str) -> None:
         """Make the mirror, if it is not there. `RunMismatch` if it is of another run, `MirrorError` if the directory is something else."""
         if self.run_id is None:
-            self.refuse_chain()
+            self.refuse_misplaced()
             strangers = [name for name in os.listdir(self.path) if not _is_own(name)] if self.path.is_dir() else []
             if strangers and self.run_id is None:  # not made by another process just now
                 raise MirrorError(f"{self.path} holds other files ({strangers[0]}). Name a new or empty directory for the mirror.")

@@ -18,7 +18,7 @@ from ..format.shard_layout import restore_layout
 from ..format.staged_output import StagedOutput
 from ..state import state_digest
 from ..store import Progress, Store, StoreOptions, open_store
-from ..store.place import is_chain_directory
+from ..store.place import misplaced
 from .chain_view import ChainView
 from .checkpoint_in_place import CheckpointInPlace
 from .delta_cache import DeltaCache
@@ -56,8 +56,8 @@ def pull(
     Raises as `Subscriber.sync` does.
     """
     out = Path(out_dir)
-    if is_chain_directory(out):
-        raise CheckpointError(f"{out} is a chain of versions. Name another directory for the checkpoint: `deltawire pull URL DIR`.")
+    if why := misplaced(out):
+        raise CheckpointError(f"{out} {why}. Name another directory for the checkpoint: `deltawire pull URL DIR`.")
     with _opened(url, store_options) as store:
         chain = ChainView(ChainLog(store, run=run, trusted_keys=trusted_keys, limits=limits))
         pins = PinKeeper(store, None, enabled=pin, on_event=on_event)

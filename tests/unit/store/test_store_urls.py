@@ -145,6 +145,10 @@ def test_a_mirror_or_a_checkpoint_never_replaces_a_chain(tmp_path: Path) -> None
         pull(tmp_path / "other", tmp_path / "chain", replace=True)
     with pytest.raises(MirrorError, match="is a chain of versions"):
         Mirror(tmp_path / "chain").create("0" * 32)
+    with pytest.raises(CheckpointError, match="is a URL"):
+        pull(tmp_path / "chain", "s3://bucket/out")
+    with pytest.raises(MirrorError, match="is a URL"):
+        Mirror(Path("s3://bucket/mirror")).create("0" * 32)
     assert not is_chain_directory(tmp_path / "other")
     (tmp_path / "run.json").write_text("[" * 30_000)
     assert not is_chain_directory(tmp_path)
