@@ -61,8 +61,8 @@ def measure(width: int = 512, layers: int = 6, tokens: int = 4096, steps: int = 
 
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-        behind = opened.enter_context(Publisher(folder / "background", background=True))
-        within = opened.enter_context(Publisher(folder / "foreground"))
+        behind = opened.enter_context(Publisher(folder / "background", background=True, attachments={}))
+        within = opened.enter_context(Publisher(folder / "foreground", attachments={}))
         nothing = [Way("nothing", lambda step: None), Way("nothing, again (the noise)", lambda step: None)]
         ways = [
             Way("deltawire, in the background", lambda step: source.publish(behind, step=step), behind.flush),

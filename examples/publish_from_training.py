@@ -12,7 +12,6 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from deltawire import Publisher  #
-from deltawire.trainers import WeightSource  #
 
 STEPS = 8
 CONFIG = Qwen3Config(
@@ -33,15 +32,13 @@ def main(url: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     text = torch.randint(0, CONFIG.vocab_size, (4, 32))
 
-    source = WeightSource(model, dtype=torch.bfloat16)  # engines serve bf16
-    configuration = {"config.json": model.config.to_json_string().encode()}  # so that anchors load as checkpoints
-    with Publisher(url, background=True, attachments=configuration) as publisher:  #
+    with Publisher(url, dtype=torch.bfloat16, background=True) as publisher:  # engines serve bf16
         for step in range(STEPS):
             loss = model(text, labels=text).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            source.publish(publisher, step=step)  # copies, and returns: uploading goes on beside the next step
+            publisher.publish(model, step=step)  # copies, and returns: uploading goes on beside the next step
             print(f"step {step}: loss {loss.item():.4f}")
         publisher.flush()
         version = publisher.version

@@ -3,8 +3,10 @@
 >>> delta = deltawire.encode_delta(base, new)
 >>> deltawire.apply_delta(base, delta)      # base is now new, bit for bit
 
->>> deltawire.Publisher("s3://bucket/run").publish(weights, step=1)      # on the trainer
->>> deltawire.Subscriber("s3://bucket/run").sync()                       # anywhere else
+>>> with deltawire.Publisher("s3://bucket/run", dtype="bfloat16") as publisher:      # on the trainer
+...     publisher.publish(model, step=1)
+>>> with deltawire.Subscriber("s3://bucket/run") as subscriber:      # anywhere else
+...     subscriber.sync()
 """
 
 import importlib

@@ -10,6 +10,8 @@ from emulator.build import compiler
 
 import deltawire
 from deltawire.codec import using_codec
+from deltawire.errors import NonFiniteWeights
+from deltawire.finite import count_nonfinite
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
 REAL = torch.cuda.is_available()
@@ -123,3 +125,31 @@ def test_weights_of_a_module_are_published_from_where_they_are(tmp_path, masters
             assert publisher.version.kind == ("delta" if version else "anchor")
             read(tmp_path, expected)
         assert all(isinstance(array, torch.Tensor) for array in publisher._appender.baseline.arrays.values())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_weights_that_are_not_finite_are_found_where_they_are(tmp_path, background):
+    state = weights() | {name: torch.ones(70, device=DEVICE).to(getattr(torch, name)) for name in ("float16", "float64", "float8_e5m2")}
+    state["float8_e4m3fn"] = torch.ones(70, device=DEVICE).to(torch.float8_e4m3fn)
+    assert count_nonfinite(state) == {}
+    state["a"].view(-1)[[3, 900]] = torch.tensor([float("-inf"), float("nan")], device=DEVICE).bfloat16()
+    state["b"][7] = float("nan")
+    for name, word in {"float16": 0xFC00, "float64": 0x7FF0 << 48, "float8_e5m2": 0xFD, "float8_e4m3fn": 0xFF}.items():
+        width = state[name].element_size() * 8
+        state[name].view(getattr(torch, f"int{width}"))[9] = word - (1 << width) if word >> (width - 1) else word
+    assert count_nonfinite(state) == {"a": 2, "b": 1, "float16": 1, "float64": 1, "float8_e5m2": 1, "float8_e4m3fn": 1}
+    publisher = deltawire.Publisher(tmp_path, snapshot="device", background=background, refuse_nonfinite=True)
+    with pytest.raises(NonFiniteWeights, match=r"7 weights .* 'a' \(2\)"):
+        publisher.publish(state) if not background else publisher.publish(state).result(60)
+    publisher.close()
+
+
+@pytest.mark.parametrize("to", ["float16", "float32", "float64"])
+def test_weights_are_cast_on_the_gpu_to_any_wide_float(tmp_path, to):
+    state = weights()
+    with deltawire.Publisher(tmp_path, snapshot="device", dtype=to) as publisher:
+        for version in range(2):
+            publisher.publish(state, step=version)
+            read(tmp_path, {name: bits(tensor.to(getattr(torch, to)) if name != "flag" else tensor) for name, tensor in state.items()})
+            step(state)
+        assert publisher.version.kind == "delta"

@@ -30,9 +30,9 @@ from .sync_report import SyncReport
 class Subscriber:
     """A copy of the model that is brought to the versions of a chain, bit for bit, and checked each time.
 
-    >>> subscriber = Subscriber("s3://bucket/run", mirror="/dev/shm/policy")
-    >>> subscriber.sync().step
-    >>> subscriber.state["lm_head.weight"]
+    >>> with Subscriber("s3://bucket/run", mirror="/dev/shm/policy") as subscriber:
+    ...     subscriber.sync().step
+    ...     subscriber.state["lm_head.weight"]
 
     Without `mirror` the weights are arrays in memory, **changed in place by `sync`**: who reads them while a sync runs may see a mix of two
     versions, so stop reading first. With a mirror they are memory-mapped files that stay exactly as they are until this subscriber's next
