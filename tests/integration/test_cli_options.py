@@ -85,6 +85,10 @@ def test_a_dry_run_publishes_nothing_and_foretells_what_would_be(place: Path) ->
     assert (changed["kind"], changed["files_changed"]) == ("anchor", ["config.json", LAYOUT_FILE])
     assert files_below(place) == before
     assert ask("publish", place / "old", place / "new", "--dry-run", code=1)["error"]["type"] == "PlaceOccupied"
+    back = ask("publish", other, place / "chain", "--dry-run", "--resume-from", 1)
+    copy = shutil.copytree(place / "chain", place / "copy")
+    done = ask("publish", other, copy, "--resume-from", 1)
+    assert (done["version"], done["kind"]) == (back["version"], back["kind"])
     # It foretold what then happens.
     done = ask("publish", place / "old", place / "chain")
     assert (done["version"], done["kind"], done["changed"]) == (again["version"], again["kind"], again["changed"])

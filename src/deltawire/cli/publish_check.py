@@ -15,6 +15,7 @@ from ..chain.rebuild import rebuild
 from ..chain.routes import Routes
 from ..encode import encode_with_summary
 from ..errors import NoChain
+from ..events import emit
 from ..format.checkpoint_copy import WEIGHT_SUFFIXES
 from ..format.content_hash import content_hash
 from ..state import state_digest
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ..events import OnEvent
     from ..format.checkpoint import Checkpoint
     from ..format.records import Commit
-    from ..store import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,6 @@ def forecast(
     base: Commit | None,
     *,
     threads: int | None,
-    read: Progress | None,
     on_event: OnEvent | None,
 ) -> Forecast:
     """Compare a checkpoint with the version `base`, or with the newest, and return what would be published."""
@@ -70,7 +69,11 @@ def forecast(
     base = base or newest
     is_rewound = base.seq != newest.seq
     before = MemoryState(threads=threads)
-    rebuild(before, log, Fetcher(log.store, limits=log.limits, on_event=on_event), base, progress=read)
+    routes = Routes(log, on_event=on_event)
+    hops = routes.find(None, base)
+    size = sum(entry.size for hop in hops for entry in hop.files)
+    emit(on_event, "planned", seq=base.seq, updates=base.updates, hops=len(hops), bytes=size)
+    rebuild(before, log, Fetcher(log.store, limits=log.limits, on_event=on_event), base, routes=routes)
     files = changed_files(log, base, attached)
     version = newest.updates + (2 if is_rewound else 1)
     alike = before.keys() == state.keys() and all(
@@ -80,7 +83,7 @@ def forecast(
         delta, summary = encode_with_summary(before, state, threads=threads)
         if len(delta) < state.weight_bytes or not summary.changed:
             return Forecast(version, "delta", base.updates, len(delta), summary.changed, files)
-    return Forecast(newest.updates + 1, "anchor", None, state.weight_bytes, 0, files)
+    return Forecast(version, "anchor", None, state.weight_bytes, 0, files)
 
 
 def newest_or_none(log: ChainLog) -> Commit | None:
