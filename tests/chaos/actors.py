@@ -21,9 +21,10 @@ from small_model import Journal, bits, state_of
 
 from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
+from deltawire.chain.version import Version
 from deltawire.errors import DeltawireError, Fenced, MirrorError
 from deltawire.format.signing import SigningKey
-from deltawire.publish import AnchorPolicy, Publisher
+from deltawire.publish import AnchorPolicy, PendingVersion, Publisher
 from deltawire.store import StoreOptions, open_store
 from deltawire.subscribe import Subscriber, reading_mirror
 
@@ -66,6 +67,16 @@ def patiently(work: Callable[[], Any]) -> Any:
             time.sleep(0.1)
 
 
+def landed(pending: PendingVersion) -> Version:
+    """The version of a publication in the background. One wait may seem long because this process was frozen; many in a row are a hang."""
+    for _ in range(60):
+        with contextlib.suppress(TimeoutError):
+            version = pending.result(5)
+            assert version is not None, "it was superseded, though nothing newer was published"
+            return version
+    raise AssertionError("a publication does not end")
+
+
 def publish(place: Place, name: str, seed: int, last: int | None = None) -> None:
     """Take the run over, sometimes from an older version, and publish step after step, with the number `last` as the last if given."""
     chance = random.Random(seed)
@@ -95,7 +106,7 @@ def publish(place: Place, name: str, seed: int, last: int | None = None) -> None
 
         def one() -> Any:
             version = publisher.publish(state_of(step), step=step)  # noqa: B023
-            return version.result(60) if hasattr(version, "result") else version
+            return version if isinstance(version, Version) else landed(version)
 
         version = patiently(one)
         acknowledged.write(version.seq, version.step)
