@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from forked_cli import run_forked
 from numpy.typing import NDArray
 from safetensors import deserialize
 from safetensors.numpy import save_file
@@ -26,7 +27,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def run(*arguments: object, columns: int | None = None) -> subprocess.CompletedProcess[str]:
-    return run_python(["-m", "deltawire.cli"], *arguments, columns=columns)
+    """The command as a process that is forked after the imports, as hundreds are run here."""
+    return run_forked([str(argument) for argument in arguments], environment(columns))
 
 
 def run_python(interpreter_arguments: list[str], *arguments: object, columns: int | None = None) -> subprocess.CompletedProcess[str]:
