@@ -299,9 +299,12 @@ class ChainBroken(ChainError):
 
 
 class RollbackDetected(ChainError):
-    """The store shows less, or another history, than was seen before."""
+    """The store shows less, or another history, than was seen before.
 
-    hint = "Somebody restored or replaced the store's content. Find out who; to accept it, start with a new mirror directory."
+    The error is `retryable` for a minute after the first look that missed something: a replica of the store may be behind, and catch up.
+    """
+
+    hint = "Somebody restored or replaced the store's content. Find out who; to accept it, start again, with a new mirror directory."
 
 
 class ChainStale(ChainError):

@@ -256,4 +256,5 @@ def test_weights_that_rot_in_a_readers_memory_are_found_and_fetched_again() -> N
             ledger.publish(publisher)
         assert reader.sync().step == ledger.newest
         assert_whole(reader)
+    assert events.names().count("state-refused") == 1
     assert "resynced" in events.names()

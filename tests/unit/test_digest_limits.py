@@ -48,7 +48,7 @@ def test_differences_that_do_not_know_the_factors_are_noticed() -> None:
     digest = deltawire.state_digest(state)
     rng = np.random.default_rng(1)
     others = [DIFFERENCE[::-1], DIFFERENCE[:-2], [0, *DIFFERENCE]]
-    others += [rng.permutation(DIFFERENCE) for _ in range(2000)]
+    others += [rng.permutation(DIFFERENCE) for _ in range(300)]
     for other in others:
         assert deltawire.state_digest({"a.weight": changed(state["a.weight"], 1, other)}) != digest
 

@@ -11,6 +11,7 @@ from ..chain.memory_state import MemoryState, NewUpdate, Undo, Update
 from ..chain.restore import Hop
 from ..chain.routes import HopFailed, was_collected
 from ..errors import ChainError, DataDamaged, DataMissing, DeltaError, StateError, VersionGone
+from ..events import emit
 from ..format.records import Commit
 from .journey import Journey, RouteFetcher
 from .undo import UndoLog
@@ -59,6 +60,7 @@ class MemoryReplica:
             except HopFailed as failure:
                 if isinstance(failure.error, StateError) and failure.hop.source != "skip" and hops[0].base is not None:
                     spoilt = True  # not what its commit says: memory rots, and arrays can be written to
+                    emit(journey.on_event, "state-refused", seq=failure.hop.base, reason=str(failure.error))
                 else:
                     journey.routes.avoid(failure)
                 continue

@@ -77,7 +77,7 @@ class MirrorReplica:
             with writer, writer.showing_life():
                 if not self._adopt(target, journey):
                     had = self._held
-                    update = MirrorUpdate(self._mirror, journey.routes, journey, journey.report)
+                    update = MirrorUpdate(self._mirror, journey.routes, journey, journey.report, on_event=journey.on_event)
                     self._switch(update.run(target, replacing=had))
                     journey.report.resynced &= had is not None
 

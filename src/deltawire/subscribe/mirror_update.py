@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..chain.restore import Hop
 from ..chain.routes import FindRoute, HopFailed
+from ..events import OnEvent, emit
 from ..format.records import Commit, CommitRef, FileEntry
 from .delta_cache import DeltaCache
 from .hops_on_disk import HopsOnDisk, Source
@@ -42,11 +43,12 @@ class _Way:
 class MirrorUpdate:
     """One update, by who holds the writer's lock."""
 
-    def __init__(self, mirror: Mirror, routes: FindRoute, source: Source, report: SyncReport) -> None:
+    def __init__(self, mirror: Mirror, routes: FindRoute, source: Source, report: SyncReport, *, on_event: OnEvent | None = None) -> None:
         self._mirror = mirror
         self._routes = routes
         self._source = source
         self._report = report
+        self._on_event = on_event
         self._deltas = DeltaCache(mirror.path / "deltas")
         self._on_disk = HopsOnDisk(source, self._deltas, report, threads=mirror.threads, step=mirror.step)
         self._spoilt: set[str] = set()
@@ -98,6 +100,7 @@ class MirrorUpdate:
         start = way.held.slot if way.held is not None else way.copied
         assert start is not None  # only a way from nothing has neither, and its first hop has no base
         self._spoilt.add(start.name)
+        emit(self._on_event, "state-refused", seq=failure.hop.base, slot=start.name, reason=str(failure.error))
 
     # Where to start
 

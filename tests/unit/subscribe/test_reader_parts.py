@@ -52,6 +52,15 @@ def test_a_json_file_is_replaced_whole(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_json_too_deep_to_read_is_taken_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a":' + "[" * 200_000 + "]" * 200_000 + "}")
+    assert read_json(path) is None
+    (tmp_path / "seen.json").write_text(path.read_text())
+    with pytest.raises(MirrorError, match="damaged"):
+        SeenFile(tmp_path).read()
+
+
 def test_the_delta_cache_fetches_what_is_missing_or_torn_and_keeps_the_newest(tmp_path: Path) -> None:
     chain = ToyChain(MemoryStore())
     entries = [chain.upload(bytes([number]) * 100, "safetensors", raw=0) for number in range(3)]
