@@ -52,6 +52,11 @@ def with_fields(on_event: OnEvent | None, **fields: Value) -> OnEvent | None:
     return lambda event: on_event(Event(event.name, {**fields, **event.fields}, event.time))
 
 
+def printable(text: str) -> str:
+    """Return text from somewhere else as a terminal may show it: what could move the cursor or change colours is replaced."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
 class Stopwatch:
     """Seconds per phase ("fetch", "verify", "resolve", "apply" …), summed up over threads. Phases that run side by side overlap.
 

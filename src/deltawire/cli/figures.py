@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 
+from ..events import printable as printable
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SUFFIXES = ("", "k", "M", "G", "T", "P")
 
@@ -62,11 +64,6 @@ def clock_time(seconds: float) -> str:
 def bits_per_change(byte_count: int, changed: int) -> float | None:
     """None where nothing changed."""
     return round(8 * byte_count / changed, 4) if changed else None
-
-
-def printable(text: str) -> str:
-    """Text from a file, harmless to a terminal: what could move the cursor or change colours is replaced."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def wrap_words(text: str, width: int, *, indent: int = 0) -> list[str]:

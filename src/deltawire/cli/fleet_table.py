@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len, set_cell_size
+
 from . import figures
 from .tables import lay_out_table
 
@@ -23,13 +25,17 @@ def short_name(name: str, width: int) -> str:
 
 
 def member_lines(fleet: SeenFleet, *, width: int, now: float) -> list[str]:
-    """Return a heading and a line per member, those that were heard of last first. Empty if there are none."""
+    """Return a heading and a line per member, those that were heard of last first; below it why it left, if it says so.
+
+    Empty if there are none.
+    """
     if not fleet.members:
         return []
     ordered = sorted(fleet.members, key=lambda one: (-one.modified, one.beat.member))
     rows = [_member_row(one, fleet, now) for one in ordered]
     heading, lines = lay_out_table(_TITLES, rows, width=width, left=("member", "state", "works on"), dropped_first=_DROPPED_FIRST)
-    return [heading, *lines]
+    reasons = [[] if one.beat.reason is None else [_cut(f"  {figures.printable(one.beat.reason)}", width)] for one in ordered]
+    return [heading, *(text for line, why in zip(lines, reasons, strict=True) for text in (line, *why))]
 
 
 def round_lines(rounds: Sequence[SeenRound], *, width: int) -> list[str]:
@@ -62,6 +68,7 @@ def member_as_json(one: SeenMember, fleet: SeenFleet, now: float) -> dict[str, A
     return {
         "member": beat.member,
         "state": beat.state,
+        "reason": beat.reason,
         "silent": is_silent(one, fleet, now),
         "heard_seconds_ago": round(max(0.0, now - one.modified), 3),
         "seq": beat.seq,
@@ -101,6 +108,10 @@ def _member_row(one: SeenMember, fleet: SeenFleet, now: float) -> tuple[str, ...
         "" if rate is None else figures.short_count(round(rate)),
         f"{figures.duration(max(0.0, now - one.modified))} ago",
     )
+
+
+def _cut(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1)}…"
 
 
 def _rate(one: SeenMember) -> float | None:

@@ -21,7 +21,7 @@ from ..errors import (
     StoreError,
     UnsupportedVersion,
 )
-from ..events import OnEvent, emit
+from ..events import OnEvent, emit, printable
 from ..format.fleet_files import Accepted, AcceptedResult, Row, Tasks
 from ..format.fleet_records import MAX_BOARD_BYTES, BatchRecord, Board, ObjectRef, Round, Sampling
 from ..format.records import MAX_RECORD_BYTES
@@ -139,7 +139,7 @@ class CoordinatorSteps:
                 holding=holding[member],
                 rate=self.scheduler.rate(member),
                 share=shares.get(member, 0.0),
-                why=beat.reason,
+                why=None if beat.reason is None else printable(beat.reason),
             )
             for member, (beat, since) in sorted(self._intake.roster.all().items())
         ]

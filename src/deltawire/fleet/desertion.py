@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from ..errors import FleetDeserted
+from ..events import printable
 from ..format.fleet_records import Heartbeat
 
 _MOST = 1000
@@ -28,18 +29,22 @@ class Desertion:
         self._reasons: OrderedDict[str, str] = OrderedDict()
         self._waited = 0.0
 
-    def left(self, member: str, beat: Heartbeat, since: float) -> bool:
-        """Note that a member says why it has left; `since` is when it said so, by the fleet clock. Returns whether that is news."""
+    def left(self, member: str, beat: Heartbeat, since: float) -> str | None:
+        """Note that a member says why it has left; `since` is when it said so, by the fleet clock.
+
+        Returns the reason if that is news, harmless to a terminal: anybody may have written it.
+        """
         if beat.state != "left" or beat.reason is None or beat.session in self._known:
-            return False
+            return None
+        reason = printable(beat.reason)
         self._known[beat.session] = None
         while len(self._known) > _MOST:
             self._known.popitem(last=False)
         if since >= self._started - _BEFORE:
-            self._reasons[member] = beat.reason
+            self._reasons[member] = reason
             while len(self._reasons) > _MOST:
                 self._reasons.popitem(last=False)
-        return True
+        return reason
 
     def accepted(self) -> None:
         """Note that a result was accepted: the fleet works."""

@@ -93,8 +93,10 @@ class Intake:
                     beat = parsed_answer(Heartbeat.parse, answer)
                     since = self.clock.since(modified)
                     self.roster.heard(member, beat, modified, since, self.clock.now)
-                    if beat is not None and (beat.id, beat.member) == (self.run, member) and self.desertion.left(member, beat, since):
-                        emit(self._on_event, "member-left", member=member, why=beat.reason)
+                    if beat is not None and (beat.id, beat.member) == (self.run, member):
+                        why = self.desertion.left(member, beat, since)
+                        if why is not None:
+                            emit(self._on_event, "member-left", member=member, why=why)
 
     def read_leases(self, rounds: dict[int, RoundState], leases: Sequence[ObjectInfo], rollouts: Sequence[ObjectInfo]) -> Steps[None]:
         """Those that are listed; and those of results, which may be newer than the listing."""

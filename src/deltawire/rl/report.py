@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..events import Event
+from ..events import Event, printable
 
 _WIDTH = 80
 
@@ -24,6 +24,7 @@ class StepReporter:
     def __call__(self, event: Event) -> None:
         line = self._line(event.name, event.fields)
         if line is not None:
+            line = printable(line)
             self._write(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
 
     def _line(self, name: str, fields: Mapping[str, Any]) -> str | None:

@@ -54,7 +54,8 @@ class Run:
             self.id = publisher._writer.run.id
             self.epoch = publisher.epoch
         for name, state in zip(NAMES, ("working", "left"), strict=True):
-            beat = Heartbeat(self.id, name, NONCE, state, 1, 4, 2, 123_456, 60_000, ((1, 0, 0),), 0)
+            reason = "RewardError: \x1b[2J it failed\u202e " + "again and " * 20 if state == "left" else None
+            beat = Heartbeat(self.id, name, NONCE, state, 1, 4, 2, 123_456, 60_000, ((1, 0, 0),), 0, reason)
             self.store.put(fleet_keys.member_key(name), beat.to_bytes())
         self.store.put(fleet_keys.member_key("liar"), b"{}")
         self.rounds = [self.round(number, for_step) for number, for_step in ((0, 5), (1, 6))]
@@ -122,13 +123,18 @@ def test_members_are_listed_with_what_they_do(run: Run) -> None:
     heading, titles, *lines = shown("members", run.url).splitlines()
     assert heading == "views  2 members"
     assert titles.split()[:3] == ["member", "state", "step"]
-    words = sorted(line.split()[:3] for line in lines)
+    (told,) = [line for line in lines if line.startswith("  ")]
+    assert told.startswith("  RewardError: ")
+    assert lines[lines.index(told) - 1].startswith("a-machine")
+    words = sorted(line.split()[:3] for line in lines if line is not told)
     assert words == [["a-machine-w…hines-are-17", "left", "4"], ["gpu-7", "working", "4"]]
     found = {each["member"]: each for each in as_json("members", run.url)["members"]}
     assert list(found) == sorted(NAMES)
     assert found["gpu-7"]["working"] == [{"round": 1, "task": 0, "attempt": 0}]
     assert found["gpu-7"]["tokens_per_second"] == 2057.6
     assert (found["gpu-7"]["behind"], found["gpu-7"]["silent"]) == (2, False)
+    assert found["gpu-7"]["reason"] is None
+    assert found[NAMES[1]]["reason"].startswith("RewardError")
 
 
 def test_rollouts_are_shown_as_text_with_rewards_and_the_steps_of_their_versions(run: Run) -> None:
