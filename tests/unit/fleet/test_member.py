@@ -17,6 +17,7 @@ from deltawire.fleet.generation import Generated, GeneratedSpan, Interrupted
 from deltawire.fleet.member import Member
 from deltawire.fleet.steps import Generate, Sync
 from deltawire.format.fleet_records import Lease, ObjectRef, Round
+from deltawire.format.signing import SigningKey
 from deltawire.rl.member import MemberOptions, RewardScorer, parse_engine
 from deltawire.store import Store
 from deltawire.store.memory import MemoryStore
@@ -160,12 +161,17 @@ def test_who_is_told_to_leave_gives_up_what_it_generates(member: Member, publish
     assert member._perform(work(1, 0)) is None
 
 
-def test_a_member_works_until_the_run_is_over(store: Store, publisher: Publisher, engine: FakeGenerator) -> None:
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_member_works_until_the_run_is_over(store: Store, engine: FakeGenerator, signed: bool) -> None:
+    publisher = Publisher(store, signing_key=SigningKey.generate() if signed else None)
     engine.version = publish(publisher, 0)
     events: list[Event] = []
-    member = Member(store, engine, RewardScorer([reward]), name="m", poll=0.01, on_event=events.append)
+    keys = publisher.trusted_keys
+    assert len(keys) == signed
+    member = Member(store, engine, RewardScorer([reward]), name="m", trusted_keys=keys, poll=0.01, on_event=events.append)
     thread = threading.Thread(target=member.run, args=(threading.Event(),))
-    with Coordinator(store, epoch=publisher.epoch, options=FleetOptions(poll_seconds=0.01)) as fleet:
+    options = FleetOptions(poll_seconds=0.01)
+    with Coordinator(store, epoch=publisher.epoch, signing_key=publisher.signing_key, trusted_keys=keys, options=options) as fleet:
         fleet.open_round([[{"prompt": "a", "answer": 1}], [{"prompt": "b", "answer": 2}]], for_step=1, sampling=Sampling(2, 4))
         thread.start()
         batch = fleet.collect(1, timeout=120)
