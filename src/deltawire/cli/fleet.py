@@ -30,11 +30,11 @@ def fleet(
     source: SourceOption,
     env: EnvOption,
     count: Annotated[
-        int | None, typer.Argument(metavar="[N]", min=1, help="So many members, as processes of this machine.", show_default=False)
+        int | None, typer.Argument(metavar="[N]", min=1, help="How many members to start on this machine.", show_default=False)
     ] = None,
     engine: EngineOption = "transformers",
     ray: Annotated[
-        int | None, typer.Option("--ray", min=1, metavar="N", help="So many members, as actors on a Ray cluster.", show_default=False)
+        int | None, typer.Option("--ray", min=1, metavar="N", help="How many members to start on a Ray cluster.", show_default=False)
     ] = None,
     ray_address: Annotated[
         str | None, typer.Option("--ray-address", metavar="ADDRESS", help="The cluster; by default the one that this machine is part of.")
@@ -43,7 +43,7 @@ def fleet(
     gpus: Annotated[float, typer.Option("--gpus", min=0, metavar="X", help="GPUs that a member takes of a Ray node.")] = 0.0,
     pass_env: Annotated[
         list[str] | None,
-        typer.Option("--pass-env", metavar="NAME", help="Give this variable of ours to members on Ray; may be given several times."),
+        typer.Option("--pass-env", metavar="NAME", help="Pass this environment variable on to members on Ray; may be given several times."),
     ] = None,
     name: Annotated[
         str | None,
@@ -52,14 +52,17 @@ def fleet(
     device: DeviceOption = "auto",
     mirror: MirrorOption = None,
     poll: PollOption = 0.5,
-    restarts: Annotated[int, typer.Option("--restarts", min=0, metavar="N", help="So often an hour a member that died is restarted.")] = 10,
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, metavar="N", help="How often in an hour a member that died is restarted.")
+    ] = 10,
     trust: TrustOption = None,
     json: JsonOption = False,
 ) -> None:
     """Start several members and keep them running.
 
-    Who dies is started again, within bounds. Who leaves because the trainer said that the run is over is not: when all have left the
-    command ends, with code 0. Ctrl-C and SIGTERM let all members leave first. Ends with code 1 if one had to be given up.
+    A member that dies is started again, within bounds. A member that leaves because the trainer ended the run is not; when all have left,
+    the command ends with code 0. Ctrl-C and SIGTERM let all members leave first. The command ends with code 1 if it gave a member up.
+    Every line begins with the name of the member that it is about. With --json prints one JSON object per line.
     """
     if (count is None) == (ray is None):
         raise typer.BadParameter("say how many, and where: either `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")

@@ -31,7 +31,11 @@ def member(
     name: Annotated[
         str | None,
         typer.Option(
-            "--name", metavar="NAME", help="What this member is called; nobody else's.", show_default=False, callback=check_member_name
+            "--name",
+            metavar="NAME",
+            help="The name of this member. No other member may have it.",
+            show_default=False,
+            callback=check_member_name,
         ),
     ] = None,
     device: DeviceOption = "auto",
