@@ -33,6 +33,7 @@
     ├── ChainError                  a chain of versions cannot be followed
     │   ├── NoChain                 nothing was published there yet
     │   ├── RunMismatch             another run lives there
+    │   │   └── WrongRun            it is signed, but its name is not the one that the URL suggests
     │   ├── CorruptRecord           a record breaks a rule of docs/protocol.md
     │   ├── ChainBroken             commits do not fit together
     │   ├── RollbackDetected        the store shows less, or another history, than was seen before
@@ -284,6 +285,12 @@ class RunMismatch(ChainError):
     """Another run lives at this place."""
 
     hint = "Give every run a URL of its own."
+
+
+class WrongRun(RunMismatch):
+    """A trusted key signed the chain here, but the run's name is not the one that the URL suggests."""
+
+    hint = "If this is the run that you want, pass its name as `run=` or `--run`. Otherwise check the URL, and who can write there."
 
 
 class CorruptRecord(ChainError):

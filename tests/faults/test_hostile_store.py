@@ -65,7 +65,7 @@ COMMITS: dict[str, tuple[Callable[[bytes], bytes], type[Exception]]] = {
     "with another field": (lambda data: edited(data, more=1), CorruptRecord),
     "without a field": (lambda data: data.replace(b'"meta":{},', b""), CorruptRecord),
     "too large": (lambda data: edited(data, meta={"x": "y" * 70_000}), CorruptRecord),
-    "of another version": (lambda data: edited(data, version=2), UnsupportedVersion),
+    "of another version": (lambda data: edited(data, version=3), UnsupportedVersion),
     "for another slot": (lambda data: edited(data, seq=9), CorruptRecord),
     "of another run": (lambda data: edited(data, id="f" * 32), CorruptRecord),
     "with another parent": (lambda data: edited(data, parent="f" * 64), ChainBroken),
@@ -237,9 +237,9 @@ def test_a_signing_publisher_takes_no_unsigned_commit_for_its_base() -> None:
         store = FaultyStore(inner, [Before(At(index, intrude), "crash", times=None)])
         try:
             with open_publisher(store, signing_key=key) as publisher:
-                if index >= len(store.calls):
-                    break
                 ledger.publish(publisher)
+            if index >= len(store.calls):
+                break
         except SignatureInvalid:
             refused += 1
         else:

@@ -122,6 +122,22 @@ def test_a_single_file_can_be_published(checkpoints: list[Path], tmp_path: Path)
     assert_same(load_checkpoint(tmp_path / "out"), load(checkpoints[0] / FIRST))
 
 
+def test_changed_attachments_go_with_a_delta_and_full_forces_a_checkpoint(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
+    changed = shutil.copytree(checkpoints[-1], tmp_path / "changed")
+    (changed / "tokenizer.json").unlink()
+    (changed / "chat_template.jinja").write_text("{{ messages }}")
+    assert succeed("publish", changed, chain)["kind"] == "delta"
+    succeed("pull", chain, tmp_path / "out")
+    beside = {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
+    assert beside == {"model.safetensors.index.json", "config.json", "chat_template.jinja"}
+    for path in chain.rglob("data/*/*/*.safetensors"):
+        path.unlink()
+    assert succeed("publish", checkpoints[-1], chain, "--full")["kind"] == "anchor"
+    succeed("pull", chain, tmp_path / "again")
+    assert_same(load_checkpoint(tmp_path / "again"), state(2))
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (checkpoints[-1] / "tokenizer.json").read_bytes()
+
+
 def test_resuming_from_an_older_version_abandons_the_newer(chain: Path, checkpoints: list[Path]) -> None:
     published = succeed("publish", checkpoints[2], chain, "--resume-from", 2)
     assert published["kind"] == "delta"
@@ -147,7 +163,7 @@ def test_weights_that_are_not_finite_are_refused_before_anybody_is_fenced_off(ch
 
 def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
     before = succeed("log", chain)["head"]
-    assert "'main', not 'other'" in fail("publish", checkpoints[0], chain, "--run", "other", kind="RunMismatch")
+    assert "'chain', not 'other'" in fail("publish", checkpoints[0], chain, "--run", "other", kind="RunMismatch")
     fail("publish", tmp_path / "nowhere", chain, kind="FileNotFoundError")
     fail("publish", tmp_path, chain, kind="CheckpointError")
     assert succeed("log", chain)["head"] == before  # nobody was fenced off for it
@@ -158,7 +174,7 @@ def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoint
 
 def test_the_log_lists_versions_newest_first(chain: Path) -> None:
     found = succeed("log", chain)
-    assert (found["run"], found["head"], found["version"], found["floor"]) == ("main", 5, 3, None)
+    assert (found["run"], found["head"], found["version"], found["floor"]) == ("chain", 5, 3, None)
     listed = [(version["version"], version["seq"], version["kind"], version["step"]) for version in found["versions"]]
     assert listed == [(3, 5, "delta", 20), (2, 3, "delta", 10), (1, 1, "anchor", 0)]
     delta = found["versions"][0]
@@ -172,7 +188,7 @@ def test_the_log_is_drawn_for_people(chain: Path) -> None:
     done = run("log", chain, columns=80)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("main  version 3 is in force, ")
+    assert lines[0].startswith("chain  version 3 is in force, ")
     assert lines[2] == "  1 ■··"
     assert re.match(r"· +3 +delta +20 +[\d.]+ (?:s|min|h) +[\d.]+ k?B +[\d.]+× +[\d.]+k +[\d.]+$", lines[5]), lines
     text = run("log", chain, "--commits", columns=80).stdout
@@ -194,12 +210,8 @@ def test_one_version_is_shown_in_full(chain: Path) -> None:
     assert (newest["version"], newest["seq"], newest["kind"], newest["step"], newest["base"]["seq"]) == (3, 5, "delta", 20, 4)
     assert succeed("show", chain, "--step", 20) == succeed("show", chain, "--seq", 5) == newest
     assert newest["signature"] == {"is": "none", "key": None}
-    assert sorted(file["name"] for file in first["files"]) == [
-        "config.json",
-        "deltawire-layout.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    assert [file["name"] for file in first["files"]] == ["model.safetensors"]
+    assert [file["name"] for file in newest["attachments"]] == ["config.json", "deltawire-layout.json", "tokenizer.json"]
     assert [(hop["by"], hop["to"]) for hop in first["route"]] == [("anchor", 1)]
     assert [hop["to"] for hop in newest["route"]] == [1, 2, 3, 4, 5]
     for arguments, expected in (
@@ -427,6 +439,11 @@ def test_only_what_a_trusted_key_signed_is_taken(checkpoints: list[Path], tmp_pa
     assert succeed("verify", chain, "--trust", keys[0])["ok"]
     assert run("verify", chain, "--trust", keys[1]).returncode == 3
     assert not (tmp_path / "untrusted").exists()
+    moved = chain.rename(tmp_path / "elsewhere")
+    assert "--run" in fail("pull", moved, tmp_path / "moved", "--trust", keys[0], kind="WrongRun")
+    succeed("pull", moved, tmp_path / "moved", "--trust", keys[0], "--run", chain.name)
+    succeed("gc", moved, "--trust", keys[0], "--run", chain.name)
+    succeed("verify", moved)
 
 
 def test_publishers_go_on_only_with_a_chain_that_is_signed_as_they_sign(checkpoints: list[Path], tmp_path: Path) -> None:

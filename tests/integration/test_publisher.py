@@ -28,7 +28,7 @@ from deltawire.format.records import Limits
 from deltawire.format.signing import SigningKey, check_signature
 from deltawire.publish import upload
 from deltawire.publish.cadence import AnchorPolicy
-from deltawire.store import open_store
+from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
 from deltawire.testing import Before, FaultyStore, call
@@ -275,7 +275,7 @@ def test_anchors_are_checkpoints_that_safetensors_loads(tmp_path, background):
         assert bits_of(read_checkpoint(store, anchor["files"])) == bits_of(states[seq])
         directory = tmp_path / str(seq)
         directory.mkdir()
-        for file in anchor["files"]:
+        for file in [*anchor["files"], *read_json(store, keys.commit_key(seq))["attachments"]]:
             (directory / file["name"]).write_bytes(store.get(file["key"], limit=file["size"]))
         assert {path.name for path in directory.iterdir()} >= {"config.json", "tokenizer.json", "model.safetensors.index.json"}
         assert bits_of(Checkpoint(directory)) == bits_of(states[seq])

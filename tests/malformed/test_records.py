@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -66,14 +67,22 @@ ANCHOR = dataclasses.replace(DELTA, kind="anchor", base=None, files=CHECKPOINT, 
 FENCE = dataclasses.replace(DELTA, kind="fence", base=CommitRef(7, OTHER, DIGEST), state_seq=6, files=(), changed=0)
 REWIND = dataclasses.replace(FENCE, kind="rewind", state_seq=8, base=CommitRef(2, OTHER, DIGEST))
 FIRST = Commit(ID, 0, 1, ID, "fence", None, (), None, None, 0, None, 0, 0, 0, None, 1, ())
+ATTACHED = tuple(data_file(name, raw=0, hash_=OTHER, suffix="file") for name in ("config.json", "tokenizer.json"))
+DELTA_2 = dataclasses.replace(DELTA, run="my run", attachments=ATTACHED)
+ANCHOR_2 = dataclasses.replace(ANCHOR, run="my run", files=CHECKPOINT[:1], attachments=ATTACHED)
+FENCE_2 = dataclasses.replace(FENCE, run="my run", attachments=())
 SKIP = Shortcut(ID, 3, ID, 1, CommitRef(8, HASH, DIGEST), CommitRef(4, OTHER, Digest()), 100, 4, DELTA.files, SIGNATURE)
 ANCHOR_SHORTCUT = dataclasses.replace(SKIP, base=None, files=CHECKPOINT, signature=None)
 
 RECORDS = {
     "run": Run("my run", ID, 1, Limits(1, 2, 3)),
     "epoch": Epoch(ID, 3, ID, 1, None),
-    "resumed epoch": Epoch(ID, 3, ID, 1, 77),
+    "resumed epoch": Epoch(ID, 3, ID, 1, 77, SIGNATURE),
+    "epoch of version 1": Epoch(ID, 3, ID, 1, 77, version=1),
     "delta": DELTA,
+    "delta with attachments": DELTA_2,
+    "anchor with attachments": ANCHOR_2,
+    "fence of version 2": FENCE_2,
     "anchor": ANCHOR,
     "fence": FENCE,
     "first fence": FIRST,
@@ -173,10 +182,10 @@ def test_other_spellings_are_refused(record):
         data + b"\n",
         b" " + data,
         b"\xef\xbb\xbf" + data,
-        data.replace(b'"version":1', b'"version":1.0'),
-        data.replace(b'"version":1', b'"version":1e0'),
-        data.replace(b'"version":1', b'"version":-1'),
-        data.replace(b'"version":1', b'"version":01'),
+        data.replace(b'"version":', b'"version":1.'),
+        re.sub(rb'"version":(.)', rb'"version":\1e0', data),
+        data.replace(b'"version":', b'"version":-'),
+        data.replace(b'"version":', b'"version":0'),
         data.replace(b'"deltawire"', b'"\\u0064eltawire"'),
         data[:-1] + b',"version":1}',
         data[:-1],
@@ -199,7 +208,7 @@ def test_other_spellings_are_refused(record):
 def test_another_version_is_named_as_such(record):
     document = json.loads(record.to_bytes())
     with pytest.raises(UnsupportedVersion):
-        type(record).parse(spelled(document | {"version": 2}))
+        type(record).parse(spelled(document | {"version": 3}))
 
 
 @ALL
@@ -302,8 +311,36 @@ def test_checkpoint_files_must_be_a_checkpoint(files):
 
 
 @pytest.mark.parametrize(
+    "attached",
+    [
+        ATTACHED[::-1],
+        ATTACHED[:1] * 2,
+        (dataclasses.replace(ATTACHED[0], name="CONFIG.json"), ATTACHED[0]),
+        (dataclasses.replace(ATTACHED[0], name="model-2.SAFETENSORS"),),
+        (dataclasses.replace(ATTACHED[0], name="model.safetensors.index.json"),),
+        (dataclasses.replace(ATTACHED[0], key=CHECKPOINT[0].key, blake3=HASH),),
+        *((dataclasses.replace(ATTACHED[0], name=name),) for name in HOSTILE_NAMES),
+        *((dataclasses.replace(ATTACHED[0], key=key),) for key in HOSTILE_KEYS if not key.endswith(".file")),
+    ],
+)
+def test_attachments_must_be_plain_files_in_order(attached):
+    refused(DELTA_2, dataclasses.replace(DELTA_2, attachments=attached).plain())
+
+
+def test_a_record_of_version_2_needs_both_of_its_fields_and_one_of_version_1_has_none():
+    for changes in ({"run": None}, {"attachments": None}):
+        with pytest.raises(CorruptRecord):
+            dataclasses.replace(DELTA_2, **changes).to_bytes()
+    refused(DELTA, DELTA.plain() | {"run": "my run"})
+    refused(DELTA_2, DELTA_2.plain() | {"version": 1})
+    refused(RECORDS["epoch"], RECORDS["epoch"].plain() | {"version": 1})
+
+
+@pytest.mark.parametrize(
     ("record", "changes"),
     [
+        (FENCE_2, {"attachments": ATTACHED}),
+        (ANCHOR_2, {"files": CHECKPOINT}),
         (DELTA, {"kind": "merge"}),
         (DELTA, {"parent": None}),
         (DELTA, {"links": DELTA.links[:1]}),
@@ -357,6 +394,7 @@ def test_anchor_and_skip_are_told_apart_by_their_base():
 @pytest.mark.parametrize("name", ["", "x" * 201])
 def test_a_run_has_a_name_of_some_length(name):
     refused(RECORDS["run"], Run(name, ID, 1, Limits()).plain())
+    refused(DELTA_2, dataclasses.replace(DELTA_2, run=name).plain())
 
 
 JSON = st.recursive(

@@ -57,6 +57,7 @@ def collect(
 ) -> Collected:
     """Announce what can go, and delete what was announced at least `grace` seconds ago and still can. To be called now and then.
 
+    On a signed chain only signed records count: by the keys that `log` trusts, or by the key of the chain's first commit.
     `grace` must be longer than any reader takes from planning to its last read, and any upload of an anchor. Call it from the publisher in
     force, or while there is none. `now` stands in for the store's clock, which is otherwise learnt by writing an object. A dry run writes
     nothing, and says what would be deleted if the grace had passed.
@@ -64,6 +65,7 @@ def collect(
     if keep_anchors < 1:
         raise ValueError("at least one anchor must be kept")
     log = log or ChainLog(store)
+    log.trust_first_key()  # or shortcuts that anybody put there would count as checkpoints, and the true ones be deleted
     if now is None:
         now = datetime.now(timezone.utc) if dry_run else _store_time(store)
     found = survey(log, keep_anchors, now)

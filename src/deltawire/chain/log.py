@@ -20,12 +20,14 @@ from ..errors import (
     RunMismatch,
     UnsupportedVersion,
     VersionUnknown,
+    WrongRun,
 )
 from ..format.canonical import MAX_INTEGER
-from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Head, Limits, Mark, Run, Shortcut, check_same_run, record_hash
+from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Epoch, Head, Limits, Mark, Run, Shortcut, check_same_run, record_hash
 from ..format.signing import check_signature
 from ..store import keys
 from ..store.base import Store
+from ..store.urls import default_run_name
 from .uptime import uptime
 from .version import Version
 
@@ -45,6 +47,10 @@ class ChainLog:
 
     `known` is the newest commit that was ever accepted, perhaps by an earlier process: a chain that does not lead to it is refused
     (`RollbackDetected`, `ChainBroken`). It moves up as newer ones are accepted. With `trusted_keys`, what none of them signed is refused.
+
+    `run` is the name that the run must have (`RunMismatch`). One key may sign several runs, so with `trusted_keys` and without `run` the
+    name must be the one that the URL suggests (`WrongRun`). That is not asked of the run whose id is `followed_run`: the reader's own
+    records say that it follows this run already.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class ChainLog:
         trusted_keys: Collection[str] = (),
         known: CommitRef | None = None,
         limits: Limits | None = None,
+        followed_run: str | None = None,
         clock: Callable[[], float] = uptime,
     ) -> None:
         self.store = store
@@ -64,7 +71,9 @@ class ChainLog:
         """When the slot of `known` is to be read anew, whatever is kept."""
         self._missed_since: float | None = None
         """When `known` was first not found, if it was not found by the last look."""
+        self.followed_run = followed_run
         self._run_name = run
+        self._suggested_name = default_run_name(store.url) if trusted_keys and run is None else None
         self.trusted_keys = frozenset(trusted_keys)
         self._own_limits = limits or Limits()
         self._run: Run | None = None
@@ -86,6 +95,17 @@ class ChainLog:
                 raise RunMismatch(f"{self.store.url} holds the run {run.run!r}, not {self._run_name!r}.")
             self._run = run
         return self._run
+
+    def trust_first_key(self) -> None:
+        """Trust the key that signed the first commit, if it is signed and no keys were given. A chain is signed throughout or not at all.
+
+        This is for whoever works on the chain without knowing its keys: what somebody else added without the key is refused. It does not
+        prove whose chain it is, so readers that must know are given keys.
+        """
+        first = None if self.trusted_keys else self.read(0)
+        if first is not None and first.signature is not None:
+            self.forget()
+            self.trusted_keys = frozenset({first.signature.key})
 
     @property
     def limits(self) -> Limits:
@@ -314,6 +334,28 @@ class ChainLog:
         numbers = [number for info in self.store.list(keys.EPOCHS) if (number := keys.parse_epoch_key(info.key)) is not None]
         return max(numbers, default=0)
 
+    def resumed_from(self, commit: Commit) -> int | None:
+        """Return the version that the writer of a commit went back to when it began, or None if it went on from the newest.
+
+        The answer lies below the writer's fence, or `ChainBroken` is raised. With trusted keys, the epoch of a commit of version 2 must be
+        signed: `SignatureInvalid`.
+        """
+        key = keys.epoch_key(commit.epoch)
+        data = self._get(key)
+        if data is None:
+            raise DataMissing(f"{key}, which commit {commit.seq} is written under, is not in {self.store.url}.")
+        epoch = Epoch.parse(data)
+        check_same_run(epoch.id, self.run, key)
+        if epoch.epoch != commit.epoch:
+            raise CorruptRecord(f"{key} in {self.store.url} holds {epoch.describe()}.")
+        if commit.version > 1 or epoch.signature is not None:
+            check_signature(epoch, self.trusted_keys)
+        if epoch.resumed_from is not None and epoch.resumed_from >= commit.seq - 1:
+            raise ChainBroken(
+                f"{epoch.describe()} in {self.store.url} says that it goes on from version {epoch.resumed_from}, its own or later."
+            )
+        return epoch.resumed_from
+
     def mark(self) -> Mark | None:
         """The newest announcement of what will be deleted; None before the first."""
         found = [info.key for info in self.store.list(keys.MARKS) if keys.parse_mark_key(info.key) is not None]
@@ -396,6 +438,7 @@ class ChainLog:
         check_same_run(commit.id, self.run, f"commit {seq} in {self.store.url}")
         self.limits.check(commit)
         check_signature(commit, self.trusted_keys)
+        self._check_name(commit)
         found = data, record_hash(data), commit
         with self._lock:
             if seq not in self._kept:
@@ -404,6 +447,15 @@ class ChainLog:
             while self._kept_bytes > _KEPT_BYTES:
                 self._kept_bytes -= len(self._kept.popitem(last=False)[1][0])
         return found
+
+    def _check_name(self, commit: Commit) -> None:
+        """Check the run's name in a commit, which its signature covers. Commits of version 1 do not have it."""
+        if commit.run is None:
+            return
+        if commit.run != self.run.run:
+            raise RunMismatch(f"{commit.describe()} in {self.store.url} is of the run {commit.run!r}, but run.json says {self.run.run!r}.")
+        if self._suggested_name is not None and commit.run != self._suggested_name and self.run.id != self.followed_run:
+            raise WrongRun(f"{self.store.url} holds the run {commit.run!r}, but the URL suggests {self._suggested_name!r}.")
 
     def _get(self, key: str) -> bytes | None:
         try:

@@ -16,7 +16,7 @@ from .pins import lowest_pin
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A whole checkpoint in the store, all of whose files exist with the right size."""
+    """A whole checkpoint in the store, all of whose files exist with the right size. Its version's attachments are among the files."""
 
     seq: int
     files: tuple[FileEntry, ...]
@@ -77,7 +77,7 @@ def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
     kept_anchor = _newest_anchor_upto(log, found, floor)
     kept = {entry.key for entry in kept_anchor.files} if kept_anchor else set()
     for seq in range(found.head.seq, floor, -1):
-        kept |= {entry.key for entry in log.ancestor(found.head, seq).files}
+        kept |= {entry.key for entry in log.ancestor(found.head, seq).all_files}
     data = list(log.store.list(keys.DATA))
     there = {info.key for info in data}
     shortcuts, collected, unread = [], set(), []
@@ -111,11 +111,11 @@ def _live_anchors(log: ChainLog, head: Commit) -> Iterator[Anchor]:
     commit: Commit | None = head
     while commit is not None:
         if commit.kind == "anchor":
-            yield Anchor(commit.seq, commit.files, False)
+            yield Anchor(commit.seq, commit.all_files, False)
         elif commit.seq in listed:
             shortcut = _shortcut(log, commit.seq, None)
             if shortcut is not None and shortcut.target == log.ref(commit):
-                yield Anchor(commit.seq, shortcut.files, True)
+                yield Anchor(commit.seq, (*shortcut.files, *(commit.attachments or ())), True)
         abandoned_to = commit.base.seq if commit.kind == "rewind" and commit.base is not None else None
         commit = log.previous(commit) if abandoned_to is None else log.ancestor(commit, abandoned_to)
 
@@ -162,7 +162,7 @@ def _is_dangling(log: ChainLog, shortcut: Shortcut) -> bool:
 def _was_committed(log: ChainLog, seq: int, floor: int, key: str) -> bool:
     """Whether the commit that an object was uploaded for took it, and is no longer needed. Else its writer may yet commit it."""
     commit = log.read(seq) if seq <= floor else None
-    return commit is not None and any(entry.key == key for entry in commit.files)
+    return commit is not None and any(entry.key == key for entry in commit.all_files)
 
 
 def _exists(log: ChainLog, entry: FileEntry) -> bool:

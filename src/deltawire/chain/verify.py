@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from ..errors import ChainError, DataDamaged, DeltawireError, NoChain, StoreError, UnsupportedVersion, VersionGone
-from ..format.records import Commit, Limits, Shortcut
+from ..errors import ChainError, DataDamaged, DataMissing, DeltawireError, NoChain, StoreError, UnsupportedVersion, VersionGone
+from ..format.records import Commit, FileEntry, Limits, Shortcut
 from ..store import keys
 from ..store.base import Store
 from .fetch import Fetcher
@@ -60,6 +61,7 @@ def verify(
     deep: bool = False,
     progress: ReportProgress | None = None,
     *,
+    run: str | None = None,
     trusted_keys: Collection[str] = (),
     limits: Limits | None = None,
     threads: int | None = None,
@@ -67,12 +69,13 @@ def verify(
     """Check every commit, link, epoch and signature, and that all files above the floor exist with their size.
 
     `deep` reads every one of them, rebuilds each version above the floor that can be, and resolves each shortcut; it needs memory for one
-    state. What is wrong with the chain is reported, not raised; what is wrong with the store is raised. `NoChain` where there is none.
+    state. Without `trusted_keys`, a chain whose first commit is signed must be signed by that key throughout. What is wrong with the
+    chain is reported, not raised; what is wrong with the store is raised. `NoChain` where there is none.
 
     Damaged data that no reader of the newest version needs any more are reported as superseded: a chain that was repaired is sound again.
     Damaged commits are never superseded, as readers follow hashes through them.
     """
-    return _Check(ChainLog(store, trusted_keys=trusted_keys, limits=limits), progress, threads).run(deep)
+    return _Check(ChainLog(store, run=run, trusted_keys=trusted_keys, limits=limits), progress, threads).run(deep)
 
 
 class _Check:
@@ -87,6 +90,7 @@ class _Check:
         """Records whose files are damaged, and how."""
 
     def run(self, deep: bool) -> Report:
+        self._trust_first_key()
         self._report.floor = self._log.floor()
         self._check_commits()
         self._check_stray_slots()
@@ -94,11 +98,16 @@ class _Check:
         for commit in self._sound:
             if commit.seq > self._report.floor:
                 self._check_files(keys.commit_key(commit.seq), commit)
+        self._check_attachments(deep=deep)
         shortcuts = self._check_shortcuts()
         if deep:
             self._rebuild_all(shortcuts)
         self._judge_damage(shortcuts)
         return self._report
+
+    def _trust_first_key(self) -> None:
+        with contextlib.suppress(ChainError, UnsupportedVersion):  # it is reported when its turn comes
+            self._log.trust_first_key()
 
     def _problem(self, where: str, what: object) -> None:
         self._report.problems.append(Problem(where, str(what)))
@@ -209,10 +218,36 @@ class _Check:
         for entry in record.files:
             self._report.files += 1
             self._report.bytes += entry.size
-            if entry.key not in self._sizes:
-                self._damaged(record, where, f"{entry.key} is missing")
-            elif self._sizes[entry.key] != entry.size:
-                self._damaged(record, where, f"{entry.key} has {self._sizes[entry.key]:,} bytes, not {entry.size:,}")
+            what = self._what_is_wrong(entry)
+            if what is not None:
+                self._damaged(record, where, what)
+
+    def _check_attachments(self, *, deep: bool) -> None:
+        """Check each object once, for the newest version that refers to it. Only those of the newest version are in anybody's way."""
+        newest = next((commit for commit in reversed(self._sound) if commit.kind != "fence"), None)
+        in_force = set() if newest is None else {entry.key for entry in newest.attachments or ()}
+        named = [commit for commit in self._sound if commit.seq > self._report.floor]
+        users = {entry.key: (entry, commit) for commit in named for entry in commit.attachments or ()}
+        fetcher = Fetcher(self._log.store, limits=self._log.limits, patience=0)
+        for key, (entry, commit) in users.items():
+            self._report.files += 1
+            self._report.bytes += entry.size
+            what = self._what_is_wrong(entry)
+            if what is None and deep:
+                try:
+                    fetcher.fetch(entry)
+                except (DataDamaged, DataMissing, VersionGone) as error:
+                    what = str(error)
+            if what is not None:
+                found = self._report.problems if key in in_force else self._report.superseded
+                found.append(Problem(keys.commit_key(commit.seq), what))
+
+    def _what_is_wrong(self, entry: FileEntry) -> str | None:
+        if entry.key not in self._sizes:
+            return f"{entry.key} is missing"
+        if self._sizes[entry.key] != entry.size:
+            return f"{entry.key} has {self._sizes[entry.key]:,} bytes, not {entry.size:,}"
+        return None
 
     def _rebuild_all(self, shortcuts: list[Shortcut]) -> None:
         """Go through all versions in order. Each is made by its own files where that is possible: a detour would leave them unread."""

@@ -90,6 +90,15 @@ StepOption: TypeAlias = Annotated[
     int | None,
     typer.Option("--step", min=0, metavar="N", help="The newest version that was published with this step.", show_default=False),
 ]
+RunOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        metavar="NAME",
+        help="The run that must live there. With --trust it is the last part of the URL by default.",
+        show_default=False,
+    ),
+]
 PinOption: TypeAlias = Annotated[
     bool,
     typer.Option("--pin/--no-pin", help="Ask collection to wait for this reader. Without, credentials that may only read are enough."),

@@ -13,7 +13,7 @@ import typer
 
 from ..events import Event
 from . import figures
-from .chain_options import TrustOption
+from .chain_options import RunOption, TrustOption
 from .fleet_table import short_name
 from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
 from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice
@@ -56,6 +56,7 @@ def fleet(
         int, typer.Option("--restarts", min=0, metavar="N", help="How often in an hour a member that died is restarted.")
     ] = 10,
     trust: TrustOption = None,
+    run: RunOption = None,
     json: JsonOption = False,
 ) -> None:
     """Start several members and keep them running.
@@ -75,7 +76,7 @@ def fleet(
         stem = name or reader_name()
         options = {
             f"{stem}-{number}": MemberOptions(
-                source, engine, tuple(env), f"{stem}-{number}", device, str(mirror) if mirror else None, tuple(trust or ()), poll
+                source, engine, tuple(env), f"{stem}-{number}", device, str(mirror) if mirror else None, tuple(trust or ()), poll, run
             )
             for number in range(total)
         }
@@ -101,6 +102,7 @@ def _on_this_machine(output: _Output) -> tuple[Callable[[MemberOptions], Running
         arguments += ["--poll", str(options.poll), *(part for spec in options.env for part in ("--env", spec))]
         arguments += [part for key in options.trust for part in ("--trust", key)]
         arguments += ["--mirror", options.mirror] if options.mirror else []
+        arguments += ["--run", options.run] if options.run else []
         return LocalMember([*arguments, *(["--json"] if output.as_json else [])], partial(output.relay, options.name))
 
     return start, lambda: None

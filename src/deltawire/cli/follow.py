@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import PinOption, TrustOption, UrlArgument, VerboseOption, opened, tell_if_verbose, tell_of_waiting
+from .chain_options import PinOption, RunOption, TrustOption, UrlArgument, VerboseOption, opened, tell_if_verbose, tell_of_waiting
 from .terminal import JsonOption, ThreadsOption, exit_codes, print_json_line, print_line, print_notice, progress_bar
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def follow(
         typer.Option("--exec", metavar="CMD", help="Run this shell command after each new version; see above.", show_default=False),
     ] = None,
     trust: TrustOption = None,
+    run: RunOption = None,
     pin: PinOption = True,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
@@ -64,6 +65,7 @@ def follow(
             Subscriber(
                 MeteredStore(stack.enter_context(opened(url, verbose=verbose)), progress),
                 directory,
+                run=run,
                 trusted_keys=trust or (),
                 max_silence=max_silence,
                 pin=pin,

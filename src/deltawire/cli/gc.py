@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import TrustOption, UrlArgument, VerboseOption, opened
+from .chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
 from .terminal import JsonOption, exit_codes, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -39,12 +39,14 @@ def gc(
     ] = 2,
     trust: TrustOption = None,
     verbose: VerboseOption = False,
+    run: RunOption = None,
     json: JsonOption = False,
 ) -> None:
     """Delete data that no version above the older checkpoints needs.
 
     Works in two steps, by the store's clock: a first call announces what will go; a later one, when the grace period has passed, deletes
     it if nothing has come in between. So run it now and then. Readers that are behind pin what they need. Commits are never deleted.
+    On a signed chain only signed checkpoints count. Without --trust, the key of the first commit must have signed all of them.
     """
     with exit_codes(json):
         from ..chain.collect import collect
@@ -52,7 +54,7 @@ def gc(
         from ..chain.log import ChainLog
 
         with opened(url, verbose=verbose) as store:
-            chain = ChainLog(store, trusted_keys=trust or ())
+            chain = ChainLog(store, run=run, trusted_keys=trust or ())
             chain.run  # noqa: B018 - a place without a chain is refused before anything is written to it
             done = collect(store, grace=grace, keep_anchors=keep_anchors, dry_run=dry_run, log=chain)
             pins = holding_back(chain, keep_anchors)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .chain_options import TrustOption, UrlArgument, VerboseOption, opened
+from .chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
 from .terminal import JsonOption, exit_codes, print_json
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def log(
     ] = False,
     trust: TrustOption = None,
     verbose: VerboseOption = False,
+    run: RunOption = None,
     json: JsonOption = False,
 ) -> None:
     """List the versions of a chain, newest first, under a picture of it.
@@ -38,13 +39,13 @@ def log(
         from .chain_table import print_history
 
         with opened(url, verbose=verbose) as store:
-            chain = ChainLog(store, trusted_keys=trust or ())
-            run = chain.run
+            chain = ChainLog(store, run=run, trusted_keys=trust or ())
+            found = chain.run
             history = read_history(chain, None if everything else count, by_commits=commits)
             if json:
-                print_json(_as_json(store.url, run, history))
+                print_json(_as_json(store.url, found, history))
             else:
-                print_history(store.url, run, history, now=time.time())
+                print_history(store.url, found, history, now=time.time())
 
 
 def _as_json(url: str, run: Run, history: History) -> dict[str, Any]:

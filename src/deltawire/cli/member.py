@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.status import Status
 
 from . import figures
-from .chain_options import TrustOption
+from .chain_options import RunOption, TrustOption
 from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
 from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice, print_wrapped
 
@@ -42,6 +42,7 @@ def member(
     mirror: MirrorOption = None,
     poll: PollOption = 0.5,
     trust: TrustOption = None,
+    run: RunOption = None,
     leave_with_stdin: Annotated[bool, typer.Option("--leave-with-stdin", hidden=True)] = False,
     json: JsonOption = False,
 ) -> None:
@@ -55,7 +56,9 @@ def member(
         from ..rl.member import MemberOptions, serve
 
         sys.path.insert(0, os.getcwd())  # where the module of the rewards usually is, as for `python -m`
-        options = MemberOptions(source, engine, tuple(env), name or "", device, str(mirror) if mirror else None, tuple(trust or ()), poll)
+        options = MemberOptions(
+            source, engine, tuple(env), name or "", device, str(mirror) if mirror else None, tuple(trust or ()), poll, run
+        )
         stop = threading.Event()
         if leave_with_stdin:
             threading.Thread(target=_leave_with_stdin, args=(stop,), name="deltawire-stdin", daemon=True).start()

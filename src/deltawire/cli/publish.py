@@ -59,6 +59,9 @@ def publish(
             callback=read_keys,
         ),
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Publish a full checkpoint. The newest version is not read back, so it may be damaged.")
+    ] = False,
     resume_from: Annotated[
         int | None,
         typer.Option(
@@ -79,7 +82,8 @@ def publish(
     """Publish a checkpoint as the next version of a chain: the first as a whole, later ones as deltas.
 
     Takes the run over: a trainer that publishes there is fenced off. The newest version is read back first, to compare with. The other
-    files of a directory (config.json, tokenizer …) go into every full checkpoint, except other weights, hidden files and subdirectories.
+    files of a directory (config.json, tokenizer …) belong to the version, except other weights, hidden files and subdirectories. A single
+    file as CKPT has none: then those of the version before stay.
     """
     # What is wrong with these must show before the run is taken over.
     strings = parse_meta(meta or [])
@@ -137,6 +141,7 @@ def publish(
                     trusted_keys=trust or (),
                     attachments=attached,
                     resume_from=None if base is None else base.seq,
+                    starts_full=full,
                     on_event=on_event,
                 ) as publisher,
             ):
@@ -269,14 +274,14 @@ def parse_meta(pairs: Sequence[str]) -> dict[str, str]:
     return strings
 
 
-def companions(state: Checkpoint) -> tuple[dict[str, bytes | Path], list[str]]:
-    """The files beside the weights of a directory that go with them, and the names of those that do not."""
+def companions(state: Checkpoint) -> tuple[dict[str, bytes | Path] | None, list[str]]:
+    """The files beside the weights of a directory that go with them, and the names of those that do not. None for a single file."""
     from ..format.checkpoint import INDEX_FILE, contained
     from ..format.checkpoint_copy import WEIGHT_SUFFIXES
     from ..format.shard_layout import LAYOUT_FILE, describe_layout
 
     if not state.is_directory:
-        return {}, []
+        return None, []
     own = {shard.name for shard in state.shards} | {INDEX_FILE, LAYOUT_FILE, _MIRROR_RECORD}
     layout = describe_layout(state)
     attached: dict[str, bytes | Path] = {} if layout is None else {LAYOUT_FILE: layout}

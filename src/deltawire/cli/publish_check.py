@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..chain.attachments import attachments_of
 from ..chain.fetch import Fetcher
 from ..chain.find import newest_version
 from ..chain.log import ChainLog
@@ -16,7 +17,6 @@ from ..chain.routes import Routes
 from ..encode import encode_with_summary
 from ..errors import NoChain
 from ..events import emit
-from ..format.checkpoint_copy import WEIGHT_SUFFIXES
 from ..format.content_hash import content_hash
 from ..state import state_digest
 from ..store.place import refuse_occupied
@@ -99,10 +99,7 @@ def changed_files(log: ChainLog, commit: Commit, attached: Mapping[str, bytes | 
     """Return the names of the files beside the weights that differ from those of a version, or that only one of both has."""
     if attached is None:
         return []
-    there = {
-        entry.name: entry.blake3
-        for entry in Routes(log).find(None, commit)[0].files
-        if entry.name is not None and not entry.name.lower().endswith(WEIGHT_SUFFIXES)
-    }
+    named = commit.attachments if commit.attachments is not None else attachments_of(commit, Routes(log).find(None, commit)[0])
+    there = {str(entry.name): entry.blake3 for entry in named}
     here = {name: content_hash(content.read_bytes() if isinstance(content, Path) else content) for name, content in attached.items()}
     return sorted(name for name in {*there, *here} if there.get(name) != here.get(name))

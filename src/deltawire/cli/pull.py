@@ -12,6 +12,7 @@ import typer
 from . import figures
 from .chain_options import (
     PinOption,
+    RunOption,
     StepOption,
     TrustOption,
     UrlArgument,
@@ -39,6 +40,7 @@ def pull(
     step: StepOption = None,
     force: ForceOption = False,
     trust: TrustOption = None,
+    run: RunOption = None,
     pin: PinOption = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be fetched; write nothing.")] = False,
     threads: ThreadsOption = None,
@@ -72,7 +74,7 @@ def pull(
                 elif not json:
                     tell_of_waiting(event, waited_for)
 
-            chain = ChainLog(store, trusted_keys=trust or ())
+            chain = ChainLog(store, run=run, trusted_keys=trust or ())
             seq = find_seq(chain, at, step)
             if dry_run:
                 plan = plan_pull(chain, directory, seq, replace=force)
@@ -83,6 +85,7 @@ def pull(
                 store,
                 directory,
                 at=seq,
+                run=run,
                 trusted_keys=trust or (),
                 replace=force,
                 pin=pin,
@@ -119,8 +122,9 @@ def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: boo
     view = ChainView(chain)
     target = view.version_at(view.head(), seq)
     hops = find_route(chain, None, target)
-    size = sum(entry.size for hop in hops for entry in hop.files)
-    names = {entry.name for entry in hops[0].files if entry.name is not None}
+    attachments = target.attachments or ()
+    size = sum(entry.size for hop in hops for entry in hop.files) + sum(entry.size for entry in attachments)
+    names = {entry.name for entry in (*hops[0].files, *attachments) if entry.name is not None}
     return PullPlan(Version.of(target), size, len(hops), sorted(names - {LAYOUT_FILE}))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import StepOption, TrustOption, UrlArgument, VerboseOption, find_seq, opened, refuse_several
+from .chain_options import RunOption, StepOption, TrustOption, UrlArgument, VerboseOption, find_seq, opened, refuse_several
 from .terminal import JsonOption, exit_codes, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def show(
     ] = None,
     trust: TrustOption = None,
     verbose: VerboseOption = False,
+    run: RunOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show one version in full: its fields, its files, the ways to it, and who signed it."""
@@ -42,7 +43,7 @@ def show(
         from ..chain.log import ChainLog
 
         with opened(url, verbose=verbose) as store:
-            chain = ChainLog(store, trusted_keys=trust or ())
+            chain = ChainLog(store, run=run, trusted_keys=trust or ())
             shown = find_commit(chain, seq if seq is not None else find_seq(chain, version, step))
         if json:
             print_json(_as_json(shown))
@@ -145,6 +146,7 @@ def _as_json(shown: Shown) -> dict[str, Any]:
         "meta": dict(commit.meta),
         "signature": {"is": shown.signature, "key": commit.signature and commit.signature.key},
         "files": [entry.plain() for entry in commit.files],
+        "attachments": [{"name": entry.name, "size": entry.size, "key": entry.key} for entry in commit.attachments or ()],
         "shortcuts": [
             {
                 "kind": "anchor" if shortcut.base is None else "skip",
@@ -196,6 +198,8 @@ def _print(shown: Shown) -> None:
     )
     if commit.files:
         print_rows("files", [(figures.size(entry.size), _file_text(entry)) for entry in commit.files])
+    if commit.attachments:
+        print_rows("attachments", [(figures.size(entry.size), _file_text(entry)) for entry in commit.attachments])
     if commit.digest is not None and not shown.void:
         print_rows("ways to it", _ways(shown))
 

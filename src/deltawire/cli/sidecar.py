@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import figures
-from .chain_options import PinOption, TrustOption, VerboseOption, check_url, tell_if_verbose
+from .chain_options import PinOption, RunOption, TrustOption, VerboseOption, check_url, tell_if_verbose
 from .terminal import JsonOption, ThreadsOption, exit_codes, print_json_line, print_line, print_notice
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def sidecar(
     ] = None,
     poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="SECONDS", help="How often to look for the next version.")] = 0.5,
     trust: TrustOption = None,
+    run: RunOption = None,
     pin: PinOption = True,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
@@ -81,6 +82,7 @@ def sidecar(
             pause=pause.value,
             kv_cache=KvCache(kv_cache.value),
             confirm=confirm.value,
+            run=run,
             trusted_keys=trust or (),
             reader=name,
             pin=pin,

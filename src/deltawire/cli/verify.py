@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import TrustOption, UrlArgument, VerboseOption, opened
+from .chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
 from .terminal import JsonOption, ThreadsOption, count_bar, exit_codes, print_json, print_rows, print_wrapped, result_console
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def verify(
     url: UrlArgument,
     deep: Annotated[bool, typer.Option("--deep", help="Read all data and rebuild every version. Needs memory for one state.")] = False,
     trust: TrustOption = None,
+    run: RunOption = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonOption = False,
@@ -40,7 +41,7 @@ def verify(
         from ..chain.verify import verify as verify_chain
 
         with opened(url, verbose=verbose) as store, count_bar("rebuild versions", quiet=json or verbose or not deep) as progress:
-            report = verify_chain(store, deep, progress, trusted_keys=trust or (), threads=threads)
+            report = verify_chain(store, deep, progress, run=run, trusted_keys=trust or (), threads=threads)
         if json:
             print_json(_as_json(store.url, deep, report))
         else:

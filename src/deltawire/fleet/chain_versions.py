@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ..chain.log import ChainLog
-from ..errors import ChainBroken, NoChain
-from ..format.records import MAX_RECORD_BYTES, Commit, Epoch
-from ..store import keys
+from ..errors import NoChain
+from ..format.records import Commit
 from .steps import KnownVersion
 
 
@@ -61,10 +60,7 @@ class ChainVersions:
             return self._log.ancestor(commit, commit.base.seq)
         before = self._log.previous(commit)
         if commit.kind == "anchor" and before is not None and before.kind == "fence" and before.epoch == commit.epoch:
-            data = self._log.store.get(keys.epoch_key(commit.epoch), limit=MAX_RECORD_BYTES)
-            resumed_from = Epoch.parse(data).resumed_from
-            if resumed_from is not None and resumed_from >= commit.seq:
-                raise ChainBroken(f"epoch {commit.epoch} says that it resumed version {resumed_from}, but begins before it.")
+            resumed_from = self._log.resumed_from(commit)
             if resumed_from is not None:
                 return self._log.ancestor(commit, resumed_from)
         return before

@@ -50,7 +50,8 @@ class Coordinator:
     off, and every method then raises `Fenced`. After a restart call `resume` first: what was acknowledged and never trained is used again.
 
     Where the publisher signs, pass its `signing_key` and `trusted_keys`, so that boards, rounds and batches are signed, too: members that
-    trust a key ignore all others. `SignatureInvalid` if the chain is signed and there is no key.
+    trust a key ignore all others. `SignatureInvalid` if the chain is signed and there is no key. `run` is the run's name (the publisher's
+    `run`); by default it is the last part of the URL.
 
     `training` says what the trainer's model can be trained on; results beyond that are refused. What fails in training all the same is
     left out of an acknowledged batch with `reject`, and training goes on with the rest.
@@ -64,6 +65,7 @@ class Coordinator:
         url: str | Path | Store,
         *,
         epoch: int,
+        run: str | None = None,
         chain: ChainLog | None = None,
         signing_key: SigningKey | None = None,
         trusted_keys: Collection[str] = (),
@@ -78,7 +80,7 @@ class Coordinator:
         self._store = open_store(url, options=store_options)
         self._owns_store = self._store is not url
         self._keyring = FleetKeyring(signing_key, trusted_keys)
-        self._log = chain or ChainLog(self._store, trusted_keys=self._keyring.trusted)
+        self._log = chain or ChainLog(self._store, run=run, trusted_keys=self._keyring.trusted)
         self._chain = ChainVersions(self._log)
         self._epoch = epoch
         self._budget = budget or StalenessBudget()

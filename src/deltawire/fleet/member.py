@@ -65,6 +65,7 @@ class Member:
         score: Score,
         *,
         name: str,
+        run: str | None = None,
         trusted_keys: Collection[str] = (),
         poll: float = 0.5,
         patience: float = 1.0,
@@ -77,7 +78,7 @@ class Member:
         self._generator = generator
         self._score = score
         self._name = name
-        self._log = ChainLog(store, trusted_keys=trusted_keys)
+        self._log = ChainLog(store, run=run, trusted_keys=trusted_keys)
         self._poll = poll
         self._patience = patience
         self._grace = grace

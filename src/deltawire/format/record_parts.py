@@ -58,9 +58,10 @@ class Limits:
 
     def check(self, record: Commit | Shortcut) -> None:
         """Raise `LimitExceeded` if the record claims more than this."""
+        entries = record.all_files
         claims = [("bytes of weights", record.state_bytes, self.state_bytes), ("tensors", record.tensors, self.tensors)]
-        claims += [(f"bytes in {entry.key}", max(entry.size, entry.raw), self.file_bytes) for entry in record.files]
-        claims.append(("bytes in all its files", sum(entry.size for entry in record.files), self.state_bytes + self.file_bytes))
+        claims += [(f"bytes in {entry.key}", max(entry.size, entry.raw), self.file_bytes) for entry in entries]
+        claims.append(("bytes in all its files", sum(entry.size for entry in entries), self.state_bytes + self.file_bytes))
         for what, claimed, allowed in claims:
             if claimed > allowed:
                 raise LimitExceeded(f"{record.describe()} claims {claimed:,} {what}; {allowed:,} are allowed.")
@@ -164,6 +165,36 @@ def read_short(fields: Fields, name: str) -> int:
 
 def read_signature(fields: Fields) -> Signature | None:
     return fields.nullable("signature", lambda name: Signature.of(fields.object(name)))
+
+
+def holds_weights(name: str) -> bool:
+    """Tell whether a file of this name holds or lists weights. An attachment never has such a name."""
+    return name.lower().endswith((".safetensors", ".safetensors.index.json"))
+
+
+def plain_attachment(entry: FileEntry) -> dict[str, Any]:
+    """Return an attachment as it stands in a record. Its hash is part of its key."""
+    return {"name": entry.name, "key": entry.key, "size": entry.size}
+
+
+def read_attachments(fields: Fields) -> tuple[FileEntry, ...]:
+    """Read the attachments of a commit: plain files, ordered by name, whose names differ by more than case."""
+    entries = tuple(_attachment(inner) for inner in fields.objects("attachments"))
+    names = [str(entry.name) for entry in entries]
+    if names != sorted(names) or len({name.casefold() for name in names}) != len(names):
+        fields.refuse("its attachments are not ordered by name, or two names differ by case only")
+    return entries
+
+
+def _attachment(fields: Fields) -> FileEntry:
+    name, key, size = fields.text("name"), fields.text("key"), fields.integer("size")
+    fields.done()
+    form = _DATA_KEY.fullmatch(key)
+    if form is None or form[2] != "file":
+        fields.refuse(f"{key!r} is not the key of an attachment")
+    if not _is_checkpoint_file_name(name) or holds_weights(name):
+        fields.refuse(f"{name!r} cannot name an attachment")
+    return FileEntry(key, size, 0, form[1], name)
 
 
 def read_links(fields: Fields) -> tuple[tuple[int, str], ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .canonical import Fields
 from .digest import Digest
-from .record_parts import link_targets
+from .record_parts import holds_weights, link_targets
 
 if TYPE_CHECKING:
     from .records import Commit, Shortcut
@@ -54,6 +54,8 @@ def check_commit(commit: Commit, fields: Fields) -> None:
         _check_checkpoint_files(commit, fields)
     elif commit.kind in ("delta", "rewind") and (commit.base is None or commit.base.digest is None):
         fields.refuse(f"a {commit.kind} needs a base that has a state")
+    if commit.attachments is not None:
+        _check_attachments(commit, fields)
     if commit.kind == "delta":
         _check_delta_files(commit, commit.digest, fields)
     elif commit.changed:
@@ -63,6 +65,13 @@ def check_commit(commit: Commit, fields: Fields) -> None:
             fields.refuse(f"a {commit.kind} has no files")
         if commit.base is not None and commit.base.digest != commit.digest:
             fields.refuse(f"a {commit.kind} leaves the state of its base in force")
+
+
+def _check_attachments(commit: Commit, fields: Fields) -> None:
+    if commit.kind == "fence" and commit.attachments:
+        fields.refuse("a fence has no attachments: those of the version that it leaves in force stay as they are")
+    if commit.kind == "anchor" and not all(holds_weights(entry.name or "") for entry in commit.files):
+        fields.refuse("files without weights belong among the attachments")
 
 
 def _check_fence(commit: Commit, fields: Fields) -> None:

@@ -22,9 +22,12 @@ from .record_parts import (
     Limits,
     Signature,
     hex_or_none,
+    holds_weights,
     is_data_key,
     is_reader_name,
     link_targets,
+    plain_attachment,
+    read_attachments,
     read_digest,
     read_links,
     read_short,
@@ -47,6 +50,7 @@ __all__ = [
     "Shortcut",
     "Signature",
     "check_same_run",
+    "holds_weights",
     "is_data_key",
     "is_reader_name",
     "link_targets",
@@ -98,36 +102,43 @@ class Run(_Canonical):
         inner = fields.object("limits")
         limits = Limits(inner.integer("state_bytes"), inner.integer("tensors"), inner.integer("file_bytes"))
         inner.done()
-        run = cls(fields.text("run"), fields.matching("id", NONCE), fields.integer("time"), limits)
+        run = cls(_read_run_name(fields), fields.matching("id", NONCE), fields.integer("time"), limits)
         fields.done()
-        if not 1 <= len(run.run) <= MAX_RUN_NAME:
-            fields.refuse(f"a run's name has 1 to {MAX_RUN_NAME} characters")
         return run
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch(_Canonical):
-    """A writer's claim to be the only one."""
+    """A writer's claim to be the only one. Records of `version` 1 have no signature."""
 
     id: str
     epoch: int
     nonce: str
     time: int
     resumed_from: int | None
+    signature: Signature | None = None
+    version: int = 2
+
+    def describe(self) -> str:
+        """Name the record in error messages."""
+        return f"the record of epoch {self.epoch}"
 
     def plain(self) -> dict[str, Any]:
         own = {"id": self.id, "epoch": self.epoch, "nonce": self.nonce, "time": self.time, "resumed_from": self.resumed_from}
-        return {"deltawire": "epoch", "version": 1, **own}
+        signature = {} if self.version == 1 else {"signature": self.signature and self.signature.plain()}
+        return {"deltawire": "epoch", "version": self.version, **own, **signature}
 
     @classmethod
     def parse(cls, data: bytes) -> Epoch:
-        fields = Fields.parse(data, "epoch")
+        fields = Fields.parse(data, "epoch", versions=(1, 2))
         epoch = cls(
             id=fields.matching("id", NONCE),
             epoch=read_short(fields, "epoch"),
             nonce=fields.matching("nonce", NONCE),
             time=fields.integer("time"),
             resumed_from=fields.nullable("resumed_from", fields.integer),
+            signature=None if fields.version == 1 else read_signature(fields),
+            version=fields.version,
         )
         fields.done()
         return epoch
@@ -135,7 +146,10 @@ class Epoch(_Canonical):
 
 @dataclass(frozen=True, slots=True)
 class Commit(_Canonical):
-    """One slot of the chain. The meaning of every field stands in docs/protocol.md §2."""
+    """One slot of the chain. The meaning of every field stands in docs/protocol.md §2.
+
+    `run` and `attachments` are None in records of version 1, which do not have these fields.
+    """
 
     id: str
     seq: int
@@ -156,10 +170,22 @@ class Commit(_Canonical):
     files: tuple[FileEntry, ...]
     meta: Mapping[str, str] = field(default_factory=dict)
     signature: Signature | None = None
+    run: str | None = None
+    attachments: tuple[FileEntry, ...] | None = None
 
     def describe(self) -> str:
         """Name it in messages: people count versions, the chain counts commits, and a fence is a commit that makes no version."""
         return f"commit {self.seq} (a fence)" if self.kind == "fence" else f"version {self.updates} (commit {self.seq})"
+
+    @property
+    def version(self) -> int:
+        """The version of the record."""
+        return 1 if self.run is None and self.attachments is None else 2
+
+    @property
+    def all_files(self) -> tuple[FileEntry, ...]:
+        """The files that lead to this version, and its attachments."""
+        return (*self.files, *(self.attachments or ()))
 
     @property
     def stored_bytes(self) -> int:
@@ -171,9 +197,13 @@ class Commit(_Canonical):
         return CommitRef(self.seq, data_hash, self.digest)
 
     def plain(self) -> dict[str, Any]:
+        added: dict[str, Any] = {}
+        if self.version > 1:
+            added = {"run": self.run, "attachments": None if self.attachments is None else list(map(plain_attachment, self.attachments))}
         return {
+            **added,
             "deltawire": "commit",
-            "version": 1,
+            "version": self.version,
             "id": self.id,
             "seq": self.seq,
             "epoch": self.epoch,
@@ -197,7 +227,7 @@ class Commit(_Canonical):
 
     @classmethod
     def parse(cls, data: bytes) -> Commit:
-        fields = Fields.parse(data, "commit")
+        fields = Fields.parse(data, "commit", versions=(1, 2))
         commit = cls(
             id=fields.matching("id", NONCE),
             seq=fields.integer("seq"),
@@ -218,6 +248,8 @@ class Commit(_Canonical):
             files=tuple(FileEntry.of(inner) for inner in fields.objects("files")),
             meta=fields.strings("meta"),
             signature=read_signature(fields),
+            run=None if fields.version == 1 else _read_run_name(fields),
+            attachments=None if fields.version == 1 else read_attachments(fields),
         )
         fields.done()
         check_commit(commit, fields)
@@ -244,6 +276,11 @@ class Shortcut(_Canonical):
         if self.base is None:
             return f"the anchor of commit {self.target.seq}"
         return f"the skip from commit {self.base.seq} to {self.target.seq}"
+
+    @property
+    def all_files(self) -> tuple[FileEntry, ...]:
+        """The files that lead to its target. Attachments are those of the target's commit."""
+        return self.files
 
     @property
     def stored_bytes(self) -> int:
@@ -351,6 +388,13 @@ class Head(_Canonical):
         head = cls(fields.integer("seq"))
         fields.done()
         return head
+
+
+def _read_run_name(fields: Fields) -> str:
+    name = fields.text("run")
+    if not 1 <= len(name) <= MAX_RUN_NAME:
+        fields.refuse(f"a run's name has 1 to {MAX_RUN_NAME} characters")
+    return name
 
 
 def check_same_run(record_id: str, run: Run, what: str) -> None:

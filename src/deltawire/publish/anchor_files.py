@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..format.checkpoint import INDEX_FILE, SINGLE_FILE
+from ..format.checkpoint import SINGLE_FILE
 from ..format.safetensors_header import build_header, place_in_order
 from .segments import Segment, TensorTable
 from .snapshots import host_array
@@ -83,11 +83,6 @@ def lay_out(table: TensorTable, segments: Sequence[Segment], *, shard_bytes: int
     weight_map = {tensor: shard.name for shard in shards for tensor, _ in shard.order}
     index_json = {"metadata": {"total_size": table.state_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     return Layout(shards, (json.dumps(index_json, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def reserved(name: str) -> bool:
-    """Whether a file of this name holds or lists weights: such files are the layout's own."""
-    return name.lower().endswith((".safetensors", INDEX_FILE.removeprefix("model")))
 
 
 def _shard(name: str, table: TensorTable, segments: Sequence[Segment], group: Sequence[int]) -> Shard:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from ..chain.attachments import read_attachments_of
+from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.version import Version
 from ..errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltaError, Fenced, PublishError, StateError
@@ -21,11 +23,11 @@ from ..format.records import Commit, CommitRef
 from ..store.base import Store
 from ..tensors import State
 from .anchor_files import SHARD_BYTES, lay_out
-from .attachments import Attachments, read_attachments
+from .attached import AttachedFiles
 from .baseline import Baseline
 from .cadence import ChainCost, Speed
 from .commits import Attempt, ChainWriter, emit_published
-from .resume import read_state, version_commit
+from .resume import Resumed, read_state, version_commit
 from .segments import SEGMENT_BYTES, TensorTable, cut_segments
 from .snapshots import Arrays, Place, copy_tensors, new_arrays
 from .upload import DataPlace, upload_checkpoint, upload_update
@@ -51,8 +53,9 @@ class Unsettled:
 class Appender:
     """Appends states to a chain. Construction takes the chain over: see `ChainWriter`.
 
-    `remember` keeps the way back from version to version, which skips are made from. `recycle` is given memory that states of the present
-    table were in, once nothing needs it any more.
+    `remember` keeps the way back from version to version, which skips are made from. With `starts_full`, the first version is a full
+    checkpoint and the newest one need not be read back. With `keeps_attachments`, attachments that `append` is not given stay. `recycle` is
+    given memory that states of the present table were in, once nothing needs it any more.
     """
 
     def __init__(
@@ -63,8 +66,9 @@ class Appender:
         pool: Executor,
         *,
         threads: int | None = None,
-        attachments: Attachments | None = None,
         remember: bool = True,
+        starts_full: bool = False,
+        keeps_attachments: bool = False,
         on_event: OnEvent | None = None,
         recycle: Recycle = lambda arrays: None,
         snapshot: Place = "host",
@@ -76,8 +80,8 @@ class Appender:
         self._writer = writer
         self._pool = pool
         self._threads = threads
-        self._attachments = attachments
         self._remember = remember
+        self._starts_full = starts_full
         self._on_event = on_event
         self._recycle = recycle
         self._place_of_copies: Place = snapshot
@@ -88,18 +92,34 @@ class Appender:
         self.version: Version | None = None
         self.cost = ChainCost()
         self.speed = Speed()
-        if writer.fence.state_seq is not None:
-            self.version = Version.of(log.state_commit(writer.fence))
+        in_force = None if writer.fence.state_seq is None else log.state_commit(writer.fence)
+        if in_force is not None:
+            self.version = Version.of(in_force)
+        self._attached = AttachedFiles(log, in_force, keeps_others=keeps_attachments, on_event=on_event)
 
-    def resume(self, seq: int | None = None) -> None:
-        """Rebuild the baseline from the store: that of the head, or that of an older version `seq`, to which the chain is then rewound."""
+    def resume(self, seq: int | None = None, ready: Resumed | None = None) -> None:
+        """Rebuild the baseline from the store: that of the head, or that of an older version `seq`, to which the chain is then rewound.
+
+        `ready` is a state that was read before the chain was taken over. Only what was added since is read.
+        """
         if seq is not None and (self.version is None or seq != self.version.seq):
-            self._rewind(seq)
+            self._rewind(seq, ready)
         elif self.version is not None:
-            self._rebuild(self.version.seq)
+            self._rebuild(self.version.seq, ready)
 
-    def append(self, state: State, table: TensorTable, *, step: int | None, meta: Mapping[str, str], owned: bool) -> Version:
+    def append(
+        self,
+        state: State,
+        table: TensorTable,
+        *,
+        step: int | None,
+        meta: Mapping[str, str],
+        attachments: Mapping[str, bytes] | None,
+        owned: bool,
+    ) -> Version:
         """Publish a state; on return it is in the chain. With `owned`, `state` is memory that the appender takes over when it lands.
+
+        `attachments` are the files beside its weights, by name; None keeps those of the version before.
 
         On an error it is not in the chain, but for `CommitOutcomeUnknown`: then the next call finds out, and `keeps` the memory until then.
         """
@@ -108,7 +128,8 @@ class Appender:
         self.settle()
         arrays = dict(state) if owned else None
         try:
-            unsettled = self._delta(state, table, arrays, step, meta) or self._checkpoint(state, table, arrays, step, meta)
+            unsettled = self._delta(state, table, arrays, step, meta, attachments)
+            unsettled = unsettled or self._checkpoint(state, table, arrays, step, meta, attachments)
             self._unsettled = unsettled
             unsettled.seconds["before_commit"] = time.perf_counter() - began
             self.settle()
@@ -149,9 +170,17 @@ class Appender:
         return any(kept is not None and kept.keys() == arrays.keys() and all(kept[n] is arrays[n] for n in kept) for kept in ours)
 
     def _delta(
-        self, state: State, table: TensorTable, arrays: Arrays | None, step: int | None, meta: Mapping[str, str]
+        self,
+        state: State,
+        table: TensorTable,
+        arrays: Arrays | None,
+        step: int | None,
+        meta: Mapping[str, str],
+        attachments: Mapping[str, bytes] | None,
     ) -> Unsettled | None:
         """A delta over the baseline, uploaded and proposed; None where there must be a checkpoint instead."""
+        if self._starts_full:
+            return None
         for _ in range(2):
             baseline = self._sound_baseline()
             if baseline is None or baseline.table != table:
@@ -176,15 +205,23 @@ class Appender:
             tensors=len(table.names),
             changed=update.changed,
             files=update.files,
+            attachments=self._attached.upload(self._place(), attachments),
             step=step,
             meta=meta,
         )
         seconds = {"encode": update.encode_seconds, "upload": update.upload_seconds, "wait": update.wait_seconds}
         return Unsettled(attempt, update.after, update.deltas, state, arrays, seconds)
 
-    def _checkpoint(self, state: State, table: TensorTable, arrays: Arrays | None, step: int | None, meta: Mapping[str, str]) -> Unsettled:
+    def _checkpoint(
+        self,
+        state: State,
+        table: TensorTable,
+        arrays: Arrays | None,
+        step: int | None,
+        meta: Mapping[str, str],
+        attachments: Mapping[str, bytes] | None,
+    ) -> Unsettled:
         """A whole checkpoint, uploaded and proposed."""
-        attachments = read_attachments(self._attachments)
         if arrays is None:
             arrays = new_arrays(table, state, self._place_of_copies)
             copy_tensors(state, arrays)
@@ -195,7 +232,7 @@ class Appender:
         def segment(index: int) -> Arrays:
             return {name: own[name] for name in table.names_of(segments[index])}
 
-        done = upload_checkpoint(self._place(), layout, segment, attachments, self._threads)
+        done = upload_checkpoint(self._place(), layout, segment, self._threads)
         self.speed = self.speed.observe(sent=done.size, send_seconds=done.seconds)
         attempt = self._writer.propose(
             "anchor",
@@ -204,6 +241,7 @@ class Appender:
             state_bytes=table.state_bytes,
             tensors=len(table.names),
             files=done.files,
+            attachments=self._attached.upload(self._place(), attachments, anew=True),
             step=step,
             meta=meta,
         )
@@ -215,6 +253,7 @@ class Appender:
         baseline = self.baseline
         if landed.deltas is None:
             assert landed.arrays is not None
+            self._starts_full = False
             old = None if baseline is None else baseline.arrays
             self._take(landed.arrays, at, landed.digest)
             self.cost = ChainCost()
@@ -225,6 +264,7 @@ class Appender:
                 self._move_by(landed, baseline, at)
             self.cost.add_update(commit.stored_bytes)
         self.version = Version.of(commit)
+        self._attached.took(commit)
         self._report(commit, landed.seconds)
 
     def _move_by(self, landed: Unsettled, baseline: Baseline, at: CommitRef) -> None:
@@ -248,22 +288,24 @@ class Appender:
             self._rebuild(self.version.seq)
         return self.baseline
 
-    def _rebuild(self, seq: int) -> None:
+    def _rebuild(self, seq: int, ready: Resumed | None = None) -> None:
         commit = self._log.read(seq)
         if commit is None or commit.digest is None:
             raise ChainBroken(f"commit {seq} was in the chain at {self._store.url}, and is not any more.")
-        resumed = read_state(self._log, commit, threads=self._threads, on_event=self._on_event)
+        resumed = read_state(self._log, commit, start=ready, threads=self._threads, on_event=self._on_event)
         self._take(resumed.arrays, self._log.ref(commit), commit.digest)
         self.cost = resumed.cost
 
-    def _rewind(self, seq: int) -> None:
+    def _rewind(self, seq: int, ready: Resumed | None) -> None:
         commit = version_commit(self._log, self._writer.fence, seq)
         assert commit.digest is not None  # only the fence of an empty chain has none
-        resumed = read_state(self._log, commit, threads=self._threads, on_event=self._on_event)
+        resumed = read_state(self._log, commit, start=ready, threads=self._threads, on_event=self._on_event)
         mark = self._log.mark()
         if mark is not None and resumed.lowest <= mark.floor:
             # What it was rebuilt from is announced to go, and a collector that hung may be about to delete it: the head cannot rest on it.
-            self._unsettled = self._checkpoint(resumed.arrays, TensorTable.of(resumed.arrays), resumed.arrays, commit.step, commit.meta)
+            attachments = read_attachments_of(self._log, commit, Fetcher(self._store, limits=self._log.limits))
+            table = TensorTable.of(resumed.arrays)
+            self._unsettled = self._checkpoint(resumed.arrays, table, resumed.arrays, commit.step, commit.meta, attachments)
             self.settle()
             return
         attempt = self._writer.propose(
@@ -272,10 +314,12 @@ class Appender:
             digest=commit.digest,
             state_bytes=commit.state_bytes,
             tensors=commit.tensors,
+            attachments=AttachedFiles(self._log, commit).upload(self._place(), None),
             step=commit.step,
             meta=commit.meta,
         )
         self._writer.land(attempt)
+        self._attached.took(attempt.commit)
         self._take(resumed.arrays, attempt.ref, commit.digest)
         self.cost = resumed.cost
         self.cost.add_update(0)

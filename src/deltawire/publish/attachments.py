@@ -1,4 +1,4 @@
-"""The files that go with the weights into every anchor, such as config.json and the tokenizer's."""
+"""The files that belong to every version beside the weights, such as config.json and the tokenizer's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..format.checkpoint import is_plain_file_name
 from ..format.checkpoint_copy import WEIGHT_SUFFIXES
-from .anchor_files import reserved
+from ..format.record_parts import holds_weights
 
 Attachments = Mapping[str, bytes | Path] | Path | str
 """File names with contents or paths to read them from; or a directory, whose own weights and hidden files are left out."""
@@ -40,10 +40,13 @@ MOST_FILES, MOST_NAME_BYTES = 40, 2048
 """More would not fit into a record beside the shards."""
 
 
-def read_attachments(source: Attachments | None) -> dict[str, bytes]:
-    """Names and contents as they are now. Raises `CheckpointError` for what cannot be part of a checkpoint or cannot be read."""
+def read_attachments(source: Attachments | None) -> dict[str, bytes] | None:
+    """Read names and contents as they are now; None if there is no source.
+
+    Raises `CheckpointError` for what cannot be part of a checkpoint or cannot be read.
+    """
     if source is None:
-        return {}
+        return None
     named = source if isinstance(source, Mapping) else _in_directory(Path(source))
     if len(named) > MOST_FILES:
         raise CheckpointError(f"{len(named)} files are to go with the weights; at most {MOST_FILES} can. Attach only what loading needs.")
@@ -72,7 +75,7 @@ def _check_name(name: object) -> None:
         raise CheckpointError(f"the attachment {name!r} has no plain file name. Use one without separators that is not hidden.")
     if len(name.encode(errors="replace")) > 255:
         raise CheckpointError(f"the name of the attachment {name!r} is too long. Use at most 255 bytes.")
-    if reserved(name):
+    if holds_weights(name):
         raise CheckpointError(f"the attachment {name!r} has the name of weights. Weights are written from the state; leave it out.")
 
 

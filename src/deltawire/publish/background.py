@@ -19,7 +19,7 @@ from .at_exit import finish_at_exit, forget
 from .segments import TensorTable
 from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
 
-Append = Callable[[Arrays, TensorTable, "int | None", Mapping[str, str]], Version]
+Append = Callable[[Arrays, TensorTable, "int | None", Mapping[str, str], "Mapping[str, bytes] | None"], Version]
 
 
 class PendingVersion:
@@ -57,6 +57,7 @@ class _Snapshot:
     table: TensorTable
     step: int | None
     meta: Mapping[str, str]
+    attachments: Mapping[str, bytes] | None
     copied: Handover
     """Taken when the copy is complete: a GPU may still be at it."""
     handle: PendingVersion
@@ -95,7 +96,9 @@ class BackgroundPublisher:
         self._thread.start()
         finish_at_exit(self)
 
-    def submit(self, state: State, table: TensorTable, step: int | None, meta: Mapping[str, str]) -> PendingVersion:
+    def submit(
+        self, state: State, table: TensorTable, step: int | None, meta: Mapping[str, str], attachments: Mapping[str, bytes] | None = None
+    ) -> PendingVersion:
         """Copy the state and publish it soon. If an earlier one has failed, raises that error instead, and takes nothing."""
         self._raise_error()
         with self._changed:
@@ -109,7 +112,7 @@ class BackgroundPublisher:
             if superseded is not None:
                 superseded.copied.precede()  # that copy may have been given to another stream
             copy_tensors(state, arrays, wait=False)
-            snapshot = _Snapshot(arrays, table, step, meta, Handover(state), PendingVersion(self._forget_error, step))
+            snapshot = _Snapshot(arrays, table, step, meta, attachments, Handover(state), PendingVersion(self._forget_error, step))
             with self._changed:
                 if self._closing:  # while the state was copied: nobody would publish it any more
                     raise PublisherClosed("the publisher was closed.")
@@ -173,7 +176,7 @@ class BackgroundPublisher:
     def _publish(self, snapshot: _Snapshot) -> None:
         try:
             with snapshot.copied.taken():
-                version = self._append(snapshot.arrays, snapshot.table, snapshot.step, snapshot.meta)
+                version = self._append(snapshot.arrays, snapshot.table, snapshot.step, snapshot.meta, snapshot.attachments)
         except BaseException as error:  # not swallowed: the next call, or whoever asks for the result, raises it
             with self._changed:
                 self._error, self._failed = error, snapshot.handle

@@ -29,6 +29,7 @@ from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Epoch, FileEnt
 from ..format.signing import SigningKey, check_signature
 from ..store import keys
 from ..store.base import Store
+from ..store.urls import default_run_name
 from .create import Sleep, create_and_look
 
 Clock = Callable[[], float]
@@ -54,9 +55,9 @@ class Attempt:
 def open_run(store: Store, name: str | None, limits: Limits | None, *, clock: Clock = time.time, sleep: Sleep = time.sleep) -> Run:
     """Read the run that lives at the store, or begin one. `RunMismatch` if it is another than `name`.
 
-    `limits` are those of a new run; an existing one keeps its own.
+    `limits` are those of a new run; an existing one keeps its own. A new run without a name gets the one that its URL suggests.
     """
-    new = Run(name or "main", secrets.token_hex(16), int(clock() * 1000), limits or Limits())
+    new = Run(name or default_run_name(store.url), secrets.token_hex(16), int(clock() * 1000), limits or Limits())
     try:
         data = new.to_bytes()
     except CorruptRecord as error:
@@ -144,6 +145,7 @@ class ChainWriter:
         tensors: int,
         changed: int = 0,
         files: Sequence[FileEntry] = (),
+        attachments: Sequence[FileEntry] = (),
         step: int | None = None,
         meta: Mapping[str, str] | None = None,
     ) -> Attempt:
@@ -171,6 +173,8 @@ class ChainWriter:
             time=int(self._clock() * 1000),
             files=tuple(files),
             meta=dict(meta or {}),
+            run=self.run.run,
+            attachments=tuple(attachments),
         )
         self.run.limits.check(commit)
         return self._attempt(commit)
@@ -271,7 +275,8 @@ class ChainWriter:
         """Claim the next epoch; the listing may lag behind, so names are tried upward until one is new."""
         epoch = highest + 1
         while True:
-            claim = Epoch(self.run.id, epoch, secrets.token_hex(16), int(self._clock() * 1000), resumed_from).to_bytes()
+            record = Epoch(self.run.id, epoch, secrets.token_hex(16), int(self._clock() * 1000), resumed_from)
+            claim = (record if self._key is None else self._key.sign(record)).to_bytes()
             if create_and_look(self._store, keys.epoch_key(epoch), claim, sleep=self._sleep) == claim:
                 return epoch
             epoch += 1

@@ -25,12 +25,13 @@ from .advice import Advice
 from .anchor_files import SHARD_BYTES
 from .append import Appender
 from .at_exit import warn_lost
+from .attached import AttachedFiles
 from .attachments import Attachments, CollectedFiles, read_attachments
 from .background import BackgroundPublisher, PendingVersion
 from .cadence import AnchorPolicy
 from .commits import ChainWriter, check_meta, check_step, open_log, open_run
 from .model_files import files_of_model, files_of_tokenizer
-from .resume import require_version
+from .resume import Resumed, find_start, read_state
 from .segments import SEGMENT_BYTES, TensorTable
 from .shortcuts import ShortcutWriter
 from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
@@ -58,7 +59,8 @@ class Publisher:
 
     Opening one takes the run over: whatever publisher was there before is fenced off and raises `Fenced`. Where the chain has versions
     already, the newest is read back first, so that the next is a delta over it; with `resume_from` an older one, and those after it are
-    abandoned.
+    abandoned. What cannot be read back is raised before anybody is fenced off. With `starts_full` the first version is a full checkpoint,
+    and nothing is read back: that also goes on with a chain whose newest version is damaged.
 
     It holds a copy of the state of its own. With `background`, `publish` takes another copy (a third if the store is slower than training)
     and returns at once. Skips cost some per cent of the state in memory, anchors (see `AnchorPolicy`) nothing. Copies of weights on a GPU
@@ -74,9 +76,10 @@ class Publisher:
     published. In the background that is raised like any other failure, by the next call. The categories of `deltawire.warnings` say what
     else a publisher warns of.
 
-    So that readers get a complete Hugging Face checkpoint, other files go with the weights: those of the model that is published
+    So that every version is a complete Hugging Face checkpoint, other files belong to it: those of the model that is published
     (config.json, generation_config.json), of its `tokenizer` if it is given, and `attachments` (a directory, or names with bytes or
-    paths), which replace others of the same names.
+    paths), which replace others of the same names. They are read at each `publish`, and a file that is new or has changed is uploaded with
+    that version. Without `attachments`, other files of the version before stay; an empty mapping removes them.
 
     `auto_collect` deletes what nobody needs any more after every anchor, with so many seconds of grace.
     `limits` are those of a new run. A publisher may be used from several threads, one at a time.
@@ -107,6 +110,7 @@ class Publisher:
         anchor_policy: AnchorPolicy | None = None,
         skips: bool = True,
         resume_from: int | None = None,
+        starts_full: bool = False,
         auto_collect: float | None = None,
         limits: Limits | None = None,
         on_event: OnEvent | None = None,
@@ -118,6 +122,7 @@ class Publisher:
         if tokenizer is not None:
             self._attachments.taken |= files_of_tokenizer(tokenizer)
         read_attachments(self._attachments)  # what is wrong with them should show now, not hours later
+        self._keeps_attachments = attachments is None
         self._on_event = on_event
         self._auto_collect = auto_collect
         self._place: Place = snapshot
@@ -144,8 +149,7 @@ class Publisher:
             open_run(self._store, run, limits)
             log = open_log(self._store, run, signing_key, trusted_keys)
             self._signing_key, self._trusted_keys = signing_key, log.trusted_keys
-            if resume_from is not None:
-                require_version(log, resume_from)
+            ready = self._read_start(log, resume_from, threads, starts_full)  # before anybody is fenced off
             self._writer = ChainWriter(self._store, log, signing_key=signing_key, resumed_from=resume_from)
             pool = opened.enter_context(ThreadPoolExecutor(_STREAMS, thread_name_prefix="deltawire-upload"))
             self._appender = Appender(
@@ -154,15 +158,18 @@ class Publisher:
                 self._writer,
                 pool,
                 threads=threads,
-                attachments=self._attachments,
+                keeps_attachments=self._keeps_attachments,
                 remember=skips,
+                starts_full=starts_full,
                 on_event=on_event,
                 recycle=self._recycle,
                 snapshot=snapshot,
                 segment_bytes=segment_bytes,
                 shard_bytes=shard_bytes,
             )
-            self._appender.resume(resume_from)
+            if not starts_full or resume_from is not None:
+                self._appender.resume(resume_from, ready)
+            del ready
             helper: Helper | None = None
             if background:  # with uploads of its own, so that an anchor never stands in the way of a version
                 pool = opened.enter_context(ThreadPoolExecutor(2, thread_name_prefix="deltawire-anchor"))
@@ -174,7 +181,6 @@ class Publisher:
                 shortcuts,
                 policy=anchor_policy or AnchorPolicy(),
                 skips=skips,
-                attachments=self._attachments,
                 on_event=on_event,
                 helper=helper,
                 collect=None if auto_collect is None else self._collect_garbage,
@@ -189,6 +195,11 @@ class Publisher:
     def version(self) -> Version | None:
         """The newest version that is known to be in the chain; None before the first."""
         return self._appender.version
+
+    @property
+    def run(self) -> str:
+        """The name of the run."""
+        return self._writer.run.run
 
     @property
     def epoch(self) -> int:
@@ -231,8 +242,9 @@ class Publisher:
         self._appender.check_limits(table)
         self._advise(table)
         self._writer.check_fenced()
+        attachments = read_attachments(self._attachments)
         if self._background is not None:
-            return self._background.submit(weights, table, step, strings)
+            return self._background.submit(weights, table, step, strings, attachments)
         with self._turn:
             self._check_open()
             if self._publishing:
@@ -240,7 +252,7 @@ class Publisher:
             self._publishing, version = True, None
             try:
                 made = self._cast(weights, table)
-                version = self._append(weights if made is None else made, table, step, strings, owned=made is not None)
+                version = self._append(weights if made is None else made, table, step, strings, attachments, owned=made is not None)
                 self._upkeep.after_append()
             finally:
                 self._publishing = False
@@ -308,6 +320,15 @@ class Publisher:
             attachments = self._attachments.keys()
         self._advice.before(table, attachments)
 
+    def _read_start(self, log: ChainLog, resume_from: int | None, threads: int | None, starts_full: bool) -> Resumed | None:
+        """Read the version that is to be gone on from. Raises what is wrong with it, while nothing is written yet."""
+        start = find_start(log, resume_from)
+        if start is None or (starts_full and resume_from is None):
+            return None
+        if self._keeps_attachments:
+            AttachedFiles(log, start).require()
+        return read_state(log, start, threads=threads, on_event=self._on_event)
+
     def _cast(self, state: State, table: TensorTable) -> Arrays | None:
         """Return the weights as what is published of them, in memory that may be kept; None if they are of that type already."""
         if not self._casting.is_given or TensorTable.of(state) == table:
@@ -318,10 +339,19 @@ class Publisher:
         copy_tensors(state, arrays)
         return arrays
 
-    def _append(self, state: State, table: TensorTable, step: int | None, meta: Mapping[str, str], *, owned: bool = True) -> Version:
+    def _append(
+        self,
+        state: State,
+        table: TensorTable,
+        step: int | None,
+        meta: Mapping[str, str],
+        attachments: Mapping[str, bytes] | None,
+        *,
+        owned: bool = True,
+    ) -> Version:
         try:
             self._advice.check_finite(state)
-            version = self._appender.append(state, table, step=step, meta=meta, owned=owned)
+            version = self._appender.append(state, table, step=step, meta=meta, attachments=attachments, owned=owned)
         except BaseException as error:
             self._last_error = error
             if not isinstance(error, Fenced):
@@ -342,7 +372,7 @@ class Publisher:
 
     def _new_log(self) -> ChainLog:
         """The chain as a collector reads it, beside the publisher's own look at it."""
-        return ChainLog(self._store, trusted_keys=self._trusted_keys)
+        return ChainLog(self._store, run=self._writer.run.run, trusted_keys=self._trusted_keys)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,18 +10,19 @@ from ..chain.log import ChainLog
 from ..chain.memory_state import MemoryState
 from ..chain.rebuild import rebuild
 from ..chain.restore import Hop
-from ..chain.routes import Routes
-from ..errors import VersionUnknown
+from ..chain.routes import HopFailed, Routes
+from ..errors import DataMissing, ObjectMissing, VersionUnknown
 from ..events import OnEvent, emit
-from ..format.records import Commit
+from ..format.records import Commit, FileEntry
 from .cadence import ChainCost, Replay
 from .snapshots import Arrays
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A version's state, what it costs a joiner to get there, and the lowest version whose data the way needs."""
+    """The state that `commit` made, what it costs a joiner to get there, and the lowest version whose data the way needs."""
 
+    commit: Commit
     arrays: Arrays
     cost: ChainCost
     lowest: int
@@ -37,24 +38,57 @@ def version_commit(log: ChainLog, tip: Commit, seq: int) -> Commit:
     return commit
 
 
-def require_version(log: ChainLog, seq: int) -> None:
-    """Before anybody is fenced off: is there such a version? `VersionUnknown` if not."""
+def find_start(log: ChainLog, seq: int | None) -> Commit | None:
+    """Return the commit of the version that a writer will go on from: `seq`, or the newest; None if nothing is published yet.
+
+    Raises `VersionUnknown` if there is no version `seq`. Call it before anybody is fenced off.
+    """
     head = log.head()
-    if head is None:
+    if head is None and seq is not None:
         raise VersionUnknown(f"nothing is published yet at {log.store.url}.")
-    version_commit(log, head, seq)
+    if head is None:
+        return None
+    if seq is not None:
+        return version_commit(log, head, seq)
+    head = log.in_force(head)
+    return None if head.state_seq is None else log.state_commit(head)
 
 
-def read_state(log: ChainLog, target: Commit, *, threads: int | None, on_event: OnEvent | None) -> Resumed:
-    """The state of a version, bit for bit as it was published. Raises what `rebuild` does."""
+def require_way(log: ChainLog, target: Commit) -> None:
+    """Raise what is wrong with the data of a version, as far as names and sizes of objects tell, if no way to it is left."""
+    routes = Routes(log)
+    while True:
+        missing = next(((hop, entry) for hop in routes.find(None, target) for entry in hop.files if not _exists(log, entry)), None)
+        if missing is None:
+            return
+        hop, entry = missing
+        routes.avoid(HopFailed(hop, DataMissing(f"{entry.key} is not in {log.store.url}, or not whole."), is_data_lost=True))
+
+
+def _exists(log: ChainLog, entry: FileEntry) -> bool:
+    try:
+        return log.store.head(entry.key).size == entry.size
+    except ObjectMissing:
+        return False
+
+
+def read_state(log: ChainLog, target: Commit, *, start: Resumed | None = None, threads: int | None, on_event: OnEvent | None) -> Resumed:
+    """The state of a version, bit for bit as it was published. Raises what `rebuild` does.
+
+    `start` is another version of the same chain that is in memory; its arrays are used up.
+    """
+    if start is not None and start.commit == target:
+        return start
     state = MemoryState(threads=threads)
+    if start is not None:
+        state.adopt(dict(start.arrays), start.commit)
     routes = Routes(log, on_event=on_event)
     planned = routes.find(None, target)
     size = sum(entry.size for hop in planned for entry in hop.files)
     emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=len(planned), bytes=size)
     rebuild(state, log, Fetcher(log.store, limits=log.limits, on_event=on_event), target, routes=routes)
     hops = routes.find(None, target)
-    return Resumed(dict(state.writable), cost_of(hops, target), min(hop.target.seq for hop in hops if hop.files))
+    return Resumed(target, dict(state.writable), cost_of(hops, target), min(hop.target.seq for hop in hops if hop.files))
 
 
 def cost_of(hops: Sequence[Hop], target: Commit) -> ChainCost:

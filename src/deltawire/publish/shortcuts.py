@@ -60,14 +60,10 @@ class ShortcutWriter:
         """Make deltas from version `base` to version `target` that are uploaded known to readers."""
         self._create(keys.skip_key(target.seq, base.seq), self._record(base, target, table, files))
 
-    def anchor(
-        self, target: CommitRef, table: TensorTable, segments: Sequence[Segment], source: SegmentSource, attachments: Mapping[str, bytes]
-    ) -> Made:
-        """A whole checkpoint of version `target`. `ResultMismatch` if what the source gives is not that version."""
+    def anchor(self, target: CommitRef, table: TensorTable, segments: Sequence[Segment], source: SegmentSource) -> Made:
+        """A whole checkpoint of version `target`; its commit names its attachments. `ResultMismatch` if the source gives another state."""
         place = DataPlace(self.store, self.pool, self.epoch, target.seq)
-        done: CheckpointUpload = upload_checkpoint(
-            place, lay_out(table, segments, shard_bytes=self.shard_bytes), source, attachments, self.threads
-        )
+        done: CheckpointUpload = upload_checkpoint(place, lay_out(table, segments, shard_bytes=self.shard_bytes), source, self.threads)
         if done.digest != target.digest:
             raise ResultMismatch(f"the checkpoint of commit {target.seq} has the digest {done.digest}, not {target.digest}.")
         self.record_anchor(target, table, done.files)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from ..errors import DeltawireError
 from ..events import OnEvent, emit
 from .append import Appender
-from .attachments import Attachments, read_attachments
 from .baseline import Baseline
 from .cadence import AnchorPolicy, anchor_due
 from .history import Forgotten
@@ -33,7 +32,6 @@ class Upkeep:
         *,
         policy: AnchorPolicy,
         skips: bool,
-        attachments: Attachments | None = None,
         on_event: OnEvent | None = None,
         helper: Helper | None = None,
         collect: Job | None = None,
@@ -42,7 +40,6 @@ class Upkeep:
         self._shortcuts = shortcuts
         self._policy = policy
         self._skips = skips
-        self._attachments = attachments
         self._on_event = on_event
         self._helper = helper
         self._collect = collect
@@ -85,7 +82,7 @@ class Upkeep:
 
         def make() -> None:
             try:
-                made = self._shortcuts.anchor(target, table, segments, source, read_attachments(self._attachments))
+                made = self._shortcuts.anchor(target, table, segments, source)
                 self._anchored.put((updates, made.size, made.seconds))
                 emit(self._on_event, "anchored", seq=target.seq, bytes=made.size, upload_seconds=made.seconds)
             except (DeltawireError, Forgotten) as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..encode import encode_with_summary
+from ..format.checkpoint import INDEX_FILE
 from ..format.content_hash import content_hash, new_hash
 from ..format.digest import Digest
 from ..format.records import FileEntry
@@ -158,10 +159,8 @@ class CheckpointUpload:
         return sum(entry.size for entry in self.files)
 
 
-def upload_checkpoint(
-    place: DataPlace, layout: Layout, source: SegmentSource, attachments: Mapping[str, bytes], threads: int | None
-) -> CheckpointUpload:
-    """Upload shards, index and attachments. Each shard is streamed twice, first to be hashed, for its hash is its name.
+def upload_checkpoint(place: DataPlace, layout: Layout, source: SegmentSource, threads: int | None) -> CheckpointUpload:
+    """Upload shards and index. Each shard is streamed twice, first to be hashed, for its hash is its name.
 
     The source must give the same bits every time.
     """
@@ -183,9 +182,8 @@ def upload_checkpoint(
             for piece in shard.pieces(digested):
                 hasher.update(piece)
             uploads.start(_shard_upload(place, shard, source, hasher.hexdigest()))
-        others = {} if layout.index is None else {"model.safetensors.index.json": layout.index}
-        for name, data in {**others, **attachments}.items():
-            uploads.start(_file_upload(place, data, name))
+        if layout.index is not None:
+            uploads.start(file_upload(place, layout.index, INDEX_FILE))
         done.files, done.seconds = uploads.finish()
     except BaseException:
         uploads.abandon()
@@ -193,7 +191,8 @@ def upload_checkpoint(
     return done
 
 
-def _file_upload(place: DataPlace, data: bytes, name: str) -> Callable[[], FileEntry]:
+def file_upload(place: DataPlace, data: bytes, name: str) -> Callable[[], FileEntry]:
+    """Return what uploads a file of a checkpoint that holds no weights."""
     return lambda: place.put(data, name=name)
 
 

@@ -39,18 +39,19 @@ class TransformersGenerator:
         store: Store,
         *,
         device: str | torch.device = "cpu",
+        run: str | None = None,
         trusted_keys: Collection[str] = (),
         reader: str | None = None,
         poll: float = 0.5,
         on_event: OnEvent | None = None,
     ) -> None:
-        files = read_model_files(store, trusted_keys=trusted_keys)
+        files = read_model_files(store, run=run, trusted_keys=trusted_keys)
         self._prompts = Prompts.of(files)
         self.model, self._stop_tokens = build_model(files, device)
         if self._prompts.tokenizer.eos_token_id is not None:
             self._stop_tokens.add(self._prompts.tokenizer.eos_token_id)
         self._policy = HotSwap(
-            store, ModuleEngine(self.model, name="transformers"), trusted_keys=trusted_keys, reader=reader, on_event=on_event
+            store, ModuleEngine(self.model, name="transformers"), run=run, trusted_keys=trusted_keys, reader=reader, on_event=on_event
         )
         self._passes = passes_of(self._policy)
         self._poll = poll

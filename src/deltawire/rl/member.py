@@ -29,7 +29,8 @@ class MemberOptions:
 
     `engine` is "transformers", or "vllm=URL" for a server. `env` names the reward functions as MODULE:FUNCTION. `name` is the member's; no
     two may share one. `device` is where transformers put the model ("auto": a GPU if there is one). `mirror` is the directory that
-    vLLM's workers read. `trust` are public keys, of which one must have signed what the chain holds.
+    vLLM's workers read. `trust` are public keys, of which one must have signed what the chain holds. `run` is
+    the name of the run that must live there.
     """
 
     source: str
@@ -40,6 +41,7 @@ class MemberOptions:
     mirror: str | None = None
     trust: tuple[str, ...] = ()
     poll: float = _POLL
+    run: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -81,7 +83,17 @@ def serve(
             raise
         if generator is None:
             return
-        member = Member(store, generator, scorer, name=name, trusted_keys=options.trust, poll=options.poll, clock=clock, on_event=on_event)
+        member = Member(
+            store,
+            generator,
+            scorer,
+            name=name,
+            run=options.run,
+            trusted_keys=options.trust,
+            poll=options.poll,
+            clock=clock,
+            on_event=on_event,
+        )
         try:
             member.run(stop)
         finally:
@@ -129,12 +141,20 @@ def _generator(options: MemberOptions, name: str, store: Store, on_event: OnEven
         from ..engines.vllm.sidecar import default_mirror
 
         mirror = Path(options.mirror) if options.mirror else default_mirror(options.source)
-        return VllmGenerator(store, url, mirror, trusted_keys=options.trust, reader=name, poll=options.poll, on_event=on_event)
+        return VllmGenerator(
+            store, url, mirror, run=options.run, trusted_keys=options.trust, reader=name, poll=options.poll, on_event=on_event
+        )
     _require_transformers()
     from .generation import TransformersGenerator
 
     return TransformersGenerator(
-        store, device=_device(options.device), trusted_keys=options.trust, reader=name, poll=options.poll, on_event=on_event
+        store,
+        device=_device(options.device),
+        run=options.run,
+        trusted_keys=options.trust,
+        reader=name,
+        poll=options.poll,
+        on_event=on_event,
     )
 
 

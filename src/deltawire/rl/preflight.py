@@ -19,15 +19,15 @@ _NAMED = 3
 """So many rows are named at most in an error."""
 
 
-def read_files(store: Store, attachments: Attachments | None, trusted_keys: Collection[str] = ()) -> ModelFiles:
+def read_files(store: Store, attachments: Attachments | None, *, run: str | None = None, trusted_keys: Collection[str] = ()) -> ModelFiles:
     """Return the files that members will build the model from: those that are given, or else those of the chain.
 
     Raises `UnusableModelFiles` if there are none.
     """
     if attachments is not None:
-        return ModelFiles(read_attachments(attachments), {})
+        return ModelFiles(read_attachments(attachments) or {}, {})
     try:
-        return read_model_files(store, trusted_keys=trusted_keys)
+        return read_model_files(store, run=run, trusted_keys=trusted_keys)
     except NoChain:
         raise UnusableModelFiles("there is no config.json and no tokenizer to publish beside the weights.") from None
 

@@ -110,7 +110,7 @@ class GrpoTrainer:
             self._store = open_store(url)
             if self._store is not url:
                 opened.callback(self._store.close)
-            files = read_files(self._store, attachments, publisher.get("trusted_keys", ()))
+            files = read_files(self._store, attachments, run=publisher.get("run"), trusted_keys=publisher.get("trusted_keys", ()))
             self._prompts = load_prompts(files)
             limits = training_limits(model, self._prompts)
             check_rows(rows, limits, self.settings.max_completion_length)
@@ -140,6 +140,7 @@ class GrpoTrainer:
             self._coordinator = Coordinator(
                 self._store,
                 epoch=self._publisher.epoch,
+                run=self._publisher.run,
                 signing_key=self._publisher.signing_key,
                 trusted_keys=self._publisher.trusted_keys,
                 budget=self._budget,

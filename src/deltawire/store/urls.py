@@ -14,6 +14,7 @@ from .memory import MemoryStore
 
 _memory_stores: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
+_MAX_RUN_NAME = 200
 
 _SCHEMES = ("s3", "gs", "az", "hf", "file", "memory")
 _OTHER_NAMES = {
@@ -71,6 +72,17 @@ def check_url(url: str | Path) -> None:
             raise BadUrl(f"what begins with {near[1]!r} is not a URL, since it lacks '://'; and give credentials in the environment.")
         meant = _suggestion(near[1].lower(), near[2])
         raise BadUrl(f"{text!r} is not a URL, since it lacks '://'.{meant} For a directory of that name write ./{text}.")
+
+
+def default_run_name(url: str) -> str:
+    """Return the name of a run that is begun at this URL without a name: the last part of the path, or the bucket.
+
+    Readers that trust keys expect this name unless they are given another. It is "main" where a URL has no usable part.
+    """
+    parts = urlsplit(url)
+    path = unquote(parts.path) if parts.scheme == "file" else parts.path
+    name = path.rstrip("/").rpartition("/")[2] or parts.netloc
+    return name[:_MAX_RUN_NAME] if name and name.isprintable() else "main"
 
 
 def _parse(url: str) -> tuple[str, SplitResult]:

@@ -40,12 +40,16 @@ class ChainView:
         if newest is None:
             raise NoChain(f"nothing is published at {self.log.store.url}.")
         head = self.log.in_force(newest)
-        if self._seen is not None and self.log.known is not None:
-            self._seen.remember(self.log.known)
+        self.remember()
         if head.state_seq is None:
             raise NoChain(f"no version is published at {self.log.store.url} yet.")
         self._head = head
         return head
+
+    def remember(self) -> None:
+        """Note the newest commit beside the mirror, where there is one."""
+        if self._seen is not None and self.log.known is not None:
+            self._seen.remember(self.log.known)
 
     def version_at(self, head: Commit, seq: int | None) -> Commit:
         """The commit that made version `seq` of the chain that ends in `head`, or the version in force at its end. `VersionUnknown`."""

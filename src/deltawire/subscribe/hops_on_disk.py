@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from blake3 import blake3
 
+from ..chain.attachments import attachments_hop
 from ..chain.restore import Hop
 from ..chain.routes import HopFailed
 from ..errors import CheckpointError, DataDamaged, DataMissing, DeltaError, ResultMismatch, StateError, TensorError, VersionGone
 from ..format.checkpoint import Checkpoint
 from ..format.digest import Digest
-from ..format.records import FileEntry
+from ..format.records import Commit, FileEntry, holds_weights
 from ..format.staged_output import sync_file
 from .checkpoint_in_place import CheckpointInPlace, checkpoint_digest
 from .delta_cache import DeltaCache
@@ -52,7 +53,7 @@ class HopsOnDisk:
         try:
             for entry in hop.files:
                 assert entry.name is not None
-                if entry.name != leave_out and not _is_complete(folder / entry.name, entry):
+                if entry.name != leave_out and not is_complete(folder / entry.name, entry):
                     arriving = folder / _ARRIVING
                     arriving.unlink(missing_ok=True)
                     self._source.to_file(hop, entry, arriving)
@@ -78,6 +79,33 @@ class HopsOnDisk:
             raise HopFailed(hop, error, is_data_lost=True) from error
         self._report.fetched(fetched)
 
+    def fetch_attachments(self, target: Commit, folder: Path) -> None:
+        """Have the attachments of a version at hand that a directory lacks. Raises what is wrong with them: no other way leads to them."""
+        lacking = [entry for entry in target.attachments or () if not is_complete(folder / str(entry.name), entry)]
+        fetched = self._deltas.ensure(lacking, lambda entries: self._source.to_memory(attachments_hop(target), entries))
+        self._report.fetched(fetched)
+
+    def place_attachments(self, target: Commit, folder: Path, *, own_names: Collection[str] = ()) -> None:
+        """Make the files beside the weights in a directory exactly those of a version, from what `fetch_attachments` has got.
+
+        Files in `own_names` are not touched. Versions of a time when commits did not name attachments leave the directory as it is.
+        """
+        if target.attachments is None:
+            return
+        wanted = {str(entry.name): entry for entry in target.attachments if entry.name not in own_names}
+        for path in stray_files(folder, wanted.keys() | set(own_names)):
+            path.unlink()
+        for name, entry in wanted.items():
+            if not is_complete(folder / name, entry):
+                arriving = folder / _ARRIVING
+                with arriving.open("wb") as file:
+                    file.write(self._deltas.open(entry))
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(arriving, folder / name)
+                self._step("attachment-placed")
+        sync_file(folder)
+
     def apply_deltas(self, hop: Hop, folder: Path, before: Digest) -> None:
         """Change the checkpoint in a directory, whose digest is `before`, by delta files that are at hand; check what comes out.
 
@@ -98,7 +126,14 @@ class HopsOnDisk:
         self._step("digest-checked")
 
 
-def _is_complete(path: Path, entry: FileEntry) -> bool:
+def stray_files(folder: Path, names: Collection[str]) -> list[Path]:
+    """Return the files beside the weights that have none of these names, and are not hidden."""
+    found = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+    return [path for path in found if path.name not in names and not holds_weights(path.name)]
+
+
+def is_complete(path: Path, entry: FileEntry) -> bool:
+    """Tell whether a file is there with the content that its record says."""
     if not path.is_file() or path.stat().st_size != entry.size:
         return False
     hasher = blake3()

@@ -203,16 +203,26 @@ class MirrorUpdate:
     # The way
 
     def _walk(self, held: HeldSlot, way: _Way) -> None:
-        """Take the slot along the hops. Afterwards its record is clean, at the last version that was reached whole."""
-        reached = None if way.hops and way.hops[0].base is None else held.record.commit
+        """Take the slot along the hops. Afterwards its record is clean, at the last version that was reached whole.
+
+        A version is whole with its own attachments only. They change at the end, so where they do, what lies in between is not whole.
+        """
+        from_nothing = bool(way.hops) and way.hops[0].base is None
+        reached = None if from_nothing else held.record.commit
+        attached = () if from_nothing else held.record.commit.attachments
         hops = list(way.hops)
+        if hops:
+            self._on_disk.fetch_attachments(hops[-1].target, held.slot.path)
         with ThreadPoolExecutor(1, "deltawire-prefetch") as ahead:
             try:
                 arriving = before = None
                 for index, hop in enumerate(hops):
                     if hop.base is None:
                         self._on_disk.fetch_checkpoint(hop, held.slot.path, leave_out=RECORD_FILE)
-                        self._mark_clean(held, hop.target)
+                        if hop.target.attachments in (None, hops[-1].target.attachments):  # those are at hand
+                            self._attach(held, hop.target)
+                            attached = hop.target.attachments
+                            self._mark_clean(held, hop.target)
                     else:
                         (arriving or ahead.submit(self._on_disk.fetch_deltas, hop)).result()
                         arriving = ahead.submit(self._on_disk.fetch_deltas, hops[index + 1]) if index + 1 < len(hops) else None
@@ -222,12 +232,23 @@ class MirrorUpdate:
                         self._change(held, hop, before)
                     reached = before if hop.target.kind == "fence" else hop.target
                     self._mirror.step("hop-done")
+                if hops:
+                    assert reached is not None
+                    self._attach(held, reached)
+                    attached = reached.attachments
             except BaseException:  # also Ctrl-C: the thread that fetches ahead is waited for, so it must not wait for data itself
                 self._source.abandon()
                 raise
             finally:
-                if reached is not None:
+                if reached is not None and reached.attachments in (None, attached):
                     self._mark_clean(held, reached)
+
+    def _attach(self, held: HeldSlot, target: Commit) -> None:
+        """Bring the slot's other files to those of a version."""
+        if target.attachments is not None and not held.slot.has_attachments(target):
+            self._mark_dirty(held)
+            self._on_disk.place_attachments(target, held.slot.path, own_names=(RECORD_FILE,))
+            self._used.extend(target.attachments)
 
     def _mark_clean(self, held: HeldSlot, reached: Commit) -> None:
         record = SlotRecord(reached, CLEAN, boot_id())
@@ -236,11 +257,15 @@ class MirrorUpdate:
             held.record = record
             self._mirror.step("marked-clean")
 
-    def _change(self, held: HeldSlot, hop: Hop, before: Commit) -> None:
-        assert before.digest is not None
-        if hop.files and held.record.clean:
+    def _mark_dirty(self, held: HeldSlot) -> None:
+        if held.record.clean:
             held.record = replace(held.record, phase=CHANGING)
             held.slot.write_record(held.record)
             self._mirror.step("marked-dirty")
+
+    def _change(self, held: HeldSlot, hop: Hop, before: Commit) -> None:
+        assert before.digest is not None
+        if hop.files:
+            self._mark_dirty(held)
         self._on_disk.apply_deltas(hop, held.slot.path, before.digest)
         self._used.extend(hop.files)

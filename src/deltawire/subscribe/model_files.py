@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..chain.attachments import attachments_hop, attachments_of, fetch_attachments
 from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.restore import Hop
 from ..chain.routes import HopFailed, Routes, was_collected
 from ..dtypes import DType
 from ..errors import DataDamaged, DataMissing, ObjectMissing, VersionGone
-from ..format.checkpoint_copy import WEIGHT_SUFFIXES
 from ..format.records import Commit, FileEntry
 from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
 from ..store.base import Store
@@ -27,7 +27,7 @@ _MOST_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """`files` are the attachments of the newest whole checkpoint by name. `dtypes` are the types of its tensors.
+    """`files` are the attachments of a version by name. `dtypes` are the types of the tensors of the checkpoint that it is rebuilt from.
 
     The files are checked against their records. The types are not: whoever loads weights into a model of these types notices (a mistake
     shows as `EngineRefused`).
@@ -44,45 +44,44 @@ class ModelFiles:
         return folder
 
 
-def read_model_files(store: Store, *, run: str | None = None, trusted_keys: Collection[str] = ()) -> ModelFiles:
-    """Read them from the checkpoint that a newcomer would start from. Raises as `Subscriber.sync` does: `NoChain` before the first version.
+def read_model_files(store: Store, *, run: str | None = None, trusted_keys: Collection[str] = (), at: int | None = None) -> ModelFiles:
+    """Read those of version `at`, or of the newest. Raises as `Subscriber.sync` does: `NoChain` before the first version.
 
     No weights are fetched but the first bytes of each file.
     """
     chain = ChainView(ChainLog(store, run=run, trusted_keys=trusted_keys))
-    return chain.reach(None, lambda target: _read(chain.log, target))
+    return chain.reach(at, lambda target: _read(chain.log, target))
 
 
 def _read(log: ChainLog, target: Commit) -> ModelFiles:
-    """Read the files by the cheapest way that is left."""
+    """Read the files: the attachments where they lie, the types by the cheapest way that is left."""
+    fetcher = Fetcher(log.store, limits=log.limits)
+    files = None if target.attachments is None else _attachments(log, target, attachments_hop(target), fetcher)
     routes = Routes(log)
     while True:
         hop = routes.find(None, target)[0]
         try:
-            return _read_hop(log, hop)
+            return ModelFiles(_attachments(log, target, hop, fetcher) if files is None else files, _dtypes(log, hop))
         except (DataDamaged, DataMissing, VersionGone) as error:
             routes.avoid(HopFailed(hop, error, is_data_lost=True))
 
 
-def _read_hop(log: ChainLog, hop: Hop) -> ModelFiles:
-    fetcher = Fetcher(log.store, limits=log.limits)
-    attachments = [entry for entry in hop.files if entry.name is not None and not entry.name.lower().endswith(WEIGHT_SUFFIXES)]
-    if sum(entry.size for entry in attachments) > _MOST_BYTES:
-        raise DataDamaged(f"the files beside the weights of {hop.target.describe()} claim more than {_MOST_BYTES:,} bytes.")
-    collected = was_collected(log, hop)
-    files = {str(entry.name): bytes(data) for entry, data in fetcher.prefetch(attachments, collected=collected)}
-    try:
-        return ModelFiles(files, _dtypes(log.store, hop))
-    except ObjectMissing as error:
-        kind = VersionGone if collected() else DataMissing
-        raise kind(f"files of {hop.target.describe()} are not in {log.store.url} any more.") from error
+def _attachments(log: ChainLog, target: Commit, hop: Hop, fetcher: Fetcher) -> dict[str, bytes]:
+    entries = attachments_of(target, hop)
+    if sum(entry.size for entry in entries) > _MOST_BYTES:
+        raise DataDamaged(f"the files beside the weights of {target.describe()} claim more than {_MOST_BYTES:,} bytes.")
+    return fetch_attachments(log, entries, hop, fetcher)
 
 
-def _dtypes(store: Store, hop: Hop) -> dict[str, DType]:
+def _dtypes(log: ChainLog, hop: Hop) -> dict[str, DType]:
     found: dict[str, DType] = {}
-    for entry in hop.files:
-        if entry.name is not None and entry.name.endswith(".safetensors"):
-            found |= _types_in(store, entry, hop.target.tensors)
+    try:
+        for entry in hop.files:
+            if entry.name is not None and entry.name.endswith(".safetensors"):
+                found |= _types_in(log.store, entry, hop.target.tensors)
+    except ObjectMissing as error:
+        kind = VersionGone if was_collected(log, hop)() else DataMissing
+        raise kind(f"files of {hop.target.describe()} are not in {log.store.url} any more.") from error
     return found
 
 

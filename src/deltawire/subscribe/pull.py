@@ -75,7 +75,8 @@ def pull(
             while True:
                 hops = journey.routes.find(None, target)
                 pins.hold_way(chain.log.run, hops)
-                size = sum(entry.size for hop in hops for entry in hop.files)
+                entries = [*(target.attachments or ()), *(entry for hop in hops for entry in hop.files)]
+                size = sum(entry.size for entry in entries)
                 emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=len(hops), bytes=size)
                 try:
                     _build(staged.path, hops, journey, threads)
@@ -102,6 +103,10 @@ def _build(folder: Path, hops: Sequence[Hop], journey: Journey, threads: int | N
     (folder / _DELTAS).mkdir()
     deltas = DeltaCache(folder / _DELTAS)
     on_disk = HopsOnDisk(journey, deltas, journey.report, threads=threads)
+    target = hops[-1].target
+    on_disk.fetch_attachments(target, folder)
+    on_disk.place_attachments(target, folder)
+    deltas.keep_only((), 0)
     on_disk.fetch_checkpoint(hops[0], folder)
     digest = hops[0].target.digest
     for hop in hops[1:]:

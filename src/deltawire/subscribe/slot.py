@@ -17,6 +17,7 @@ from ..format.digest import Digest
 from ..format.records import Commit, CommitRef, record_hash
 from .checkpoint_in_place import checkpoint_digest
 from .durable_json import read_json, write_json
+from .hops_on_disk import is_complete, stray_files
 
 RECORD_FILE = "deltawire.json"
 _COPY_BYTES = 8 << 20
@@ -108,11 +109,19 @@ class Slot:
         )
 
     def is_intact(self, record: SlotRecord, *, threads: int | None = None) -> bool:
-        """Whether every weight is what the record says, by reading all of them."""
+        """Whether every weight and every attachment is what the record says, by reading all of them."""
         try:
-            return checkpoint_digest(Checkpoint(self.path), threads=threads) == record.digest
+            return self.has_attachments(record.commit) and checkpoint_digest(Checkpoint(self.path), threads=threads) == record.digest
         except (CheckpointError, OSError):
             return False
+
+    def has_attachments(self, commit: Commit) -> bool:
+        """Tell whether the files beside the weights are exactly those of a version, by reading them. True where its commit names none."""
+        if commit.attachments is None:
+            return True
+        wanted = [entry for entry in commit.attachments if entry.name != RECORD_FILE]
+        names = {str(entry.name) for entry in wanted} | {RECORD_FILE}
+        return all(is_complete(self.path / str(entry.name), entry) for entry in wanted) and not stray_files(self.path, names)
 
     def copy_files_from(self, other: Slot) -> None:
         """Take over another slot's files, record excluded.

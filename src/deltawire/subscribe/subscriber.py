@@ -41,11 +41,13 @@ class Subscriber:
 
     Whatever fails, the last good version goes on being served: `version` and `state` say what it is, `last_error` why it is not newer.
 
-    `run` refuses a chain of another name, `trusted_keys` what none of them signed. `max_silence` is how many seconds the newest commit may
-    be old. `reader` names the pin that keeps what this reader needs from being collected; `pin=False` writes none (for credentials that may
-    only read). `undo_bytes` bounds the memory for going back to earlier versions without the store (a quarter of the state if None; of no
-    use with a mirror). `replica` is what to keep up to date in place of memory or mirror, such as the live weights of an engine. `limits`
-    bounds what records may claim. `patience` is how many seconds to wait for data that arrive after their commit.
+    `run` refuses a chain of another name, `trusted_keys` what none of them signed. With `trusted_keys` and without `run`, the run's name
+    must be the last part of the URL (`WrongRun`), since one key may sign several runs; a mirror goes on with the run that it has.
+    `max_silence` is how many seconds the newest commit may be old. `reader` names the pin that keeps what this reader needs from being
+    collected; `pin=False` writes none (for credentials that may only read). `undo_bytes` bounds the memory for going back to earlier
+    versions without the store (a quarter of the state if None; of no use with a mirror). `replica` is what to keep up to date in place of
+    memory or mirror, such as the live weights of an engine. `limits` bounds what records may claim. `patience` is how many seconds to wait
+    for data that arrive after their commit.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Subscriber:
             self._replica = MemoryReplica(threads=threads, undo_bytes=undo_bytes)
         else:  # after all that can fail, for it holds a lock from here on
             self._replica = self._mirrored = MirrorReplica(Path(mirror), threads=threads, trusted_keys=trusted_keys)
+        log.followed_run = None if self._mirrored is None else self._mirrored.run_id
         self._chain = ChainView(log, seen=self._mirrored.seen if self._mirrored else None, max_silence=max_silence)
 
     @property
@@ -176,11 +179,14 @@ class Subscriber:
     def _move(self, target: int | None, report: SyncReport) -> None:
         with report.watch.phase("find"):
             run = self._chain.log.run
-            if self._mirrored is not None:
-                self._mirrored.create(run.id)
+            if self._mirrored is not None and self._mirrored.run_id is not None:
+                self._mirrored.create(run.id)  # or it is of another run
         self._chain.reach(target, lambda commit: self._move_to(commit, run, report, newest=target is None), watch=report.watch)
 
     def _move_to(self, commit: Commit, run: Run, report: SyncReport, *, newest: bool) -> None:
+        if self._mirrored is not None and self._mirrored.run_id is None:  # only now is it known that the chain is to be followed
+            self._mirrored.create(run.id)
+            self._chain.remember()
         have = self._replica.commit
         if have == commit:
             self._pins.hold(run, commit.seq)

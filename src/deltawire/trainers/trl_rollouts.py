@@ -129,6 +129,7 @@ class FleetRolloutWorker:
             with Coordinator(
                 self._transfer.store,
                 epoch=self._transfer.publisher.epoch,
+                run=self._transfer.publisher.run,
                 signing_key=self._transfer.publisher.signing_key,
                 trusted_keys=self._transfer.publisher.trusted_keys,
                 budget=self._budget,

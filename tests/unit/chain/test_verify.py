@@ -183,12 +183,13 @@ def test_a_shortcut_that_does_not_fit_is_found(chain):
     assert [where for where, _ in problems(chain)] == [keys.anchor_key(4), keys.skip_key(5, 1)]
 
 
-def test_unsigned_commits_are_found_by_who_asks():
+def test_an_unsigned_commit_in_a_signed_chain_is_found_whether_or_not_keys_are_given():
     key = SigningKey.generate()
     chain = trained_chain(2, sign=key.sign)
     assert problems(chain, trusted_keys=[key.public]) == []
-    replaced(chain, 3, signature=None)
     assert problems(chain) == []
+    replaced(chain, 3, signature=None)
+    assert [where for where, _ in problems(chain)] == [keys.commit_key(3)]
     assert [where for where, _ in problems(chain, trusted_keys=[key.public])] == [keys.commit_key(3)]
 
 

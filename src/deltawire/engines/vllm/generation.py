@@ -53,15 +53,16 @@ class VllmGenerator:
         url: str,
         mirror: Path | str,
         *,
+        run: str | None = None,
         trusted_keys: Collection[str] = (),
         reader: str | None = None,
         poll: float = 0.5,
         on_event: OnEvent | None = None,
     ) -> None:
-        self._log = ChainLog(store, trusted_keys=trusted_keys)
+        self._log = ChainLog(store, run=run, trusted_keys=trusted_keys)
         self._routes = VllmRoutes(url)
-        self._prompts = Prompts.of(read_model_files(store, trusted_keys=trusted_keys))
-        self._sidecar = Sidecar(url, store, mirror, trusted_keys=tuple(trusted_keys), reader=reader, on_event=on_event)
+        self._prompts = Prompts.of(read_model_files(store, run=run, trusted_keys=trusted_keys))
+        self._sidecar = Sidecar(url, store, mirror, run=run, trusted_keys=tuple(trusted_keys), reader=reader, on_event=on_event)
         self._poll = poll
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

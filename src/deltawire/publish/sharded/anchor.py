@@ -6,7 +6,6 @@ as large as its own parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +38,13 @@ def upload_together(
     division: Division,
     parts: Parts,
     digest: Digest,
-    attachments: Mapping[str, bytes],
     *,
     shard_bytes: int,
     threads: int | None,
 ) -> SharedCheckpoint:
     """Upload the checkpoint whose parts these are. `ResultMismatch` if what went into the files has not this digest.
 
-    The index and the attachments are the first process's.
+    The index is the first process's.
     """
     layout, contents = _files(division, min(shard_bytes, -(-division.table.state_bytes // ranks.size)))
     found: list[FileEntry] = []
@@ -58,9 +56,9 @@ def upload_together(
         last = ranks.rank == 0 and turn[-1] == len(layout.shards) - 1
         own = Layout(() if mine is None else (mine,), layout.index if last else None)
 
-        def upload(own: Layout = own, tensors: dict[str, NDArray[Any]] = tensors, last: bool = last) -> dict[str, Any]:
+        def upload(own: Layout = own, tensors: dict[str, NDArray[Any]] = tensors) -> dict[str, Any]:
             nonlocal seconds, sent
-            done = upload_checkpoint(place, own, lambda _: tensors, attachments if last else {}, threads)
+            done = upload_checkpoint(place, own, lambda _: tensors, threads)
             seconds += done.seconds
             sent += done.size
             return {"files": [entry.plain() for entry in done.files], "digest": done.digest.hex()}

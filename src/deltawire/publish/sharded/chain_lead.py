@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
+from ...chain.attachments import read_attachments_of
+from ...chain.fetch import Fetcher
 from ...chain.restore import Hop, Way, find_route
 from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltawireError, Fenced
 from ...events import OnEvent, emit
@@ -15,13 +17,15 @@ from ...format.records import Commit, FileEntry, Limits
 from ...format.signing import SigningKey
 from ...store import Store, probe
 from ...store.place import refuse_occupied
+from ..attached import AttachedFiles
 from ..cadence import AnchorPolicy, ChainCost, Speed, anchor_due
 from ..commits import Attempt, ChainWriter, emit_published, open_log, open_run
 from ..compose import Composition
 from ..history import span_of
-from ..resume import cost_of, require_version, version_commit
+from ..resume import cost_of, find_start, require_way, version_commit
 from ..segments import TensorTable
 from ..shortcuts import ShortcutWriter
+from ..upload import DataPlace
 
 
 class ChainLead:
@@ -37,6 +41,7 @@ class ChainLead:
         signing_key: SigningKey | None,
         trusted_keys: Collection[str],
         resume_from: int | None,
+        has_attachments: bool,
         policy: AnchorPolicy,
         on_event: OnEvent | None,
     ) -> None:
@@ -44,9 +49,14 @@ class ChainLead:
         probe(store)
         open_run(store, run, limits)
         self._log = open_log(store, run, signing_key, trusted_keys)
-        if resume_from is not None:
-            require_version(self._log, resume_from)
+        start = find_start(self._log, resume_from)
+        if start is not None:  # before anybody is fenced off
+            require_way(self._log, start)
+            if not has_attachments:
+                AttachedFiles(self._log, start).require()
         self._writer = ChainWriter(store, self._log, signing_key=signing_key, resumed_from=resume_from)
+        self._store = store
+        self._pool = pool
         self._shortcuts = ShortcutWriter(store, pool, self._writer.run, self._writer.epoch, signing_key)
         self._policy = policy
         self._on_event = on_event
@@ -63,6 +73,8 @@ class ChainLead:
         if self._is_to_rewind:
             assert resume_from is not None
             self._commit = version_commit(self._log, fence, resume_from)
+        in_force = None if fence.state_seq is None else self._log.state_commit(fence)
+        self._attached = AttachedFiles(self._log, in_force, on_event=on_event)
 
     def opening(self) -> dict[str, Any]:
         """What the others have to know from the start."""
@@ -99,13 +111,21 @@ class ChainLead:
             digest=self._commit.digest,
             state_bytes=self._commit.state_bytes,
             tensors=self._commit.tensors,
+            attachments=AttachedFiles(self._log, self._commit).upload(self._place(), None),
             step=self._commit.step,
             meta=self._commit.meta,
         )
         return self._land(self._attempt)
 
     def commit_delta(
-        self, table: TensorTable, files: Sequence[FileEntry], difference: Digest, changed: int, step: int | None, meta: Mapping[str, str]
+        self,
+        table: TensorTable,
+        files: Sequence[FileEntry],
+        difference: Digest,
+        changed: int,
+        step: int | None,
+        meta: Mapping[str, str],
+        attachments: Mapping[str, bytes] | None,
     ) -> dict[str, Any]:
         """Commit a delta over the version at the head. Returns its record, and whether an anchor is due."""
         assert self._commit is not None
@@ -119,17 +139,35 @@ class ChainLead:
             tensors=len(table.names),
             changed=changed,
             files=files,
+            attachments=self._attached.upload(self._place(), attachments),
             step=step,
             meta=meta,
         )
         return self._committed()
 
     def commit_checkpoint(
-        self, table: TensorTable, files: Sequence[FileEntry], digest: Digest, step: int | None, meta: Mapping[str, str]
+        self,
+        table: TensorTable,
+        files: Sequence[FileEntry],
+        digest: Digest,
+        step: int | None,
+        meta: Mapping[str, str],
+        attachments: Mapping[str, bytes] | None,
     ) -> dict[str, Any]:
         """Commit a whole checkpoint. Returns as `commit_delta` does."""
+        if attachments is None and self._is_to_rewind:  # it stands in for a rewind to a version whose data are announced to go
+            assert self._commit is not None
+            attachments = read_attachments_of(self._log, self._commit, Fetcher(self._log.store, limits=self._log.limits))
         self._attempt = self._writer.propose(
-            "anchor", base=None, digest=digest, state_bytes=table.state_bytes, tensors=len(table.names), files=files, step=step, meta=meta
+            "anchor",
+            base=None,
+            digest=digest,
+            state_bytes=table.state_bytes,
+            tensors=len(table.names),
+            files=files,
+            attachments=self._attached.upload(self._place(), attachments, anew=True),
+            step=step,
+            meta=meta,
         )
         return self._committed()
 
@@ -175,6 +213,9 @@ class ChainLead:
         self._cost = cost_of(self._hops, self._commit)
         return [[entry.plain() for entry in hop.files] for hop in self._hops]
 
+    def _place(self) -> DataPlace:
+        return DataPlace(self._store, self._pool, self._writer.epoch, self._writer.next_seq)
+
     def _committed(self) -> dict[str, Any]:
         assert self._attempt is not None
         record = self._land(self._attempt)
@@ -203,6 +244,7 @@ class ChainLead:
 
     def _take(self, commit: Commit, seconds: float) -> None:
         self._commit = commit
+        self._attached.took(commit)
         self._is_to_rewind = False
         if commit.kind == "anchor":
             self._cost = ChainCost()

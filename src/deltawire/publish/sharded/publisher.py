@@ -120,6 +120,7 @@ class ShardedPublisher:
                     signing_key=signing_key,
                     trusted_keys=trusted_keys,
                     resume_from=resume_from,
+                    has_attachments=attachments is not None,
                     policy=policy,
                     on_event=on_event,
                 )
@@ -150,10 +151,14 @@ class ShardedPublisher:
             raise PublisherClosed("the publisher was closed.")
         began = time.perf_counter()
 
+        attachments: Mapping[str, bytes] | None = None  # only the first process has any
+
         def check() -> None:
+            nonlocal attachments
             check_step(step)
             check_meta(meta)
             self._advice.check_finite({name: part.elements for name, part in held.items()})
+            attachments = read_attachments(self._attachments)
 
         together(self._ranks, check)
         division, parts = self._splitter.split(held)
@@ -161,9 +166,9 @@ class ShardedPublisher:
         if self._is_to_rewind:
             seq = self._rewind(division)
         try:
-            sent = None if self._is_to_rewind else self._publish_delta(division, parts, seq, step, meta or {})
+            sent = None if self._is_to_rewind else self._publish_delta(division, parts, seq, step, meta or {}, attachments)
             if sent is None:
-                sent = self._publish_checkpoint(division, parts, seq, step, meta or {})
+                sent = self._publish_checkpoint(division, parts, seq, step, meta or {}, attachments)
         finally:
             if self._pending is not None and self._pending.deltas is not None:
                 self._pending.parts = None
@@ -221,7 +226,15 @@ class ShardedPublisher:
             self._move(record)
         return self._settle(division)
 
-    def _publish_delta(self, division: Division, parts: Parts, seq: int, step: int | None, meta: Mapping[str, str]) -> int | None:
+    def _publish_delta(
+        self,
+        division: Division,
+        parts: Parts,
+        seq: int,
+        step: int | None,
+        meta: Mapping[str, str],
+        attachments: Mapping[str, bytes] | None,
+    ) -> int | None:
         """Returns the bytes that this process sent; None where there must be a checkpoint instead."""
         for _ in range(2):
             baseline = self._sound_baseline(division)
@@ -244,7 +257,7 @@ class ShardedPublisher:
             difference += Digest.from_hex(answer["difference"])
         changed = sum(answer["changed"] for answer in answers)
         self._pending = _Pending(division, update.after, update.deltas, parts)
-        answer = self._leading(lambda first: first.commit_delta(division.table, files, difference, changed, step, meta))
+        answer = self._leading(lambda first: first.commit_delta(division.table, files, difference, changed, step, meta, attachments))
         self._finish(answer)
         return update.size
 
@@ -272,7 +285,15 @@ class ShardedPublisher:
         answers = together(self._ranks, encode)
         return update, answers
 
-    def _publish_checkpoint(self, division: Division, parts: Parts, seq: int, step: int | None, meta: Mapping[str, str]) -> int:
+    def _publish_checkpoint(
+        self,
+        division: Division,
+        parts: Parts,
+        seq: int,
+        step: int | None,
+        meta: Mapping[str, str],
+        attachments: Mapping[str, bytes] | None,
+    ) -> int:
         own: Parts = {}
 
         def copy() -> str:
@@ -284,7 +305,7 @@ class ShardedPublisher:
             digest += Digest.from_hex(found)
         done = self._upload_checkpoint(division, own, digest, seq)
         self._pending = _Pending(division, digest, None, own)
-        answer = self._leading(lambda first: first.commit_checkpoint(division.table, done.files, digest, step, meta))
+        answer = self._leading(lambda first: first.commit_checkpoint(division.table, done.files, digest, step, meta, attachments))
         self._finish(answer)
         return done.sent
 
@@ -382,18 +403,8 @@ class ShardedPublisher:
                 self._lead.anchor_failed(error)
 
     def _upload_checkpoint(self, division: Division, parts: Parts, digest: Digest, seq: int) -> SharedCheckpoint:
-        attachments: dict[str, bytes] = {}
-        together(self._ranks, lambda: attachments.update(read_attachments(self._attachments)))
-        done = upload_together(
-            self._ranks,
-            self._place(seq),
-            division,
-            parts,
-            digest,
-            attachments,
-            shard_bytes=self._shard_bytes,
-            threads=self._threads,
-        )
+        place = self._place(seq)
+        done = upload_together(self._ranks, place, division, parts, digest, shard_bytes=self._shard_bytes, threads=self._threads)
         if self._lead is not None:
             self._lead.observe(sent=done.sent, seconds=done.seconds)
         return done

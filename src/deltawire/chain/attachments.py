@@ -1,0 +1,37 @@
+"""The files beside the weights of a version: config.json, the tokenizer, a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..format.records import Commit, FileEntry, holds_weights
+from .fetch import Fetcher
+from .log import ChainLog
+from .restore import Hop
+from .routes import Routes, was_collected
+
+
+def attachments_of(commit: Commit, first_hop: Hop) -> tuple[FileEntry, ...]:
+    """Return the attachments of a version.
+
+    A commit of version 1 does not name them: then they are the other files of the checkpoint `first_hop` that its rebuilding starts from.
+    """
+    if commit.attachments is not None:
+        return commit.attachments
+    return tuple(entry for entry in first_hop.files if entry.name is not None and not holds_weights(entry.name))
+
+
+def attachments_hop(commit: Commit) -> Hop:
+    """Return the hop that fetches a version's attachments. A missing one is waited for, as for a commit's own files."""
+    return Hop(commit, None, commit.files, "attachments")
+
+
+def read_attachments_of(log: ChainLog, commit: Commit, fetcher: Fetcher) -> dict[str, bytes]:
+    """Fetch the attachments of a version, by name. Raises as `Fetcher.fetch` does."""
+    hop = attachments_hop(commit) if commit.attachments is not None else Routes(log).find(None, commit)[0]
+    return fetch_attachments(log, attachments_of(commit, hop), hop, fetcher)
+
+
+def fetch_attachments(log: ChainLog, entries: Sequence[FileEntry], hop: Hop, fetcher: Fetcher) -> dict[str, bytes]:
+    """Fetch attachments that a hop leads to, by name. Raises as `Fetcher.fetch` does."""
+    return {str(entry.name): bytes(data) for entry, data in fetcher.prefetch(entries, collected=was_collected(log, hop))}

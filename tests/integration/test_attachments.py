@@ -1,0 +1,324 @@
+"""config.json, tokenizer and chat template belong to every version: each reader gets exactly those of the version that it has."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import bits_of
+from threads_as_ranks import run_ranks, shards_of
+from toy_chain import ToyChain, first_state, next_state
+
+from deltawire.chain.collect import collect
+from deltawire.chain.log import ChainLog
+from deltawire.chain.verify import verify
+from deltawire.errors import CorruptRecord, DataDamaged, DataMissing, LimitExceeded
+from deltawire.events import Event
+from deltawire.format.record_parts import FileEntry
+from deltawire.format.records import Commit, CommitRef, Limits, Signature, link_targets
+from deltawire.publish.attachments import MOST_FILES, MOST_NAME_BYTES
+from deltawire.publish.cadence import AnchorPolicy
+from deltawire.publish.publisher import Publisher
+from deltawire.publish.sharded import ShardedPublisher
+from deltawire.publish.sharded.parts import MOST_FILES as MOST_DELTAS
+from deltawire.store import Store, keys, open_store
+from deltawire.store.memory import MemoryStore
+from deltawire.subscribe import Subscriber
+from deltawire.subscribe.model_files import read_model_files
+from deltawire.subscribe.pull import pull
+
+OPTIONS: dict[str, Any] = {"segment_bytes": 800, "threads": 1, "anchor_policy": AnchorPolicy(min_versions=100, max_versions=100)}
+OLD, NEW = b'{"rope": 1}', b'{"rope": 2}'
+
+
+def states(count: int) -> list[Any]:
+    found = [first_state()]
+    for step in range(1, count):
+        found.append(next_state(found[-1], step))
+    return found
+
+
+def files_in(folder: Path | None) -> dict[str, bytes]:
+    """The files beside the weights of a checkpoint directory."""
+    assert folder is not None
+    own = ("deltawire.json", "model.safetensors.index.json")
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors" and path.name not in own}
+
+
+def objects(store: Store) -> set[str]:
+    return {info.key for info in store.list(keys.DATA) if info.key.endswith(".file")}
+
+
+def write(folder: Path, **files: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, data in files.items():
+        (folder / name.replace("_", ".")).write_bytes(data)
+    return folder
+
+
+@pytest.fixture
+def changing(tmp_path: Path) -> tuple[Store, list[Any], list[dict[str, bytes]]]:
+    """Five versions: one file changes, one comes, one goes, and one version changes no weights at all. And what each must have."""
+    store, folder = MemoryStore(), tmp_path / "attached"
+    weights = states(4)
+    weights.insert(3, weights[2])  # version 4 has the weights of version 3
+    wanted = []
+    with Publisher(store, attachments=write(folder, config_json=OLD, tokenizer_json=b"[]"), **OPTIONS) as publisher:
+        for step, state in enumerate(weights):
+            if step == 1:
+                write(folder, config_json=NEW)
+            if step == 3:
+                write(folder, chat_jinja=b"{{ messages }}")
+                (folder / "tokenizer.json").unlink()
+            wanted.append({path.name: path.read_bytes() for path in folder.iterdir()})
+            publisher.publish(state, step=step)
+    return store, weights, wanted
+
+
+def test_pull_gives_every_version_its_own_attachments(changing: Any, tmp_path: Path) -> None:
+    store, weights, wanted = changing
+    assert [commit.kind for commit in ChainLog(store).tail(0)] == ["anchor"] + ["delta"] * 4
+    for seq, (state, files) in enumerate(zip(weights, wanted, strict=True), 1):
+        pull(store, tmp_path / str(seq), at=seq, pin=False)
+        assert files_in(tmp_path / str(seq)) == files
+        assert {path.name for path in (tmp_path / str(seq)).iterdir()} == {*files, "model.safetensors"}
+        assert read_model_files(store, at=seq).files == files
+        with Subscriber(store, pin=False) as reader:
+            reader.sync(seq)
+            assert bits_of(reader.state) == bits_of(state)
+    assert read_model_files(store).files == wanted[-1]
+    assert verify(store, deep=True).problems == []
+
+
+def test_only_what_changed_is_uploaded(changing: Any) -> None:
+    store, _, _ = changing
+    uploaded = sorted(keys.parse_data_key(key).seq for key in objects(store))  # type: ignore[union-attr]
+    assert uploaded == [1, 1, 2, 4]
+    fourth = ChainLog(store).read(4)
+    assert fourth is not None
+    assert (fourth.files, fourth.changed) == ((), 0)
+
+
+def test_a_mirror_has_the_attachments_of_the_version_that_it_serves(changing: Any, tmp_path: Path) -> None:
+    store, _, wanted = changing
+    with Subscriber(store, tmp_path / "mirror", pin=False) as reader:
+        for seq in (1, 2, 3, 4, 5, 4, 3, 1, 5, 2):
+            reader.sync(seq)
+            assert files_in(reader.path) == wanted[seq - 1]
+            links = {path.name for path in (tmp_path / "mirror").iterdir() if path.is_symlink() and path.suffix not in ("", ".safetensors")}
+            assert links == set(wanted[seq - 1]) | {"deltawire.json"}
+
+
+def test_a_version_whose_attachment_is_lost_is_not_served_half(changing: Any, tmp_path: Path) -> None:
+    store, _, wanted = changing
+    commit = ChainLog(store).read(5)
+    assert commit is not None
+    assert commit.attachments is not None
+    lost = next(entry for entry in commit.attachments if entry.name == "chat.jinja")
+    data = store.get(lost.key, limit=100)
+    with Subscriber(store, tmp_path / "mirror", pin=False, patience=0.0) as reader:
+        reader.sync(3)
+        for damage, error in (((), DataMissing), ((b"x" * len(data),), DataDamaged)):
+            store.delete([lost.key])
+            for wrong in damage:
+                store.put(lost.key, wrong)
+            for _ in range(2):
+                with pytest.raises(error):
+                    reader.sync()
+                assert reader.version is not None
+                assert reader.version.seq == 3
+                assert files_in(reader.path) == wanted[2]
+            with pytest.raises(error):
+                pull(store, tmp_path / "out", pin=False, patience=0.0)
+            assert not (tmp_path / "out").exists()
+            assert [problem.where for problem in verify(store, deep=True).problems] == [keys.commit_key(5)]
+        store.delete([lost.key])
+        store.put(lost.key, data)
+        reader.sync()
+        assert files_in(reader.path) == wanted[-1]
+
+
+def test_a_slot_whose_attachments_were_torn_by_a_power_failure_is_made_anew(
+    changing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _, wanted = changing
+    with Subscriber(store, tmp_path / "mirror", pin=False) as reader:
+        reader.sync()
+        assert reader.path is not None
+        (reader.path / "config.json").write_bytes(b"")
+    monkeypatch.setattr("deltawire.subscribe.slot.boot_id", lambda: "another boot")
+    monkeypatch.setattr("deltawire.subscribe.mirror.boot_id", lambda: "another boot")
+    with Subscriber(store, tmp_path / "mirror", pin=False) as reader:
+        assert reader.version is None
+        reader.sync()
+        assert files_in(reader.path) == wanted[-1]
+
+
+def test_collection_keeps_what_kept_versions_refer_to_wherever_it_lies() -> None:
+    store, weights = MemoryStore(), states(9)
+    options = OPTIONS | {"anchor_policy": AnchorPolicy(min_versions=3, max_versions=3)}
+    files = {"config.json": OLD, "old.json": b"gone soon"}
+    with Publisher(store, attachments=files, **options) as publisher:
+        for step, state in enumerate(weights):
+            if step == 2:
+                del files["old.json"]
+            publisher.publish(state, step=step)
+    before = objects(store)
+    assert len(before) == 2
+    assert collect(store, grace=0.0).outcome == "collected"
+    assert len(objects(store)) == 1  # config.json, uploaded with version 1, of which nothing else is left
+    assert not store_has_weights(store, 1)
+    assert read_model_files(store).files == {"config.json": OLD}
+    assert verify(store, deep=True).problems == []
+
+
+def store_has_weights(store: Store, seq: int) -> bool:
+    return any(info.key.endswith(".safetensors") for info in store.list(f"data/0000000001/{seq:020}/"))
+
+
+def test_a_publisher_without_attachments_keeps_those_in_force_and_an_empty_mapping_removes_them(tmp_path: Path) -> None:
+    store, weights = MemoryStore(), states(5)
+    with Publisher(store, attachments={"config.json": OLD}, **OPTIONS) as publisher:
+        publisher.publish(weights[0])
+    with Publisher(store, **OPTIONS) as publisher:
+        publisher.publish(weights[1])
+        assert read_model_files(store).files == {"config.json": OLD}
+    with Publisher(store, attachments={}, **OPTIONS) as publisher:
+        publisher.publish(weights[2])
+        assert read_model_files(store).files == {}
+    with Publisher(store, resume_from=1, **OPTIONS) as publisher:
+        assert read_model_files(store).files == {"config.json": OLD}  # those of the version that it went back to
+        publisher.publish(weights[3])
+    assert read_model_files(store).files == {"config.json": OLD}
+    assert len(objects(store)) == 1
+
+
+def test_files_that_a_publisher_takes_from_the_model_replace_their_like_and_leave_others() -> None:
+    store, weights = MemoryStore(), states(2)
+    with Publisher(store, attachments={"config.json": OLD, "tokenizer.json": b"[]"}, **OPTIONS) as publisher:
+        publisher.publish(weights[0])
+    with Publisher(store, **OPTIONS) as publisher:
+        publisher._attachments.taken["config.json"] = NEW  # as it does when it is given a model
+        publisher.publish(weights[1])
+    assert read_model_files(store).files == {"config.json": NEW, "tokenizer.json": b"[]"}
+
+
+def test_a_publisher_in_the_background_takes_attachments_as_they_are_when_publish_is_called(tmp_path: Path) -> None:
+    store, weights, folder = MemoryStore(), states(3), write(tmp_path / "attached", config_json=OLD)
+    with Publisher(store, attachments=folder, background=True, **OPTIONS) as publisher:
+        for number, state in enumerate(weights):
+            handle = publisher.publish(state)
+            write(folder, config_json=b"%d" % number)
+            assert handle.result(30) is not None  # type: ignore[union-attr]
+    found = [read_model_files(store, at=seq).files["config.json"] for seq in (1, 2, 3)]
+    assert found == [OLD, b"0", b"1"]
+
+
+def test_a_version_is_told_of_when_its_attachments_change() -> None:
+    events: list[Event] = []
+    files = {"a.json": b"1", "b.json": b"2"}
+    with Publisher(MemoryStore(), attachments=files, on_event=events.append, **OPTIONS) as publisher:
+        for state in states(2):
+            publisher.publish(state)
+        files |= {"a.json": b"3"}
+        del files["b.json"]
+        publisher.publish(states(3)[2])
+    told = [event.fields for event in events if event.name == "attachments-changed"]
+    assert told == [{"seq": 3, "files": "a.json, -b.json"}]
+
+
+def test_ranks_that_publish_together_ship_changed_attachments(tmp_path: Path) -> None:
+    weights, folder = states(3), write(tmp_path / "attached", config_json=OLD)
+
+    def work(ranks: Any) -> None:
+        with ShardedPublisher(ranks, tmp_path / "chain", threads=1, attachments=folder if ranks.rank == 0 else None) as publisher:
+            for number, state in enumerate(weights):
+                publisher.publish(shards_of(state, ranks.rank, ranks.size), step=number)
+                if ranks.rank == 0 and number == 0:
+                    write(folder, config_json=NEW)
+
+    assert run_ranks(2, work) == [None, None]
+    for seq, config in ((1, OLD), (2, NEW), (3, NEW)):
+        pull(tmp_path / "chain", tmp_path / str(seq), at=seq, pin=False)
+        assert files_in(tmp_path / str(seq)) == {"config.json": config}
+    assert verify(open_store(tmp_path / "chain"), deep=True).problems == []
+
+
+def test_a_full_checkpoint_can_be_asked_for_and_repairs_a_damaged_chain() -> None:
+    store, weights = MemoryStore(), states(3)
+    with Publisher(store, attachments={"config.json": OLD}, **OPTIONS) as publisher:
+        for state in weights[:2]:
+            publisher.publish(state)
+    store.delete([info.key for info in store.list(keys.DATA)])
+    with Publisher(store, attachments={"config.json": OLD}, starts_full=True, **OPTIONS) as publisher:
+        version = publisher.publish(weights[2])
+        assert version.kind == "anchor"  # type: ignore[union-attr]
+        assert publisher.publish(weights[1]).kind == "delta"  # type: ignore[union-attr]
+    assert read_model_files(store).files == {"config.json": OLD}
+    with Subscriber(store, pin=False, patience=0.0) as reader:
+        reader.sync()
+        assert bits_of(reader.state) == bits_of(weights[1])
+
+
+def test_the_longest_record_has_room_for_all_attachments() -> None:
+    hash_, ident = "ab" * 32, "0" * 32
+    most = 2**63 - 1
+    key = f"data/{10**10 - 2:010}/{10**18:020}/{hash_}"
+    deltas = tuple(FileEntry(f"{key}.safetensors", 64 << 30, 64 << 30, hash_, None, index, 1) for index in range(MOST_DELTAS))
+    letters = MOST_NAME_BYTES // MOST_FILES - 2
+    attached = tuple(FileEntry(f"{key}.file", 64 << 30, 0, hash_, f"{index:0{letters}}") for index in range(MOST_FILES))
+    seq = 1 << 40
+    commit = Commit(
+        ident, seq, 10**10 - 2, ident, "delta", hash_, tuple((m, hash_) for m in link_targets(seq)),
+        CommitRef(seq - 1, hash_, first_digest()), seq, 10**9, first_digest(), 1 << 50, MOST_DELTAS, most, most, most, deltas,
+        {"x": "y" * 7000}, Signature(hash_, hash_ * 2), "r" * 200, attached,
+    )  # fmt: skip
+    assert Commit.parse(commit.to_bytes()) == commit
+    with pytest.raises(LimitExceeded):
+        dataclasses.replace(commit, files=(*deltas, *deltas)).to_bytes()
+    with pytest.raises(LimitExceeded):
+        Limits(file_bytes=1 << 30).check(dataclasses.replace(commit, files=()))
+
+
+def first_digest() -> Any:
+    import deltawire
+
+    return deltawire.state_digest(first_state())
+
+
+def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> None:
+    """The files of its anchors are what its versions have; the first new version names them, and they are uploaded again."""
+    store = MemoryStore()
+    chain = ToyChain(store)
+    chain.anchor(first_state(), extra={"tokenizer.json": b"[]"})
+    chain.delta()
+    old = {"config.json": b'{"model_type": "toy"}', "tokenizer.json": b"[]"}
+    assert read_model_files(store).files == old
+    with Subscriber(store, tmp_path / "mirror", pin=False) as reader:
+        reader.sync()
+        with Publisher(store, **OPTIONS) as publisher:
+            publisher.publish(next_state(chain.state, 7))
+        newest = ChainLog(store).head()
+        assert newest is not None
+        assert newest.run == "toy"
+        assert read_model_files(store).files == old
+        reader.sync()
+        assert files_in(reader.path) == old
+        with Publisher(store, attachments={"config.json": NEW}, **OPTIONS) as publisher:
+            publisher.publish(next_state(chain.state, 8))
+        reader.sync()
+        assert files_in(reader.path) == {"config.json": NEW}
+
+
+def test_an_attachment_cannot_stand_for_weights() -> None:
+    store = MemoryStore()
+    with Publisher(store, attachments={"config.json": OLD}, **OPTIONS) as publisher:
+        publisher.publish(first_state())
+    commit = ChainLog(store).read(1)
+    assert commit is not None
+    assert commit.attachments is not None
+    for name in ("model.safetensors", "model.safetensors.index.json", "../config.json"):
+        with pytest.raises(CorruptRecord):
+            dataclasses.replace(commit, attachments=(dataclasses.replace(commit.attachments[0], name=name),)).to_bytes()
