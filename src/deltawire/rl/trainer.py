@@ -225,7 +225,7 @@ class GrpoTrainer:
             # Before it is published: see resume_point.
             self._checkpoints.save(self.step, self._model, self._optimizer, self._lr_scheduler)
         facts: dict[str, float | None] = {
-            **({} if batch is None else step_metrics(batch)),
+            **({"reward": None, "completions": 0, "tokens": 0} if batch is None else step_metrics(batch)),
             **measured,
             "learning_rate": self._optimizer.param_groups[0]["lr"],
             "rejected": sum(collected.rejected.values()),

@@ -1,0 +1,52 @@
+"""What a trainer prints when nobody listens: lines of at most 80 columns, and no control characters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deltawire.events import Event
+from deltawire.rl.report import StepReporter
+
+
+def printed(*events: tuple[str, dict[str, Any]]) -> list[str]:
+    lines: list[str] = []
+    report = StepReporter(lines.append)
+    for name, fields in events:
+        report(Event(name, fields))
+    assert all(len(line) <= 80 for line in lines)
+    return lines
+
+
+def test_a_step_is_one_line() -> None:
+    fields = {"step": 7, "reward": 0.43217, "loss": -1.5e-4, "entropy": 2.25, "completions/mean_length": 118.5, "bytes": 1_234_567}
+    assert printed(("trained", fields)) == ["step 7  reward 0.4322  loss -0.00015  entropy 2.25  length 118.5  1.23 MB"]
+    assert printed(("trained", {**fields, "reward": None, "rejected": 3})) == [
+        "step 7  loss -0.00015  entropy 2.25  length 118.5  1.23 MB  3 rejected"
+    ]
+    assert printed(("trained", {"step": 8, "bytes": 0})) == ["step 8  0 MB"]  # a step that was skipped
+
+
+def test_the_first_rejection_of_each_kind_in_a_step_is_printed() -> None:
+    def rejected(step: int, reason: str) -> tuple[str, dict[str, Any]]:
+        return "rollout-rejected", {"step": step, "reason": reason, "member": "m", "why": "the loss is nan"}
+
+    lines = printed(*(rejected(step, reason) for step in (1, 2) for reason in ("untrainable", "untrainable", "late", "malformed")))
+    assert lines == [
+        f"step {step}  result of m rejected, {reason}: the loss is nan" for step in (1, 2) for reason in ("untrainable", "malformed")
+    ]
+
+
+def test_long_and_hostile_texts_are_cut_and_cleaned() -> None:
+    (line,) = printed(("member-left", {"member": "m", "why": "\x1b[2J" + "x" * 200}))
+    assert line.startswith("member m left: \N{REPLACEMENT CHARACTER}[2Jxxx")
+    assert line.endswith("x…")
+    assert printed(("member-left", {"member": "m", "why": None}), ("rollout-accepted", {"step": 1})) == []
+
+
+def test_what_needs_attention_is_printed() -> None:
+    assert printed(("waiting-for-members", {"step": 1}), ("step-skipped", {"step": 2, "why": "the loss is nan"})) == [
+        "step 1  waiting for members: none is alive",
+        "step 2  skipped, weights unchanged: the loss is nan",
+    ]
+    assert printed(("evaluated", {"step": 3, "accuracy": 0.51234})) == ["step 3  evaluated: accuracy 0.5123"]
+    assert printed(("fleet-retrying", {"error": "the store is away."})) == ["fleet-retrying: the store is away."]
