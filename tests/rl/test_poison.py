@@ -38,6 +38,7 @@ REFUSED: dict[str, tuple[Poison, str]] = {
     "the reward -1e39": (reward(-1e39), "untrainable"),
     "the largest reward of all": (reward(1.7e308), "untrainable"),
     "the lowest log-prob": (logprob(-3.4e38), "untrainable"),
+    "a file of 4 MB": (prompts(lambda prompt: np.ones(500_000)), "malformed"),
     "fewer completions": (lambda whole: replace(whole, completions=whole.completions[1:]), "malformed"),
 }
 ADMITTED: dict[str, Poison] = {

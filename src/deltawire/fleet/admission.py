@@ -32,6 +32,12 @@ Reason: TypeAlias = Literal[
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
+_BYTES_OF_HEADER = 1 << 19
+_BYTES_OF_TOKEN = 4 + 4 + 1 + 32
+"""Its id, log-prob and mask, and a span of its own."""
+_BYTES_OF_COMPLETION = 4 + 4 + 1 + 64 * (8 + 1)
+"""Its length, its prompt, whether it is finished, and as many rewards as there may be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -54,6 +60,16 @@ class Demand:
     budget: StalenessBudget
     prompt_ids: Sequence[Sequence[int]] | None = None
     environment_tokens: int = 0
+
+
+def most_bytes(demand: Demand) -> int | None:
+    """Return how large a file of rollouts for this task can be at most, so that larger ones need not be read; None if nobody can tell."""
+    if demand.prompt_ids is None:
+        return None
+    completions = demand.prompts * demand.round.samples
+    tokens = completions * (demand.round.sampling.max_tokens + demand.environment_tokens)
+    prompts = sum(len(prompt) for prompt in demand.prompt_ids)
+    return _BYTES_OF_HEADER + prompts * 4 + demand.prompts * 4 + tokens * _BYTES_OF_TOKEN + completions * _BYTES_OF_COMPLETION
 
 
 def judge_place(place: RolloutKey, accepted: AcceptedResult | None, *, closed: bool) -> Reason | None:

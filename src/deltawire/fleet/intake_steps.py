@@ -16,7 +16,7 @@ from ..format.rollouts import Rollouts
 from ..store import fleet_keys
 from ..store.base import ObjectInfo
 from ..store.fleet_keys import RolloutKey
-from .admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions
+from .admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions, most_bytes
 from .desertion import Desertion
 from .fleet_clock import FleetClock
 from .options import FleetOptions
@@ -66,7 +66,7 @@ class Intake:
         for start in range(0, len(known), _FILES_AT_ONCE):
             part = known[start : start + _FILES_AT_ONCE]
             places = [RolloutKey(state.record.round, one.task, one.attempt, one.blake3) for one in part]
-            answers = yield Together(tuple(Get(fleet_keys.rollout_key(place), self.options.limits.file_bytes) for place in places))
+            answers = yield Together(tuple(Get(fleet_keys.rollout_key(place), self._most_bytes(state, place)) for place in places))
             for place, one, answer in zip(places, part, answers, strict=True):
                 if isinstance(answer, DeltawireError) and answer.retryable:
                     raise answer
@@ -147,8 +147,8 @@ class Intake:
                     self.refuse(rounds[place.round], place, refusal, None)
             if not part:
                 continue
-            limit = self.options.limits.file_bytes
-            answers = yield Together(tuple(Get(fleet_keys.rollout_key(place), limit) for _, place in part))
+            wanted = [Get(fleet_keys.rollout_key(place), self._most_bytes(rounds[place.round], place)) for _, place in part]
+            answers = yield Together(tuple(wanted))
             for (arrived, place), answer in zip(part, answers, strict=True):
                 if isinstance(answer, bytes):
                     yield from self._admit(rounds[place.round], place, self.clock.since(arrived), answer)
@@ -168,16 +168,26 @@ class Intake:
         reason = judge_place(place, state.tasks[place.task].accepted, closed=not state.taking)
         if reason is not None:
             return Refusal(reason)
-        if size > self.options.limits.file_bytes:
-            return Refusal("malformed", f"it has {size:,} bytes; {self.options.limits.file_bytes:,} are allowed")
+        most = self._most_bytes(state, place)
+        if size > most:
+            return Refusal("malformed", f"it has {size:,} bytes; a result of this task has at most {most:,}")
         return self._rejected_before(place)
+
+    def _most_bytes(self, state: RoundState, place: RolloutKey) -> int:
+        """How large a result may be that is read at all: what the task can take, and never more than the limit of all files."""
+        most = most_bytes(self._demand(state, place))
+        return self.options.limits.file_bytes if most is None else min(most, self.options.limits.file_bytes)
+
+    def _demand(self, state: RoundState, place: RolloutKey) -> Demand:
+        rows, prompts = state.rows[place.task], state.prompts[place.task] if state.prompts is not None else None
+        return Demand(state.record, len(rows), self.budget, prompts, self.options.environment_tokens)
 
     def _rejected_before(self, place: RolloutKey) -> Refusal | None:
         return Refusal("untrainable", self.left_out[place]) if place in self.left_out else None
 
     def _admit(self, state: RoundState, place: RolloutKey, arrived: float, data: bytes) -> Steps[None]:
         if blake3(data).hexdigest() != place.blake3:  # perhaps only on the way here: look again before somebody's work is thrown away
-            data = yield Get(fleet_keys.rollout_key(place), self.options.limits.file_bytes)
+            data = yield Get(fleet_keys.rollout_key(place), self._most_bytes(state, place))
         rollouts = self._parsed(place, data)
         held = state.tasks[place.task].leases.get(place.attempt)
         lease = held.lease if held is not None else None
@@ -216,8 +226,7 @@ class Intake:
     def _judge_substance(self, state: RoundState, place: RolloutKey, rollouts: Rollouts) -> Steps[Refusal | None]:
         if rollouts.run != self.run:
             return Refusal("wrong-run")
-        rows, prompts = state.rows[place.task], state.prompts[place.task] if state.prompts is not None else None
-        demand = Demand(state.record, len(rows), self.budget, prompts, self.options.environment_tokens)
+        demand = self._demand(state, place)
         refusal = judge_content(rollouts, demand)
         if refusal is not None:
             return refusal

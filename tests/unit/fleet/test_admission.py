@@ -10,7 +10,7 @@ import pytest
 
 from deltawire import Digest
 from deltawire.fleet import Completion, Rollouts, Round, Sampling, Span, StalenessBudget, VersionRef
-from deltawire.fleet.admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions
+from deltawire.fleet.admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions, most_bytes
 from deltawire.fleet.steps import KnownVersion
 from deltawire.fleet.training_limits import LARGEST_REWARD, TrainingLimits, why_untrainable
 from deltawire.format.fleet_files import AcceptedResult
@@ -112,6 +112,30 @@ def test_prompts_are_the_tasks_own() -> None:
     assert judge_content(GOOD, replace(DEMAND, prompt_ids=[[1, 1]])) is None
     for other in ([1, 2], [1], [1, 1, 1], []):
         assert reason_of(judge_content(GOOD, replace(DEMAND, prompt_ids=[other]))) == "malformed"
+
+
+def test_no_result_that_is_allowed_is_larger_than_what_is_read() -> None:
+    """The largest that can be: a span for every token, and as many rewards, versions and words about it as there may be."""
+    names = tuple(f"reward {number:02} " + "x" * 180 for number in range(64))
+    demand = replace(DEMAND, prompt_ids=[[1] * 50] * 2, prompts=2, environment_tokens=60)
+    length = ROUND.sampling.max_tokens + 60
+    versions = {seq: VersionRef(3, DIGEST) for seq in range(10**6, 10**6 + length)}
+    spans = tuple(Span(place, place + 1, 10**6 + place) for place in range(length))
+    one = replace(completion(length=length, own=4), rewards=(1.0,) * 64, spans=spans)
+    largest = replace(
+        GOOD,
+        prompts=(np.ones(50, np.int32),) * 2,
+        completions=(one, one, replace(one, prompt=1), replace(one, prompt=1)),
+        reward_names=names,
+        versions=versions,
+        seconds={f"second {number:02} " + "x" * 180: 0.1 for number in range(64)},
+    )
+    assert judge_content(largest, demand) is None
+    size = len(largest.to_bytes())
+    most = most_bytes(demand)
+    assert most is not None
+    assert size < most < 1 << 20
+    assert most_bytes(DEMAND) is None
 
 
 def changed(**changes: Any) -> Rollouts:
