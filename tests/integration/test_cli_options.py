@@ -86,6 +86,8 @@ def test_a_dry_run_publishes_nothing_and_foretells_what_would_be(place: Path) ->
     assert files_below(place) == before
     assert ask("publish", place / "old", place / "new", "--dry-run", code=1)["error"]["type"] == "PlaceOccupied"
     back = ask("publish", other, place / "chain", "--dry-run", "--resume-from", 1)
+    full = ask("publish", place / "old", place / "chain", "--dry-run", "--full")
+    assert (full["version"], full["kind"]) == (3, "anchor")
     copy = shutil.copytree(place / "chain", place / "copy")
     done = ask("publish", other, copy, "--resume-from", 1)
     assert (done["version"], done["kind"]) == (back["version"], back["kind"])
@@ -157,7 +159,8 @@ def test_a_pull_by_force_deletes_nothing_of_others(place: Path) -> None:
     for stranger in ("notes.txt", "logs/today.txt", ".git/HEAD"):
         (out / stranger).parent.mkdir(exist_ok=True)
         (out / stranger).write_text("mine")
-        refused = ask("pull", place / "chain", out, "--force", code=1)["error"]
+        refused = ask("pull", place / "chain", out, "--force", "--dry-run", code=1)["error"]
+        assert refused == ask("pull", place / "chain", out, "--force", code=1)["error"]
         assert refused["type"] == "CheckpointError"
         assert f"holds {stranger}, which would be lost" in refused["message"]
         assert (out / stranger).read_text() == "mine"

@@ -125,7 +125,7 @@ def publish(
                     _report_same(store.url, Version.of(same), json)
                     return
             if dry_run:
-                plan = forecast(chain, state, attached, base, threads=threads, on_event=on_event)
+                plan = forecast(chain, state, attached, base, full=full, threads=threads, on_event=on_event)
                 bars.close()
                 _report_forecast(store.url, plan, state.weight_bytes, left_out, json)
                 return

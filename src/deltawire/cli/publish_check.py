@@ -58,6 +58,7 @@ def forecast(
     attached: Mapping[str, bytes | Path] | None,
     base: Commit | None,
     *,
+    full: bool,
     threads: int | None,
     on_event: OnEvent | None,
 ) -> Forecast:
@@ -68,14 +69,16 @@ def forecast(
         return Forecast(1, "anchor", None, state.weight_bytes, 0, sorted(attached or ()))
     base = base or newest
     is_rewound = base.seq != newest.seq
+    files = changed_files(log, base, attached)
+    version = newest.updates + (2 if is_rewound else 1)
+    if full:
+        return Forecast(version, "anchor", None, state.weight_bytes, 0, files)
     before = MemoryState(threads=threads)
     routes = Routes(log, on_event=on_event)
     hops = routes.find(None, base)
     size = sum(entry.size for hop in hops for entry in hop.files)
     emit(on_event, "planned", seq=base.seq, updates=base.updates, hops=len(hops), bytes=size)
     rebuild(before, log, Fetcher(log.store, limits=log.limits, on_event=on_event), base, routes=routes)
-    files = changed_files(log, base, attached)
-    version = newest.updates + (2 if is_rewound else 1)
     alike = before.keys() == state.keys() and all(
         (before[name].dtype, before[name].shape) == (state.entry(name).dtype.numpy, state.entry(name).shape) for name in state
     )

@@ -115,7 +115,7 @@ def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: boo
     from ..chain.restore import find_route
     from ..chain.version import Version
     from ..format.shard_layout import LAYOUT_FILE
-    from ..format.staged_output import refuse_output
+    from ..format.staged_output import refuse_losses, refuse_output
     from ..subscribe.chain_view import ChainView
 
     refuse_output(directory, directory=True, replace=replace)
@@ -125,6 +125,7 @@ def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: boo
     attachments = target.attachments or ()
     size = sum(entry.size for hop in hops for entry in hop.files) + sum(entry.size for entry in attachments)
     names = {entry.name for entry in (*hops[0].files, *attachments) if entry.name is not None}
+    refuse_losses(directory, names)
     return PullPlan(Version.of(target), size, len(hops), sorted(names - {LAYOUT_FILE}))
 
 

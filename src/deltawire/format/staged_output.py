@@ -65,16 +65,23 @@ class StagedOutput:
         return self.out.with_name(f"{self.out.name}.{kind}-{secrets.token_hex(4)}")
 
     def refuse_losses(self, names: Collection[str]) -> None:
-        """Raise `CheckpointError` if replacing the directory by one with these files would delete something that is no part of either.
+        """Raise `CheckpointError` if files would be lost that a directory with files of these names does not have; see `refuse_losses`."""
+        if self._directory:
+            refuse_losses(self.out, names)
 
-        Weights of the old checkpoint are meant to go. Everything else that the new one does not have is somebody's own.
-        """
-        if not self._directory or not self.out.is_dir():
-            return
-        lost = sorted(files_below(self.out) - {*names, SINGLE_FILE, INDEX_FILE, *_indexed(self.out)})
-        if lost:
-            others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            raise CheckpointError(f"{self.out} holds {lost[0]}{others}, which would be lost. Move it away, or name another output.")
+
+def refuse_losses(out: Path, names: Collection[str]) -> None:
+    """Raise `CheckpointError` if replacing a directory by one with these files would delete something that is no part of either.
+
+    Weights of the old checkpoint are meant to go. Everything else that the new one does not have is somebody's own.
+    """
+    out = Path(os.path.abspath(out))
+    if not out.is_dir():
+        return
+    lost = sorted(files_below(out) - {*names, SINGLE_FILE, INDEX_FILE, *_indexed(out)})
+    if lost:
+        others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise CheckpointError(f"{out} holds {lost[0]}{others}, which would be lost. Move it away, or name another output.")
 
 
 def refuse_output(out: Path, *, directory: bool, replace: bool) -> None:

@@ -77,6 +77,7 @@ def pull(
                 pins.hold_way(chain.log.run, hops)
                 entries = [*(target.attachments or ()), *(entry for hop in hops for entry in hop.files)]
                 size = sum(entry.size for entry in entries)
+                staged.refuse_losses({entry.name for entry in entries if entry.name is not None})  # at the end again, but then it is late
                 emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=len(hops), bytes=size)
                 try:
                     _build(staged.path, hops, journey, threads)
