@@ -9,6 +9,7 @@ import contextlib
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not install
 
 SETTINGS = GrpoSettings(prompts=4, num_generations=4, tasks=2, max_completion_length=6, learning_rate=1e-2, max_staleness=0, save_steps=2)
 FLEET = FleetOptions(lease_seconds=30, poll_seconds=0.01, keep_steps=64)
+PATIENT = replace(FLEET, lease_seconds=3600)
+"""No lease runs out, however busy the machine is: every task is done as often as it is offered, and no more."""
 ROWS = [{"prompt": f"w{number} w{number + 1}"} for number in range(1, 40)]
 
 

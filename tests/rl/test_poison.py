@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learning_run import SETTINGS, members, trainer
+from learning_run import PATIENT, SETTINGS, members
+from learning_run import trainer as any_trainer
 from poisons import MARK, MARKED, Poison, PoisonedStore, logprob, longer, on_first, prompts, reward, token
 from tiny_models import torch
 
@@ -23,6 +24,11 @@ from deltawire.rl import preflight
 from deltawire.rl import trainer as trainer_module
 from deltawire.store import fleet_keys
 from deltawire.store.memory import MemoryStore
+
+
+def trainer(store: MemoryStore, checkpoints: Path | None, **options: Any) -> trainer_module.GrpoTrainer:
+    return any_trainer(store, checkpoints, fleet=PATIENT, **options)
+
 
 REFUSED: dict[str, tuple[Poison, str]] = {
     "a token beyond the vocabulary": (token(96), "untrainable"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learning_run import FLEET, ROWS, attachments, members, model
+from learning_run import PATIENT, ROWS, attachments, members, model
 from poisons import PoisonedStore, longer, prompts, reward, token
 from tiny_models import torch
 
@@ -35,7 +35,7 @@ def test_the_worker_for_trl_refuses_poison_too():
     with Publisher(store, attachments=attachments(), dtype=torch.bfloat16) as publisher:
         version = WeightSource(model()).publish(publisher, step=0)
         transfer: Any = SimpleNamespace(store=store, publisher=publisher, versions=[version])
-        worker = FleetRolloutWorker(transfer, ROWS, groups=2, samples=2, max_tokens=6, options=FLEET, on_event=events.append)
+        worker = FleetRolloutWorker(transfer, ROWS, groups=2, samples=2, max_tokens=6, options=PATIENT, on_event=events.append)
         worker.start()
         with members(store):
             samples = [worker.rollout_buffer.get(timeout=600) for _ in range(4)]
