@@ -18,6 +18,8 @@ from toy_chain import ToyChain, first_state
 from deltawire.chain import log
 from deltawire.chain.collect import collect
 from deltawire.chain.verify import verify
+from deltawire.engines.disk import DiskEngine
+from deltawire.engines.hot_swap import HotSwap
 from deltawire.errors import (
     ChainBroken,
     ChainError,
@@ -31,6 +33,7 @@ from deltawire.errors import (
     UnsupportedVersion,
 )
 from deltawire.events import Event
+from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.records import Commit, Head, Limits, record_hash
 from deltawire.format.signing import SigningKey
 from deltawire.store import Store, keys
@@ -313,6 +316,7 @@ def test_a_running_follower_notices_that_its_store_was_set_back(
     older = copy_of(store)
     with open_publisher(store) as publisher:
         ledger.publish(publisher, 3)
+    newer = copy_of(store)
     monkeypatch.setattr(log, "_LOOK_AGAIN", 0.0)
     monkeypatch.setattr(log, "_SURE_AFTER", 0.0)
     events = Listener()
@@ -328,6 +332,17 @@ def test_a_running_follower_notices_that_its_store_was_set_back(
         assert isinstance(reader.last_error, RollbackDetected)
         assert [event.fields["error"] for event in events.events if event.name == "sync-failed"] == ["RollbackDetected"]
         assert bits_of(reader.state) == bits_at(4)
+    loaded: list[Any] = []
+    restore(store, newer)
+    engine = DiskEngine(tmp_path / "engine", reload=lambda path, version: loaded.append(bits_of(Checkpoint(path))))
+    with HotSwap(store, engine, pin=False, patience=0.0) as swap:
+        following = swap.follow(poll=1e-4)
+        assert next(following).step == 4
+        restore(store, older)
+        with pytest.raises(RollbackDetected):
+            next(following)
+        assert isinstance(swap.last_error, RollbackDetected)
+        assert loaded == [bits_at(4)]
 
 
 def test_a_follower_waits_for_a_store_that_shows_less_than_before_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
