@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +49,12 @@ def verify(
             raise typer.Exit(DAMAGED)
 
 
+def _cause_as_json(cause: Cause) -> dict[str, Any]:
+    return {"where": cause.affects[0], "what": cause.what, "affects": cause.affects}
+
+
 def _as_json(url: str, deep: bool, report: Report) -> dict[str, Any]:
+    causes, superseded = causes_of(report, url)
     return {
         "url": url,
         "deep": deep,
@@ -63,12 +67,8 @@ def _as_json(url: str, deep: bool, report: Report) -> dict[str, Any]:
         "bytes": report.bytes,
         "rebuilt": report.rebuilt if deep else None,
         "floor": report.floor if report.floor >= 0 else None,
-        "problems": [
-            {"where": cause.affects[0], "what": cause.what, "affects": cause.affects} for cause in causes_of(report.problems, url)
-        ],
-        "superseded": [
-            {"where": cause.affects[0], "what": cause.what, "affects": cause.affects} for cause in causes_of(report.superseded, url)
-        ],
+        "problems": [_cause_as_json(cause) for cause in causes],
+        "superseded": [_cause_as_json(cause) for cause in superseded],
         "notes": [{"where": note.where, "what": note.what} for note in report.notes],
     }
 
@@ -91,16 +91,33 @@ class Cause:
     affects: list[str]
 
 
-def causes_of(problems: Sequence[Problem], url: str) -> list[Cause]:
-    """The problems that a check found, one for each cause: a damaged object is one problem, however many versions are made from it."""
+def causes_of(report: Report, url: str) -> tuple[list[Cause], list[Cause]]:
+    """The problems that a check found, and those that are superseded, one for each cause.
+
+    A damaged object is one problem, however many versions are made from it. If some of these are superseded, it is one all the same.
+    """
     causes: dict[str, Cause] = {}
-    for problem in problems:
-        what = _finding(problem).replace(f" in {url}", "")
-        named = _DATA_KEY.search(what)
-        cause = causes.setdefault(named[0] if named else f"{problem.where}: {what}", Cause(what, []))
-        if problem.where not in cause.affects:
-            cause.affects.append(problem.where)
-    return list(causes.values())
+    superseded: dict[str, Cause] = {}
+    for problem in report.problems:
+        _add_to(causes, problem, url)
+    for problem in report.superseded:
+        key = _cause_of(problem, url)[0]
+        _add_to(causes if key in causes else superseded, problem, url)
+    return list(causes.values()), list(superseded.values())
+
+
+def _add_to(causes: dict[str, Cause], problem: Problem, url: str) -> None:
+    key, what = _cause_of(problem, url)
+    cause = causes.setdefault(key, Cause(what, []))
+    if problem.where not in cause.affects:
+        cause.affects.append(problem.where)
+
+
+def _cause_of(problem: Problem, url: str) -> tuple[str, str]:
+    """What tells this cause from others, and how it is worded."""
+    what = _finding(problem).replace(f" in {url}", "")
+    named = _DATA_KEY.search(what)
+    return named[0] if named else f"{problem.where}: {what}", what
 
 
 def _result(causes: int, superseded: int) -> str:
@@ -110,7 +127,7 @@ def _result(causes: int, superseded: int) -> str:
 
 
 def _print(url: str, deep: bool, report: Report) -> None:
-    causes, superseded = causes_of(report.problems, url), causes_of(report.superseded, url)
+    causes, superseded = causes_of(report, url)
     rebuilt = f"{report.rebuilt:,} version{'' if report.rebuilt == 1 else 's'}"
     print_rows(
         url,
