@@ -8,7 +8,7 @@ from plain_reader import read_commits, read_states
 from support import bits_of, copied
 from threads_as_ranks import run_ranks, shards_of
 
-from deltawire import Publisher, Subscriber
+from deltawire import Publisher, Subscriber, pull
 from deltawire.chain.verify import verify
 from deltawire.errors import (
     CommitOutcomeUnknown,
@@ -301,3 +301,31 @@ def test_processes_that_do_not_see_the_same_store_are_refused(tmp_path):
     with Publisher(tmp_path / "1"):
         pass
     assert run_ranks(2, work) == [None, None]
+
+
+def test_the_files_of_the_model_go_with_every_version_and_what_the_user_attached_replaces_them(tmp_path):
+    def work(ranks):
+        with ShardedPublisher(ranks, tmp_path / "chain", threads=1, attachments={"config.json": b"mine"}) as publisher:
+            for state, theirs in zip(states(2), [b"1", b"2"], strict=True):
+                held = shards_of(state, ranks.rank, 2)
+                publisher.publish(held, files={"config.json": b"theirs", "generation_config.json": theirs} if ranks.rank == 0 else None)
+
+    run_ranks(2, work)
+    for version, theirs in [(1, b"1"), (2, b"2")]:
+        pull(tmp_path / "chain", tmp_path / f"v{version}", at=version)
+        assert (tmp_path / f"v{version}" / "config.json").read_bytes() == b"mine"
+        assert (tmp_path / f"v{version}" / "generation_config.json").read_bytes() == theirs
+
+
+def test_a_rank_that_holds_what_is_not_finite_stops_the_publication_at_all_ranks(tmp_path):
+    good, bad = first_state(), first_state()
+    bad["embed"].reshape(-1)[-1] = np.nan
+
+    def work(ranks):
+        with ShardedPublisher(ranks, tmp_path, threads=1, refuse_nonfinite=True) as publisher:
+            publisher.publish(shards_of(good, ranks.rank, 2))
+            with pytest.raises(PublishError, match=r"1 weights are NaN or infinite, in 'embed' \(1\)"):
+                publisher.publish(shards_of(bad, ranks.rank, 2))
+            return publisher.publish(shards_of(good, ranks.rank, 2)).updates
+
+    assert run_ranks(2, work) == [2, 2]

@@ -308,8 +308,8 @@ class Publisher:
                 self._appender.settle()
 
     def _weights_of(self, model: Any) -> State:
+        self._attachments.taken |= files_of_model(model, self._casting.dtype)
         if self._source is None or self._source[0] is not model:
-            self._attachments.taken |= files_of_model(model, self._casting.dtype)
             self._source = model, WeightSource(model)
         return self._source[1].snapshot()
 

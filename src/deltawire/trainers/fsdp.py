@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # what torch.distributed.checkpoint asks, too
 
+from ..casting import wire_dtype
 from ..chain.version import Version
 from ..checkpoint_layout import CheckpointLayout
 from ..dtypes import DType
@@ -30,6 +31,7 @@ from ..events import OnEvent
 from ..publish import PendingVersion
 from ..publish.advice import warn_if_wide
 from ..publish.at_exit import EXIT_SECONDS, finish_at_exit, forget, warn_lost
+from ..publish.model_files import files_of_model
 from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
 from ..store import Store
@@ -50,8 +52,9 @@ class FSDPPublisher:
     rank that dies is noticed by the others after `timeout`, or when its connections break (`PublishError`). A job that starts again, with
     as many ranks as it likes, goes on where the chain stands.
 
-    `dtype` is what floating-point weights are cast to, shard by shard. Other options are those of `ShardedPublisher` (`signing_key`,
-    `trusted_keys`, `resume_from`, `attachments`, …). Each rank holds a copy of its shards in that type, on the CPU.
+    `dtype` is what the fleet serves: floating-point weights are cast to it, shard by shard. Other options are those of `ShardedPublisher`
+    (`signing_key`, `trusted_keys`, `resume_from`, `attachments`, `tokenizer`, …). Each rank holds a copy of its shards in that type, on the
+    CPU.
 
     With `background`, `publish` takes another copy of them and returns at once. What is still on its way at the next call is waited for,
     since ranks that chose for themselves what to leave out would not choose the same: no version is ever superseded.
@@ -68,6 +71,7 @@ class FSDPPublisher:
         timeout: datetime.timedelta | None = None,
         **options: Any,
     ) -> None:
+        self._served = None if dtype is None else wire_dtype(dtype)
         self._dtype = dtype
         self._in_background = background
         self._pending: PendingVersion | None = None
@@ -106,9 +110,12 @@ class FSDPPublisher:
                 [(dtype, state[name].numel() * dtype.itemsize) for name, dtype in known.items() if dtype], self.on_event, may_raise=False
             )
         held: dict[str, TensorPart] = {}
+        files: dict[str, bytes] = {}
 
         def hold() -> None:
             held.update(held_shards(state, self._ranks.rank, self._dtype, copy=self._in_background))
+            if self._ranks.rank == 0 and isinstance(model, torch.nn.Module):
+                files.update(files_of_model(model, self._served))
 
         def split() -> None:
             if isinstance(model, torch.nn.Module):
@@ -119,12 +126,12 @@ class FSDPPublisher:
         together(self._ranks, hold)
         together(self._ranks, split)
         if not self._in_background:
-            return self._publisher.publish(held, step=step, meta=meta)
+            return self._publisher.publish(held, step=step, meta=meta, files=files)
         pending = self._pending = PendingVersion(lambda error: self._forget())
 
         def work() -> None:
             try:
-                pending._resolve(self._publisher.publish(held, step=step, meta=meta))
+                pending._resolve(self._publisher.publish(held, step=step, meta=meta, files=files))
             except BaseException as error:
                 pending._resolve(error=error)
 

@@ -74,7 +74,7 @@ class ChainLead:
             assert resume_from is not None
             self._commit = version_commit(self._log, fence, resume_from)
         in_force = None if fence.state_seq is None else self._log.state_commit(fence)
-        self._attached = AttachedFiles(self._log, in_force, on_event=on_event)
+        self._attached = AttachedFiles(self._log, in_force, keeps_others=not has_attachments, on_event=on_event)
 
     def opening(self) -> dict[str, Any]:
         """What the others have to know from the start."""

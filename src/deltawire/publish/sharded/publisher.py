@@ -25,9 +25,10 @@ from ...store import Store, StoreOptions, open_store
 from ...tensors import TensorPart
 from ..advice import Advice
 from ..anchor_files import SHARD_BYTES
-from ..attachments import Attachments, read_attachments
+from ..attachments import Attachments, CollectedFiles, read_attachments
 from ..cadence import AnchorPolicy
 from ..commits import check_meta, check_step
+from ..model_files import files_of_tokenizer
 from ..segments import SEGMENT_BYTES
 from ..upload import DataPlace, Update, upload_update
 from .anchor import SharedCheckpoint, upload_together
@@ -77,6 +78,7 @@ class ShardedPublisher:
         signing_key: SigningKey | None = None,
         trusted_keys: Collection[str] = (),
         attachments: Attachments | None = None,
+        tokenizer: Any = None,
         refuse_nonfinite: bool = False,
         anchor_policy: AnchorPolicy | None = None,
         skips: bool = True,
@@ -89,7 +91,8 @@ class ShardedPublisher:
     ) -> None:
         self._ranks = ranks
         self._threads = threads
-        self._attachments = attachments if ranks.rank == 0 else None
+        self._attachments = CollectedFiles(attachments if ranks.rank == 0 else None)
+        self._has_attachments = attachments is not None and ranks.rank == 0
         self._on_event = on_event
         self._advice = Advice(on_event, has_dtype=True, refuse_nonfinite=refuse_nonfinite, threads=threads)
         self._segment_bytes = segment_bytes
@@ -110,7 +113,9 @@ class ShardedPublisher:
                 self._pool = opened.enter_context(ThreadPoolExecutor(_STREAMS, thread_name_prefix="deltawire-upload"))
                 if ranks.rank > 0:
                     return None
-                read_attachments(attachments)  # what is wrong with them should show now, not hours later
+                if tokenizer is not None:
+                    self._attachments.taken |= files_of_tokenizer(tokenizer)
+                read_attachments(self._attachments)  # what is wrong with them should show now, not hours later
                 policy = anchor_policy or AnchorPolicy()
                 self._lead = ChainLead(
                     self._store,
@@ -141,11 +146,19 @@ class ShardedPublisher:
         """The newest version that is known to be in the chain; None before the first. With `resume_from`, that one at first."""
         return None if self._commit is None else Version.of(self._commit)
 
-    def publish(self, held: Mapping[str, TensorPart], *, step: int | None = None, meta: Mapping[str, str] | None = None) -> Version:
+    def publish(
+        self,
+        held: Mapping[str, TensorPart],
+        *,
+        step: int | None = None,
+        meta: Mapping[str, str] | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> Version:
         """Publish a model by what this process holds of it; of the parts that are passed, `start` may be anything. All names must be there.
 
         Returns the version, which readers can see by then. Raises what `Publisher.publish` does, in all processes alike; for what went
-        wrong elsewhere the message says at which rank. Only the first process's `step` and `meta` count.
+        wrong elsewhere the message says at which rank. Only the first process's `step`, `meta` and `files` count; the last
+        are the model's own, such as config.json, which `attachments` of the same names replace.
         """
         if self._closed:
             raise PublisherClosed("the publisher was closed.")
@@ -158,7 +171,9 @@ class ShardedPublisher:
             check_step(step)
             check_meta(meta)
             self._advice.check_finite({name: part.elements for name, part in held.items()})
-            attachments = read_attachments(self._attachments)
+            if self._ranks.rank == 0 and (files or self._attachments.taken or self._has_attachments):
+                self._attachments.taken |= files or {}
+                attachments = read_attachments(self._attachments)
 
         together(self._ranks, check)
         division, parts = self._splitter.split(held)
