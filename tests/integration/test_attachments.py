@@ -14,6 +14,7 @@ from toy_chain import ToyChain, first_state, next_state
 from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
 from deltawire.chain.verify import verify
+from deltawire.chain.version import Version
 from deltawire.errors import CorruptRecord, DataDamaged, DataMissing, LimitExceeded
 from deltawire.events import Event
 from deltawire.format.record_parts import FileEntry
@@ -26,7 +27,7 @@ from deltawire.publish.sharded.parts import MOST_FILES as MOST_DELTAS
 from deltawire.store import Store, keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
-from deltawire.subscribe.model_files import read_model_files
+from deltawire.subscribe.model_files import FollowedFiles, read_model_files
 from deltawire.subscribe.pull import pull
 
 OPTIONS: dict[str, Any] = {"segment_bytes": 800, "threads": 1, "anchor_policy": AnchorPolicy(min_versions=100, max_versions=100)}
@@ -90,6 +91,17 @@ def test_pull_gives_every_version_its_own_attachments(changing: Any, tmp_path: P
             assert bits_of(reader.state) == bits_of(state)
     assert read_model_files(store).files == wanted[-1]
     assert verify(store, deep=True).problems == []
+
+
+def test_what_a_member_loads_from_attachments_is_loaded_again_when_they_change(changing: Any) -> None:
+    store, _, wanted = changing
+    loads: list[dict[str, bytes]] = []
+    followed = FollowedFiles(store, lambda files: loads.append(dict(files.files)) or loads[-1])
+    versions = [Version.of(commit) for commit in ChainLog(store).tail(0)]
+    assert followed.at(None) == wanted[-1]
+    for version, files in zip([*versions, *reversed(versions)], [*wanted, *reversed(wanted)], strict=True):
+        assert followed.at(version) == files
+    assert len(loads) == 1 + 3 + 2  # versions 2 and 3 have the same files, and so have 4 and 5
 
 
 def test_only_what_changed_is_uploaded(changing: Any) -> None:

@@ -15,7 +15,8 @@ class Version:
     """One version of the model: `seq` is its place in the chain, `updates` counts the versions up to it, so that lags can be subtracted.
 
     `bytes` is the size of the files that it took, `changed` the number of weights that differ from the version before (0 for kinds
-    "anchor" and "rewind"), `time` the publisher's clock in seconds since 1970, `meta` the strings that it was published with.
+    "anchor" and "rewind"), `time` the publisher's clock in seconds since 1970, `meta` the strings that it was published with,
+    `attachments` the files beside its weights: names with the BLAKE3 of their contents (none of versions from before commits named them).
     """
 
     seq: int
@@ -29,6 +30,7 @@ class Version:
     changed: int
     time: float
     meta: Mapping[str, str] = field(default_factory=dict)
+    attachments: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, commit: Commit) -> Version:
@@ -47,6 +49,7 @@ class Version:
             changed=commit.changed,
             time=commit.time / 1000,
             meta=dict(commit.meta),
+            attachments={str(entry.name): entry.blake3 for entry in commit.attachments or ()},
         )
 
     def describe(self) -> str:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 
-def open_decoder(store: Store, trusted_keys: Collection[str]) -> tuple[Decode | None, str]:
+def open_decoder(store: Store, run: str | None, trusted_keys: Collection[str]) -> tuple[Decode | None, str]:
     """Return what makes text of token ids; or None and the reason why there is nothing."""
     from ..subscribe.model_files import read_model_files
 
@@ -19,7 +19,7 @@ def open_decoder(store: Store, trusted_keys: Collection[str]) -> tuple[Decode | 
         import tokenizers
     except ImportError:
         return None, "the package tokenizers is not installed: pip install 'deltawire[transformers]'"
-    data = read_model_files(store, trusted_keys=trusted_keys).files.get("tokenizer.json")
+    data = read_model_files(store, run=run, trusted_keys=trusted_keys).files.get("tokenizer.json")
     if data is None:
         return None, "no tokenizer.json is published beside the weights: publish with attachments"
     try:

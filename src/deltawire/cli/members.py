@@ -7,11 +7,13 @@ import time
 from rich.text import Text
 
 from . import figures
-from .chain_options import TrustOption, UrlArgument, VerboseOption, opened
+from .chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
 from .terminal import JsonOption, exit_codes, print_json, print_wrapped, result_console
 
 
-def members(url: UrlArgument, trust: TrustOption = None, verbose: VerboseOption = False, json: JsonOption = False) -> None:
+def members(
+    url: UrlArgument, trust: TrustOption = None, run: RunOption = None, verbose: VerboseOption = False, json: JsonOption = False
+) -> None:
     """List the members of a run's fleet: what they do, which version they have, how fast they are, and when they were last heard of.
 
     A member that was not heard of for longer than a lease lasts is "silent". "works on" names round and task. What members say about
@@ -23,16 +25,16 @@ def members(url: UrlArgument, trust: TrustOption = None, verbose: VerboseOption 
         from .fleet_table import member_as_json, member_lines
 
         with opened(url, verbose=verbose) as store:
-            run = ChainLog(store, trusted_keys=trust or ()).run
-            with FleetReader(store, run.id, trusted_keys=trust or ()) as reader:
+            its_run = ChainLog(store, run=run, trusted_keys=trust or ()).run
+            with FleetReader(store, its_run.id, trusted_keys=trust or ()) as reader:
                 fleet = reader.fleet(0)
             now = time.time()
             if json:
                 found = [member_as_json(one, fleet, now) for one in sorted(fleet.members, key=lambda one: one.beat.member)]
-                print_json({"url": store.url, "run": run.run, "id": run.id, "members": found})
+                print_json({"url": store.url, "run": its_run.run, "id": its_run.id, "members": found})
                 return
             console = result_console()
-            print_wrapped(console, f"{figures.printable(run.run)}  {_count(len(fleet.members))}", style="bold")
+            print_wrapped(console, f"{figures.printable(its_run.run)}  {_count(len(fleet.members))}", style="bold")
             for number, line in enumerate(member_lines(fleet, width=console.width, now=now)):
                 console.print(Text(line, style="bold" if number == 0 else ""), soft_wrap=True)
 

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from . import figures
-from .chain_options import TrustOption, UrlArgument, VerboseOption, opened
+from .chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
 from .completion_text import open_decoder, tokens_as_text
 from .member_options import check_member_name
 from .terminal import JsonOption, exit_codes, print_json, print_notice, print_wrapped, result_console
@@ -37,6 +37,7 @@ def rollouts(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help=f"Show whole texts, not only their first {_SHORT} lines.")] = False,
     trust: TrustOption = None,
+    run: RunOption = None,
     verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -50,14 +51,16 @@ def rollouts(
         from ..fleet.overview import FleetReader
 
         with opened(url, verbose=verbose) as store:
-            run = ChainLog(store, trusted_keys=trust or ()).run
-            decode, why = open_decoder(store, trust or ())
+            its_run = ChainLog(store, run=run, trusted_keys=trust or ()).run
+            decode, why = open_decoder(store, run, trust or ())
             if decode is None:
                 print_notice(f"showing token ids: {why}")
-            with FleetReader(store, run.id, trusted_keys=trust or ()) as reader:
+            with FleetReader(store, its_run.id, trusted_keys=trust or ()) as reader:
                 chosen = list(_chosen(reader, count, step, member))
             if json:
-                print_json({"url": store.url, "run": run.run, "id": run.id, "rollouts": [_as_json(*each, decode) for each in chosen]})
+                print_json(
+                    {"url": store.url, "run": its_run.run, "id": its_run.id, "rollouts": [_as_json(*each, decode) for each in chosen]}
+                )
                 return
             console = result_console()
             if not chosen:

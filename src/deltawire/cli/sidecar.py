@@ -125,6 +125,8 @@ class _Listener:
             self._tell(
                 f"the update to version {fields['updates']} failed; the server stays paused while it is loaded anew: {fields['reason']}"
             )
+        elif event.name == "attachments-changed":
+            self._tell(f"restart the server to use these files, which changed: {fields['files']}")
         elif event.name == "repaired":
             self._tell(f"version {fields['updates']} was loaded anew")
         elif event.name in ("swap-failed", "sync-failed", "engine-lost", "report-failed"):

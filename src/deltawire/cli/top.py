@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import figures
-from .chain_options import TrustOption, UrlArgument, opened
+from .chain_options import RunOption, TrustOption, UrlArgument, opened
 from .terminal import JsonOption, exit_codes, print_json_line, print_notice, result_console
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def top(
         int | None, typer.Option("-n", "--count", min=1, metavar="N", help="Look so often, then end.", show_default=False)
     ] = None,
     trust: TrustOption = None,
+    run: RunOption = None,
     json: JsonOption = False,
 ) -> None:
     """Watch a run's fleet: its newest version, its rounds, and its members, until Ctrl-C.
@@ -42,14 +43,14 @@ def top(
         from ..fleet.overview import FleetReader
 
         with opened(url) as store:
-            run = ChainLog(store, trusted_keys=trust or ()).run
-            with FleetReader(store, run.id, trusted_keys=trust or ()) as reader:
+            its_run = ChainLog(store, run=run, trusted_keys=trust or ()).run
+            with FleetReader(store, its_run.id, trusted_keys=trust or ()) as reader:
                 looks = _looks(reader, every, count)
                 try:
                     if json:
-                        _print_as_json(run, looks)
+                        _print_as_json(its_run, looks)
                     else:
-                        _show(run, looks)
+                        _show(its_run, looks)
                 except KeyboardInterrupt:
                     return
 

@@ -21,7 +21,7 @@ from ..events import OnEvent
 from ..fleet.generation import Generated, Stop, never
 from ..format.fleet_records import Sampling
 from ..store import Store
-from ..subscribe.model_files import ModelFiles, read_model_files
+from ..subscribe.model_files import FollowedFiles, ModelFiles
 from ..tensors import to_torch
 from .sampling import passes_of, sample
 
@@ -29,9 +29,9 @@ from .sampling import passes_of, sample
 class TransformersGenerator:
     """A `deltawire.fleet.generation.Generator` that runs the chain's own model, on `device`.
 
-    Everything comes from the chain in `store`: config and tokenizer from the attachments of its newest whole checkpoint, the weights by
-    following it. They are swapped between two forward passes, so the version of every token is exact; keys and values that older weights
-    made stay, as `KvCache.KEEP` says.
+    Everything comes from the chain in `store`: config and tokenizer from its attachments, the weights by following it. A tokenizer that
+    changes is loaded anew; a config that changes needs a new member. They are swapped between two forward passes, so the version of every
+    token is exact; keys and values that older weights made stay, as `KvCache.KEEP` says.
     """
 
     def __init__(
@@ -45,19 +45,25 @@ class TransformersGenerator:
         poll: float = 0.5,
         on_event: OnEvent | None = None,
     ) -> None:
-        files = read_model_files(store, run=run, trusted_keys=trusted_keys)
-        self._prompts = Prompts.of(files)
-        self.model, self._stop_tokens = build_model(files, device)
-        if self._prompts.tokenizer.eos_token_id is not None:
-            self._stop_tokens.add(self._prompts.tokenizer.eos_token_id)
+        self._prompts = FollowedFiles(store, Prompts.of, run=run, trusted_keys=trusted_keys)
+        self.model, self._stop_tokens = build_model(self._prompts.first, device)
+        end = self._prompts.at(None).tokenizer.eos_token_id
+        if end is not None:
+            self._stop_tokens.add(end)
         self._policy = HotSwap(
             store, ModuleEngine(self.model, name="transformers"), run=run, trusted_keys=trusted_keys, reader=reader, on_event=on_event
         )
         self._passes = passes_of(self._policy)
         self._poll = poll
         self._is_following = False
-        self.encode = self._prompts.encode
-        self.decode = self._prompts.decode
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Token ids of the rows' prompts, by the tokenizer of the version at hand."""
+        return self._prompts.at(self.version).encode(rows)
+
+    def decode(self, rows: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]) -> list[Any]:
+        """Completions as rewards see them, by the tokenizer of the version at hand."""
+        return self._prompts.at(self.version).decode(rows, tokens)
 
     def start(self) -> None:
         if not self._is_following:

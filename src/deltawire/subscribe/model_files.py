@@ -5,22 +5,27 @@ Enough to build an empty model of the right form, which then gets its weights by
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from ..chain.attachments import attachments_hop, attachments_of, fetch_attachments
 from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.restore import Hop
 from ..chain.routes import HopFailed, Routes, was_collected
+from ..chain.version import Version
 from ..dtypes import DType
 from ..errors import DataDamaged, DataMissing, ObjectMissing, VersionGone
+from ..format.content_hash import content_hash
 from ..format.records import Commit, FileEntry
 from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
 from ..store.base import Store
 from .chain_view import ChainView
 
+_Loaded = TypeVar("_Loaded")
 _MOST_BYTES = 256 << 20
 """More than any tokenizer has. What an anchor's record claims beyond is refused, not fetched."""
 
@@ -42,6 +47,38 @@ class ModelFiles:
         for name, data in self.files.items():
             (folder / name).write_bytes(data)
         return folder
+
+
+class FollowedFiles(Generic[_Loaded]):
+    """What `load` makes of the attachments of the version that a reader has, such as a tokenizer.
+
+    It is made anew when a version has other attachments than the one before. Safe for use from several threads.
+    """
+
+    def __init__(
+        self, store: Store, load: Callable[[ModelFiles], _Loaded], *, run: str | None = None, trusted_keys: Collection[str] = ()
+    ) -> None:
+        self._store = store
+        self._load = load
+        self._run = run
+        self._trusted_keys = trusted_keys
+        self._lock = threading.Lock()
+        self.first = read_model_files(store, run=run, trusted_keys=trusted_keys)
+        """The files of the version that was newest at first."""
+        self._hashes = {name: content_hash(data) for name, data in self.first.files.items()}
+        self._loaded = load(self.first)
+
+    def at(self, version: Version | None) -> _Loaded:
+        """Return what belongs to a version. Raises as `read_model_files` and `load` do, and then keeps what there was.
+
+        Without a version, and for one whose commit does not name attachments, that is what was loaded last.
+        """
+        with self._lock:
+            if version is not None and version.attachments and version.attachments != self._hashes:
+                files = read_model_files(self._store, run=self._run, trusted_keys=self._trusted_keys, at=version.seq)
+                self._loaded = self._load(files)
+                self._hashes = dict(version.attachments)
+            return self._loaded
 
 
 def read_model_files(store: Store, *, run: str | None = None, trusted_keys: Collection[str] = (), at: int | None = None) -> ModelFiles:

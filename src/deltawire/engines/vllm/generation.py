@@ -26,7 +26,7 @@ from ...events import OnEvent
 from ...fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
 from ...format.fleet_records import Sampling
 from ...store import Store
-from ...subscribe.model_files import read_model_files
+from ...subscribe.model_files import FollowedFiles
 from ..http_session import NoAnswer, PendingAnswer, http_session
 from ..prompts import Prompts
 from .routes import EngineUnreachable, RouteFailed, VllmRoutes
@@ -61,7 +61,7 @@ class VllmGenerator:
     ) -> None:
         self._log = ChainLog(store, run=run, trusted_keys=trusted_keys)
         self._routes = VllmRoutes(url)
-        self._prompts = Prompts.of(read_model_files(store, run=run, trusted_keys=trusted_keys))
+        self._prompts = FollowedFiles(store, Prompts.of, run=run, trusted_keys=trusted_keys)
         self._sidecar = Sidecar(url, store, mirror, run=run, trusted_keys=tuple(trusted_keys), reader=reader, on_event=on_event)
         self._poll = poll
         self._stop = threading.Event()
@@ -71,8 +71,14 @@ class VllmGenerator:
         self._has_exact_route = True
         self._logprobs_mode: str | None = None
         self._device: str | None = None
-        self.encode = self._prompts.encode
-        self.decode = self._prompts.decode
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Token ids of the rows' prompts, by the tokenizer of the version that the server has."""
+        return self._prompts.at(self.version).encode(rows)
+
+    def decode(self, rows: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]) -> list[Any]:
+        """Completions as rewards see them, by the tokenizer of the version that the server has."""
+        return self._prompts.at(self.version).decode(rows, tokens)
 
     def start(self) -> None:
         if self._thread is None:

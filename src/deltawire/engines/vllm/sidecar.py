@@ -137,8 +137,17 @@ class Sidecar:
             self._swap(version, workers)
         if is_new and self.routes.is_paused():  # by a sidecar before us that did not live to resume it
             self.routes.resume()
+        self._tell_of_attachments(version)
         self.served = version
         self._report(SERVING, version.seq)
+
+    def _tell_of_attachments(self, version: Version) -> None:
+        """Report files that changed since the last swap: the server goes on with the config and tokenizer that it was started with."""
+        before = {} if self.served is None else self.served.attachments
+        if not before or before == version.attachments:
+            return
+        names = sorted(name for name in {*before, *version.attachments} if before.get(name) != version.attachments.get(name))
+        emit(self._on_event, "attachments-changed", seq=version.seq, files=", ".join(names))
 
     def _swap(self, version: Version, workers: list[dict[str, Any]]) -> None:
         start = time.monotonic()
