@@ -30,7 +30,9 @@ DeltaBytes: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 VERSION, VERSION_OF_PARTS = "delta/1", "delta/2"
 _MAX_ELEMENTS = 2**62
 _PAYLOAD = dtype_named("U8")
-_HEADER_BYTES, _ENTRY_BYTES, _NAME_FACTOR = 1 << 16, 256, 28
+_HEADER_BYTES, _ENTRY_BYTES = 1 << 16, 256
+_ESCAPED = 7
+"""Bytes that a byte of a name takes at most where JSON stands inside JSON."""
 _TEXT_BYTES = 90
 """Bytes of `parts` and `changes` for which what an entry has is allowed when JSON is counted: a container for each 30."""
 
@@ -159,7 +161,8 @@ def parse(delta: DeltaBytes, *, names: Iterable[str] | None = None) -> DeltaFile
 
 def _longest_header(names: Iterable[str]) -> int:
     """How long a header about these tensors may be (docs/format.md §1)."""
-    return _HEADER_BYTES + sum(_ENTRY_BYTES + _NAME_FACTOR * len(name.encode(errors="replace")) for name in names)
+    sizes = [len(name.encode(errors="replace")) for name in names]
+    return _HEADER_BYTES + len(sizes) * (_ENTRY_BYTES + _ESCAPED * max(sizes, default=0)) + 3 * _ESCAPED * sum(sizes)
 
 
 def _payloads(header: Header) -> dict[str, Span]:
