@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,3 +217,36 @@ def test_fused_experts_are_published_as_checkpoints_have_them(tmp_path):
         assert {name: array.tobytes() for name, array in subscriber.state.items()} == {
             name: array.tobytes() for name, array in expected.items()
         }
+
+
+def test_leaving_by_an_error_publishes_the_version_that_all_ranks_have_begun(tmp_path: Path) -> None:
+    """One rank, in this process: its thread is held at the commit until the body has raised."""
+    import torch
+    import torch.distributed as dist
+
+    from deltawire.trainers import FSDPPublisher
+
+    gate = threading.Event()
+
+    class Slow(MemoryStore):
+        def put_if_absent(self, key: str, data: Any) -> None:
+            if key.startswith("commit/") and threading.current_thread().name == "deltawire-fsdp":
+                assert gate.wait(60)
+            super().put_if_absent(key, data)
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        store, model = Slow(), torch.nn.Linear(4, 3).bfloat16()
+
+        def train() -> None:
+            with FSDPPublisher(store, background=True, attachments={}) as publisher:
+                publisher.publish(model, step=5)
+                threading.Timer(0.05, gate.set).start()
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            train()
+        with Subscriber(store, pin=False) as subscriber:
+            assert subscriber.sync().step == 5
+    finally:
+        dist.destroy_process_group()
