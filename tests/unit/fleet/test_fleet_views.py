@@ -206,12 +206,12 @@ def test_what_no_trusted_key_has_signed_is_not_shown(tmp_path: Path) -> None:
     forged = replace(run.rounds[1], round=2, rows=ObjectRef(fleet_keys.tasks_key(2, "00" * 32), 9, "00" * 32), signature=None)
     run.store.put(fleet_keys.round_key(2), forged.to_bytes())
     run.result(2, 0, NAMES[0], [[3]], (1.0, 1.0))
-    assert [each["round"] for each in as_json("rollouts", run.url, "--trust", key.public)["rollouts"]] == [1, 0, 0, 0]
+    assert [each["round"] for each in as_json("rollouts", run.url, "--run", "views", "--trust", key.public)["rollouts"]] == [1, 0, 0, 0]
     assert [each["round"] for each in as_json("rollouts", run.url)["rollouts"]] == [2, 1, 0, 0, 0]
     run.store.put(fleet_keys.BOARD, Board(run.id, 99, 1, 9, 60, {}, True).to_bytes())
     assert as_json("top", run.url, "-n", "1")["board"]["stop"] is True
-    assert as_json("top", run.url, "-n", "1", "--trust", key.public)["board"] is None
-    assert "no trainer has offered work yet" in shown("top", run.url, "-n", "1", "--trust", key.public)
+    assert as_json("top", run.url, "-n", "1", "--run", "views", "--trust", key.public)["board"] is None
+    assert "no trainer has offered work yet" in shown("top", run.url, "-n", "1", "--run", "views", "--trust", key.public)
 
 
 def test_a_result_that_lies_about_its_place_is_passed_over(run: Run, tmp_path: Path) -> None:
