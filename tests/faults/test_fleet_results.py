@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_fleet import Fleet, Trainer, make_rollouts, nonce, other_digest, place_lease, place_result, rows_for
 
-from deltawire.fleet import FleetOptions, Rollouts, StalenessBudget
+from deltawire.fleet import FleetOptions, Rollouts, StalenessBudget, intake_steps
 from deltawire.fleet.steps import KnownVersion
 from deltawire.format.fleet_records import Lease, Round
 from deltawire.format.rollouts import VersionRef
@@ -242,3 +242,28 @@ def test_a_round_settles_with_its_quorum_and_no_result_after_that_is_taken(quoru
             place_result(fleet, record, lease, honest(trainer, record, lease))
             trainer.go(trainer.steps.poll())
             assert fleet.reasons() == ["late"]
+
+
+def test_results_in_masses_do_not_keep_the_trainer_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member uploads junk without end under its lease; what others deliver is read all the same, and nobody reads what has no lease."""
+    monkeypatch.setattr(intake_steps, "_FILES_A_LOOK", 8)
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        record = trainer.open(1)
+        lease = place_lease(fleet, record, task=0, member="spammer")
+        for number in range(200):
+            place_result(fleet, record, lease, honest(trainer, record, lease), data=b"junk %d" % number)
+            key = fleet_keys.RolloutKey(record.round, 1, 7, f"{number:064x}")
+            fleet.store.put(fleet_keys.rollout_key(key), b"no lease")
+        fleet.time += 1
+        other = place_lease(fleet, record, task=1, member="other")
+        place_result(fleet, record, other, honest(trainer, record, other))
+        before = len(fleet.store.calls)
+        trainer.go(trainer.steps.poll())
+        read = [call.key for call in fleet.store.calls[before:] if call.op == "get" and call.key.startswith(fleet_keys.ROLLOUTS)]
+        assert len([key for key in read if f"/{1:05}/" in key]) == 1
+        assert len(read) <= 24  # in parts of eight
+        assert trainer.steps.rounds[1].tasks[1].accepted is not None
+        fleet.join("helper")
+        assert {one.member for one in trainer.collect(1).rollouts} == {"helper", "other"}

@@ -28,6 +28,10 @@ from .staleness import StalenessBudget
 from .steps import MOST_TOGETHER, FindVersion, Get, KnownVersion, Steps, Together
 from .training_limits import TrainingLimits, why_untrainable
 
+_FILES_A_LOOK = 512
+_BYTES_A_LOOK = 1 << 30
+"""About so much of what members uploaded is read before the trainer goes on with the rest of its work."""
+
 _FILES_AT_ONCE = 8
 """Results that are read side by side: each may be as large as `RolloutLimits.file_bytes`."""
 
@@ -125,7 +129,11 @@ class Intake:
             state.note_free_attempts(self.roster, self.clock.now)
 
     def admit_all(self, rounds: dict[int, RoundState], listed: Sequence[ObjectInfo]) -> Steps[None]:
-        """Judge what is new, in the order of the store's times."""
+        """Judge what is new, in the order of the store's times.
+
+        One look reads a bounded amount, and of each attempt the first result before the second of any other. So results that somebody
+        uploads in masses delay those of others a little, and never keep the trainer from writing the board.
+        """
         fresh: list[tuple[float, RolloutKey, int]] = []
         for info in listed:
             place = fleet_keys.parse_rollout_key(info.key)
@@ -136,13 +144,19 @@ class Intake:
                 self.refuse(state, place, Refusal("malformed"), None)
                 continue
             fresh.append((info.modified.timestamp(), place, info.size))
-        fresh.sort()
+        fresh = _taking_turns(fresh)
+        files = total = 0
         for start in range(0, len(fresh), _FILES_AT_ONCE):
+            if files >= _FILES_A_LOOK or total >= _BYTES_A_LOOK:
+                return  # the rest is still there at the next look
             part = []
             for arrived, place, size in fresh[start : start + _FILES_AT_ONCE]:
                 refusal = self._judge_unread(rounds[place.round], place, size)
+                if refusal is None and not rounds[place.round].may_be_leased(place.lease):
+                    refusal = Refusal("unleased")
                 if refusal is None:
                     part.append((arrived, place))
+                    files, total = files + 1, total + size
                 else:
                     self.refuse(rounds[place.round], place, refusal, None)
             if not part:
@@ -258,3 +272,13 @@ class Intake:
         fields = {"round": place.round, "task": place.task, "attempt": place.attempt, "member": member}
         why = {"why": refusal.why} if refusal.why else {}
         emit(self._on_event, "rollout-rejected", reason=refusal.reason, step=state.record.for_step, **fields, **why)
+
+
+def _taking_turns(fresh: Sequence[tuple[float, RolloutKey, int]]) -> list[tuple[float, RolloutKey, int]]:
+    """Sort by time, the first of each attempt before the second of any."""
+    turns: Counter[tuple[int, int, int]] = Counter()
+    ordered = []
+    for arrived, place, size in sorted(fresh):
+        ordered.append((turns[place[:3]], arrived, place, size))
+        turns[place[:3]] += 1
+    return [(arrived, place, size) for _, arrived, place, size in sorted(ordered)]

@@ -154,6 +154,10 @@ class RoundState:
         offered = self.tasks[key.task].offered_at if member == self.tasks[key.task].offered_to else now
         self.tasks[key.task].leases[key.attempt] = HeldLease(lease, now, min(offered, now))
 
+    def may_be_leased(self, key: LeaseKey) -> bool:
+        """Returns whether a result of this attempt need be read at all: something lies under its lease's key, or it needs no lease."""
+        return key.attempt in self.tasks[key.task].leases or (key.attempt >= FIRST_FREE_ATTEMPT and self.tasks[key.task].is_free)
+
     def may_deliver_freely(self, key: LeaseKey, member: str) -> bool:
         """Returns whether a result of this free attempt by this member was asked for, by this trainer or perhaps by an earlier one."""
         task = self.tasks[key.task]
