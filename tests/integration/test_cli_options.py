@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from deltawire.cli import app
 from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.safetensors_header import MalformedHeader
 from deltawire.format.shard_layout import LAYOUT_FILE, describe_layout, parse_layout, restore_layout
 
 
@@ -132,17 +133,34 @@ def test_shards_come_back_as_they_were_published(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["{}", "[", '{"deltawire":"layout","version":2}', "of other tensors", "outside", "an index that does not fit"]
+    "wrong",
+    [
+        "{}",
+        "[",
+        '{"deltawire":"layout","version":2}',
+        "of other tensors",
+        "outside",
+        "an index that does not fit",
+        "bomb",
+        "bomb in index",
+        "bomb in file",
+    ],
 )
 def test_a_layout_that_cannot_be_used_is_passed_over(place: Path, wrong: str) -> None:
     checkpoint = Checkpoint(place / "old")
     good = json.loads(describe_layout(checkpoint) or b"")
-    assert parse_layout(json.dumps(good).encode()).headers.keys() == good["files"].keys()
+    assert parse_layout(json.dumps(good).encode(), len(checkpoint)).headers.keys() == good["files"].keys()
     if wrong == "of other tensors":
         good["files"].popitem()
         good["index"] = json.dumps({"weight_map": {name: file for file, text in good["files"].items() for name in json.loads(text)}})
     elif wrong == "outside":
         good["files"] = {f"../{name}": text for name, text in good["files"].items()}
+    elif wrong.startswith("bomb"):  # of a kind that takes 25 times its size in memory
+        bomb = '{"weight_map":{},"x":[' + "[]," * 100_000 + "[]]}"
+        places = {"bomb in index": {"index": bomb}, "bomb in file": {"files": dict.fromkeys(good["files"], bomb)}}
+        good |= places.get(wrong, {"x": json.loads(bomb)})
+        with pytest.raises(MalformedHeader, match="too many"):
+            parse_layout(json.dumps(good).encode(), len(checkpoint))
     elif wrong == "an index that does not fit":
         good["index"] = '{"weight_map": {}}'
     folder = shutil.copytree(place / "new", place / "folder")

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import INDEX_FILE, Checkpoint, is_plain_file_name
-from .safetensors_header import LENGTH_BYTES, Header, MalformedHeader, parse_header, parse_json_object
+from .safetensors_header import LENGTH_BYTES, Header, MalformedHeader, check_density, parse_header, parse_json_object
 from .staged_output import sync_file
 
 LAYOUT_FILE = "deltawire-layout.json"
 _VERSION = 1
 _MOST_BYTES = 256 << 20
+_MOST_FILES = 10_000
 _WORK = "layout.tmp"
 
 
@@ -46,8 +47,12 @@ def describe_layout(checkpoint: Checkpoint) -> bytes | None:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def parse_layout(data: bytes) -> ShardLayout:
-    """Return the layout in a description. Raises `MalformedHeader` for what is none that this release reads."""
+def parse_layout(data: bytes, most_tensors: int) -> ShardLayout:
+    """Return the layout in a description. Raises `MalformedHeader` for what is none that this release reads.
+
+    `most_tensors` is how many tensors there can be. What would be read into far more objects than these need is refused first.
+    """
+    check_density(data, _MOST_FILES)
     document = parse_json_object(data)
     files, index = document.get("files"), document.get("index")
     if document.get("deltawire") != "layout" or document.get("version") != _VERSION or not isinstance(index, str):
@@ -59,8 +64,9 @@ def parse_layout(data: bytes) -> ShardLayout:
         if not is_plain_file_name(name) or not name.endswith(".safetensors") or name.startswith("."):
             raise MalformedHeader(f"it names the file {name!r}.")
         encoded = text.encode()
-        headers[name] = encoded, _header(encoded)
+        headers[name] = encoded, _header(encoded, most_tensors)
     places = {tensor: name for name, (_, header) in headers.items() for tensor in header.entries}
+    check_density(index.encode(), most_tensors)
     if parse_json_object(index.encode()).get("weight_map") != places:
         raise MalformedHeader("its index does not fit its files.")
     return ShardLayout(index.encode(), headers)
@@ -79,11 +85,11 @@ def restore_layout(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     path.unlink()
+    source = Checkpoint(folder)
     try:
-        layout = parse_layout(data) if len(data) <= _MOST_BYTES else None
+        layout = parse_layout(data, len(source)) if len(data) <= _MOST_BYTES else None
     except MalformedHeader:
         layout = None
-    source = Checkpoint(folder)
     if layout is None or not _has_same_tensors(layout, source):
         return False
     work = folder / _WORK
@@ -102,11 +108,12 @@ def restore_layout(folder: Path) -> bool:
     return True
 
 
-def _header(text: bytes) -> Header:
+def _header(text: bytes, most_tensors: int) -> Header:
     """The header in some text, of a file of whatever size it says."""
+    check_density(text, most_tensors)
     document = parse_json_object(text)
     ends = [entry["data_offsets"][1] for name, entry in document.items() if name != "__metadata__" and _has_offsets(entry)]
-    return parse_header(text, LENGTH_BYTES + len(text) + max(ends, default=0))
+    return parse_header(text, LENGTH_BYTES + len(text) + max(ends, default=0), most_tensors=most_tensors)
 
 
 def _has_offsets(entry: object) -> bool:
