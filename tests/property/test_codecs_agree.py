@@ -60,7 +60,7 @@ def check_patch(base, new, delta, patch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_codecs_agree(dtype, data):
     old, now = data.draw(tensor_pairs(dtype))
@@ -80,7 +80,7 @@ def test_codecs_agree_on_what_appears(dtype, data):
     check_decoders(base, new, delta, CODECS if now.size <= SLOW_ABOVE else NATIVE, (2,))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_codecs_agree_on_states_of_many_tensors(data):
     base, new = {}, {}
