@@ -13,8 +13,9 @@ from learning_run import FLEET, ROWS, SETTINGS, attachments, members, model, tra
 from tiny_models import bits, torch
 
 from deltawire import Subscriber
-from deltawire.errors import CheckpointError, Fenced, UnusableModelFiles, UnusableRows
+from deltawire.errors import CheckpointError, Fenced, SignatureInvalid, UnusableModelFiles, UnusableRows
 from deltawire.events import Event
+from deltawire.format.signing import SigningKey
 from deltawire.rl.settings import GrpoSettings
 from deltawire.rl.trainer import GrpoTrainer
 from deltawire.store.memory import MemoryStore
@@ -215,6 +216,13 @@ def test_a_resumed_trainer_finds_the_files_in_its_chain(store: MemoryStore, tmp_
         pass
     with trainer(store, tmp_path, attachments=None) as again:
         assert again.step == 0
+
+
+def test_a_trainer_that_signs_takes_files_from_nobody_else(store: MemoryStore, tmp_path: Path):
+    with trainer(store, tmp_path):  # unsigned
+        pass
+    with pytest.raises(SignatureInvalid):
+        trainer(store, tmp_path, attachments=None, signing_key=SigningKey.generate())
 
 
 def test_settings_that_cannot_work_are_refused(store: MemoryStore, tmp_path: Path):

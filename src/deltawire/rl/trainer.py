@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from ..fleet.scheduler import Scheduler
 from ..fleet.staleness import StalenessBudget
 from ..format.fleet_files import Row
 from ..format.fleet_records import Sampling
+from ..format.signing import SigningKey
 from ..publish import PendingVersion, Publisher
 from ..publish.attachments import Attachments
 from ..state import state_digest
@@ -110,7 +111,7 @@ class GrpoTrainer:
             self._store = open_store(url)
             if self._store is not url:
                 opened.callback(self._store.close)
-            files = read_files(self._store, attachments, run=publisher.get("run"), trusted_keys=publisher.get("trusted_keys", ()))
+            files = read_files(self._store, attachments, run=publisher.get("run"), trusted_keys=_keys_to_trust(**publisher))
             self._prompts = load_prompts(files)
             limits = training_limits(model, self._prompts)
             check_rows(rows, limits, self.settings.max_completion_length)
@@ -338,6 +339,11 @@ class _OnItsWay:
     version: PendingVersion
     since: float
     facts: Mapping[str, float | None]
+
+
+def _keys_to_trust(*, signing_key: SigningKey | None = None, trusted_keys: Collection[str] = (), **_: Any) -> set[str]:
+    """Return the keys that a publisher with these options trusts."""
+    return {*trusted_keys, *([] if signing_key is None else [signing_key.public])}
 
 
 def _landed(pending: PendingVersion) -> Version:
