@@ -15,7 +15,7 @@ from threads_as_ranks import run_ranks
 from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
 from deltawire.chain.verify import verify
-from deltawire.errors import DataMissing, RunMismatch, SignatureInvalid, WrongRun
+from deltawire.errors import ChainBroken, DataMissing, RunMismatch, SignatureInvalid, WrongRun
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.format.records import Epoch
 from deltawire.format.signing import SigningKey
@@ -133,3 +133,14 @@ def test_a_publisher_that_cannot_go_on_fences_nobody_off(waiting: Any) -> None:
             for key, data in taken.items():
                 store.put(key, data)
     assert visible_step(store) == ledger.newest
+
+
+@pytest.mark.parametrize("number", [10**10 - 1, 10**10 - 2])
+def test_a_claim_of_the_last_epoch_is_an_error_that_says_so(number: int) -> None:
+    store = MemoryStore("main")
+    with open_publisher(store) as publisher:
+        Ledger().publish(publisher, 2)
+    store.put(f"epoch/{number:010}.json", b"{}")
+    with pytest.raises(ChainBroken, match="no number for another epoch"):
+        open_publisher(store)
+    assert visible_step(store) == 1

@@ -22,6 +22,8 @@ READER = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
 _DATA_KEY = re.compile(r"data/[0-9]{10}/[0-9]{20}/([0-9a-f]{64})\.(safetensors|file)")
 _MAX_FILE_NAME = 255
+MAX_EPOCH = 10**10 - 2
+"""The highest number of an epoch or mark: it and its successor have ten digits."""
 
 
 def record_hash(data: bytes) -> str:
@@ -158,7 +160,7 @@ def read_digest(fields: Fields) -> Digest | None:
 def read_short(fields: Fields, name: str) -> int:
     """A number that has ten digits in keys. The next one must have a key, too, for that is what others ask for."""
     number = fields.integer(name)
-    if number >= 10**10 - 1:
+    if number > MAX_EPOCH:
         fields.refuse(f"{name} {number} is out of range")
     return number
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from ..chain.log import ChainLog
 from ..errors import (
+    ChainBroken,
     CommitOutcomeUnknown,
     CorruptRecord,
     DataDamaged,
@@ -25,6 +26,7 @@ from ..errors import (
 from ..events import OnEvent, emit
 from ..format.canonical import MAX_INTEGER
 from ..format.digest import Digest
+from ..format.record_parts import MAX_EPOCH
 from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Epoch, FileEntry, Head, Limits, Run, link_targets, record_hash
 from ..format.signing import SigningKey, check_signature
 from ..store import keys
@@ -275,6 +277,8 @@ class ChainWriter:
         """Claim the next epoch; the listing may lag behind, so names are tried upward until one is new."""
         epoch = highest + 1
         while True:
+            if epoch > MAX_EPOCH:  # no publisher counts that far, so somebody else made such an object
+                raise ChainBroken(f"{keys.epoch_key(epoch - 1)} in {self._store.url} leaves no number for another epoch.")
             record = Epoch(self.run.id, epoch, secrets.token_hex(16), int(self._clock() * 1000), resumed_from)
             claim = (record if self._key is None else self._key.sign(record)).to_bytes()
             if create_and_look(self._store, keys.epoch_key(epoch), claim, sleep=self._sleep) == claim:
