@@ -88,3 +88,10 @@ def test_every_python_block_is_python(page: Path) -> None:
     for block in blocks(page):
         if block.language == "python":
             compile(block.text, str(block), "exec")
+
+
+def test_lines_that_do_not_fit_are_seen() -> None:
+    assert misprints("\x1b[1m" + "x" * 80 + "\x1b[0m\r\n  fits\r\n" + "words and " * 8 + "\r\nmore") == []
+    assert misprints("x" * 81) == ["81 columns: " + "x" * 81]
+    assert misprints("wide: " + "中" * 38) == ["82 columns: wide: " + "中" * 38]
+    assert misprints("a" * 80 + "\r\nbc")[0].startswith("broken word: aaa")
