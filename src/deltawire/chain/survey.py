@@ -65,7 +65,7 @@ def survey(log: ChainLog, keep_anchors: int, now: datetime) -> Survey:
     head = log.in_force(head)
     anchors = []
     for anchor in _live_anchors(log, head):
-        if all(_exists(log, entry) for entry in anchor.files):
+        if all(is_stored(log, entry) for entry in anchor.files):
             anchors.append(anchor)
         if len(anchors) == keep_anchors:
             break
@@ -125,7 +125,7 @@ def _newest_anchor_upto(log: ChainLog, found: Survey, floor: int) -> Anchor | No
         if anchor.seq <= floor:
             return anchor
     for anchor in _live_anchors(log, found.head):
-        if anchor.seq <= floor and all(_exists(log, entry) for entry in anchor.files):
+        if anchor.seq <= floor and all(is_stored(log, entry) for entry in anchor.files):
             return anchor
     return None
 
@@ -156,7 +156,7 @@ def _shortcut(log: ChainLog, seq: int, base: int | None) -> Shortcut | None:
 
 def _is_dangling(log: ChainLog, shortcut: Shortcut) -> bool:
     """Whether files of a shortcut do not exist, as when its writer slept between their upload and its record, and they were collected."""
-    return not all(_exists(log, entry) for entry in shortcut.files)
+    return not all(is_stored(log, entry) for entry in shortcut.files)
 
 
 def _was_committed(log: ChainLog, seq: int, floor: int, key: str) -> bool:
@@ -165,7 +165,8 @@ def _was_committed(log: ChainLog, seq: int, floor: int, key: str) -> bool:
     return commit is not None and any(entry.key == key for entry in commit.all_files)
 
 
-def _exists(log: ChainLog, entry: FileEntry) -> bool:
+def is_stored(log: ChainLog, entry: FileEntry) -> bool:
+    """Tell whether an object is in the store with the size that its record says."""
     try:
         return log.store.head(entry.key).size == entry.size
     except (ObjectMissing, DataDamaged):

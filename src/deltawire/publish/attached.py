@@ -8,7 +8,8 @@ from dataclasses import replace
 from ..chain.attachments import read_attachments_of
 from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
-from ..errors import DataMissing, ObjectMissing
+from ..chain.survey import is_stored
+from ..errors import DataMissing
 from ..events import OnEvent, emit
 from ..format.content_hash import content_hash
 from ..format.records import Commit, FileEntry
@@ -42,7 +43,7 @@ class AttachedFiles:
 
     def require(self) -> None:
         """Raise `DataMissing` if an attachment in force is not in the store, so that the next version could not refer to it."""
-        missing = [entry for entry in self._in_force() or () if not self._exists(entry)]
+        missing = [entry for entry in self._in_force() or () if not is_stored(self._log, entry)]
         if missing:
             raise DataMissing(f"{missing[0].name}, an attachment of the newest version, is not in {self._log.store.url}.")
         self._checked = self._in_force()
@@ -85,14 +86,8 @@ class AttachedFiles:
     def _seen(self) -> tuple[FileEntry, ...]:
         """Those in force that are in the store. An earlier writer's may have been lost."""
         if self._checked is None:
-            self._checked = tuple(entry for entry in self._in_force() or () if self._exists(entry))
+            self._checked = tuple(entry for entry in self._in_force() or () if is_stored(self._log, entry))
         return self._checked
-
-    def _exists(self, entry: FileEntry) -> bool:
-        try:
-            return self._log.store.head(entry.key).size == entry.size
-        except ObjectMissing:
-            return False
 
 
 def _changes(before: tuple[FileEntry, ...] | None, after: tuple[FileEntry, ...]) -> list[str]:

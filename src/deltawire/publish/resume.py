@@ -11,9 +11,10 @@ from ..chain.memory_state import MemoryState
 from ..chain.rebuild import rebuild
 from ..chain.restore import Hop
 from ..chain.routes import HopFailed, Routes
-from ..errors import DataMissing, ObjectMissing, VersionUnknown
+from ..chain.survey import is_stored
+from ..errors import DataMissing, VersionUnknown
 from ..events import OnEvent, emit
-from ..format.records import Commit, FileEntry
+from ..format.records import Commit
 from .cadence import ChainCost, Replay
 from .snapshots import Arrays
 
@@ -58,18 +59,11 @@ def require_way(log: ChainLog, target: Commit) -> None:
     """Raise what is wrong with the data of a version, as far as names and sizes of objects tell, if no way to it is left."""
     routes = Routes(log)
     while True:
-        missing = next(((hop, entry) for hop in routes.find(None, target) for entry in hop.files if not _exists(log, entry)), None)
+        missing = next(((hop, entry) for hop in routes.find(None, target) for entry in hop.files if not is_stored(log, entry)), None)
         if missing is None:
             return
         hop, entry = missing
         routes.avoid(HopFailed(hop, DataMissing(f"{entry.key} is not in {log.store.url}, or not whole."), is_data_lost=True))
-
-
-def _exists(log: ChainLog, entry: FileEntry) -> bool:
-    try:
-        return log.store.head(entry.key).size == entry.size
-    except ObjectMissing:
-        return False
 
 
 def read_state(log: ChainLog, target: Commit, *, start: Resumed | None = None, threads: int | None, on_event: OnEvent | None) -> Resumed:
