@@ -47,7 +47,7 @@ from deltawire.errors import DeltawireError
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.records import Mark, Pin, link_targets
-from deltawire.publish import Publisher
+from deltawire.publish import AnchorPolicy, Publisher
 from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
@@ -135,9 +135,37 @@ def _canonical(record: Record) -> bytes:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
+Template = tuple[dict[str, bytes], dict[str, Any]]
+"""The objects of a sound chain, and the weights of each digest."""
+
+
+def _template(seed: int) -> Template:
+    """Every fourth seed changes a chain that a publisher wrote, the others one that was written by hand."""
+    return _published() if seed % 4 == 3 else _handmade()
+
+
 @cache
-def _template() -> tuple[dict[str, bytes], dict[str, Any]]:
-    """A sound chain with all kinds of commits and objects: its objects, and the weights of each digest."""
+def _published() -> Template:
+    """A chain of three publishers: the second takes over with other attachments, the third resumes an older version."""
+    store = MemoryStore()
+    states = [first_state()]
+    for number in range(14):
+        states.append(next_state(states[-1], number))
+    options: dict[str, Any] = {"segment_bytes": 500, "anchor_policy": AnchorPolicy(4, 6)}
+    with Publisher(store, attachments={"config.json": b"{}", "chat_template.jinja": b"a"}, **options) as publisher:
+        versions: list[Any] = [publisher.publish(state, step=step) for step, state in enumerate(states[:8])]
+    with Publisher(store, attachments={"config.json": b"{}", "chat_template.jinja": b"b"}, **options) as publisher:
+        versions += [publisher.publish(state, step=8 + step) for step, state in enumerate(states[8:11])]
+    with Publisher(store, resume_from=versions[-2].seq, **options) as publisher:
+        versions += [publisher.publish(state, step=10 + step) for step, state in enumerate(states[11:])]
+    store.put(keys.pin_key("reader"), Pin(ChainLog(store).run.id, "reader", 8, 3600).to_bytes())
+    weights = {deltawire.state_digest(state).hex(): bits_of(state) for state in states}
+    return {info.key: store.get(info.key, limit=1 << 30) for info in store.list("")}, weights
+
+
+@cache
+def _handmade() -> Template:
+    """All kinds of commits and objects."""
     store = MemoryStore()
     chain = ToyChain(store)
     chain.anchor(first_state())
@@ -159,8 +187,8 @@ def _template() -> tuple[dict[str, bytes], dict[str, Any]]:
     return {info.key: store.get(info.key, limit=1 << 30) for info in store.list("")}, weights
 
 
-def _soup() -> Soup:
-    objects, _ = _template()
+def _soup(seed: int) -> Soup:
+    objects, _ = _template(seed)
     commits = [_json(objects[key]) for key in sorted(objects) if key.startswith(keys.COMMITS)]
     apart = (keys.COMMITS, keys.DATA, keys.RUN)
     others = {key: _json(data) for key, data in objects.items() if not key.startswith(apart)}
@@ -476,7 +504,7 @@ MUTATIONS: list[tuple[Callable[[Soup, random.Random], str], int]] = [
 def hostile(seed: int) -> tuple[MemoryStore, list[str]]:
     """The chain of a seed, and what was changed. Seed 0 is the sound chain."""
     chance = random.Random(seed)
-    soup = copy.deepcopy(_soup())
+    soup = copy.deepcopy(_soup(seed))
     mutations, weights = zip(*MUTATIONS, strict=True)
     for _ in range(0 if seed == 0 else chance.choice([1, 1, 1, 2, 2, 3])):
         for mutate in chance.choices(mutations, weights):
@@ -496,7 +524,8 @@ def _check(state: Any, digest: Any, expected: Any = None) -> None:
     found = bits_of(state)
     if digest is not None and deltawire.state_digest(state) != digest:
         raise WrongWeights(f"the weights do not have the digest {digest.hex()} of their version")
-    known = expected if expected is not None else _template()[1].get(digest.hex() if digest is not None else "")
+    text = digest.hex() if digest is not None else ""
+    known = expected if expected is not None else (_handmade()[1] | _published()[1]).get(text)
     if known is not None and found != known:
         raise WrongWeights("other weights than those that were published, of the same digest")
 
