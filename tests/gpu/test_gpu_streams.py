@@ -160,7 +160,7 @@ def test_a_copy_into_memory_of_one_that_was_superseded_comes_after_it(gpu, monke
         marks.append((gpu.current(), Event()))
         return marks[-1][1]
 
-    def append(arrays, table, step, meta):
+    def append(arrays, table, step, meta, attachments):
         begun.set()
         assert may_end.wait(60)
 
