@@ -14,6 +14,7 @@ import typer
 from ..events import Event
 from . import figures
 from .chain_options import RunOption, TrustOption
+from .ending import Ending
 from .fleet_table import short_name
 from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
 from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ..fleet.supervision import Running
     from ..rl.member import MemberOptions
 
+_LONGEST_ENDING = 60.0
+"""Seconds after a signal within which the command ends. Its members have 30 of them to leave."""
 _WIDEST_NAME = 20
 """Columns for the name before each line. Longer names lose their middle: members of one fleet differ at the end."""
 
@@ -67,7 +70,7 @@ def fleet(
     """
     if (count is None) == (ray is None):
         raise typer.BadParameter("say how many, and where: either `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")
-    with exit_codes(json, one_line=True):
+    with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ..fleet.supervision import Supervisor
         from ..rl.member import MemberOptions
         from ..subscribe.pin_keeper import reader_name
@@ -82,8 +85,8 @@ def fleet(
         }
         output = _Output(list(options), as_json=json)
         stop = threading.Event()
-        start, close = _on_ray(ray_address, cpus, gpus, pass_env or []) if ray else _on_this_machine(output)
-        supervisor = Supervisor(list(options), lambda each: start(options[each]), restarts=restarts, on_event=output)
+        start, close = _on_ray(ray_address, cpus, gpus, pass_env or []) if ray else _on_this_machine(output, ending)
+        supervisor = Supervisor(list(options), lambda each: start(options[each]), restarts=restarts, on_event=ending.with_output(output))
         try:
             is_well = supervisor.run(stop)
         except KeyboardInterrupt:
@@ -94,7 +97,7 @@ def fleet(
             raise typer.Exit(1)
 
 
-def _on_this_machine(output: _Output) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
+def _on_this_machine(output: _Output, ending: Ending) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
     from ..fleet.local_members import LocalMember
 
     def start(options: MemberOptions) -> Running:
@@ -103,7 +106,7 @@ def _on_this_machine(output: _Output) -> tuple[Callable[[MemberOptions], Running
         arguments += [part for key in options.trust for part in ("--trust", key)]
         arguments += ["--mirror", options.mirror] if options.mirror else []
         arguments += ["--run", options.run] if options.run else []
-        return LocalMember([*arguments, *(["--json"] if output.as_json else [])], partial(output.relay, options.name))
+        return LocalMember([*arguments, *(["--json"] if output.as_json else [])], ending.with_output(partial(output.relay, options.name)))
 
     return start, lambda: None
 

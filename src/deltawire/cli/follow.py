@@ -11,7 +11,11 @@ import typer
 
 from . import figures
 from .chain_options import PinOption, RunOption, TrustOption, UrlArgument, VerboseOption, opened, tell_if_verbose, tell_of_waiting
+from .ending import Ending
 from .terminal import JsonOption, ThreadsOption, exit_codes, print_json_line, print_line, print_notice, progress_bar
+
+_LONGEST_ENDING = 30.0
+"""Seconds after a signal within which the command ends. A mirror survives an end at any point."""
 
 if TYPE_CHECKING:
     from ..chain.version import Version
@@ -51,7 +55,7 @@ def follow(
     DELTAWIRE_URL. The next version is fetched when it has ended. If it fails, `follow` reports that and goes on; the command runs again
     for the next version, or when `follow` starts again. With --once the exit code is then 1.
     """
-    with exit_codes(json, one_line=True), ExitStack() as stack:
+    with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending, ExitStack() as stack:
         from ..subscribe.mirror import Mirror
         from ..subscribe.subscriber import Subscriber
         from .exec_hook import ExecHook
@@ -70,7 +74,7 @@ def follow(
                 max_silence=max_silence,
                 pin=pin,
                 threads=threads,
-                on_event=listener,
+                on_event=ending.with_output(listener),
             )
         )
         hook = None if command is None else ExecHook(command, directory, url, stdout_to_stderr=json)

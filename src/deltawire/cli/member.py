@@ -17,8 +17,12 @@ from rich.status import Status
 
 from . import figures
 from .chain_options import RunOption, TrustOption
+from .ending import Ending
 from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
 from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice, print_wrapped
+
+_LONGEST_ENDING = 30.0
+"""Seconds after a signal within which the command ends. Leaving takes less, unless something hangs."""
 
 if TYPE_CHECKING:
     from ..events import Event
@@ -62,12 +66,12 @@ def member(
         stop = threading.Event()
         if leave_with_stdin:
             threading.Thread(target=_leave_with_stdin, args=(stop,), name="deltawire-stdin", daemon=True).start()
-        with _leaving_on_signals(stop):
+        with _leaving_on_signals(stop), Ending(_LONGEST_ENDING) as ending:
             if json:
-                serve(options, stop=stop, on_event=lambda event: print_json_line(event.to_json()))
+                serve(options, stop=stop, on_event=ending.with_output(lambda event: print_json_line(event.to_json())))
                 return
             with _View() as view:
-                serve(options, stop=stop, on_event=view)
+                serve(options, stop=stop, on_event=ending.with_output(view))
 
 
 @contextmanager
@@ -77,7 +81,8 @@ def _leaving_on_signals(stop: threading.Event) -> Iterator[None]:
             raise KeyboardInterrupt
         stop.set()
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in numbers}  # `nohup` ignores SIGHUP; so do we then
     try:
         yield
     finally:

@@ -10,7 +10,11 @@ import typer
 
 from . import figures
 from .chain_options import PinOption, RunOption, TrustOption, VerboseOption, check_url, tell_if_verbose
+from .ending import Ending
 from .terminal import JsonOption, ThreadsOption, exit_codes, print_json_line, print_line, print_notice
+
+_LONGEST_ENDING = 60.0
+"""Seconds after a signal within which the command ends."""
 
 if TYPE_CHECKING:
     from ..events import Event
@@ -71,7 +75,7 @@ def sidecar(
     server may be restarted at any time. A server whose weights are in doubt stays paused until they have been loaded anew. Prints a line
     per swap; ends with Ctrl-C or SIGTERM, and then with code 0. With --json prints one JSON object per line.
     """
-    with exit_codes(json, one_line=True):
+    with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ..engines.base import KvCache
         from ..engines.vllm.sidecar import Sidecar, default_mirror
 
@@ -87,7 +91,7 @@ def sidecar(
             reader=name,
             pin=pin,
             threads=threads,
-            on_event=_print_as_json if json else _Listener(verbose),
+            on_event=ending.with_output(_print_as_json if json else _Listener(verbose)),
         )
         try:
             driver.run(poll=poll)

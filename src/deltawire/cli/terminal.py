@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import Annotated, Any, NoReturn, TypeAlias
@@ -109,7 +109,8 @@ def exit_codes(as_json: bool, *, one_line: bool = False) -> Iterator[None]:
     except MemoryError:
         fail("MemoryError", "not enough memory. Free some, or use fewer --threads.")
     except KeyboardInterrupt as error:
-        _standard_error().print(Text("interrupted", style="red"))
+        with suppress(OSError):  # the terminal may be what is gone
+            _standard_error().print(Text("interrupted", style="red"))
         raise typer.Exit(error.exit_code if isinstance(error, Terminated) else 130) from None
 
 
@@ -296,7 +297,8 @@ def _os_failure(error: OSError) -> str:
 
 
 def _fail(kind: str, message: str, *, print_document: Callable[[dict[str, Any]], None] | None) -> NoReturn:
-    print_wrapped(_standard_error(), f"error: {message}", style="red", indent=2)
-    if print_document is not None:
-        print_document({"error": {"type": kind, "message": message}})
+    with suppress(OSError):  # the terminal may be what is gone
+        print_wrapped(_standard_error(), f"error: {message}", style="red", indent=2)
+        if print_document is not None:
+            print_document({"error": {"type": kind, "message": message}})
     raise typer.Exit(1) from None

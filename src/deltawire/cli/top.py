@@ -10,6 +10,7 @@ import typer
 
 from . import figures
 from .chain_options import RunOption, TrustOption, UrlArgument, opened
+from .ending import Ending, on_another_thread
 from .terminal import JsonOption, exit_codes, print_json_line, print_notice, result_console
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from ..fleet.overview import FleetReader, SeenFleet
     from ..format.records import Run
 
+_LONGEST_ENDING = 5.0
+"""Seconds after a signal within which the command ends, also while the store does not answer."""
 _OTHER_LINES = 4
 """Lines of a screen that are neither rounds nor members."""
 
@@ -38,7 +41,7 @@ def top(
     A round counts its tasks: how many have a lease, and how many have a result. With --json prints one JSON object per look. Losses of
     the store are waited out.
     """
-    with exit_codes(json, one_line=True):
+    with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING):
         from ..chain.log import ChainLog
         from ..fleet.overview import FleetReader
 
@@ -68,7 +71,7 @@ def _looks(reader: FleetReader, every: float, count: int | None) -> Iterator[Loo
             time.sleep(every)
         number += 1
         try:
-            yield reader.fleet(), None
+            yield on_another_thread(reader.fleet), None
         except DeltawireError as error:
             if not error.retryable:
                 raise
