@@ -12,11 +12,15 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the page and line where its text begins, its language ("" if it names none), and its text."""
+    """A fenced block: the page and line where its text begins, its language ("" if it names none), and its text.
+
+    Tests run the Python blocks of some pages. A block that is marked ("```python compile-only") is not run: it needs vLLM, TRL or a GPU.
+    """
 
     page: Path
     line: int
     language: str
+    is_compile_only: bool
     text: str
 
     def __str__(self) -> str:
@@ -27,4 +31,10 @@ def blocks(page: Path) -> list[Block]:
     """All fenced blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     found = re.finditer(r"^```([^\n`]*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [Block(page, text.count("\n", 0, match.start(2)) + 1, match[1].strip(), match[2]) for match in found]
+    return [_block(page, text.count("\n", 0, match.start(2)) + 1, match[1], match[2]) for match in found]
+
+
+def _block(page: Path, line: int, heading: str, text: str) -> Block:
+    language, _, mark = heading.strip().partition(" ")
+    assert mark in ("", "compile-only"), f"{page.relative_to(ROOT)}:{line}: nobody knows the mark {mark!r}"
+    return Block(page, line, language, mark == "compile-only", text)

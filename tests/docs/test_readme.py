@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import json
-import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from markdown_blocks import PAGES, ROOT, Block, blocks
+from markdown_blocks import PAGES, ROOT, blocks
+from running_blocks import as_run, folder_with_models, run_python
 from terminal import COLUMNS, misprints, run_in_terminal
-from tiny_models import qwen, save_tokenizer, torch
+from tiny_models import torch
 
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.state import state_digest
-from deltawire.warnings import DeltawireWarning
 
 README = blocks(ROOT / "README.md")
 
-SUBSTITUTES = {
-    "s3://bucket/": "./bucket/",  # a directory in place of a bucket
-    "Qwen/Qwen3-0.6B": "./tiny-model",  # a model that is here, and small
-}
 NOT_RUN = ("pip install ",)  # the environment of the tests is installed already
-
-
-def as_run(text: str) -> str:
-    for written, meant in SUBSTITUTES.items():
-        text = text.replace(written, meant)
-    return text
 
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """An empty directory of a short name, as paths are printed; beside it only the model that the README downloads."""
-    with tempfile.TemporaryDirectory(prefix="dw-", dir="/tmp") as name:
-        model = qwen(0, dtype=torch.float32)
-        model.save_pretrained(Path(name, "tiny-model"))
-        save_tokenizer(Path(name, "tiny-model"))
-        yield Path(name)
-
-
-def run_python(block: Block) -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeltawireWarning)
-        exec(compile("\n" * (block.line - 1) + as_run(block.text), str(block.page), "exec"), names)
-    return names
+    with folder_with_models() as folder:
+        yield folder
 
 
 def test_every_block_works_as_written(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ def open_decoder(store: Store, run: str | None, trusted_keys: Collection[str]) -
     try:
         import tokenizers
     except ImportError:
-        return None, "the package tokenizers is not installed: pip install 'deltawire[transformers]'"
+        return None, "the package tokenizers is not installed: pip install tokenizers"
     data = read_model_files(store, run=run, trusted_keys=trusted_keys).files.get("tokenizer.json")
     if data is None:
         return None, "no tokenizer.json is published beside the weights: publish with attachments"

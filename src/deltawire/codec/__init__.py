@@ -19,7 +19,9 @@ def codec_named(name: str) -> Codec:
     try:
         from .native import NativeCodec
     except ImportError as error:
-        raise CodecUnavailable(f"the native codec is not built ({error}); 'pip install deltawire' builds it.") from None
+        raise CodecUnavailable(
+            f"the native codec is not built ({error}); `pip install .` in a clone of deltawire's repository builds it."
+        ) from None
     return NativeCodec(None if name == "auto" else name)
 
 

@@ -1,4 +1,4 @@
-"""Ed25519 signatures over records (docs/protocol.md §7). Needs the extra `deltawire[sign]`, but only to sign or to check.
+"""Ed25519 signatures over records (docs/protocol.md §7). Needs the extra `sign`, but only to sign or to check.
 
 Any record type can be signed if it is a dataclass with the fields and methods of `Signable`.
 """
@@ -117,4 +117,6 @@ def _require_cryptography() -> None:
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
-        raise ImportError("signatures need the cryptography package: pip install 'deltawire[sign]'") from error
+        raise ImportError(
+            "signatures need the package cryptography, which deltawire's extra `sign` installs. Run `pip install cryptography`"
+        ) from error

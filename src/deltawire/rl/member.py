@@ -163,7 +163,9 @@ def _require_transformers() -> None:
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error.name} is not installed: pip install 'deltawire[transformers]'") from None
+        raise ImportError(
+            f"the package {error.name} is not installed. A member needs torch and transformers. Run `pip install torch transformers`"
+        ) from None
 
 
 def _device(name: str) -> str:

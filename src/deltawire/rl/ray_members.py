@@ -1,4 +1,4 @@
-"""Members as actors on a Ray cluster that is there already (`pip install deltawire[ray]`). Every node needs deltawire installed.
+"""Members as actors on a Ray cluster that is there already (the extra `ray` of deltawire). Every node needs deltawire installed.
 
 A member lives in its actor's process and goes when that goes. The cluster only places it: weights, leases and results all go through the
 store, which every node must reach with credentials of its own, or with those that are passed in `environment`.
@@ -32,7 +32,7 @@ class RayCluster:
         try:
             import ray
         except ModuleNotFoundError:
-            raise ImportError("Ray is not installed: pip install 'deltawire[ray]'") from None
+            raise ImportError("Ray is not installed. Run `pip install ray`") from None
         self._ray: Any = ray
         self._owns_connection = not ray.is_initialized()
         if self._owns_connection:
