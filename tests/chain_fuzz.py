@@ -513,7 +513,7 @@ def hostile(seed: int) -> tuple[MemoryStore, list[str]]:
     return _store_of(soup, chance), soup.done
 
 
-# Who reads
+# Readers
 
 
 class WrongWeights(AssertionError):

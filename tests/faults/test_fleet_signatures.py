@@ -1,4 +1,4 @@
-"""Who may speak for the trainer: where the chain is signed, boards, rounds, batches and rejections are, and nothing else is heeded."""
+"""Where the chain is signed, boards, rounds, batches and rejections are signed too, and unsigned ones are ignored."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _PATIENCE = 10.0
 class ExecHook:
     """Runs a shell command for the version at hand, unless it has already succeeded for this version.
 
-    That it succeeded is remembered in the mirror. So a command that failed, or a process that died in between, runs it again: by the next
+    The mirror remembers that the command succeeded. So a command that failed, or a process that died in between, runs it again: by the next
     call of `follow`, or for the next version. While it runs, the files of its version stay as they are.
     """
 

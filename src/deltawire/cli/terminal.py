@@ -214,15 +214,15 @@ class TransferBars:
         self._progress.stop()
 
     def read(self, done: int) -> None:
-        """So many more bytes were read."""
+        """Count this many more bytes as read."""
         self._advance("read", done)
 
     def uploaded(self, done: int) -> None:
-        """So many more bytes were written."""
+        """Count this many more bytes as written."""
         self._advance("upload", done)
 
     def expect_read(self, title: str, total: int) -> None:
-        """So many bytes will be read; says what they are."""
+        """Announce how many bytes will be read, and what they are."""
         with self._lock:
             self._titles["read"], self._totals["read"] = title, total
             if "read" in self._tasks:
@@ -234,7 +234,7 @@ class TransferBars:
             self._totals["upload"] = total
 
     def expect_upload(self, more: int) -> None:
-        """So many more bytes will be written. They may be among those that were announced."""
+        """Announce that this many more bytes will be written. They may be among those that were announced before."""
         with self._lock:
             self._announced += more
             self._totals["upload"] = max(self._totals.get("upload", 0), self._announced)
@@ -283,7 +283,7 @@ def print_notice(message: str) -> None:
 
 
 def print_trace(message: str) -> None:
-    """A line on stderr with the time, for who wants to see everything."""
+    """Print a line on stderr with the time, for users who want to see everything."""
     print_wrapped(_standard_error(), f"{time.strftime('%H:%M:%S')} {message}", style="dim", indent=9)
 
 

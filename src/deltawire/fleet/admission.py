@@ -80,7 +80,7 @@ def judge_place(place: RolloutKey, accepted: AcceptedResult | None, *, closed: b
 
 
 def judge_origin(rollouts: Rollouts, place: RolloutKey, lease: Lease | None, run: str, *, is_free: bool = False) -> Reason | None:
-    """Whether it is of this run, of the place that it lies in, and by who held the lease.
+    """Judge whether a result is of this run, lies where it says, and comes from the member that held the lease.
 
     `is_free`: the attempt needs no lease, and the trainer asked this member for it.
     """

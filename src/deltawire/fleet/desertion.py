@@ -9,9 +9,9 @@ from ..events import printable
 from ..format.fleet_records import Heartbeat
 
 _MOST = 1000
-"""So many departures are remembered."""
+"""Largest number of departures that are remembered."""
 _NAMED = 3
-"""So many different reasons are named in an error."""
+"""Largest number of different reasons that an error names."""
 _BEFORE = 10.0
 """Members that left so many seconds before this trainer first looked still count: they may have waited for it to publish."""
 

@@ -1,4 +1,4 @@
-"""Who is in the fleet, by their heartbeats. Times are those of `FleetClock`. Pure."""
+"""Which members the fleet has, by their heartbeats. Times are those of `FleetClock`. Pure."""
 
 from __future__ import annotations
 

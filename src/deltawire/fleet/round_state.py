@@ -62,7 +62,7 @@ class TaskState:
         return self.free if self.is_free else next(attempt for attempt in range(FIRST_FREE_ATTEMPT) if attempt not in self.leases)
 
     def offer_to(self, member: str | None, now: float, patience: float) -> None:
-        """Take note of who is offered the task from now on.
+        """Note which members are offered the task from now on.
 
         Every offer of a free attempt gets the next number, and so does one that lay there for longer than `patience`: a member takes up
         each number once.

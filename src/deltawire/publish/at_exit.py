@@ -33,7 +33,7 @@ class Unfinished(Protocol):
 
     @property
     def on_event(self) -> OnEvent | None:
-        """Who is told."""
+        """Receives the events."""
 
 
 _open: WeakKeyDictionary[Unfinished, int] = WeakKeyDictionary()

@@ -16,7 +16,7 @@ from ..store import Store
 from ..subscribe.model_files import ModelFiles, read_model_files
 
 _NAMED = 3
-"""So many rows are named at most in an error."""
+"""Largest number of rows that an error names."""
 
 
 def read_files(store: Store, attachments: Attachments | None, *, run: str | None = None, trusted_keys: Collection[str] = ()) -> ModelFiles:

@@ -45,7 +45,7 @@ class Plan:
     checkpoint_every: int
     looked_after: bool = True
     spoiled: int = 0
-    """So many of 16 results fail in training, and are rejected after their acknowledgement."""
+    """How many of 16 results fail in training, and are rejected after their acknowledgement."""
 
 
 @dataclass(slots=True)
