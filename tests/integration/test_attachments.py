@@ -17,6 +17,7 @@ from deltawire.chain.verify import verify
 from deltawire.chain.version import Version
 from deltawire.errors import CorruptRecord, DataDamaged, DataMissing, LimitExceeded
 from deltawire.events import Event
+from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.record_parts import FileEntry
 from deltawire.format.records import Commit, CommitRef, Limits, Signature, link_targets
 from deltawire.publish.attachments import MOST_FILES, MOST_NAME_BYTES
@@ -322,6 +323,9 @@ def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> No
             publisher.publish(next_state(chain.state, 8))
         reader.sync()
         assert files_in(reader.path) == {"config.json": NEW}
+    pull(store, tmp_path / "pulled", pin=False)
+    assert files_in(tmp_path / "pulled") == {"config.json": NEW}  # and not those of the checkpoint that its weights come from
+    assert bits_of(Checkpoint(tmp_path / "pulled")) == bits_of(next_state(chain.state, 8))
 
 
 def test_an_attachment_cannot_stand_for_weights() -> None:

@@ -48,12 +48,15 @@ class HopsOnDisk:
         self._threads = threads
         self._step = step
 
-    def fetch_checkpoint(self, hop: Hop, folder: Path, *, leave_out: str | None = None) -> None:
-        """Fetch a whole checkpoint into a directory, durably, and check its digest. Files that are there already, and right, are kept."""
+    def fetch_checkpoint(self, hop: Hop, folder: Path, *, leave_out: Collection[str] = ()) -> None:
+        """Fetch a whole checkpoint into a directory, durably, and check its digest. Files that are there already, and right, are kept.
+
+        Files with a name in `leave_out` are not fetched.
+        """
         try:
             for entry in hop.files:
                 assert entry.name is not None
-                if entry.name != leave_out and not is_complete(folder / entry.name, entry):
+                if entry.name not in leave_out and not is_complete(folder / entry.name, entry):
                     arriving = folder / _ARRIVING
                     arriving.unlink(missing_ok=True)
                     self._source.to_file(hop, entry, arriving)

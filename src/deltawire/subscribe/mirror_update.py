@@ -218,7 +218,7 @@ class MirrorUpdate:
                 arriving = before = None
                 for index, hop in enumerate(hops):
                     if hop.base is None:
-                        self._on_disk.fetch_checkpoint(hop, held.slot.path, leave_out=RECORD_FILE)
+                        self._on_disk.fetch_checkpoint(hop, held.slot.path, leave_out={RECORD_FILE})
                         if hop.target.attachments in (None, hops[-1].target.attachments):  # those are at hand
                             self._attach(held, hop.target)
                             attached = hop.target.attachments

@@ -13,7 +13,7 @@ from ..chain.version import Version
 from ..errors import CheckpointError
 from ..events import OnEvent, emit
 from ..format.checkpoint import Checkpoint
-from ..format.records import Commit, Limits
+from ..format.records import Commit, Limits, holds_weights
 from ..format.shard_layout import restore_layout
 from ..format.staged_output import StagedOutput
 from ..state import state_digest
@@ -75,7 +75,8 @@ def pull(
             while True:
                 hops = journey.routes.find(None, target)
                 pins.hold_way(chain.log.run, hops)
-                entries = [*(target.attachments or ()), *(entry for hop in hops for entry in hop.files)]
+                unwanted = _unwanted_files(target, hops[0])
+                entries = [*(target.attachments or ()), *(entry for hop in hops for entry in hop.files if entry.name not in unwanted)]
                 size = sum(entry.size for entry in entries)
                 staged.refuse_losses({entry.name for entry in entries if entry.name is not None})  # at the end again, but then it is late
                 emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=len(hops), bytes=size)
@@ -108,7 +109,7 @@ def _build(folder: Path, hops: Sequence[Hop], journey: Journey, threads: int | N
     on_disk.fetch_attachments(target, folder)
     on_disk.place_attachments(target, folder)
     deltas.keep_only((), 0)
-    on_disk.fetch_checkpoint(hops[0], folder)
+    on_disk.fetch_checkpoint(hops[0], folder, leave_out=_unwanted_files(target, hops[0]))
     digest = hops[0].target.digest
     for hop in hops[1:]:
         assert digest is not None
@@ -119,6 +120,16 @@ def _build(folder: Path, hops: Sequence[Hop], journey: Journey, threads: int | N
     if len(hops) > 1:
         CheckpointInPlace(folder, threads=threads).flush()
     shutil.rmtree(folder / _DELTAS)
+
+
+def _unwanted_files(target: Commit, first_hop: Hop) -> set[str]:
+    """Name the files of a checkpoint that its version had beside its weights, if the target's own attachments replace them.
+
+    Checkpoints of version 1 list such files. They may be older than the target, which is rebuilt from the weights only.
+    """
+    if target.attachments is None:
+        return set()
+    return {entry.name for entry in first_hop.files if entry.name is not None and not holds_weights(entry.name)}
 
 
 class _opened:
