@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
-from ..chain.attachments import read_attachments_of
-from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.version import Version
 from ..errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltaError, Fenced, PublishError, StateError
@@ -23,7 +21,7 @@ from ..format.records import Commit, CommitRef
 from ..store.base import Store
 from ..tensors import State
 from .anchor_files import SHARD_BYTES, lay_out
-from .attached import AttachedFiles
+from .attached import AttachedFiles, StoredFiles
 from .baseline import Baseline
 from .cadence import ChainCost, Speed
 from .commits import Attempt, ChainWriter, emit_published
@@ -54,8 +52,9 @@ class Appender:
     """Appends states to a chain. Construction takes the chain over: see `ChainWriter`.
 
     `remember` keeps the way back from version to version, which skips are made from. With `starts_full`, the first version is a full
-    checkpoint and the newest one need not be read back. With `keeps_attachments`, attachments that `append` is not given stay. `recycle` is
-    given memory that states of the present table were in, once nothing needs it any more.
+    checkpoint and the newest one need not be read back. With `keeps_attachments`, attachments that `append` is not given stay.
+    `stored_files` knows which of them are intact. `recycle` is given memory that states of the present table were in, once nothing needs it
+    any more.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class Appender:
         remember: bool = True,
         starts_full: bool = False,
         keeps_attachments: bool = False,
+        stored_files: StoredFiles | None = None,
         on_event: OnEvent | None = None,
         recycle: Recycle = lambda arrays: None,
         snapshot: Place = "host",
@@ -95,7 +95,8 @@ class Appender:
         in_force = None if writer.fence.state_seq is None else log.state_commit(writer.fence)
         if in_force is not None:
             self.version = Version.of(in_force)
-        self._attached = AttachedFiles(log, in_force, keeps_others=keeps_attachments, on_event=on_event)
+        self._stored_files = stored_files or StoredFiles(log)
+        self._attached = AttachedFiles(log, in_force, self._stored_files, keeps_others=keeps_attachments, on_event=on_event)
 
     def resume(self, seq: int | None = None, ready: Resumed | None = None) -> None:
         """Rebuild the baseline from the store: that of the head, or that of an older version `seq`, to which the chain is then rewound.
@@ -303,7 +304,7 @@ class Appender:
         mark = self._log.mark()
         if mark is not None and resumed.lowest <= mark.floor:
             # What it was rebuilt from is announced to go, and a collector that hung may be about to delete it: the head cannot rest on it.
-            attachments = read_attachments_of(self._log, commit, Fetcher(self._store, limits=self._log.limits))
+            attachments = AttachedFiles(self._log, commit, self._stored_files).contents()
             table = TensorTable.of(resumed.arrays)
             self._unsettled = self._checkpoint(resumed.arrays, table, resumed.arrays, commit.step, commit.meta, attachments)
             self.settle()
@@ -314,7 +315,7 @@ class Appender:
             digest=commit.digest,
             state_bytes=commit.state_bytes,
             tensors=commit.tensors,
-            attachments=AttachedFiles(self._log, commit).upload(self._place(), None),
+            attachments=AttachedFiles(self._log, commit, self._stored_files).upload(self._place(), None),
             step=commit.step,
             meta=commit.meta,
         )

@@ -25,7 +25,7 @@ from .advice import Advice
 from .anchor_files import SHARD_BYTES
 from .append import Appender
 from .at_exit import warn_lost
-from .attached import AttachedFiles
+from .attached import AttachedFiles, StoredFiles
 from .attachments import Attachments, CollectedFiles, read_attachments
 from .background import BackgroundPublisher, PendingVersion
 from .cadence import AnchorPolicy
@@ -121,7 +121,7 @@ class Publisher:
         self._attachments = CollectedFiles(attachments)
         if tokenizer is not None:
             self._attachments.taken |= files_of_tokenizer(tokenizer)
-        read_attachments(self._attachments)  # what is wrong with them should show now, not hours later
+        given = read_attachments(self._attachments) or {}  # what is wrong with them should show now, not hours later
         self._keeps_attachments = attachments is None
         self._on_event = on_event
         self._auto_collect = auto_collect
@@ -149,7 +149,8 @@ class Publisher:
             open_run(self._store, run, limits)
             log = open_log(self._store, run, signing_key, trusted_keys)
             self._signing_key, self._trusted_keys = signing_key, log.trusted_keys
-            ready = self._read_start(log, resume_from, threads, starts_full)  # before anybody is fenced off
+            stored = StoredFiles(log, given)
+            ready = self._read_start(log, stored, given, resume_from, threads, starts_full)  # before anybody is fenced off
             self._writer = ChainWriter(self._store, log, signing_key=signing_key, resumed_from=resume_from)
             pool = opened.enter_context(ThreadPoolExecutor(_STREAMS, thread_name_prefix="deltawire-upload"))
             self._appender = Appender(
@@ -159,6 +160,7 @@ class Publisher:
                 pool,
                 threads=threads,
                 keeps_attachments=self._keeps_attachments,
+                stored_files=stored,
                 remember=skips,
                 starts_full=starts_full,
                 on_event=on_event,
@@ -320,14 +322,25 @@ class Publisher:
             attachments = self._attachments.keys()
         self._advice.before(table, attachments)
 
-    def _read_start(self, log: ChainLog, resume_from: int | None, threads: int | None, starts_full: bool) -> Resumed | None:
-        """Read the version that is to be gone on from. Raises what is wrong with it, while nothing is written yet."""
+    def _read_start(
+        self,
+        log: ChainLog,
+        stored: StoredFiles,
+        given: Mapping[str, bytes],
+        resume_from: int | None,
+        threads: int | None,
+        starts_full: bool,
+    ) -> Resumed | None:
+        """Read the version that is to be gone on from, and its files. Raises what is wrong with them, while nothing is written yet."""
         start = find_start(log, resume_from)
-        if start is None or (starts_full and resume_from is None):
+        if start is None:
             return None
-        if self._keeps_attachments:
-            AttachedFiles(log, start).require()
-        return read_state(log, start, threads=threads, on_event=self._on_event)
+        rewinds = resume_from is not None
+        state = None
+        if rewinds or not starts_full:
+            state = read_state(log, start, threads=threads, on_event=self._on_event)
+        AttachedFiles(log, start, stored, keeps_others=self._keeps_attachments).require(given, rewinds=rewinds)
+        return state
 
     def _cast(self, state: State, table: TensorTable) -> Arrays | None:
         """Return the weights as what is published of them, in memory that may be kept; None if they are of that type already."""

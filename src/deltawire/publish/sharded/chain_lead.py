@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from ...chain.attachments import read_attachments_of
-from ...chain.fetch import Fetcher
 from ...chain.restore import Hop, Way, find_route
 from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltawireError, Fenced
 from ...events import OnEvent, emit
@@ -17,7 +15,7 @@ from ...format.records import Commit, FileEntry, Limits
 from ...format.signing import SigningKey
 from ...store import Store, probe
 from ...store.place import refuse_occupied
-from ..attached import AttachedFiles
+from ..attached import AttachedFiles, StoredFiles
 from ..cadence import AnchorPolicy, ChainCost, Speed, anchor_due
 from ..commits import Attempt, ChainWriter, emit_published, open_log, open_run
 from ..compose import Composition
@@ -42,6 +40,7 @@ class ChainLead:
         trusted_keys: Collection[str],
         resume_from: int | None,
         has_attachments: bool,
+        given: Mapping[str, bytes],
         policy: AnchorPolicy,
         on_event: OnEvent | None,
     ) -> None:
@@ -49,11 +48,12 @@ class ChainLead:
         probe(store)
         open_run(store, run, limits)
         self._log = open_log(store, run, signing_key, trusted_keys)
+        self._stored_files = StoredFiles(self._log, given)
         start = find_start(self._log, resume_from)
         if start is not None:  # before anybody is fenced off
             require_way(self._log, start)
-            if not has_attachments:
-                AttachedFiles(self._log, start).require()
+            kept = AttachedFiles(self._log, start, self._stored_files, keeps_others=not has_attachments)
+            kept.require(given, rewinds=resume_from is not None)
         self._writer = ChainWriter(store, self._log, signing_key=signing_key, resumed_from=resume_from)
         self._store = store
         self._pool = pool
@@ -74,7 +74,7 @@ class ChainLead:
             assert resume_from is not None
             self._commit = version_commit(self._log, fence, resume_from)
         in_force = None if fence.state_seq is None else self._log.state_commit(fence)
-        self._attached = AttachedFiles(self._log, in_force, keeps_others=not has_attachments, on_event=on_event)
+        self._attached = AttachedFiles(self._log, in_force, self._stored_files, keeps_others=not has_attachments, on_event=on_event)
 
     def opening(self) -> dict[str, Any]:
         """What the others have to know from the start."""
@@ -111,7 +111,7 @@ class ChainLead:
             digest=self._commit.digest,
             state_bytes=self._commit.state_bytes,
             tensors=self._commit.tensors,
-            attachments=AttachedFiles(self._log, self._commit).upload(self._place(), None),
+            attachments=AttachedFiles(self._log, self._commit, self._stored_files).upload(self._place(), None),
             step=self._commit.step,
             meta=self._commit.meta,
         )
@@ -157,7 +157,7 @@ class ChainLead:
         """Commit a whole checkpoint. Returns as `commit_delta` does."""
         if attachments is None and self._is_to_rewind:  # it stands in for a rewind to a version whose data are announced to go
             assert self._commit is not None
-            attachments = read_attachments_of(self._log, self._commit, Fetcher(self._log.store, limits=self._log.limits))
+            attachments = AttachedFiles(self._log, self._commit, self._stored_files).contents()
         self._attempt = self._writer.propose(
             "anchor",
             base=None,

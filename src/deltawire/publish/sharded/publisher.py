@@ -115,7 +115,7 @@ class ShardedPublisher:
                     return None
                 if tokenizer is not None:
                     self._attachments.taken |= files_of_tokenizer(tokenizer)
-                read_attachments(self._attachments)  # what is wrong with them should show now, not hours later
+                given = read_attachments(self._attachments) or {}  # what is wrong with them should show now, not hours later
                 policy = anchor_policy or AnchorPolicy()
                 self._lead = ChainLead(
                     self._store,
@@ -126,6 +126,7 @@ class ShardedPublisher:
                     trusted_keys=trusted_keys,
                     resume_from=resume_from,
                     has_attachments=attachments is not None,
+                    given=given,
                     policy=policy,
                     on_event=on_event,
                 )
