@@ -208,6 +208,35 @@ def test_a_publisher_without_attachments_keeps_those_in_force_and_an_empty_mappi
     assert len(objects(store)) == 1
 
 
+@pytest.mark.parametrize("is_marked", [False, True], ids=["no mark", "below a mark"])
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["one process", "ranks"])
+def test_going_back_to_a_version_leaves_the_files_of_abandoned_ones_behind(is_marked: bool, is_sharded: bool) -> None:
+    """Also where a collection has announced to delete the version's data, so that a checkpoint takes the place of the rewind."""
+    store, weights = MemoryStore(), states(4)
+    with Publisher(store, attachments={"config.json": OLD, "tokenizer.json": b"[]"}, **OPTIONS) as publisher:
+        publisher.publish(weights[0])
+        publisher.publish(weights[1])
+    with Publisher(store, attachments={"config.json": NEW, "bad.jinja": b"?"}, starts_full=True, **OPTIONS) as publisher:
+        publisher.publish(weights[2])
+    if is_marked:
+        assert collect(store, grace=1e9, keep_anchors=1).floor == 4
+    if not is_sharded:
+        with Publisher(store, resume_from=2, **OPTIONS) as publisher:
+            assert publisher.version is not None
+            assert publisher.version.kind == ("anchor" if is_marked else "rewind")
+            assert read_model_files(store).files == {"config.json": OLD, "tokenizer.json": b"[]"}
+            publisher.publish(weights[3])
+    else:
+
+        def work(ranks: Any) -> None:
+            with ShardedPublisher(ranks, store, threads=1, resume_from=2) as publisher:
+                publisher.publish(shards_of(weights[3], 0, 1), files={"config.json": b"model's"})
+
+        run_ranks(1, work)
+    found = read_model_files(store).files
+    assert found == {"config.json": b"model's" if is_sharded else OLD, "tokenizer.json": b"[]"}
+
+
 def test_files_that_a_publisher_takes_from_the_model_replace_their_like_and_leave_others() -> None:
     store, weights = MemoryStore(), states(2)
     with Publisher(store, attachments={"config.json": OLD, "tokenizer.json": b"[]"}, **OPTIONS) as publisher:

@@ -221,8 +221,9 @@ class Appender:
         step: int | None,
         meta: Mapping[str, str],
         attachments: Mapping[str, bytes] | None,
+        attached: AttachedFiles | None = None,
     ) -> Unsettled:
-        """A whole checkpoint, uploaded and proposed."""
+        """Upload and propose a whole checkpoint. `attached` names its attachments; by default they follow those of the newest version."""
         if arrays is None:
             arrays = new_arrays(table, state, self._place_of_copies)
             copy_tensors(state, arrays)
@@ -242,7 +243,7 @@ class Appender:
             state_bytes=table.state_bytes,
             tensors=len(table.names),
             files=done.files,
-            attachments=self._attached.upload(self._place(), attachments, anew=True),
+            attachments=(attached or self._attached).upload(self._place(), attachments, anew=True),
             step=step,
             meta=meta,
         )
@@ -304,9 +305,9 @@ class Appender:
         mark = self._log.mark()
         if mark is not None and resumed.lowest <= mark.floor:
             # What it was rebuilt from is announced to go, and a collector that hung may be about to delete it: the head cannot rest on it.
-            attachments = AttachedFiles(self._log, commit, self._stored_files).contents()
             table = TensorTable.of(resumed.arrays)
-            self._unsettled = self._checkpoint(resumed.arrays, table, resumed.arrays, commit.step, commit.meta, attachments)
+            own = AttachedFiles(self._log, commit, self._stored_files)  # files of the versions that are abandoned do not stay
+            self._unsettled = self._checkpoint(resumed.arrays, table, resumed.arrays, commit.step, commit.meta, own.contents(), own)
             self.settle()
             return
         attempt = self._writer.propose(

@@ -60,6 +60,7 @@ class ChainLead:
         self._shortcuts = ShortcutWriter(store, pool, self._writer.run, self._writer.epoch, signing_key)
         self._policy = policy
         self._on_event = on_event
+        self._keeps_attachments = not has_attachments
         self._attempt: Attempt | None = None
         self._hops: list[Hop] = []
         self._without: set[Way] = set()
@@ -155,9 +156,12 @@ class ChainLead:
         attachments: Mapping[str, bytes] | None,
     ) -> dict[str, Any]:
         """Commit a whole checkpoint. Returns as `commit_delta` does."""
-        if attachments is None and self._is_to_rewind:  # it stands in for a rewind to a version whose data are announced to go
+        attached = self._attached
+        if self._is_to_rewind:  # it stands in for a rewind to a version whose data are announced to go: others' files do not stay
             assert self._commit is not None
-            attachments = AttachedFiles(self._log, self._commit, self._stored_files).contents()
+            attached = AttachedFiles(self._log, self._commit, self._stored_files)
+            if self._keeps_attachments:
+                attachments = _overlaid(attached.contents(), attachments or {})
         self._attempt = self._writer.propose(
             "anchor",
             base=None,
@@ -165,7 +169,7 @@ class ChainLead:
             state_bytes=table.state_bytes,
             tensors=len(table.names),
             files=files,
-            attachments=self._attached.upload(self._place(), attachments, anew=True),
+            attachments=attached.upload(self._place(), attachments, anew=True),
             step=step,
             meta=meta,
         )
@@ -251,3 +255,9 @@ class ChainLead:
         else:
             self._cost.add_update(commit.stored_bytes)
         emit_published(self._on_event, commit, commit_seconds=seconds)
+
+
+def _overlaid(base: Mapping[str, bytes], files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of `base`, with those in `files` instead of files that have the same name but for upper and lower case."""
+    replaced = {name.casefold() for name in files}
+    return {**{name: data for name, data in base.items() if name.casefold() not in replaced}, **files}
