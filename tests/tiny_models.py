@@ -61,7 +61,7 @@ def clone(state: Any) -> dict[str, Any]:
     return copy.deepcopy({name: tensor.detach() for name, tensor in state.items()})
 
 
-def save_tokenizer(folder: Path) -> Path:
+def new_tokenizer() -> Any:
     """A tokenizer of as many words as the model knows, with a chat template."""
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     words = tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
@@ -69,7 +69,11 @@ def save_tokenizer(folder: Path) -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}{% if add_generation_prompt %}w0{% endif %}"
-    fast.save_pretrained(folder)
+    return fast
+
+
+def save_tokenizer(folder: Path) -> Path:
+    new_tokenizer().save_pretrained(folder)
     return folder
 
 

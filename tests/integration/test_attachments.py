@@ -247,6 +247,53 @@ def test_files_that_a_publisher_takes_from_the_model_replace_their_like_and_leav
     assert read_model_files(store).files == {"config.json": NEW, "tokenizer.json": b"[]"}
 
 
+class FakeTokenizer:
+    """What the publisher needs of a tokenizer. `opaque` makes it impossible to tell without saving whether something has changed."""
+
+    def __init__(self, *, opaque: bool = False) -> None:
+        self.template = "0"
+        if opaque:
+            self.backend = object()
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "chat_template.jinja").write_text(self.template)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("background", [False, True])
+def test_the_tokenizer_is_taken_as_it_is_at_every_version(tmp_path: Path, opaque: bool, background: bool) -> None:
+    store, tokenizer = MemoryStore(), FakeTokenizer(opaque=opaque)
+    with Publisher(store, tokenizer=tokenizer, background=background, **OPTIONS) as publisher:
+        for number, state in enumerate(states(3)):
+            tokenizer.template = f"template {number}"
+            publisher.publish(state)
+            tokenizer.template = "not published"
+            publisher.flush()
+            assert read_model_files(store).files == {"chat_template.jinja": f"template {number}".encode()}
+
+
+def test_ranks_that_publish_together_take_the_tokenizer_as_it_is() -> None:
+    store, tokenizer, weights = MemoryStore(), FakeTokenizer(), states(2)
+
+    def work(ranks: Any) -> None:
+        with ShardedPublisher(ranks, store, threads=1, tokenizer=tokenizer) as publisher:
+            for state in weights:
+                publisher.publish(shards_of(state, ranks.rank, ranks.size))
+                if ranks.rank == 0:
+                    tokenizer.template = "new"
+
+    assert run_ranks(2, work) == [None, None]
+    assert read_model_files(store).files == {"chat_template.jinja": b"new"}
+
+
+@pytest.mark.parametrize("wrong", ["model", Path("model"), 7])
+def test_what_is_no_tokenizer_is_refused_at_once(wrong: Any) -> None:
+    store = MemoryStore()
+    with pytest.raises(TypeError, match="AutoTokenizer"):
+        Publisher(store, tokenizer=wrong)
+    assert list(store.list("")) == []
+
+
 def test_a_publisher_in_the_background_takes_attachments_as_they_are_when_publish_is_called(tmp_path: Path) -> None:
     store, weights, folder = MemoryStore(), states(3), write(tmp_path / "attached", config_json=OLD)
     with Publisher(store, attachments=folder, background=True, **OPTIONS) as publisher:

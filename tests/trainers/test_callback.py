@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import bits, qwen, torch, transformers
+from tiny_models import bits, new_tokenizer, qwen, torch, transformers
 
 pytest.importorskip("accelerate", reason="accelerate is not installed, which the Trainer needs")
 
@@ -16,6 +16,7 @@ from deltawire.publish import Publisher
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber, reading_mirror
+from deltawire.subscribe.model_files import read_model_files
 from deltawire.trainers import DeltaWireCallback
 
 
@@ -63,7 +64,14 @@ def test_a_trainer_publishes_its_steps_and_the_last_one_in_any_case(tmp_path: Pa
 
 @pytest.mark.filterwarnings("default")
 def test_in_the_background_the_last_step_arrives_before_training_returns(tmp_path: Path) -> None:
-    model = train(tmp_path / "out", DeltaWireCallback("memory://callback-background", dtype=torch.bfloat16))
+    class Renamed(transformers.TrainerCallback):
+        """Changes the configuration in the middle of training."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            model.config.rope_note = f"after step {state.global_step}"
+
+    model = train(tmp_path / "out", DeltaWireCallback("memory://callback-background", dtype=torch.bfloat16), others=(Renamed(),))
+    assert b'"rope_note": "after step 5"' in read_model_files("memory://callback-background").files["config.json"]
     with Subscriber("memory://callback-background", pin=False) as subscriber:
         assert subscriber.sync().step == 5
         expected = model.model.norm.weight.detach().bfloat16().view(torch.uint8).numpy().tobytes()
@@ -121,6 +129,23 @@ def test_a_callback_that_is_used_again_closes_the_publisher_before(tmp_path: Pat
         train(tmp_path / "out", callback, steps=1)
     with pytest.raises(PublisherClosed):
         first.flush()
+
+
+def test_a_tokenizer_that_changes_in_training_is_published_as_it_is() -> None:
+    tokenizer = new_tokenizer()
+    store, state = MemoryStore(), {"w": torch.zeros(2, dtype=torch.bfloat16)}
+    with Publisher(store, tokenizer=tokenizer, attachments={"config.json": b"{}"}) as publisher:
+        publisher.publish(state)
+        tokenizer.chat_template = "NEW"
+        publisher.publish(state)
+        assert read_model_files(store).files["chat_template.jinja"] == b"NEW"
+        tokenizer.add_tokens(["<new>"])
+        publisher.publish(state)
+        files = read_model_files(store).files
+        assert b"<new>" in files["tokenizer.json"]
+        tokenizer(["w1", "w1 w2"], padding=True, truncation=True, max_length=5)  # the tokenizer remembers it, but no user changed anything
+        publisher.publish(state)
+        assert read_model_files(store).files == files
 
 
 def test_every_must_be_positive() -> None:

@@ -21,6 +21,8 @@ class CollectedFiles(Mapping[str, "bytes | Path"]):
     def __init__(self, given: Attachments | None) -> None:
         self._given = given
         self.taken: dict[str, bytes] = {}
+        """Files of the model."""
+        self.of_tokenizer: dict[str, bytes] = {}
 
     def __getitem__(self, name: str) -> bytes | Path:
         return self._now()[name]
@@ -33,7 +35,7 @@ class CollectedFiles(Mapping[str, "bytes | Path"]):
 
     def _now(self) -> dict[str, bytes | Path]:
         given = self._given or {}
-        return {**self.taken, **(given if isinstance(given, Mapping) else _in_directory(Path(given)))}
+        return {**self.taken, **self.of_tokenizer, **(given if isinstance(given, Mapping) else _in_directory(Path(given)))}
 
 
 MOST_FILES, MOST_NAME_BYTES = 40, 2048

@@ -30,7 +30,7 @@ from .attachments import Attachments, CollectedFiles, read_attachments
 from .background import BackgroundPublisher, PendingVersion
 from .cadence import AnchorPolicy
 from .commits import ChainWriter, check_meta, check_step, open_log, open_run
-from .model_files import files_of_model, files_of_tokenizer
+from .model_files import TokenizerFiles, files_of_model
 from .resume import Resumed, find_start, read_state
 from .segments import SEGMENT_BYTES, TensorTable
 from .shortcuts import ShortcutWriter
@@ -119,9 +119,8 @@ class Publisher:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self._attachments = CollectedFiles(attachments)
-        if tokenizer is not None:
-            self._attachments.taken |= files_of_tokenizer(tokenizer)
-        given = read_attachments(self._attachments) or {}  # what is wrong with them should show now, not hours later
+        self._tokenizer = None if tokenizer is None else TokenizerFiles(tokenizer)
+        given = self._read_attachments()  # what is wrong with them should show now, not hours later
         self._keeps_attachments = attachments is None
         self._on_event = on_event
         self._auto_collect = auto_collect
@@ -244,7 +243,7 @@ class Publisher:
         self._appender.check_limits(table)
         self._advise(table)
         self._writer.check_fenced()
-        attachments = read_attachments(self._attachments)
+        attachments = self._read_attachments()
         if self._background is not None:
             return self._background.submit(weights, table, step, strings, attachments)
         with self._turn:
@@ -314,6 +313,12 @@ class Publisher:
         if self._source is None or self._source[0] is not model:
             self._source = model, WeightSource(model)
         return self._source[1].snapshot()
+
+    def _read_attachments(self) -> dict[str, bytes]:
+        """Read the files beside the weights as they are now."""
+        if self._tokenizer is not None:
+            self._attachments.of_tokenizer = self._tokenizer.read()
+        return read_attachments(self._attachments) or {}
 
     def _advise(self, table: TensorTable) -> None:
         """Warn of what the user probably does not want, before anything is done."""

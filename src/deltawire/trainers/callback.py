@@ -50,6 +50,8 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._source_options: dict[str, Any] = {"names": names, "keep": keep}
         self._publisher_options = {"background": True, "dtype": dtype, **publisher}
         self._source: WeightSource | None = None
+        self._model: Any = None
+        self._files: dict[str, bytes] = {}
         self._published_step: int | None = None
         self.publisher: Publisher | None = None
         """Open while training runs."""
@@ -73,8 +75,9 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             return
         self.close()  # the last call of `train` raised, and did not come to its end
         self._source = WeightSource(model, **self._source_options)
-        taken = files_of_model(model, Casting(self._publisher_options["dtype"]).dtype)
-        options = {"attachments": taken, "tokenizer": processing_class, **self._publisher_options}
+        self._model = model
+        self._take_files()
+        options = {"attachments": self._files, "tokenizer": processing_class, **self._publisher_options}
         self.publisher = Publisher(self._url, **options)
         self._publish(state.global_step)
 
@@ -89,10 +92,17 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         with publisher:
             if self._published_step != state.global_step:
                 assert self._source is not None
+                self._take_files()
                 self._source.publish(publisher, step=state.global_step)
+
+    def _take_files(self) -> None:
+        """Take the model's configuration as it is now. The publisher reads these files at every version."""
+        self._files.clear()
+        self._files.update(files_of_model(self._model, Casting(self._publisher_options["dtype"]).dtype))
 
     def _publish(self, step: int) -> None:
         assert self.publisher is not None
         assert self._source is not None
+        self._take_files()
         self._source.publish(self.publisher, step=step)
         self._published_step = step

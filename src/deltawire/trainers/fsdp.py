@@ -111,8 +111,10 @@ class FSDPPublisher:
             )
         held: dict[str, TensorPart] = {}
         files: dict[str, bytes] = {}
+        tokenizer_files: dict[str, bytes] = {}
 
         def hold() -> None:
+            tokenizer_files.update(self._publisher.files_of_tokenizer())
             held.update(held_shards(state, self._ranks.rank, self._dtype, copy=self._in_background))
             if self._ranks.rank == 0 and isinstance(model, torch.nn.Module):
                 files.update(files_of_model(model, self._served))
@@ -126,12 +128,12 @@ class FSDPPublisher:
         together(self._ranks, hold)
         together(self._ranks, split)
         if not self._in_background:
-            return self._publisher.publish(held, step=step, meta=meta, files=files)
+            return self._publisher.publish(held, step=step, meta=meta, files=files, tokenizer_files=tokenizer_files)
         pending = self._pending = PendingVersion(lambda error: self._forget())
 
         def work() -> None:
             try:
-                pending._resolve(self._publisher.publish(held, step=step, meta=meta, files=files))
+                pending._resolve(self._publisher.publish(held, step=step, meta=meta, files=files, tokenizer_files=tokenizer_files))
             except BaseException as error:
                 pending._resolve(error=error)
 

@@ -28,7 +28,7 @@ from ..anchor_files import SHARD_BYTES
 from ..attachments import Attachments, CollectedFiles, read_attachments
 from ..cadence import AnchorPolicy
 from ..commits import check_meta, check_step
-from ..model_files import files_of_tokenizer
+from ..model_files import TokenizerFiles
 from ..segments import SEGMENT_BYTES
 from ..upload import DataPlace, Update, upload_update
 from .anchor import SharedCheckpoint, upload_together
@@ -93,6 +93,7 @@ class ShardedPublisher:
         self._threads = threads
         self._attachments = CollectedFiles(attachments if ranks.rank == 0 else None)
         self._has_attachments = attachments is not None and ranks.rank == 0
+        self._tokenizer = None if tokenizer is None or ranks.rank > 0 else TokenizerFiles(tokenizer)
         self._on_event = on_event
         self._advice = Advice(on_event, has_dtype=True, refuse_nonfinite=refuse_nonfinite, threads=threads)
         self._segment_bytes = segment_bytes
@@ -113,8 +114,7 @@ class ShardedPublisher:
                 self._pool = opened.enter_context(ThreadPoolExecutor(_STREAMS, thread_name_prefix="deltawire-upload"))
                 if ranks.rank > 0:
                     return None
-                if tokenizer is not None:
-                    self._attachments.taken |= files_of_tokenizer(tokenizer)
+                self._attachments.of_tokenizer = self.files_of_tokenizer()
                 given = read_attachments(self._attachments) or {}  # what is wrong with them should show now, not hours later
                 policy = anchor_policy or AnchorPolicy()
                 self._lead = ChainLead(
@@ -147,6 +147,10 @@ class ShardedPublisher:
         """The newest version that is known to be in the chain; None before the first. With `resume_from`, that one at first."""
         return None if self._commit is None else Version.of(self._commit)
 
+    def files_of_tokenizer(self) -> dict[str, bytes]:
+        """Read the files of the tokenizer as it is now. Empty without one, and at all ranks but the first."""
+        return {} if self._tokenizer is None else self._tokenizer.read()
+
     def publish(
         self,
         held: Mapping[str, TensorPart],
@@ -154,12 +158,14 @@ class ShardedPublisher:
         step: int | None = None,
         meta: Mapping[str, str] | None = None,
         files: Mapping[str, bytes] | None = None,
+        tokenizer_files: Mapping[str, bytes] | None = None,
     ) -> Version:
         """Publish a model by what this process holds of it; of the parts that are passed, `start` may be anything. All names must be there.
 
         Returns the version, which readers can see by then. Raises what `Publisher.publish` does, in all processes alike; for what went
-        wrong elsewhere the message says at which rank. Only the first process's `step`, `meta` and `files` count; the last
-        are the model's own, such as config.json, which `attachments` of the same names replace.
+        wrong elsewhere the message says at which rank. Only the first process's `step`, `meta` and `files` count. `files` are those of the
+        model, such as config.json, which `attachments` of the same names replace. `tokenizer_files` are those of the tokenizer, if they
+        were read before (`files_of_tokenizer`).
         """
         if self._closed:
             raise PublisherClosed("the publisher was closed.")
@@ -172,9 +178,10 @@ class ShardedPublisher:
             check_step(step)
             check_meta(meta)
             self._advice.check_finite({name: part.elements for name, part in held.items()})
-            if self._ranks.rank == 0 and (files or self._attachments.taken or self._has_attachments):
+            if self._ranks.rank == 0:
                 self._attachments.taken |= files or {}
-                attachments = read_attachments(self._attachments)
+                self._attachments.of_tokenizer = dict(self.files_of_tokenizer() if tokenizer_files is None else tokenizer_files)
+                attachments = read_attachments(self._attachments) if self._attachments or self._has_attachments else None
 
         together(self._ranks, check)
         division, parts = self._splitter.split(held)
