@@ -117,11 +117,13 @@ def _dry_run(log: ChainLog, found: Survey, floor: int | None, marks: list[_Place
 def _needs_mark(found: Survey, floor: int, marks: list[_PlacedMark], now: datetime, grace: float) -> bool:
     if found.head.epoch != found.epoch:  # a writer has claimed an epoch, but not fenced the one before it yet
         return False
-    if not marks:
+    # No collector announces more than there is. Such a mark, which anybody may have written, must not end collection for good.
+    credible = [placed for placed in marks if placed.mark.floor <= found.head.seq]
+    if not credible:
         return floor > 0
-    newest = marks[0].mark
+    newest = credible[0].mark
     # A mark so far ahead was made before the store's clock was set back. Waiting for its date could take years.
-    is_from_the_future = marks[0].modified - now > timedelta(seconds=max(grace, 1.0))
+    is_from_the_future = credible[0].modified - now > timedelta(seconds=max(grace, 1.0))
     return floor > newest.floor or (floor == newest.floor and (found.epoch != newest.epoch or is_from_the_future))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..format.records import Commit, Shortcut
@@ -35,21 +35,38 @@ class Needed:
 
 
 def find_needed(commits: Sequence[Commit], shortcuts: Iterable[Shortcut], is_damaged: Callable[[Record], bool]) -> Needed:
-    """Walk down the history that leads to the last of `commits` (all of a chain that are not void, in order), to a sound checkpoint.
-
-    Versions that a rewind abandoned are not part of that history.
-    """
-    places = {commit.seq: place for place, commit in enumerate(commits)}
-    anchors = {shortcut.target.seq: shortcut for shortcut in shortcuts if shortcut.base is None and not is_damaged(shortcut)}
+    """Walk down the history that leads to the last of `commits` (all of a chain that are not void, in order), to a sound checkpoint."""
+    anchors = _anchors_of(shortcut for shortcut in shortcuts if not is_damaged(shortcut))
     live: set[int] = set()
-    place: int | None = len(commits) - 1
-    while place is not None and place >= 0:
-        commit = commits[place]
+    for commit in _history(commits):
         live.add(commit.seq)
         if commit.kind == "anchor" and not is_damaged(commit):
             return Needed(frozenset(live), commit)
         if commit.seq in anchors:
             return Needed(frozenset(live), anchors[commit.seq])
+    return Needed(frozenset(live), None)
+
+
+def live_checkpoints(commits: Sequence[Commit], shortcuts: Iterable[Shortcut]) -> Iterator[Record]:
+    """Yield the checkpoints in the history that leads to the last of `commits`, newest first, whether or not their files exist."""
+    anchors = _anchors_of(shortcuts)
+    for commit in _history(commits):
+        if commit.kind == "anchor":
+            yield commit
+        elif commit.seq in anchors:
+            yield anchors[commit.seq]
+
+
+def _anchors_of(shortcuts: Iterable[Shortcut]) -> dict[int, Shortcut]:
+    return {shortcut.target.seq: shortcut for shortcut in shortcuts if shortcut.base is None}
+
+
+def _history(commits: Sequence[Commit]) -> Iterator[Commit]:
+    """Yield the commits that led to the last one, newest first. Versions that a rewind abandoned are not among them."""
+    places = {commit.seq: place for place, commit in enumerate(commits)}
+    place: int | None = len(commits) - 1
+    while place is not None and place >= 0:
+        commit = commits[place]
+        yield commit
         rewound = commit.base.seq if commit.kind == "rewind" and commit.base is not None else None
         place = place - 1 if rewound is None else places.get(rewound)
-    return Needed(frozenset(live), None)

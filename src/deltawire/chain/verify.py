@@ -16,8 +16,8 @@ from .fetch import Fetcher
 from .log import ChainLog
 from .memory_state import MemoryState
 from .rebuild import rebuild
-from .restore import Hop
-from .superseded import Record, find_needed
+from .restore import Hop, Way, find_route
+from .superseded import Record, find_needed, live_checkpoints
 
 ReportProgress = Callable[[int, int], None]
 """Called with the number of commits done, and of all."""
@@ -52,7 +52,10 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether readers can get to the newest version by every way that they may take, as far as the check has looked."""
+        """Whether readers can get to the newest version, as far as the check has looked.
+
+        A reader that has nothing yet can, over files that were all looked at; and no other way that readers may take is damaged.
+        """
         return not self.problems
 
 
@@ -67,6 +70,8 @@ def verify(
     threads: int | None = None,
 ) -> Report:
     """Check every commit, link, epoch and signature, and that all files above the floor exist with their size.
+
+    The checkpoint that the floor stands on must exist too, and whatever else a new reader needs to get to the newest version.
 
     `deep` reads every one of them, rebuilds each version above the floor that can be, and resolves each shortcut; it needs memory for one
     state. Without `trusted_keys`, a chain whose first commit is signed must be signed by that key throughout. What is wrong with the
@@ -88,22 +93,84 @@ class _Check:
         self._sound: list[Commit] = []
         self._damage: list[tuple[Record, Problem]] = []
         """Records whose files are damaged, and how."""
+        self._dangling: list[tuple[Shortcut, Problem]] = []
+        """Shortcuts of earlier writers whose files are missing."""
 
     def run(self, deep: bool) -> Report:
         self._trust_first_key()
-        self._report.floor = self._log.floor()
         self._check_commits()
         self._check_stray_slots()
+        self._report.floor = self._checked_floor()
         self._sizes = {info.key: info.size for info in self._log.store.list(keys.DATA)}
         for commit in self._sound:
             if commit.seq > self._report.floor:
                 self._check_files(keys.commit_key(commit.seq), commit)
-        self._check_attachments(deep=deep)
         shortcuts = self._check_shortcuts()
-        if deep:
-            self._rebuild_all(shortcuts)
+        checkpoint = self._floor_checkpoint(shortcuts)
+        if checkpoint is not None:
+            self._check_files(_key_of(checkpoint), checkpoint)
+        self._check_attachments(checkpoint, deep=deep)
+        state = self._rebuild_all(shortcuts, checkpoint) if deep else None
         self._judge_damage(shortcuts)
+        is_reachable = self._check_way_for_new_readers(state)
+        # A shortcut that leads nowhere is in nobody's way, unless it was the only way.
+        (self._report.notes if is_reachable else self._report.problems).extend(problem for _, problem in self._dangling)
         return self._report
+
+    def _checked_floor(self) -> int:
+        """Read the floor, and refuse one above the newest commit, which would hide all damage. Call it before the data are listed."""
+        floor, newest = self._log.floor(), self._report.commits - 1
+        if floor <= newest:
+            return floor
+        self._problem(
+            keys.MARKS.rstrip("/"),
+            f"the newest mark lets go of everything up to commit {floor}, but the newest commit is {newest}: no collector wrote it",
+        )
+        return -1
+
+    def _floor_checkpoint(self, shortcuts: list[Shortcut]) -> Record | None:
+        """Find the checkpoint that collection must have kept: the newest at or below the floor in the history of the newest version."""
+        candidates = live_checkpoints(self._sound, [*shortcuts, *(shortcut for shortcut, _ in self._dangling)])
+        below = [record for record in candidates if _target_seq(record) <= self._report.floor]
+        dangling = {id(shortcut) for shortcut, _ in self._dangling}
+        if below and id(below[0]) in dangling:
+            # Collection kept another one then. If there is none, the new readers' way is missing, which is reported with the shortcut.
+            below = [record for record in below if all(self._what_is_wrong(entry) is None for entry in record.files)]
+        return below[0] if below else None
+
+    def _newest_version(self) -> Commit | None:
+        """The commit that made the newest version."""
+        return next((commit for commit in reversed(self._sound) if commit.kind != "fence"), None)
+
+    def _check_way_for_new_readers(self, state: MemoryState | None) -> bool:
+        """Plan as a reader that has nothing does, and look at every file of the plan. With a deep check's `state`, really go there.
+
+        Returns False if nothing leads to the newest version.
+        """
+        target = self._newest_version()
+        if target is None:
+            return True
+        without: set[Way] = set()
+        what = "no new reader can get to the newest version: nothing that is sound leads there"
+        try:
+            while True:
+                hops = find_route(self._log, None, target, without=without)
+                lost = {hop.way for hop in hops if any(self._what_is_wrong(entry) is not None for entry in hop.files)}
+                if not lost:
+                    break
+                without |= lost
+            if state is not None and (state.commit is None or state.commit.digest != target.digest):
+                state.clear()
+                rebuild(state, self._log, Fetcher(self._log.store, limits=self._log.limits, patience=0), target)
+        except StoreError:
+            raise
+        except VersionGone:
+            self._problem(target.describe(), what)
+        except DeltawireError as error:  # often one that was reported already
+            self._problem(target.describe(), what if self._report.problems else f"{what}. {error}")
+        else:
+            return True
+        return False
 
     def _trust_first_key(self) -> None:
         with contextlib.suppress(ChainError, UnsupportedVersion):  # it is reported when its turn comes
@@ -203,7 +270,7 @@ class _Check:
                 self._problem(key, "it does not fit the commits of the chain")
                 continue
             if self._is_dangling(shortcut):
-                self._report.notes.append(Problem(key, "its files are missing: its writer made it after another took over"))
+                self._dangling.append((shortcut, Problem(key, "its files are missing: its writer made it after another took over")))
                 continue
             if seq > self._report.floor:
                 self._check_files(key, shortcut)
@@ -222,11 +289,12 @@ class _Check:
             if what is not None:
                 self._damaged(record, where, what)
 
-    def _check_attachments(self, *, deep: bool) -> None:
+    def _check_attachments(self, checkpoint: Record | None, *, deep: bool) -> None:
         """Check each object once, for the newest version that refers to it. Only those of the newest version are in anybody's way."""
-        newest = next((commit for commit in reversed(self._sound) if commit.kind != "fence"), None)
+        newest = self._newest_version()
         in_force = set() if newest is None else {entry.key for entry in newest.attachments or ()}
-        named = [commit for commit in self._sound if commit.seq > self._report.floor]
+        lowest = None if checkpoint is None else _target_seq(checkpoint)
+        named = [commit for commit in self._sound if commit.seq > self._report.floor or commit.seq == lowest or commit is newest]
         users = {entry.key: (entry, commit) for commit in named for entry in commit.attachments or ()}
         fetcher = Fetcher(self._log.store, limits=self._log.limits, patience=0)
         for key, (entry, commit) in users.items():
@@ -249,12 +317,17 @@ class _Check:
             return f"{entry.key} has {self._sizes[entry.key]:,} bytes, not {entry.size:,}"
         return None
 
-    def _rebuild_all(self, shortcuts: list[Shortcut]) -> None:
-        """Go through all versions in order. Each is made by its own files where that is possible: a detour would leave them unread."""
+    def _rebuild_all(self, shortcuts: list[Shortcut], checkpoint: Record | None) -> MemoryState:
+        """Go through all versions in order. Each is made by its own files where that is possible: a detour would leave them unread.
+
+        Begins with `checkpoint`, on which the floor stands. Returns the last state that could be made.
+        """
         fetcher = Fetcher(self._log.store, limits=self._log.limits, patience=0)
         state = MemoryState(threads=self._threads)
         for done, commit in enumerate(self._sound, 1):
-            if commit.seq > self._report.floor and commit.digest is not None:
+            if checkpoint is not None and commit.seq == _target_seq(checkpoint):
+                self._report.rebuilt += self._load(state, checkpoint, Hop(commit, None, checkpoint.files, "anchor"), fetcher)
+            elif commit.seq > self._report.floor and commit.digest is not None:
                 self._rebuild(state, commit, fetcher)
             if state.commit is commit:
                 for shortcut in shortcuts:
@@ -265,6 +338,7 @@ class _Check:
         for shortcut in shortcuts:
             if shortcut.base is None and shortcut.target.seq > self._report.floor:
                 self._try_shortcut(MemoryState(threads=self._threads), shortcut, fetcher)
+        return state
 
     def _rebuild(self, state: MemoryState, commit: Commit, fetcher: Fetcher) -> None:
         at_base = commit.base is not None and state.commit is not None and state.commit.seq == commit.base.seq
@@ -314,3 +388,11 @@ class _Check:
         except (StoreError, DataDamaged):
             return False
         return True
+
+
+def _target_seq(record: Record) -> int:
+    return record.target.seq if isinstance(record, Shortcut) else record.seq
+
+
+def _key_of(checkpoint: Record) -> str:
+    return keys.anchor_key(checkpoint.target.seq) if isinstance(checkpoint, Shortcut) else keys.commit_key(checkpoint.seq)

@@ -318,3 +318,17 @@ def test_a_mark_that_cannot_be_read_is_passed_over_by_readers(chain):
     chain.store.put(keys.mark_key(7), b"{}")
     assert ChainLog(chain.store).floor() == 9
     assert can_rebuild(chain, 13)
+
+
+@pytest.mark.parametrize("floor", [10**9, 13, 12])
+def test_a_mark_that_anybody_wrote_deletes_nothing_that_is_needed(chain, floor):
+    head = len(chain.commits) - 1
+    chain.store.put(keys.mark_key(0), Mark(RUN_ID, 0, 1, floor, "0" * 32, 0).to_bytes())
+    before = stored_data(chain)
+    chain.store.pass_time(1000)
+    assert collect(chain.store, grace=60).outcome in {"held", "waiting"}
+    assert stored_data(chain) == before
+    if floor > head:  # no collector makes such marks: the next one counts
+        chain.store.pass_time(1000)
+        assert collect(chain.store, grace=60).outcome == "collected"
+    assert can_rebuild(chain, head)

@@ -3,12 +3,13 @@
 import dataclasses
 
 import pytest
-from hand_made_chain import HandMadeChain, make_state, replaced, trained_chain
+from hand_made_chain import RUN_ID, HandMadeChain, make_state, replaced, trained_chain
 
 from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
 from deltawire.chain.verify import verify
 from deltawire.errors import NoChain
+from deltawire.format.records import Mark
 from deltawire.format.signing import SigningKey
 from deltawire.store import keys
 
@@ -58,7 +59,65 @@ def test_a_collected_chain_has_no_problems(deep):
     collect(chain.store, grace=0)
     report = verify(chain.store, deep, threads=1)
     assert (report.problems, report.floor) == ([], 5)
-    assert report.rebuilt == (5 if deep else 0)
+    assert report.rebuilt == (6 if deep else 0)  # the checkpoint that the floor stands on, too
+
+
+NO_WAY = "no new reader can get to the newest version: nothing that is sound leads there"
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("head", [7, 5])
+def test_the_checkpoint_that_the_floor_stands_on_must_be_there(head, deep):
+    chain = trained_chain(3)
+    chain.anchor(make_state(4))
+    chain.train(head - 5)
+    collect(chain.store, grace=0, keep_anchors=1)
+    assert verify(chain.store, deep, threads=1).ok
+    lost = chain.commits[5].files[0]
+    chain.store.delete([lost.key])
+    report = verify(chain.store, deep, threads=1)
+    assert (report.floor, report.ok) == (5, False)
+    assert (keys.commit_key(5), f"{lost.key} is missing") in problem_pairs(report.problems)
+    assert (f"version {head} (commit {head})", NO_WAY) in problem_pairs(report.problems)
+
+
+def test_a_flipped_bit_in_the_checkpoint_that_the_floor_stands_on_is_found():
+    chain = trained_chain(3)
+    chain.anchor(make_state(4))
+    collect(chain.store, grace=0, keep_anchors=1)
+    damage(chain, chain.commits[5].files[0])
+    assert problems(chain) == []
+    assert [where for where, _ in problems(chain, deep=True)] == ["version 5 (commit 5)"] * 2
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_shortcuts_of_an_earlier_writer_that_lead_nowhere_are_a_problem_if_nothing_else_leads_to_the_newest_version(deep):
+    chain = trained_chain(9)
+    chain.anchor_shortcut(5)
+    chain.anchor_shortcut(8)
+    collect(chain.store, grace=0)
+    chain.fence()
+    chain.train(1)
+    anchors = [ChainLog(chain.store).shortcut(seq) for seq in (5, 8)]
+    chain.store.delete([anchors[0].files[0].key])
+    report = verify(chain.store, deep, threads=1)
+    assert (report.ok, [note.where for note in report.notes]) == (True, [keys.anchor_key(5)])
+    chain.store.delete([anchors[1].files[0].key])
+    report = verify(chain.store, deep, threads=1)
+    assert report.notes == []
+    assert {keys.anchor_key(5), keys.anchor_key(8)} < {where for where, _ in problem_pairs(report.problems)}
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("floor", [10**9, 3])
+def test_a_mark_that_anybody_wrote_hides_no_damage(floor, deep):
+    key = SigningKey.generate()
+    chain = trained_chain(2, sign=key.sign)
+    chain.store.put(keys.mark_key(0), Mark(RUN_ID, 0, 1, floor, "0" * 32, 0).to_bytes())
+    chain.store.delete([info.key for info in list(chain.store.list(keys.DATA))])
+    report = verify(chain.store, deep, threads=1, trusted_keys=[key.public])
+    assert ("version 3 (commit 3)", NO_WAY) in problem_pairs(report.problems)
+    assert (floor > 3) == any("no collector wrote it" in what for _, what in problem_pairs(report.problems))
 
 
 def test_a_missing_and_a_short_file_are_found(chain):
@@ -69,6 +128,7 @@ def test_a_missing_and_a_short_file_are_found(chain):
     assert [(where, what.split()[0]) for where, what in found] == [
         (keys.commit_key(2), missing.key),
         (keys.commit_key(11), short.key),
+        ("version 10 (commit 12)", "no"),  # new reader can get there
     ]
 
 
@@ -97,6 +157,7 @@ def test_a_flipped_bit_is_found_only_by_going_deep(straight_chain):
         "the skip from commit 1 to 5",
         "version 5 (commit 5)",
         "the anchor of commit 4",
+        "version 5 (commit 5)",  # to which no new reader can get
     ]
 
 
