@@ -457,9 +457,12 @@ class FleetTimeout(FleetError):
 
 
 class FleetDeserted(FleetError):
-    """All members have left because of errors, and nobody has come back. What was accepted stays accepted."""
+    """All members have left because of errors, and nobody has come back. What was accepted stays accepted. Collect again to wait on."""
 
-    hint = "Correct what they name, start the trainer again (it goes on where it was), and then members."
+    hint = (
+        "Correct what they name, start the trainer again (it goes on where it was), and then members. "
+        "With FleetOptions(patience_seconds=math.inf) a trainer waits for ever."
+    )
 
 
 class TrainingError(DeltawireError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import pytest
 from small_fleet import LEASE, Fleet, Member, Trainer, assert_one_line_of_training, make_rollouts, place_lease, place_result, rows_for
@@ -444,6 +445,36 @@ def test_a_trainer_waits_on_while_members_come_back_and_work() -> None:
                 member.leave()
                 fleet.members.remove(member)
             trainer.open(trainer.steps.newest.step + 1)
+
+
+def test_a_false_reason_for_leaving_costs_a_waiting_trainer_a_restart_at_most() -> None:
+    def lie(fleet: Fleet, trainer: Trainer) -> None:
+        beat = Heartbeat(trainer.steps.run, "evil", "0" * 32, "left", None, None, 0, 0, 0, (), 0, reason="bye")
+        fleet.inner.put(fleet_keys.member_key("evil"), beat.to_bytes())
+
+    fleet = Fleet(options=FleetOptions(LEASE, poll_seconds=1.0, patience_seconds=30.0))
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.open(1)
+        lie(fleet, trainer)
+        for _ in range(2):  # the same call waits as long again
+            began = fleet.time
+            with pytest.raises(FleetDeserted, match="evil: bye"):
+                trainer.collect(1)
+            assert fleet.time - began == 29.0
+        fleet.join("a")
+        trainer.run_to(2)
+        lie(fleet, trainer)  # which is of no account while others are alive
+        trainer.run_to(3)
+    assert_one_line_of_training(fleet.inner, 3)
+
+    patient = Fleet(options=FleetOptions(LEASE, poll_seconds=1.0, patience_seconds=math.inf))
+    with patient.publisher() as publisher:
+        trainer = patient.trainer(publisher)
+        trainer.open(1)
+        lie(patient, trainer)
+        with pytest.raises(FleetTimeout):
+            trainer.collect(1, timeout=1000.0)
 
 
 def test_an_error_that_a_member_cannot_put_into_words_is_cut() -> None:

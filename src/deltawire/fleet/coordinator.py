@@ -135,7 +135,7 @@ class Coordinator:
         """Wait until the round for this step is settled and acknowledge it. Losses of the store are waited out.
 
         `FleetTimeout` after `timeout` seconds, or when `stop` says so: call it again to wait on. `FleetDeserted` if members leave because
-        of errors and nobody comes back for `FleetOptions.patience_seconds`. `Fenced`.
+        of errors and nobody comes back for `FleetOptions.patience_seconds`: call it again to wait as long again. `Fenced`.
         """
         return self._run(lambda steps: steps.collect(for_step, timeout=timeout, stop=stop))
 

@@ -19,6 +19,9 @@ _BEFORE = 10.0
 class Desertion:
     """Counts how long nobody is alive after members left because of errors. Waiting for members that never came is not counted.
 
+    Members that could not even begin count too, as they are the usual case of a run that can never go on. So whoever may write a heartbeat
+    can end a trainer that waits while no member is alive. Nothing is lost by that; `patience=math.inf` rules it out.
+
     `patience` is in seconds, counted by the pauses that the trainer itself makes between two looks. An accepted result begins anew.
     """
 
@@ -58,6 +61,7 @@ class Desertion:
         self._waited += pause
         if self._waited < self._patience:
             return
+        self._waited = 0.0  # a caller that goes on waits as long again
         by_reason: dict[str, str] = {}
         for member, reason in self._reasons.items():
             by_reason.setdefault(reason, member)

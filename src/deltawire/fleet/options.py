@@ -16,7 +16,7 @@ class FleetOptions:
     acknowledged stays in the store, so that a trainer may be resumed from so far back and find it. `environment_tokens`: how many tokens,
     beside those that the policy draws, an environment may put into a completion (tool output, further turns of a conversation).
     `patience_seconds`: after members have left because of errors, how long the trainer waits for others while nobody is there; then
-    collecting raises `FleetDeserted`. `math.inf` waits for ever.
+    collecting raises `FleetDeserted`. With `math.inf` it waits for ever: choose that if you do not trust all who may write heartbeats.
     """
 
     lease_seconds: int = 60
