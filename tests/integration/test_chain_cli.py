@@ -193,7 +193,7 @@ def test_the_log_is_drawn_for_people(chain: Path) -> None:
     assert re.match(r"· +3 +delta +20 +[\d.]+ (?:s|min|h) +[\d.]+ k?B +[\d.]+× +[\d.]+k +[\d.]+$", lines[5]), lines
     text = run("log", chain, "--commits", columns=80).stdout
     assert "  0 ╪■╪·╪·" in text
-    assert "writer 3 takes over" in text
+    assert "publisher 3 takes over" in text
 
 
 def test_strings_of_a_version_cannot_command_the_terminal(checkpoints: list[Path], tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_one_version_is_shown_in_full(chain: Path) -> None:
         (["--seq", 0], "no version yet"),
         ([1], "config.json"),
         (["--seq", 2], "in force after it +version 1"),
-        ([3], r"from nothing +version 1 \(checkpoint.* → 2 \(delta.* → 3 \(delta"),
+        ([3], r"from nothing +version 1 \(full checkpoint.* → 2 \(delta.* → 3 \(delta"),
     ):
         done = run("show", chain, *arguments)
         assert (done.returncode, done.stderr) == (0, "")

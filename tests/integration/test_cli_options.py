@@ -110,7 +110,32 @@ def test_what_did_not_change_is_not_published_again(place: Path) -> None:
     assert ask("publish", place / "old", place / "fresh", "--if-changed")["version"] == 1
 
 
+# all
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["log", "s3:/bucket"], "Did you mean s3://bucket"),
+        (["pull", "chain", "out", "--at", "1", "--step", "1"], "--at or --step"),
+        (["pull", "chain", "out", "--no-such-option"], "--no-such-option"),
+        (["no-such-command"], "no-such-command"),
+    ],
+)
+def test_wrong_usage_is_reported_as_json_too(arguments: list[str], said: str) -> None:
+    error = ask(*arguments, code=2)["error"]
+    assert error["type"] == "UsageError"
+    assert said in error["message"]
+
+
 # pull
+
+
+def test_a_pull_names_the_chain_as_others_do_and_counts_only_what_it_fetches(place: Path) -> None:
+    pulled = ask("pull", place / "chain", place / "out")
+    assert pulled["url"] == ask("log", place / "chain")["url"] == (place / "chain").as_uri()
+    assert pulled["hops"] == 2  # the second publisher's fence, which lies in between, is nothing to fetch
+    assert "a full checkpoint and one delta\n" in call("pull", place / "chain", place / "out", "--force")
 
 
 def test_a_pull_can_be_tried_first(place: Path) -> None:

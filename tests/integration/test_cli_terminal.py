@@ -82,7 +82,7 @@ def test_output_fits_the_terminal_and_breaks_no_words(place: Path, columns: int)
             # A word that is longer than a line, such as the key of an object, is left to the terminal.
             assert cell_len(line) <= columns or " " not in line.strip(), f"{name}: {line!r}"
     words = {word for each in shown.values() for line in each.lines for word in line.split()}
-    assert {"checkpoint", "published", "version", "beside"} <= words
+    assert {"checkpoint", "published", "version", "skip"} <= words
     assert LONG in words or any(word.startswith("model.layers.17.") for word in words)
     assert "…" not in shown["inspect"].text
     text = " ".join(shown["log"].lines)
@@ -113,6 +113,12 @@ def test_a_terminal_without_unicode_gets_plain_characters(place: Path) -> None:
     assert "1 #......<." in shown["log"].text
     assert "->" in shown["inspect"].text
     assert LONG in shown["inspect"].text
+    assert re.search(r" [#*+=:,. -]*#[#*+=:,. -]* ", shown["inspect"].text), "a bar"
+    assert "8888" not in shown["inspect"].text
+    assert "ULPs 1/2-3/" in shown["inspect"].text
+    boxes = [line for line in shown["help"].text.splitlines() if line.startswith(("+-", "|"))]
+    assert len(boxes) > 10
+    assert {len(line) for line in boxes} == {80}, "\n".join(boxes)
 
 
 def test_damage_is_called_damage_and_counted_by_cause(place: Path) -> None:

@@ -50,6 +50,11 @@ class Hop:
         return self.base, self.target.seq, self.source
 
 
+def fetched_hops(route: Sequence[Hop]) -> int:
+    """Count the deltas and full checkpoints of a route. Fences, rewinds and undone steps fetch nothing, so they do not count."""
+    return sum(1 for hop in route if hop.files)
+
+
 def find_route(
     log: ChainLog, have: CommitRef | None, target: Commit, *, extra: Sequence[Edge] = (), without: Collection[Way] = ()
 ) -> list[Hop]:

@@ -14,11 +14,13 @@ from .. import __version__
 from . import apply, diff, fleet, follow, gc, inspect, keygen, log, member, members, publish, pull, rollouts, show, sidecar, top, verify
 from .plain_output import never_fail_to_print
 from .terminal import interrupt_on_termination
+from .usage_errors import CommandsWithJsonErrors
 
 _CHAINS, _FLEET, _FILES = "Versions in an object store", "Rollouts for a run", "Delta files"
 
 app = typer.Typer(
     name="deltawire",
+    cls=CommandsWithJsonErrors,
     help="Bit-exact weight updates of safetensors checkpoints: as a chain of versions in an object store, or delta by delta.",
     epilog="Exit codes: 0 done; 1 it could not be done, and stderr says why; 2 wrong usage; 3 verify found damage; "
     "130 interrupted by Ctrl-C, 143 by SIGTERM.",

@@ -71,7 +71,7 @@ UrlArgument: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="URL",
-        help="Where the chain is: a directory, s3://BUCKET/PREFIX, gs://…, az://…, or hf://buckets/OWNER/NAME.",
+        help="Where the chain is: a directory, s3://BUCKET/PREFIX, gs://..., az://..., or hf://buckets/OWNER/NAME.",
         show_default=False,
         callback=check_url,
     ),

@@ -11,8 +11,8 @@ _GLYPHS = {"anchor": "■", "delta": "·", "fence": "╪", "rewind": "↩"}
 
 def legend(*, by_commits: bool) -> list[str]:
     """What the glyphs mean; with `by_commits` also those of commits that make no version."""
-    others = ["╪ new writer", "× void"] if by_commits else []
-    return ["■ checkpoint", "· delta", "◆ delta with a checkpoint beside it", "↩ rewind", *others, "╰─╯ skip"]
+    others = ["╪ new publisher", "× void"] if by_commits else []
+    return ["■ full checkpoint", "· delta", "◆ delta and full checkpoint", "↩ rewind", *others, "╰─╯ skip"]
 
 
 def glyph(kind: str, *, void: bool = False, anchored: bool = False) -> str:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .chain_history import Entry, History
 
 _VERSION, _SEQ = "version", "seq"
-_TITLES = ("", _VERSION, "kind", "step", "epoch", "age", "size", "smaller", "changed", "≈ %", "ways")
-_LEFT = ("", "kind", "ways")
-_DROPPED_FIRST = ("ways", "epoch", "changed", "≈ %", "smaller", "kind", "age", "size")
+_TITLES = ("", _VERSION, "kind", "step", "publisher", "age", "size", "smaller", "changed", "in %", "skips from")
+_LEFT = ("", "kind", "skips from")
+_DROPPED_FIRST = ("skips from", "publisher", "changed", "in %", "smaller", "kind", "age", "size")
 """What a terminal that is too narrow does without, in this order."""
 
 _WIDEST_PICTURE = 100
@@ -38,7 +38,7 @@ def print_history(url: str, run: Run, history: History, *, now: float) -> None:
     entries = list(reversed(history.entries))
     titles = [_SEQ if title == _VERSION and history.by_commits else title for title in _TITLES]
     rows = [_row(entry, history, now) for entry in entries]
-    left_out = {"epoch"} if not history.by_commits else set()
+    left_out = {"publisher"} if not history.by_commits else set()
     heading, lines = lay_out_table(titles, rows, width=console.width, left=_LEFT, dropped_first=_DROPPED_FIRST, left_out=left_out)
     texts = [Text(heading, style="bold")]
     for entry, line in zip(entries, lines, strict=True):
@@ -69,12 +69,10 @@ def _picture(history: History, width: int) -> list[str]:
 
 def _row(entry: Entry, history: History, now: float) -> tuple[str, ...]:
     commit = entry.commit
-    ways = ["◆"] if entry.anchored else []
-    ways += [f"↷{history.label(base)}" for base in entry.skips]
     return (
         chain_picture.glyph(commit.kind, void=entry.void, anchored=entry.anchored),
         str(history.label(commit.seq)),
-        commit.kind,
+        "full" if commit.kind == "anchor" else commit.kind,
         "" if commit.step is None else str(commit.step),
         str(commit.epoch),
         figures.duration(now - commit.time / 1000),
@@ -82,7 +80,7 @@ def _row(entry: Entry, history: History, now: float) -> tuple[str, ...]:
         figures.ratio(commit.state_bytes, commit.stored_bytes, "×") if commit.kind == "delta" and commit.files else "",
         figures.short_count(commit.changed) if commit.kind == "delta" else "",
         figures.percent(commit.changed, commit.state_bytes / 2) if commit.kind == "delta" else "",
-        " ".join(ways),
+        " ".join(str(history.label(base)) for base in entry.skips),
     )
 
 
@@ -98,7 +96,7 @@ def _note_lines(entry: Entry, history: History, line: str, beside: Text, width: 
 def _note(entry: Entry, history: History) -> str:
     notes = [_event(entry.commit, history)]
     if entry.void:
-        notes.append("void: written after a newer writer had taken over")
+        notes.append("void: written after a newer publisher had taken over")
     if entry.abandoned:
         notes.append("abandoned")
     if entry.collected and not entry.anchored:
@@ -109,7 +107,7 @@ def _note(entry: Entry, history: History) -> str:
 
 def _event(commit: Commit, history: History) -> str:
     if commit.kind == "fence":
-        return "the first writer" if commit.seq == 0 else f"writer {commit.epoch} takes over"
+        return "the first publisher" if commit.seq == 0 else f"publisher {commit.epoch} takes over"
     if commit.kind == "rewind" and commit.base is not None:
         return f"back to {'commit' if history.by_commits else 'version'} {history.label(commit.base.seq)}"
     return ""

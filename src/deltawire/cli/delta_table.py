@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from ..inspect import DeltaFacts, TensorFacts
 
 _WIDE = 120
-_WIDE_TITLES = ("dtype", "elements", "changed", "density %", "where", "±1/±2–3/more %", "bits", "modes")
-_TITLES = ("dtype", "elem.", "changed", "dens %", "where", "±1/2–3/+", "bits", "mode")
+_WIDE_TITLES = ("dtype", "elements", "changed", "density %", "where", "ULPs 1/2–3/more %", "bits", "modes")
+_TITLES = ("dtype", "elem.", "changed", "dens %", "where", "ULPs 1/2–3/+", "bits", "mode")
 _LEFT = ("dtype", "where", "mode", "modes")
-_DROPPED_FIRST = ("mode", "where", "±1/2–3/+", "dtype", "elem.", "bits")
+_DROPPED_FIRST = ("mode", "where", "ULPs 1/2–3/+", "dtype", "elem.", "bits")
 """What a terminal that is too narrow does without, in this order."""
 
 

@@ -50,7 +50,9 @@ def fleet(
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="Members are called NAME-0, NAME-1, …", show_default=False, callback=check_member_name),
+        typer.Option(
+            "--name", metavar="NAME", help="Members are called NAME-0, NAME-1, and so on.", show_default=False, callback=check_member_name
+        ),
     ] = None,
     device: DeviceOption = "auto",
     mirror: MirrorOption = None,

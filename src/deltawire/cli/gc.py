@@ -125,7 +125,7 @@ def _rows(swept: Swept) -> list[tuple[str, str]]:
         ],
         "held": [
             ("announced", f"what only versions up to {swept.floor_version} need"),
-            ("held back", "a reader's pin, a new writer or a damaged checkpoint forbids it now"),
+            ("held back", "a reader's pin, a new publisher or a damaged full checkpoint forbids it now"),
         ],
         "nothing": [("nothing to collect", _why_nothing(swept))],
     }[done.outcome]

@@ -29,8 +29,8 @@ def log(
 ) -> None:
     """List the versions of a chain, newest first, under a picture of it.
 
-    The picture runs from old to new. In the list, "smaller" compares with the full weights, and "≈ %" is the share of weights that
-    changed, if each weight has 16 bits. "ways" lists other ways to get a version: ◆ a full checkpoint, ↷ one delta from the named version.
+    The picture runs from old to new. In the list, "smaller" compares with the full weights, and "in %" is the share of weights that
+    changed, if each weight has 16 bits. "skips from" lists older versions from which one delta leads straight to this one.
     A narrow terminal gets fewer columns. The command checks records against each other, but reads no data: see `deltawire verify`.
     """
     with exit_codes(json):

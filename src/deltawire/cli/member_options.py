@@ -41,7 +41,7 @@ SourceOption: TypeAlias = Annotated[
     typer.Option(
         "--from",
         metavar="URL",
-        help="Where the run is: a directory, s3://BUCKET/PREFIX, gs://…, az://…, or hf://buckets/OWNER/NAME.",
+        help="Where the run is: a directory, s3://BUCKET/PREFIX, gs://..., az://..., or hf://buckets/OWNER/NAME.",
         show_default=False,
         callback=check_url,
     ),

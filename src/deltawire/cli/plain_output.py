@@ -9,11 +9,11 @@ from typing import TextIO
 _HANDLER = "deltawire"
 
 _ASCII = {
-    **dict(zip("▁▂▃▄▅▆▇█", "12345678", strict=True)),
+    **dict(zip("▁▂▃▄▅▆▇█", ".,:-=+*#", strict=True)),
     **dict(zip("■·◆╪↩×╰─╯┴│↷", "#.*|<x\\-/+|>", strict=True)),
     "→": "->",
     "≈": "~",
-    "±": "~",
+    "±": "+-",
     "–": "-",
     "—": "-",
     "−": "-",

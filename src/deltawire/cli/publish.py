@@ -82,7 +82,7 @@ def publish(
     """Publish a checkpoint as the next version of a chain: the first as a whole, later ones as deltas.
 
     Takes the run over: a trainer that publishes there is fenced off. The newest version is read back first, to compare with. The other
-    files of a directory (config.json, tokenizer …) belong to the version, except other weights, hidden files and subdirectories. A single
+    files of a directory (config.json, tokenizer) belong to the version, except other weights, hidden files and subdirectories. A single
     file as CKPT has none: then those of the version before stay.
     """
     # What is wrong with these must show before the run is taken over.
@@ -337,10 +337,10 @@ def _rows(done: Published) -> list[tuple[str, str]]:
         ("size", figures.size(version.bytes)),
         ("compared", compared if version.kind == "delta" and version.bytes else ""),
         ("skips", f"{len(done.shortcuts('skip-made'))} made" if done.shortcuts("skip-made") else ""),
-        ("anchor", "made, beside the delta" if done.shortcuts("anchored") else ""),
+        ("full checkpoint", "made, beside the delta" if done.shortcuts("anchored") else ""),
         ("not published", ", ".join(done.left_out)),
         *(("warning", warning) for warning in done.warnings),
-        ("writer", f"epoch {version.epoch}"),
+        ("publisher", f"number {version.epoch} of this run"),
         ("digest", version.digest.hex()),
         ("time", f"{done.seconds:.2f} s"),
     ]

@@ -13,6 +13,7 @@ from ..chain.find import newest_version
 from ..chain.log import ChainLog
 from ..chain.memory_state import MemoryState
 from ..chain.rebuild import rebuild
+from ..chain.restore import fetched_hops
 from ..chain.routes import Routes
 from ..encode import encode_with_summary
 from ..errors import NoChain
@@ -77,7 +78,7 @@ def forecast(
     routes = Routes(log, on_event=on_event)
     hops = routes.find(None, base)
     size = sum(entry.size for hop in hops for entry in hop.files)
-    emit(on_event, "planned", seq=base.seq, updates=base.updates, hops=len(hops), bytes=size)
+    emit(on_event, "planned", seq=base.seq, updates=base.updates, hops=fetched_hops(hops), bytes=size)
     rebuild(before, log, Fetcher(log.store, limits=log.limits, on_event=on_event), base, routes=routes)
     alike = before.keys() == state.keys() and all(
         (before[name].dtype, before[name].shape) == (state.entry(name).dtype.numpy, state.entry(name).shape) for name in state

@@ -95,7 +95,7 @@ def pull(
             )
         seconds = time.perf_counter() - started
         if json:
-            print_json(_as_json(url, directory, version, planned, seconds))
+            print_json(_as_json(store.url, directory, version, planned, seconds))
         else:
             print_rows(str(directory), _rows(version, planned, seconds))
 
@@ -112,7 +112,7 @@ class PullPlan:
 
 def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: bool) -> PullPlan:
     """Find the way to a version, and check that the directory could be written. Fetches no data, and writes nothing."""
-    from ..chain.restore import find_route
+    from ..chain.restore import fetched_hops, find_route
     from ..chain.version import Version
     from ..format.shard_layout import LAYOUT_FILE
     from ..format.staged_output import refuse_losses, refuse_output
@@ -126,7 +126,7 @@ def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: boo
     size = sum(entry.size for hop in hops for entry in hop.files) + sum(entry.size for entry in attachments)
     names = {entry.name for entry in (*hops[0].files, *attachments) if entry.name is not None}
     refuse_losses(directory, names)
-    return PullPlan(Version.of(target), size, len(hops), sorted(names - {LAYOUT_FILE}))
+    return PullPlan(Version.of(target), size, fetched_hops(hops), sorted(names - {LAYOUT_FILE}))
 
 
 def _report_plan(url: str, directory: Path, plan: PullPlan, json: bool) -> None:
@@ -142,7 +142,7 @@ def _report_plan(url: str, directory: Path, plan: PullPlan, json: bool) -> None:
         [
             ("version", f"{version.updates}" + ("" if version.step is None else f", step {version.step:,}")),
             ("weights", figures.size(version.state_bytes)),
-            ("to be fetched", f"{figures.size(plan.bytes)} in {plan.hops:,} hop{'s' if plan.hops > 1 else ''}"),
+            ("to be fetched", _fetched(plan.bytes, plan.hops)),
             ("files", ", ".join(plan.files)),
         ],
     )
@@ -164,12 +164,17 @@ def _as_json(url: str, directory: Path, version: Version, planned: dict[str, Any
     }
 
 
+def _fetched(size: int, hops: int) -> str:
+    """Say how much is fetched, and what: a route from nothing is a full checkpoint, and deltas over it."""
+    deltas = "" if hops < 2 else " and one delta" if hops == 2 else f" and {hops - 1:,} deltas"
+    return f"{figures.size(size)}: a full checkpoint{deltas}"
+
+
 def _rows(version: Version, planned: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
-    hops = planned["hops"]
     return [
         ("version", f"{version.updates}" + ("" if version.step is None else f", step {version.step:,}")),
         ("weights", figures.size(version.state_bytes)),
-        ("fetched", f"{figures.size(planned['bytes'])} in {hops:,} hop{'s' if hops > 1 else ''}"),
+        ("fetched", _fetched(planned["bytes"], planned["hops"])),
         ("time", f"{seconds:.2f} s"),
         ("digest", f"{version.digest.hex()}, checked"),
     ]

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from ..chain.restore import Hop
     from ..format.records import Commit, FileEntry, Shortcut
 
-_HOPS = {"anchor": "checkpoint", "commit": "delta"}
-"""What people call the ways of a hop."""
+_HOPS = {"anchor": "full checkpoint", "commit": "delta"}
+"""What people call the steps of a route."""
+
+_KINDS = {"anchor": "full checkpoint"}
+"""What people call the kinds of commits."""
 
 
 def show(
@@ -37,7 +40,7 @@ def show(
     run: RunOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show one version in full: its fields, its files, the ways to it, and who signed it."""
+    """Show one version in full: its fields, its files, how readers get it, and who signed it."""
     refuse_several(VERSION=version, step=step, seq=seq)
     with exit_codes(json):
         from ..chain.log import ChainLog
@@ -176,16 +179,17 @@ def _print(shown: Shown) -> None:
     moment = f"{_moment(commit.time)}, by the publisher's clock"
     base = f"version {shown.numbers[commit.base.seq]}" if commit.base else ""
     place = f"commit {commit.seq}"
+    kind = _KINDS.get(commit.kind, commit.kind)
     in_force = "no version yet" if commit.state_seq is None else f"version {commit.updates}"
     print_rows(
-        f"version {commit.updates}, {commit.kind}" if shown.is_version else f"{place}, {commit.kind}",
+        f"version {commit.updates}, {kind}" if shown.is_version else f"{place}, {kind}",
         [
-            ("void", "it does not count: a newer writer had taken over" if shown.void else ""),
+            ("void", "it does not count: a newer publisher had taken over" if shown.void else ""),
             ("in force after it", "" if shown.is_version else in_force),
             ("place in the chain", place if shown.is_version else ""),
             ("step", "" if commit.step is None else f"{commit.step:,}"),
             ("published", moment),
-            ("writer", f"epoch {commit.epoch}"),
+            ("publisher", f"number {commit.epoch} of this run"),
             ("base", base),
             ("weights", f"{figures.size(commit.state_bytes)} in {commit.tensors:,} tensors" if commit.tensors else ""),
             ("changed weights", f"{commit.changed:,}" if commit.kind == "delta" else ""),
@@ -201,7 +205,7 @@ def _print(shown: Shown) -> None:
     if commit.attachments:
         print_rows("attachments", [(figures.size(entry.size), _file_text(entry)) for entry in commit.attachments])
     if commit.digest is not None and not shown.void:
-        print_rows("ways to it", _ways(shown))
+        print_rows("how readers get it", _ways(shown))
 
 
 def _size(commit: Commit) -> str:
@@ -227,8 +231,11 @@ def _file_text(entry: FileEntry) -> str:
 def _ways(shown: Shown) -> list[tuple[str, str]]:
     rows = []
     for shortcut in shown.shortcuts:
-        what = "a full checkpoint" if shortcut.base is None else f"one delta from version {shown.numbers[shortcut.base.seq]}"
-        rows.append(("anchor" if shortcut.base is None else "skip", f"{what}, {figures.size(shortcut.stored_bytes)}"))
+        size = figures.size(shortcut.stored_bytes)
+        if shortcut.base is None:
+            rows.append(("full checkpoint", size))
+        else:
+            rows.append(("skip", f"one delta from version {shown.numbers[shortcut.base.seq]}, {size}"))
     if shown.route is None:
         return [*rows, ("from nothing", "none is left: its data were collected")]
     steps = " → ".join(

@@ -9,7 +9,7 @@ from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.memory_state import MemoryState
 from ..chain.rebuild import rebuild
-from ..chain.restore import Hop
+from ..chain.restore import Hop, fetched_hops
 from ..chain.routes import HopFailed, Routes
 from ..chain.survey import is_stored
 from ..errors import DataMissing, VersionUnknown
@@ -79,7 +79,7 @@ def read_state(log: ChainLog, target: Commit, *, start: Resumed | None = None, t
     routes = Routes(log, on_event=on_event)
     planned = routes.find(None, target)
     size = sum(entry.size for hop in planned for entry in hop.files)
-    emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=len(planned), bytes=size)
+    emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=fetched_hops(planned), bytes=size)
     rebuild(state, log, Fetcher(log.store, limits=log.limits, on_event=on_event), target, routes=routes)
     hops = routes.find(None, target)
     return Resumed(target, dict(state.writable), cost_of(hops, target), min(hop.target.seq for hop in hops if hop.files))

@@ -119,7 +119,7 @@ def _remote(
     except CLIENT_ERRORS as error:
         # No account, a key or a file of keys that cannot be read: without the cause, whose text may hold parts of them.
         raise StoreDenied(f"{place} cannot be opened: {first_sentence(error)}") from None
-    return RemoteStore(clients, url=place, prefix=prefix, options=options)
+    return RemoteStore(clients, url=place, prefix=prefix, options=options, endpoint=_shown(endpoint))
 
 
 def _plain_http(endpoint: str | None, options: StoreOptions) -> bool:
@@ -145,6 +145,12 @@ def _without_proxy(endpoint: str | None) -> ClientConfig:
     if endpoint is None or not _is_loopback(host := _scheme_and_host(endpoint)[1]):
         return {}
     return {"proxy_url": endpoint, "proxy_excludes": host}
+
+
+def _shown(endpoint: str | None) -> str:
+    """The address of a server as messages may show it: without a user, a password or a path. Empty if there is none."""
+    parts = urlsplit(endpoint or "")
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc else ""
 
 
 def _scheme_and_host(endpoint: str) -> tuple[str, str]:

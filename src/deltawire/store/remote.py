@@ -48,8 +48,11 @@ class Clients:
 class RemoteStore(Store):
     """The objects under a prefix of a bucket."""
 
-    def __init__(self, clients: Clients, *, url: str, prefix: str, options: StoreOptions, retry: Retry | None = None) -> None:
+    def __init__(
+        self, clients: Clients, *, url: str, prefix: str, options: StoreOptions, retry: Retry | None = None, endpoint: str = ""
+    ) -> None:
         self.url = url
+        self._endpoint = endpoint
         self._clients = clients
         self._root = f"{prefix}/" if prefix else ""
         self._options = options
@@ -107,7 +110,7 @@ class RemoteStore(Store):
             try:
                 obstore.put(self._clients.small, path, data, mode="create", use_multipart=False)
             except CLIENT_ERRORS as error:
-                raise creation_failed(error, key, self.url) from None
+                raise creation_failed(error, key, self.url, self._endpoint) from None
 
         self._retry.call(attempt)
 
@@ -153,7 +156,7 @@ class RemoteStore(Store):
             yield
         except CLIENT_ERRORS as error:
             # Without the cause: its text holds addresses, which may hold signatures.
-            raise translated(error, operation, key, self.url) from None
+            raise translated(error, operation, key, self.url, self._endpoint) from None
 
     def _read_part(self, key: str, start: int, part: memoryview, progress: Progress | None) -> None:
         path = self._path(key)
@@ -238,12 +241,12 @@ class RemoteStore(Store):
             obstore.delete(self._clients.small, [self._path(key) for key in batch])
         except FileNotFoundError as error:
             if bucket_missing(error):
-                raise translated(error, "delete", batch[0], self.url) from None
+                raise translated(error, "delete", batch[0], self.url, self._endpoint) from None
             if len(batch) > 1:  # some services stop at an object that is missing; the others must still go
                 for key in batch:
                     self._delete_batch([key])
         except CLIENT_ERRORS as error:
-            raise translated(error, "delete", batch[0], self.url) from None
+            raise translated(error, "delete", batch[0], self.url, self._endpoint) from None
 
 
 def _take(pieces: Iterator[memoryview], size: int) -> list[memoryview]:

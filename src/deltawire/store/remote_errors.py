@@ -42,9 +42,9 @@ def bucket_missing(error: Exception) -> bool:
     return _read(error)[1] in _NO_BUCKET
 
 
-def translated(error: Exception, operation: str, key: str, url: str) -> DeltawireError:
-    """The error to raise for a read, or for a write that may be repeated."""
-    status, code, why = _read(error)
+def translated(error: Exception, operation: str, key: str, url: str, endpoint: str = "") -> DeltawireError:
+    """The error to raise for a read, or for a write that may be repeated. `endpoint` is the address of the server, if it is known."""
+    status, code, why = _read(error, endpoint)
     kind: type[DeltawireError]
     if status == 404 or isinstance(error, FileNotFoundError):
         if code in _NO_BUCKET:
@@ -61,9 +61,9 @@ def translated(error: Exception, operation: str, key: str, url: str) -> Deltawir
     return kind(failure(operation, key, url, why))
 
 
-def creation_failed(error: Exception, key: str, url: str) -> StoreError:
+def creation_failed(error: Exception, key: str, url: str, endpoint: str = "") -> StoreError:
     """The error to raise for create-if-absent. `StoreUnavailable` only where the service surely did nothing, so that it may be repeated."""
-    status, code, why = _read(error)
+    status, code, why = _read(error, endpoint)
     kind: type[StoreError]
     if status == 412 or code == "BlobAlreadyExists" or (status is None and type(error).__name__ == "AlreadyExistsError"):
         kind, why = ObjectExists, "an object of this name exists."
@@ -94,8 +94,8 @@ def _kind(error: Exception, status: int | None, code: str | None) -> type[StoreE
     return StoreError
 
 
-def _read(error: Exception) -> tuple[int | None, str | None, str]:
-    """HTTP status, the service's own code, and a sentence without addresses."""
+def _read(error: Exception, endpoint: str = "") -> tuple[int | None, str | None, str]:
+    """HTTP status, the service's own code, and a sentence that holds no address but `endpoint`."""
     text = str(error)
     found = _STATUS.search(text)
     status = int(found.group(1)) if found else None
@@ -107,8 +107,12 @@ def _read(error: Exception) -> tuple[int | None, str | None, str]:
         reason = found.group(2).split(":", 1)[0].strip()
         return status, code, f"the service answered {status} {reason}{f' ({code})' if code else ''}."
     connection = _connection(error)
+    if connection == "Connect":
+        server = f"the server at {endpoint}" if endpoint else "the service"
+        check = "Check that this address is right (for S3: AWS_ENDPOINT_URL), and that a server runs there." if endpoint else ""
+        return None, None, f"no connection to {server} could be made. {check}".rstrip()
     if connection is not None:
-        return None, None, f"the connection failed ({connection})."
+        return None, None, f"the connection{f' to {endpoint}' if endpoint else ''} failed ({connection})."
     return None, None, first_sentence(error)
 
 

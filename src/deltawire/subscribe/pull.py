@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ..chain.log import ChainLog
-from ..chain.restore import Hop
+from ..chain.restore import Hop, fetched_hops
 from ..chain.routes import HopFailed, Routes
 from ..chain.version import Version
 from ..errors import CheckpointError
@@ -79,7 +79,7 @@ def pull(
                 entries = [*(target.attachments or ()), *(entry for hop in hops for entry in hop.files if entry.name not in unwanted)]
                 size = sum(entry.size for entry in entries)
                 staged.refuse_losses({entry.name for entry in entries if entry.name is not None})  # at the end again, but then it is late
-                emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=len(hops), bytes=size)
+                emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=fetched_hops(hops), bytes=size)
                 try:
                     _build(staged.path, hops, journey, threads)
                     return target

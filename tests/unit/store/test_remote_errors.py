@@ -200,6 +200,18 @@ def test_a_region_that_cannot_stand_in_an_address_is_refused(monkeypatch: pytest
         open_store("s3://bucket")
 
 
+def test_a_server_that_does_not_answer_is_named_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    for name, value in S3_CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    options = StoreOptions(endpoint=f"http://user:hunter2@{address}/", retries=0)
+    with open_store("s3://bucket/run", options=options) as store:
+        for attempt in (lambda: store.get("key", limit=9), lambda: store.put_if_absent("key", b""), lambda: store.delete(["key"])):
+            with pytest.raises(StoreUnavailable, match=f"the server at http://{address} .* AWS_ENDPOINT_URL") as raised:
+                attempt()
+            assert "hunter2" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("url", "environment"),
     [

@@ -1,0 +1,38 @@
+"""Wrong usage, for machines: with `--json`, stdout says what is wrong, as it does for every other failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from .terminal import print_json_line
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""The `UsageError` of click, or of the copy of click that newer releases of typer contain."""
+
+
+class CommandsWithJsonErrors(TyperGroup):
+    """Print a JSON object about wrong usage if `--json` is among the arguments. Stderr and the exit code stay as they are."""
+
+    def make_context(self, info_name: str | None, args: list[str], *others: Any, **options: Any) -> Any:
+        self._as_json = "--json" in args
+        with self._telling():
+            return super().make_context(info_name, args, *others, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with self._telling():
+            return super().invoke(ctx)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except _UsageError as error:
+            message = error.format_message()
+            if self._as_json and message:  # without one, it is a request for help
+                print_json_line({"error": {"type": "UsageError", "message": message}})
+            raise
