@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import unicodedata
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -26,7 +27,11 @@ _OTHER_NAMES = {
 """What other programs call a scheme of ours."""
 
 _COLON = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!//)(.*)", re.S)
-_SLASHES = re.compile(rf"({'|'.join((*_SCHEMES, *_OTHER_NAMES, 'https?'))})//(.*)", re.S | re.I)
+_NEAR_SCHEME = re.compile(rf"({'|'.join((*_SCHEMES, *_OTHER_NAMES, 'https?'))})(?://|[^\w/]\W*/|[^\w\s/.-]+)/*(.*)", re.S | re.I)
+"""A scheme, and after it something else than a single slash: `s3//b`, `s3;//b`, `s3./b`, `s3,b`."""
+_SLASHES = re.compile(r"([^/~.][^/]*)//(.*)", re.S)
+"""A relative path whose first part is followed by two slashes, which is how URLs begin."""
+_HOST = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5})(?:/.*)?", re.S)
 
 
 def open_store(url: str | Path | Store, *, options: StoreOptions | None = None) -> Store:
@@ -67,7 +72,14 @@ def check_url(url: str | Path) -> None:
         return
     if "://" in text:
         _parse(text)
-    elif near := _COLON.fullmatch(text) or _SLASHES.fullmatch(text):
+        return
+    usual = unicodedata.normalize("NFKC", text)  # a colon of full width looks like one
+    if host := _HOST.fullmatch(usual):
+        raise BadUrl(
+            f"{text!r} begins with the address of a server, not of a bucket. For an S3 server, set AWS_ENDPOINT_URL=http://{host[1]} "
+            f"and use s3://BUCKET/PREFIX. For a directory of that name write ./{text}."
+        )
+    if near := _COLON.fullmatch(usual) or _NEAR_SCHEME.fullmatch(usual) or _SLASHES.fullmatch(usual):
         if "@" in text:  # what stands before it may be a secret
             raise BadUrl(f"what begins with {near[1]!r} is not a URL, since it lacks '://'; and give credentials in the environment.")
         meant = _suggestion(near[1].lower(), near[2])
@@ -106,6 +118,8 @@ def _parse(url: str) -> tuple[str, SplitResult]:
     if scheme == "file":
         if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
             raise BadUrl(f"{url!r} is not of the form file:///absolute/path.")
+        if not unquote(parts.path).isprintable():
+            raise BadUrl(f"{url!r} stands for a path with control characters.")
     elif scheme == "memory":
         if not is_key(_whole(parts)):
             raise BadUrl(f"{url!r} has no plain name.")

@@ -89,6 +89,18 @@ def test_what_names_no_store_is_refused(url: str) -> None:
         ("https://bucket.example.com/x", "AWS_ENDPOINT_URL=https://bucket.example.com"),
         ("http//host/x", "./http//host/x"),
         ("ssh:host/x", "./ssh:host/x"),
+        ("s3;//bucket/x", "s3://bucket/x"),
+        ("s3.//bucket/x", "s3://bucket/x"),
+        ("s3. //bucket/x", "s3://bucket/x"),
+        ("s3;/bucket/x", "s3://bucket/x"),
+        ("s3,bucket", "s3://bucket"),
+        ("s3\uff1a//bucket/x", "s3://bucket/x"),  # a colon of full width
+        ("s3\u2236//bucket", "s3://bucket"),  # a ratio sign
+        ("s33//bucket", "./s33//bucket"),
+        ("10.0.0.1:9000/bucket", "AWS_ENDPOINT_URL=http://10.0.0.1:9000 "),
+        ("[::1]:9000/bucket", "AWS_ENDPOINT_URL=http://[::1]:9000 "),
+        ("file:///tmp/%00", "control characters"),
+        ("file:///tmp/a%0Ab", "control characters"),
         (" s3://bucket/x", "spaces"),
         ("s3://bucket/x\n", "spaces"),
         (Path("s3://bucket/x"), "as a string"),
@@ -107,10 +119,19 @@ def test_what_is_nearly_a_url_is_refused_and_corrected(
 
 def test_a_directory_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for url in ("./s3:/x", str(tmp_path / "s3:" / "x"), tmp_path / "s3:" / "x"):
+    for url in ("./s3:/x", ".//s3:/x", str(tmp_path / "s3:" / "x"), tmp_path / "s3:" / "x"):
         store = open_store(url)
         assert isinstance(store, LocalStore)
         assert store.root == tmp_path / "s3:" / "x"
+    for name in ("s3/x", "s3-runs/x", "file.d/x", "s3", "memory (1)/x", "1.2.3.4/x", "runs/a//b", "hfx/y", "s3/.x/y"):
+        store = open_store(name)
+        assert isinstance(store, LocalStore)
+        assert store.root == tmp_path / name.replace("//", "/")
+
+
+def test_a_path_with_a_null_character_is_refused() -> None:
+    with pytest.raises(BadUrl, match="null character"):
+        LocalStore("a\0b")
 
 
 @pytest.mark.parametrize("url", ["s3:/access:hunter2@bucket/x", "s3//access:hunter2@bucket", "s3a://access:hunter2@bucket"])
