@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,10 +49,10 @@ def _limits(dtype: DType) -> tuple[int, int] | None:
 
 
 def _among_host(tensors: Sequence[TensorBits], threads: int) -> list[TensorBits]:
-    if threads == 1 or sum(tensor.nbytes for tensor in tensors) < _WORTH_A_THREAD:
-        return [tensor for tensor in tensors if _has_any(tensor)]
-    with ThreadPoolExecutor(threads) as pool:
-        return [tensor for tensor, found in zip(tensors, pool.map(_has_any, tensors), strict=True) if found]
+    if threads > 1 and sum(tensor.nbytes for tensor in tensors) >= _WORTH_A_THREAD:
+        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(threads) as pool:  # pools refuse work once the main thread has ended
+            return [tensor for tensor, found in zip(tensors, pool.map(_has_any, tensors), strict=True) if found]
+    return [tensor for tensor in tensors if _has_any(tensor)]
 
 
 def _has_any(tensor: TensorBits) -> bool:

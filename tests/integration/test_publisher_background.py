@@ -185,21 +185,38 @@ AT_EXIT = """
 import os, sys, threading
 from small_training import Training, publisher
 from deltawire.errors import StoreFull
+from deltawire.publish import at_exit
 from deltawire.store.local import LocalStore
 
-ending = threading.Event()
+how = sys.argv[2]
+ending, hanging = threading.Event(), threading.Event()
 
 class AtExit(LocalStore):
     def put(self, *arguments, **options):  # nothing is uploaded before the end has begun
+        if how == "hang":
+            hanging.set()
+            threading.Event().wait()
         assert ending.wait(60)
-        if sys.argv[2] == "full":
+        if how.endswith("full"):
             raise StoreFull("no space is left.")
         super().put(*arguments, **options)
 
 chain = publisher(AtExit(sys.argv[1]), background=True)
 threading._register_atexit(ending.set)
-chain.publish(Training().step(), step=3)
-if sys.argv[2] == "raise":
+
+def train():
+    if how.startswith("late"):
+        threading.main_thread().join()  # after the main thread has run its hooks, so that pools take no more work
+    chain.publish(Training().step(), step=3)
+
+if how.startswith("late"):
+    threading.Thread(target=train).start()
+else:
+    train()
+if how == "hang":
+    assert hanging.wait(60)
+    at_exit.EXIT_SECONDS = 0.0
+if how == "raise":
     if os.fork() == 0:  # a child does not have the thread: it must neither wait nor warn
         sys.exit()
     os.wait()
@@ -207,12 +224,15 @@ if sys.argv[2] == "raise":
 """
 
 
-@pytest.mark.parametrize("how", ["return", "raise", "full"])
+@pytest.mark.parametrize("how", ["return", "raise", "full", "hang", "late", "late full"])
 def test_what_was_accepted_is_published_when_the_process_ends(tmp_path, how):
+    """Else the process says so. It ends also if an upload never does; and threads may publish after the main thread has ended."""
     done = finished_python(AT_EXIT, str(tmp_path), how)
     assert done.returncode == (1 if how == "raise" else 0), done.stderr
-    if how == "full":
-        assert "VersionsLost: step 3 was accepted by publish(), but is not published: no space is left." in done.stderr
+    if how in ("full", "late full", "hang"):
+        reason = "publications are still on their way" if how == "hang" else "no space is left."
+        assert done.stderr.count("VersionsLost") == 1
+        assert f"VersionsLost: step 3 was accepted by publish(), but is not published: {reason}" in done.stderr
         assert [commit["kind"] for commit in read_commits(open_store(tmp_path))] == ["fence"]
     else:
         assert "VersionsLost" not in done.stderr

@@ -1,18 +1,20 @@
 """Before the process ends, what was accepted in the background is published, also if nobody closed the publisher.
 
 Python ends a process in this order: it runs the hooks of `threading._register_atexit`, the last one first; joins threads that are no
-daemons; runs the hooks of `atexit`; and stops daemon threads. Thread pools refuse work from their own hook on, which is of the first kind.
-So ours must be of the first kind too, and must be registered later than theirs.
+daemons; runs the hooks of `atexit`; and stops daemon threads. Thread pools of `concurrent.futures`, which some parts of a publication use,
+refuse work from their own hook on, which is of the first kind. So ours must be of the first kind too, and must be registered later than
+theirs. Threads that are no daemons may publish after that, so there is a hook of `atexit`, too.
 """
 
 from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  # registers its hook, which then runs after ours
+import contextlib
 import os
 import threading
 import time
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..events import OnEvent
@@ -20,6 +22,9 @@ from ..warnings import VersionsLost, warn
 
 EXIT_SECONDS = 120.0
 """How long the end of a process waits for versions that are on their way, for all publishers together."""
+
+
+_Kept = TypeVar("_Kept")
 
 
 class Unfinished(Protocol):
@@ -36,8 +41,21 @@ class Unfinished(Protocol):
         """Receives the events."""
 
 
+class Waitable(Protocol):
+    """Something that runs tasks."""
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Return when every task is done, or after so many seconds."""
+
+
 _open: WeakKeyDictionary[Unfinished, int] = WeakKeyDictionary()
 """Publishers that nobody has closed, each with the process that opened it: after a fork the child does not have their threads."""
+
+_pools: WeakKeyDictionary[Waitable, int] = WeakKeyDictionary()
+"""Pools whose running tasks are waited for, each with the process that opened it."""
+
+_given_up: WeakKeyDictionary[Unfinished, str] = WeakKeyDictionary()
+"""Publishers that took too long when the process began to end, and what was not published then."""
 
 _lock = threading.Lock()
 _is_registered = False
@@ -45,15 +63,16 @@ _is_registered = False
 
 def finish_at_exit(publisher: Unfinished) -> None:
     """Publish what `publisher` accepted before the process ends, unless `forget` is called first."""
-    global _is_registered
     with _lock:
         _open[publisher] = os.getpid()
-        if not _is_registered:
-            _is_registered = True
-            try:
-                threading._register_atexit(finish_all)  # type: ignore[attr-defined]
-            except (AttributeError, RuntimeError):  # another Python, or one that is ending already
-                atexit.register(finish_all)
+    _register()
+
+
+def wait_at_exit(pool: Waitable) -> None:
+    """Wait for the tasks that `pool` runs before the process ends, but no longer than for versions."""
+    with _lock:
+        _pools[pool] = os.getpid()
+    _register()
 
 
 def forget(publisher: Unfinished) -> None:
@@ -65,16 +84,42 @@ def forget(publisher: Unfinished) -> None:
 def finish_all(seconds: float | None = None) -> None:
     """Wait for all publishers that are open in this process, and warn of each that does not finish in time or fails."""
     deadline = time.monotonic() + (EXIT_SECONDS if seconds is None else seconds)
-    with _lock:
-        mine = [publisher for publisher, process in _open.items() if process == os.getpid()]
-    for publisher in mine:
-        forget(publisher)
+    for publisher in _of_this_process(_open):
         what = publisher.on_its_way()
         try:
             publisher.flush(max(0.0, deadline - time.monotonic()))
         except BaseException as error:  # also Ctrl-C: nothing may keep the process from ending
-            reason = str(error) or type(error).__name__
-            warn_lost(what or "a version", reason, publisher.on_event)
+            if publisher not in _given_up or _given_up[publisher] != what:
+                warn_lost(what or "a version", str(error) or type(error).__name__, publisher.on_event)
+            if not isinstance(error, Exception) or isinstance(error, TimeoutError):
+                _given_up[publisher] = what
+
+
+def finish_last() -> None:
+    """Wait for what threads published after the main thread had ended, and for uploads that still run: a thread must not be stopped there.
+
+    Waits no longer if `finish_all` has waited in vain.
+    """
+    deadline = time.monotonic() + (0.0 if _given_up else EXIT_SECONDS)
+    finish_all(max(0.0, deadline - time.monotonic()))
+    for pool in _of_this_process(_pools):
+        pool.wait_until_idle(max(0.0, deadline - time.monotonic()))
+
+
+def _register() -> None:
+    global _is_registered
+    with _lock:
+        if _is_registered:
+            return
+        _is_registered = True
+    atexit.register(finish_last)
+    with contextlib.suppress(AttributeError, RuntimeError):  # another Python, or one that is ending already
+        threading._register_atexit(finish_all)  # type: ignore[attr-defined]
+
+
+def _of_this_process(found: WeakKeyDictionary[_Kept, int]) -> list[_Kept]:
+    with _lock:
+        return [kept for kept, process in found.items() if process == os.getpid()]
 
 
 def warn_lost(what: str, reason: str, on_event: OnEvent | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +35,7 @@ from .segments import SEGMENT_BYTES, TensorTable
 from .shortcuts import ShortcutWriter
 from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
 from .upkeep import Helper, Upkeep
+from .upload_pool import UploadPool
 from .weight_source import WeightSource
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Publisher:
             stored = StoredFiles(log, given)
             ready = self._read_start(log, stored, given, resume_from, threads, starts_full)  # before anybody is fenced off
             self._writer = ChainWriter(self._store, log, signing_key=signing_key, resumed_from=resume_from)
-            pool = opened.enter_context(ThreadPoolExecutor(_STREAMS, thread_name_prefix="deltawire-upload"))
+            pool = opened.enter_context(UploadPool(_STREAMS, "deltawire-upload"))
             self._appender = Appender(
                 self._store,
                 log,
@@ -173,7 +173,7 @@ class Publisher:
             del ready
             helper: Helper | None = None
             if background:  # with uploads of its own, so that an anchor never stands in the way of a version
-                pool = opened.enter_context(ThreadPoolExecutor(2, thread_name_prefix="deltawire-anchor"))
+                pool = opened.enter_context(UploadPool(2, "deltawire-anchor"))
                 helper = Helper("deltawire-upkeep")
                 opened.callback(helper.close)
             shortcuts = ShortcutWriter(self._store, pool, self._writer.run, self.epoch, signing_key, threads, shard_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from ..commits import check_meta, check_step
 from ..model_files import TokenizerFiles
 from ..segments import SEGMENT_BYTES
 from ..upload import DataPlace, Update, upload_update
+from ..upload_pool import UploadPool
 from .anchor import SharedCheckpoint, upload_together
 from .chain_lead import ChainLead
 from .parts import MOST_FILES, Division, Parts, PartsBaseline, Splitter
@@ -111,7 +111,7 @@ class ShardedPublisher:
                 self._store = open_store(url, options=store_options)
                 if self._store is not url:
                     opened.callback(self._store.close)
-                self._pool = opened.enter_context(ThreadPoolExecutor(_STREAMS, thread_name_prefix="deltawire-upload"))
+                self._pool = opened.enter_context(UploadPool(_STREAMS, "deltawire-upload"))
                 if ranks.rank > 0:
                     return None
                 self._attachments.of_tokenizer = self.files_of_tokenizer()
