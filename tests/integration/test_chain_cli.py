@@ -20,6 +20,10 @@ from safetensors.numpy import save_file
 from support import run_python as run_fresh
 from test_cli import FIRST, INDEX, SECOND, Tensors, assert_same, environment, fail, halves, load, model, run, save_sharded, succeed, updated
 
+from deltawire.errors import LimitExceeded
+from deltawire.format.records import Limits
+from deltawire.publish import Publisher
+
 VERSIONS = 3
 
 
@@ -159,6 +163,20 @@ def test_weights_that_are_not_finite_are_refused_before_anybody_is_fenced_off(ch
     assert sorted(path.name for path in (chain / "commit").iterdir()) == before
     done = succeed("publish", tmp_path / "bad.safetensors", chain, "--allow-nonfinite")
     assert ["NaN" in warning for warning in done["warnings"]] == [False, True]  # that it is float32 is worth a warning, too
+
+
+def test_what_the_run_does_not_allow_is_refused_before_anybody_is_fenced_off(tmp_path: Path) -> None:
+    small = {"w": np.zeros(99, np.float16)}
+    limits = Limits(state_bytes=1000, tensors=1, file_bytes=1000)
+    with Publisher(tmp_path / "chain", attachments={}, limits=limits) as trainer:
+        trainer.publish(small)
+        save_file({"w": np.zeros(501, np.float16)}, tmp_path / "large.safetensors")
+        assert "1,002 bytes of weights; this run allows 1,000" in fail(
+            "publish", tmp_path / "large.safetensors", tmp_path / "chain", kind="LimitExceeded"
+        )
+        with pytest.raises(LimitExceeded, match=r"attachment 'vocab.txt' has 1,001 bytes"):
+            Publisher(tmp_path / "chain", attachments={"vocab.txt": bytes(1001)})
+        assert trainer.publish(small)
 
 
 def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:

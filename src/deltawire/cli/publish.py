@@ -97,7 +97,7 @@ def publish(
         from ..publish.commits import open_log
         from ..publish.publisher import Publisher
         from .metered_store import MeteredStore
-        from .publish_check import forecast, newest_if_same, newest_or_none
+        from .publish_check import forecast, newest_if_same, newest_or_none, refuse_above_limits
 
         started = time.perf_counter()
         _refuse_chain(checkpoint)
@@ -117,6 +117,7 @@ def publish(
         with opened(url, verbose=verbose) as plain:
             store = MeteredStore(plain, bars.read, written=bars.uploaded, announced=bars.expect_upload)
             chain = open_log(store, run, key, trust or ())
+            refuse_above_limits(chain, state)
             base = None if resume_from is None else find_version(chain, resume_from)
             if if_changed and base is None:
                 same = newest_if_same(chain, state, attached, threads)

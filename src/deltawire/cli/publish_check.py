@@ -19,6 +19,8 @@ from ..encode import encode_with_summary
 from ..errors import NoChain
 from ..events import emit
 from ..format.content_hash import content_hash
+from ..format.records import Limits
+from ..publish.segments import TensorTable
 from ..state import state_digest
 from ..store.place import refuse_occupied
 
@@ -43,6 +45,15 @@ class Forecast:
     @property
     def is_same(self) -> bool:
         return self.kind == "delta" and not self.changed and not self.files
+
+
+def refuse_above_limits(log: ChainLog, state: Checkpoint) -> None:
+    """Raise `LimitExceeded` if the run does not allow this checkpoint, and a `TensorError` if it cannot be published anywhere."""
+    try:
+        limits = log.limits
+    except NoChain:
+        limits = Limits()
+    TensorTable.of(state).check_limits(limits)
 
 
 def newest_if_same(log: ChainLog, state: Checkpoint, attached: Mapping[str, bytes | Path] | None, threads: int | None) -> Commit | None:

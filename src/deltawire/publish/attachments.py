@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LimitExceeded
 from ..format.checkpoint import is_plain_file_name
 from ..format.checkpoint_copy import WEIGHT_SUFFIXES
 from ..format.record_parts import holds_weights
+from ..format.records import Limits
 
 Attachments = Mapping[str, bytes | Path] | Path | str
 """File names with contents or paths to read them from; or a directory, whose own weights and hidden files are left out."""
@@ -62,6 +63,13 @@ def read_attachments(source: Attachments | None) -> dict[str, bytes] | None:
         if twin != name:
             raise CheckpointError(f"the attachments {twin!r} and {name!r} differ by case only. Rename one.")
     return {name: _content(name, content) for name, content in sorted(named.items())}
+
+
+def check_sizes(files: Mapping[str, bytes], limits: Limits) -> None:
+    """Raise `LimitExceeded` if a run with these limits does not allow one of the files."""
+    for name, data in files.items():
+        if len(data) > limits.file_bytes:
+            raise LimitExceeded(f"the attachment {name!r} has {len(data):,} bytes; this run allows {limits.file_bytes:,} in one file.")
 
 
 def _in_directory(directory: Path) -> dict[str, bytes | Path]:

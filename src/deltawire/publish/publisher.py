@@ -25,7 +25,7 @@ from .anchor_files import SHARD_BYTES
 from .append import Appender
 from .at_exit import warn_lost
 from .attached import AttachedFiles, StoredFiles
-from .attachments import Attachments, CollectedFiles, read_attachments
+from .attachments import Attachments, CollectedFiles, check_sizes, read_attachments
 from .background import BackgroundPublisher, PendingVersion
 from .cadence import AnchorPolicy
 from .commits import ChainWriter, check_meta, check_step, open_log, open_run
@@ -148,6 +148,7 @@ class Publisher:
             open_run(self._store, run, limits)
             log = open_log(self._store, run, signing_key, trusted_keys)
             self._signing_key, self._trusted_keys = signing_key, log.trusted_keys
+            check_sizes(given, log.limits)
             stored = StoredFiles(log, given)
             ready = self._read_start(log, stored, given, resume_from, threads, starts_full)  # before anybody is fenced off
             self._writer = ChainWriter(self._store, log, signing_key=signing_key, resumed_from=resume_from)

@@ -16,6 +16,7 @@ from ...format.signing import SigningKey
 from ...store import Store, probe
 from ...store.place import refuse_occupied
 from ..attached import AttachedFiles, StoredFiles
+from ..attachments import check_sizes
 from ..cadence import AnchorPolicy, ChainCost, Speed, anchor_due
 from ..commits import Attempt, ChainWriter, emit_published, open_log, open_run
 from ..compose import Composition
@@ -48,6 +49,7 @@ class ChainLead:
         probe(store)
         open_run(store, run, limits)
         self._log = open_log(store, run, signing_key, trusted_keys)
+        check_sizes(given, self._log.limits)
         self._stored_files = StoredFiles(self._log, given)
         start = find_start(self._log, resume_from)
         if start is not None:  # before anybody is fenced off
