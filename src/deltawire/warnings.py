@@ -5,6 +5,7 @@
         ├── WideWeights         float32 weights are published, and nobody said that the fleet serves float32
         ├── DenseUpdates        nearly all weights change in every version, so deltas save little
         ├── AttachmentsMissing  no config.json is published, so readers get a directory that does not load by itself
+        ├── AttachmentLeftOut   a file of a version has the name of a mirror's own record, so mirrors do not have it
         ├── NonFinitePublished  weights that are NaN or infinite are published
         └── VersionsLost        versions that `publish` accepted did not reach the store
 
@@ -44,6 +45,12 @@ class AttachmentsMissing(DeltawireWarning):
     """No config.json goes with the weights."""
 
     event = "attachments-missing"
+
+
+class AttachmentLeftOut(DeltawireWarning):
+    """A file of a version has the name of a mirror's own record. Earlier publishers allowed that name."""
+
+    event = "attachment-left-out"
 
 
 class NonFinitePublished(DeltawireWarning):

@@ -15,7 +15,7 @@ from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
 from deltawire.chain.verify import verify
 from deltawire.chain.version import Version
-from deltawire.errors import CorruptRecord, DataDamaged, DataMissing, LimitExceeded
+from deltawire.errors import CheckpointError, CorruptRecord, DataDamaged, DataMissing, LimitExceeded
 from deltawire.events import Event
 from deltawire.format.checkpoint import Checkpoint
 from deltawire.format.record_parts import FileEntry
@@ -30,6 +30,7 @@ from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 from deltawire.subscribe.model_files import FollowedFiles, read_model_files
 from deltawire.subscribe.pull import pull
+from deltawire.warnings import AttachmentLeftOut
 
 OPTIONS: dict[str, Any] = {"segment_bytes": 800, "threads": 1, "anchor_policy": AnchorPolicy(min_versions=100, max_versions=100)}
 OLD, NEW = b'{"rope": 1}', b'{"rope": 2}'
@@ -489,6 +490,39 @@ def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> No
     pull(store, tmp_path / "pulled", pin=False)
     assert files_in(tmp_path / "pulled") == {"config.json": NEW}  # and not those of the checkpoint that its weights come from
     assert bits_of(Checkpoint(tmp_path / "pulled")) == bits_of(next_state(chain.state, 8))
+
+
+def test_no_attachment_has_the_name_of_a_mirror_s_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    with pytest.raises(CheckpointError, match="record that mirrors keep"):
+        Publisher(store, attachments={"DeltaWire.json": OLD}, **OPTIONS)
+    folder = write(tmp_path / "slot", config_json=OLD, deltawire_json=b"of a mirror")
+    with Publisher(store, attachments=folder, **OPTIONS) as publisher:
+        assert set(publisher.publish(first_state()).attachments) == {"config.json"}
+    monkeypatch.setattr("deltawire.publish.attachments.MIRROR_RECORD_FILE", "-")  # as earlier releases did
+    with Publisher(store, attachments={"config.json": OLD, "deltawire.json": NEW}, **OPTIONS) as publisher:
+        publisher.publish(next_state(first_state(), 1))
+    with Subscriber(store, tmp_path / "mirror") as subscriber:
+        with pytest.warns(AttachmentLeftOut, match=r"deltawire\.json of version 2"):
+            subscriber.sync()
+        assert files_in(subscriber.path) == {"config.json": OLD}
+    pull(store, tmp_path / "pulled")
+    assert (tmp_path / "pulled" / "deltawire.json").read_bytes() == NEW
+
+
+def test_a_name_that_the_locale_cannot_write_is_a_named_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    with Publisher(store, attachments={"config.json": OLD, "\u65e5\u672c.txt": NEW}, **OPTIONS) as publisher:
+        publisher.publish(first_state())
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
+    told = r"'\\u65e5\\u672c\.txt' cannot be written, since this process encodes file names as ascii"
+    with pytest.raises(CheckpointError, match=told):
+        pull(store, tmp_path / "pulled")
+    with Subscriber(store, tmp_path / "mirror") as subscriber, pytest.raises(CheckpointError, match=told):
+        subscriber.sync()
+    with pytest.raises(CheckpointError, match=told):
+        read_model_files(store).write(tmp_path / "written")
+    assert not (tmp_path / "pulled").exists()
 
 
 def test_an_attachment_cannot_stand_for_weights() -> None:

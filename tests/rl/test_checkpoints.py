@@ -70,7 +70,7 @@ def test_a_file_of_another_model_is_refused_before_anything_is_changed(tmp_path:
     assert bits(other.state_dict()) == before
 
 
-@pytest.mark.parametrize("damage", ["cut", "foreign"])
+@pytest.mark.parametrize("damage", ["cut", "foreign", "deep"])
 def test_what_is_no_checkpoint_is_told_of(tmp_path: Path, damage: str):
     from safetensors.torch import save_file
 
@@ -78,7 +78,8 @@ def test_what_is_no_checkpoint_is_told_of(tmp_path: Path, damage: str):
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:1000])
     else:
-        save_file({"x": torch.zeros(1)}, path)
+        deep = {"trainer-checkpoint": "[" * 100_000} if damage == "deep" else None
+        save_file({"x": torch.zeros(1)}, path, metadata=deep)
     with pytest.raises(CheckpointError, match="no checkpoint of a trainer"):
         TrainerCheckpoints(tmp_path).load_newest(*trainer(0))
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..tensors import State
     from .publish_check import Forecast
 
-_MIRROR_RECORD = "deltawire.json"
-
 
 def _check_step(step: int | None) -> int | None:
     if step is not None and step >= 2**63:
@@ -277,13 +275,13 @@ def parse_meta(pairs: Sequence[str]) -> dict[str, str]:
 
 def companions(state: Checkpoint) -> tuple[dict[str, bytes | Path] | None, list[str]]:
     """The files beside the weights of a directory that go with them, and the names of those that do not. None for a single file."""
-    from ..format.checkpoint import INDEX_FILE, contained
+    from ..format.checkpoint import INDEX_FILE, MIRROR_RECORD_FILE, contained
     from ..format.checkpoint_copy import WEIGHT_SUFFIXES
     from ..format.shard_layout import LAYOUT_FILE, describe_layout
 
     if not state.is_directory:
         return None, []
-    own = {shard.name for shard in state.shards} | {INDEX_FILE, LAYOUT_FILE, _MIRROR_RECORD}
+    own = {shard.name for shard in state.shards} | {INDEX_FILE, LAYOUT_FILE, MIRROR_RECORD_FILE}
     layout = describe_layout(state)
     attached: dict[str, bytes | Path] = {} if layout is None else {LAYOUT_FILE: layout}
     left_out = []

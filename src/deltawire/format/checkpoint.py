@@ -10,6 +10,7 @@ import contextlib
 import mmap
 import os
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from .safetensors_header import (
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MIRROR_RECORD_FILE = "deltawire.json"
+"""What a mirror writes beside each checkpoint. No file of a version has this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,18 @@ def _refused_by_name(path: Path) -> Iterator[None]:
 def is_plain_file_name(name: str) -> bool:
     """Whether `name` can only mean an entry of the directory itself, on any operating system."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\:\0")
+
+
+def check_can_be_written(name: str) -> None:
+    """Raise `CheckpointError` if this process cannot write a file of that name, as in a locale without the characters of the name."""
+    encoding = sys.getfilesystemencoding()
+    try:
+        name.encode(encoding, sys.getfilesystemencodeerrors())
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"a file with the name {name!a} cannot be written, since this process encodes file names as {encoding}. "
+            f"Set PYTHONUTF8=1, or a locale with UTF-8, such as LC_ALL=C.UTF-8."
+        ) from None
 
 
 def _require_regular_file(path: Path) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..errors import CheckpointError, LimitExceeded
-from ..format.checkpoint import is_plain_file_name
+from ..format.checkpoint import MIRROR_RECORD_FILE, is_plain_file_name
 from ..format.checkpoint_copy import WEIGHT_SUFFIXES
 from ..format.record_parts import holds_weights
 from ..format.records import Limits
 
 Attachments = Mapping[str, bytes | Path] | Path | str
-"""File names with contents or paths to read them from; or a directory, whose own weights and hidden files are left out."""
+"""File names with contents or paths to read them from; or a directory, whose own weights and hidden files are left out, and the
+record of a mirror."""
 
 
 class CollectedFiles(Mapping[str, "bytes | Path"]):
@@ -77,7 +78,8 @@ def _in_directory(directory: Path) -> dict[str, bytes | Path]:
         found = [path for path in directory.iterdir() if path.is_file()]
     except OSError as error:
         raise CheckpointError(f"the directory of attachments cannot be read: {error}. Pass the directory of a checkpoint.") from error
-    return {path.name: path for path in found if not path.name.startswith(".") and not path.name.lower().endswith(WEIGHT_SUFFIXES)}
+    plain = [path for path in found if not path.name.startswith(".") and path.name != MIRROR_RECORD_FILE]
+    return {path.name: path for path in plain if not path.name.lower().endswith(WEIGHT_SUFFIXES)}
 
 
 def _check_name(name: object) -> None:
@@ -85,6 +87,8 @@ def _check_name(name: object) -> None:
         raise CheckpointError(f"the attachment {name!r} has no plain file name. Use one without separators that is not hidden.")
     if len(name.encode(errors="replace")) > 255:
         raise CheckpointError(f"the name of the attachment {name!r} is too long. Use at most 255 bytes.")
+    if name.casefold() == MIRROR_RECORD_FILE:
+        raise CheckpointError(f"the attachment {name!r} has the name of the record that mirrors keep, and would be lost. Use another name.")
     if holds_weights(name):
         raise CheckpointError(f"the attachment {name!r} has the name of weights. Weights are written from the state; leave it out.")
 

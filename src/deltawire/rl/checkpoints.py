@@ -102,7 +102,7 @@ def _load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
                 raise CheckpointError(f"{path} is of version {facts['version']!r}; this release reads 1 and 2.")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         saved = _first_version(facts, tensors) if facts["version"] == 1 else _second_version(facts, tensors)
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no checkpoint of a trainer ({type(error).__name__}: {error}).") from error
     weights, trained = _weights(model), _trained(model, optimizer)
     shapes = {name: tensor.shape for name, tensor in saved.weights.items()}

@@ -13,7 +13,7 @@ from ..chain.attachments import attachments_hop
 from ..chain.restore import Hop
 from ..chain.routes import HopFailed
 from ..errors import CheckpointError, DataDamaged, DataMissing, DeltaError, ResultMismatch, StateError, TensorError, VersionGone
-from ..format.checkpoint import Checkpoint
+from ..format.checkpoint import Checkpoint, check_can_be_written
 from ..format.digest import Digest
 from ..format.records import Commit, FileEntry, holds_weights
 from ..format.staged_output import sync_file
@@ -53,6 +53,8 @@ class HopsOnDisk:
 
         Files with a name in `leave_out` are not fetched.
         """
+        for entry in hop.files:
+            check_can_be_written(str(entry.name))
         try:
             for entry in hop.files:
                 assert entry.name is not None
@@ -83,7 +85,12 @@ class HopsOnDisk:
         self._report.fetched(fetched)
 
     def fetch_attachments(self, target: Commit, folder: Path) -> None:
-        """Have the attachments of a version at hand that a directory lacks. Raises what is wrong with them: no other way leads to them."""
+        """Have the attachments of a version at hand that a directory lacks. Raises what is wrong with them: no other way leads to them.
+
+        `CheckpointError` if their names cannot be written: nothing was changed then.
+        """
+        for entry in target.attachments or ():
+            check_can_be_written(str(entry.name))
         lacking = [entry for entry in target.attachments or () if not is_complete(folder / str(entry.name), entry)]
         fetched = self._deltas.ensure(lacking, lambda entries: self._source.to_memory(attachments_hop(target), entries))
         self._report.fetched(fetched)

@@ -14,6 +14,7 @@ from ..chain.restore import Hop
 from ..chain.routes import FindRoute, HopFailed
 from ..events import OnEvent, emit
 from ..format.records import Commit, CommitRef, FileEntry
+from ..warnings import AttachmentLeftOut, warn
 from .delta_cache import DeltaCache
 from .hops_on_disk import HopsOnDisk, Source
 from .mirror import HeldSlot, Mirror
@@ -246,6 +247,11 @@ class MirrorUpdate:
     def _attach(self, held: HeldSlot, target: Commit) -> None:
         """Bring the slot's other files to those of a version."""
         if target.attachments is not None and not held.slot.has_attachments(target):
+            if any(entry.name == RECORD_FILE for entry in target.attachments):
+                message = (
+                    f"{RECORD_FILE} of {target.describe()} is left out, as mirrors write a file of that name. `deltawire pull` has it."
+                )
+                warn(AttachmentLeftOut, message, self._on_event, may_raise=False, seq=target.seq)
             self._mark_dirty(held)
             self._on_disk.place_attachments(target, held.slot.path, own_names=(RECORD_FILE,))
             self._used.extend(target.attachments)

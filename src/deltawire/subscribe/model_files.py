@@ -19,6 +19,7 @@ from ..chain.routes import HopFailed, Routes, was_collected
 from ..chain.version import Version
 from ..dtypes import DType
 from ..errors import DataDamaged, DataMissing, ObjectMissing, VersionGone
+from ..format.checkpoint import check_can_be_written
 from ..format.content_hash import content_hash
 from ..format.records import Commit, FileEntry
 from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
@@ -42,9 +43,10 @@ class ModelFiles:
     dtypes: Mapping[str, DType]
 
     def write(self, folder: Path) -> Path:
-        """Put the files into a directory, for libraries that load from one."""
+        """Put the files into a directory, for libraries that load from one. `CheckpointError` if a name cannot be written."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in self.files.items():
+            check_can_be_written(name)
             (folder / name).write_bytes(data)
         return folder
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ChainError, CheckpointError, UnsupportedVersion
-from ..format.checkpoint import Checkpoint
+from ..format.checkpoint import MIRROR_RECORD_FILE, Checkpoint
 from ..format.digest import Digest
 from ..format.records import Commit, CommitRef, record_hash
 from .checkpoint_in_place import checkpoint_digest
 from .durable_json import read_json, write_json
 from .hops_on_disk import is_complete, stray_files
 
-RECORD_FILE = "deltawire.json"
+RECORD_FILE = MIRROR_RECORD_FILE
 _COPY_BYTES = 8 << 20
 
 
