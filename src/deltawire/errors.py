@@ -56,7 +56,8 @@
     │   ├── EngineRefused           it cannot take these weights: names, types or shapes differ
     │   ├── SwapFailed              a swap failed and was taken back; the old version serves on
     │   └── EngineFenced            it is paused, since nobody knows what its weights are
-    ├── RewardError                 a reward function cannot be loaded, or returned what no reward may be
+    ├── RewardError                 a reward function failed, or returned what no reward may be
+    │   └── UnusableReward          it cannot be loaded, or wants a column that the dataset does not have
     ├── FleetError                  the fleet's work cannot go on
     │   ├── CorruptRollouts         a file of rollouts breaks a rule of docs/protocol.md
     │   ├── FleetTimeout            a round did not settle in the time that was given
@@ -434,9 +435,15 @@ class EngineFenced(EngineError):
 
 
 class RewardError(DeltawireError):
-    """A reward function cannot be loaded, failed, or returned what no reward may be."""
+    """A reward function failed, or returned what no reward may be."""
 
     hint = "deltawire.rl.rewards says what one is called with and returns."
+
+
+class UnusableReward(RewardError):
+    """A reward function cannot be loaded, or wants a column that the dataset does not have. Trying again does not help."""
+
+    hint = "Correct the function, the name that --env gives it, or the dataset; then start the member again."
 
 
 class FleetError(DeltawireError):

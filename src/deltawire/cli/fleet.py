@@ -17,7 +17,7 @@ from .chain_options import RunOption, TrustOption
 from .ending import Ending
 from .fleet_table import short_name
 from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
-from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice
+from .terminal import JsonOption, exit_codes, print_json_line, print_labelled
 
 if TYPE_CHECKING:
     from ..fleet.supervision import Running
@@ -66,9 +66,10 @@ def fleet(
 ) -> None:
     """Start several members and keep them running.
 
-    A member that dies is started again, within bounds. A member that leaves because the trainer ended the run is not; when all have left,
-    the command ends with code 0. Ctrl-C and SIGTERM let all members leave first. The command ends with code 1 if it gave a member up.
-    Every line begins with the name of the member that it is about. With --json prints one JSON object per line.
+    A member that dies is started again, within bounds. A member whose reward function cannot be used at all is not, nor is one that leaves
+    because the trainer ended the run. When all have left, the command ends with code 0. Ctrl-C and SIGTERM let all members leave first. The
+    command ends with code 1 if it gave a member up. Every line begins with the name of the member that it is about. With --json prints one
+    JSON object per line.
     """
     if (count is None) == (ray is None):
         raise typer.BadParameter("say how many, and where: either `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")
@@ -139,7 +140,7 @@ class _Output:
             if self.as_json and not is_error:
                 print_json_line(_attributed(name, line))
             elif line.strip():
-                (print_notice if is_error else print_line)(self._labelled(name, line))
+                print_labelled(self._label(name), line, is_notice=is_error)
 
     def __call__(self, event: Event) -> None:
         """Print what became of a member."""
@@ -151,10 +152,10 @@ class _Output:
             if text:
                 calm = event.name in ("member-started", "member-left")
                 name = str(event.fields["member"])
-                (print_line if calm else print_notice)(self._labelled(name, f"{figures.clock_time(event.time)}  {text}"))
+                print_labelled(self._label(name), f"{figures.clock_time(event.time)}  {text}", is_notice=not calm)
 
-    def _labelled(self, name: str, text: str) -> str:
-        return f"{short_name(name, self._width):<{self._width}}  {text}"
+    def _label(self, name: str) -> str:
+        return f"{short_name(name, self._width):<{self._width}}"
 
 
 def _attributed(name: str, line: str) -> dict[str, Any]:
@@ -177,4 +178,6 @@ def _told(event: Event) -> str:
         return "has left"
     if event.name == "member-died":
         return f"died: {event.fields['reason']}"
-    return "died too often, and is not started again" if event.name == "member-given-up" else ""
+    if event.name == "member-given-up":
+        return "is not started again: it would fail again" if event.fields["lasting"] else "died too often, and is not started again"
+    return ""

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -15,17 +15,18 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
+from ..errors import UnusableReward
 from . import figures
 from .chain_options import RunOption, TrustOption
 from .ending import Ending
 from .member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
-from .terminal import JsonOption, exit_codes, print_json_line, print_line, print_notice, print_wrapped
+from .terminal import JsonOption, exit_codes, print_json_line, print_labelled, print_wrapped
 
 _LONGEST_ENDING = 30.0
 """Seconds after a signal within which the command ends. Leaving takes less, unless something hangs."""
 
 if TYPE_CHECKING:
-    from ..events import Event
+    from ..events import Event, Value
 
 
 def member(
@@ -56,7 +57,9 @@ def member(
     others. Ctrl-C and SIGTERM make it give back what it has begun, and leave, with code 0; a second one ends it on the spot. It also ends
     when the trainer says that the run is over. With --json prints one JSON object per line.
     """
-    with exit_codes(json, one_line=True):
+    from ..fleet.local_members import LASTING_ERROR
+
+    with exit_codes(json, one_line=True, codes={UnusableReward: LASTING_ERROR} if leave_with_stdin else None):
         from ..rl.member import MemberOptions, serve
 
         sys.path.insert(0, os.getcwd())  # where the module of the rewards usually is, as for `python -m`
@@ -104,6 +107,8 @@ class _View:
         self._console = Console(highlight=False)
         self._status: Status | None = self._console.status("joining") if self._console.is_terminal else None
         self._told: str | None = None
+        self._told_failure: str | None = None
+        self._has_left = False
         self._version, self._work = "no version yet", "waiting for work"
         self._results = self._tokens = 0
         self._seconds = 0.0
@@ -129,6 +134,8 @@ class _View:
 
     def _take(self, event: Event) -> None:
         fields = event.fields
+        if self._has_left:
+            return  # the engine may still report what it was at
         if event.name == "joined":
             self._line(f"joined as {fields['member']}")
         elif event.name == "swapped":
@@ -143,13 +150,18 @@ class _View:
             self._seconds += (seconds := float(fields["seconds"] or 0))
             self._line(f"round {fields['round']} task {fields['task']}  {fields['tokens']} tokens  in {figures.duration(seconds)}")
         elif event.name == "rollout-uploaded":
-            self._told = None
+            self._told = self._told_failure = None
             self._work = "waiting for work"
             self._results += 1
         elif event.name == "left":
+            self._has_left = True
             self._line(f"left after {self._results} results")
-        elif event.name in ("waiting", "sync-failed", "swap-failed", "engine-lost", "work-failed"):
-            self._notice(f"will try again: {fields['reason']}", str(fields.get("traceback") or ""))
+        elif event.name == "run-over":
+            self._line(f"the run is over at step {fields['step']}: the trainer has told all members to leave")
+        elif event.name == "work-failed":
+            self._tell_of_failure(fields)
+        elif event.name in ("waiting", "sync-failed", "swap-failed", "engine-lost"):
+            self._notice(f"will try again: {fields['reason']}")
         elif event.name == "board-refused":
             self._notice(f"takes no work: {fields['reason']}")
         elif event.name == "member-retrying":
@@ -160,17 +172,27 @@ class _View:
     def _line(self, text: str) -> None:
         text = f"{figures.clock_time(self._time)}  {text}"
         if self._status is None:
-            print_line(text)
+            print_labelled("", text, is_notice=False)
         else:
             print_wrapped(self._console, text, indent=4)
 
-    def _notice(self, text: str, details: str = "") -> None:
-        """Print a notice, unless it is the one that was printed last, and details below it."""
-        if text == self._told:
+    def _tell_of_failure(self, fields: Mapping[str, Value]) -> None:
+        """Print why a task failed, once until a task succeeds. The last one ends the member, and the command prints its error."""
+        reason = str(fields["reason"])
+        if reason == self._told_failure or (fields.get("final") and not fields.get("traceback")):
             return
-        self._told = text
+        self._told_failure = reason
+        self._print_notice(f"{'failed' if fields.get('final') else 'will try again'}: {reason}", str(fields.get("traceback") or ""))
+
+    def _notice(self, text: str) -> None:
+        """Print a notice, unless it is the one that was printed last."""
+        if text != self._told:
+            self._told = text
+            self._print_notice(text)
+
+    def _print_notice(self, text: str, details: str = "") -> None:
         for line in [f"{figures.clock_time(self._time)}  {text}", *(f"    {line}" for line in details.splitlines())]:
             if self._status is None:
-                print_notice(line)
+                print_labelled("", line, is_notice=True)
             else:  # another console would print into the line that says how things stand
                 print_wrapped(self._console, line, style="yellow", indent=4)

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -47,6 +47,9 @@ ForceOption: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace t
 
 _TITLE = 20
 """The width of titles."""
+
+_SHORTEST = 20
+"""Columns that the text of a line has at least, however narrow the terminal is."""
 
 _NARROW = 60
 """On a terminal with fewer columns, long texts stand below their titles instead of beside them."""
@@ -88,16 +91,17 @@ def interrupt_on_termination() -> None:
 
 
 @contextmanager
-def exit_codes(as_json: bool, *, one_line: bool = False) -> Iterator[None]:
+def exit_codes(as_json: bool, *, one_line: bool = False, codes: Mapping[type[Exception], int] | None = None) -> Iterator[None]:
     """Turn foreseen failures into one line on stderr and an exit code. Anything else is a bug, and keeps its traceback.
 
-    With `one_line` the JSON object that says so stands on one line, like others before it.
+    With `one_line` the JSON object that says so stands on one line, like others before it. `codes` are exit codes of errors that end with
+    another one than 1.
     """
     fail = partial(_fail, print_document=None if not as_json else print_json_line if one_line else print_json)
     try:
         yield
     except DeltawireError as error:
-        fail(type(error).__name__, str(error))
+        fail(type(error).__name__, str(error), code=(codes or {}).get(type(error), 1))
     except BrokenPipeError:
         raise  # the reader of our output has gone; typer ends quietly
     except OSError as error:
@@ -138,6 +142,18 @@ def print_rows(heading: str, rows: Iterable[tuple[str, str]]) -> None:
 def print_line(text: str) -> None:
     """Print a line of a result as it comes about."""
     print_wrapped(result_console(), text, indent=4)
+
+
+def print_labelled(label: str, text: str, *, is_notice: bool) -> None:
+    """Print a line of a log: notices on stderr, others on stdout. `label`, if not empty, stands at the beginning of every line.
+
+    Lines break between words in a terminal. In a file or a pipe they do not break, so that each can be searched for.
+    """
+    console = Console(stderr=is_notice, highlight=False)
+    start = printable(f"{label}  ") if label else ""
+    width = max(_SHORTEST, console.width - cell_len(start)) if console.is_terminal else sys.maxsize
+    for line in wrap_words(printable(text), width, indent=4):
+        console.print(Text(start + line, style="yellow" if is_notice else ""), soft_wrap=True)
 
 
 def print_wrapped(console: Console, text: str, *, style: str = "", indent: int = 0) -> None:
@@ -296,9 +312,9 @@ def _os_failure(error: OSError) -> str:
     return f"{error.filename}: {reason}." if error.filename else f"{reason}."
 
 
-def _fail(kind: str, message: str, *, print_document: Callable[[dict[str, Any]], None] | None) -> NoReturn:
+def _fail(kind: str, message: str, *, print_document: Callable[[dict[str, Any]], None] | None, code: int = 1) -> NoReturn:
     with suppress(OSError):  # the terminal may be what is gone
         print_wrapped(_standard_error(), f"error: {message}", style="red", indent=2)
         if print_document is not None:
             print_document({"error": {"type": kind, "message": message}})
-    raise typer.Exit(1) from None
+    raise typer.Exit(code) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,9 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import IO, TypeAlias
 
+from .supervision import Lasting
+
 OnLine: TypeAlias = Callable[[str, bool], object]
 """Called with each line that a member prints, without its end, and whether it went to stderr. Called on any thread, one line at a time."""
 
+LASTING_ERROR = 78
+"""The exit code of a member, started here, whose error does not heal. One that a person starts ends with 1 then."""
 _LONGEST_LINE = 1 << 20
 _LAST_LINES = 2.0
 """Seconds to wait for what a member that has ended still had to say. Processes that it started may keep its output open for longer."""
@@ -26,8 +31,11 @@ class LocalMember:
     def __init__(self, arguments: Sequence[str], on_line: OnLine | None = None) -> None:
         command = [sys.executable, "-m", "deltawire.cli", "member", *arguments, "--leave-with-stdin"]
         output = None if on_line is None else subprocess.PIPE
+        environment = dict(os.environ)
+        if on_line is not None:
+            environment.pop("COLUMNS", None)  # lines are broken where they are shown, and not before
         self._process = subprocess.Popen(  # our Ctrl-C is not theirs
-            command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, env=environment
         )
         self._readers: list[threading.Thread] = []
         if on_line is not None:
@@ -48,6 +56,8 @@ class LocalMember:
             reader.join(_LAST_LINES)
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
+        if code == LASTING_ERROR:
+            return Lasting("it ended with an error that does not heal by itself")
         return f"it ended with code {code}" if code else ""
 
     def leave(self) -> None:

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from ..chain.log import ChainLog
 from ..chain.version import Version
-from ..errors import DeltawireError, EngineError, EngineUnavailable, RewardError
+from ..errors import DeltawireError, EngineError, EngineUnavailable, RewardError, UnusableReward
 from ..events import OnEvent, emit, with_fields
 from ..format.fleet_files import Row
 from ..format.fleet_records import Place, Sampling
@@ -34,6 +34,8 @@ from .steps import FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
 from .training_limits import LARGEST_REWARD
 
 _LOOK = 0.02
+_SHORTEST_REST = 1.0
+"""Seconds between two heartbeats of a member whose state changes all the time. Each of them is a request to the store."""
 _LONGEST_TRACEBACK = 16_000
 _MOST_FAILURES = 3
 """So many tasks in a row may fail, by rewards or rows, before the member gives up: then it is not the odd one that is wrong."""
@@ -147,9 +149,12 @@ class Member:
         self._stop.wait(seconds)
 
     def _rest(self, state: MemberState, seconds: float) -> None:
-        """Between two heartbeats; not so long once the board has said that leases are shorter."""
-        until = time.monotonic() + seconds
-        while not self._stop.is_set() and time.monotonic() < min(until, until - seconds + state.lease_seconds / 4):
+        """Wait between two heartbeats: for less time if leases are short, or if there is something new to tell."""
+        started = time.monotonic()
+        while not self._stop.is_set():
+            passed = time.monotonic() - started
+            if passed >= min(seconds, state.lease_seconds / 4) or (passed >= _SHORTEST_REST and state.has_news):
+                return
             self._stop.wait(_LOOK)
 
     def _thread(self, title: str, steps: Callable[[], Steps[None]], sleep: Callable[[float], None] | None = None) -> threading.Thread:
@@ -176,8 +181,10 @@ class Member:
             if error.retryable:
                 raise
             self._failures += 1
-            emit(self._on_event, "work-failed", error=type(error).__name__, reason=str(error), traceback=_traceback(error))
-            if self._failures >= _MOST_FAILURES:
+            is_final = self._failures >= _MOST_FAILURES or isinstance(error, UnusableReward)
+            trace = _traceback(error)
+            emit(self._on_event, "work-failed", error=type(error).__name__, reason=str(error), traceback=trace, final=is_final)
+            if is_final:
                 raise
             raise TaskFailed(f"a task could not be done: {error}") from error
         self._failures = 0

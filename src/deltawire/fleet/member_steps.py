@@ -74,6 +74,7 @@ class MemberState:
     reason: str | None = None
     distrusted: bool = False
     working: set[Place] = field(default_factory=set)
+    told: tuple[str, tuple[Place, ...]] | None = None
     tried: OrderedDict[Place, None] = field(default_factory=OrderedDict)
     doubtful: dict[Place, Lease] = field(default_factory=dict)
     rounds: OrderedDict[int, tuple[Round, tuple[tuple[Row, ...], ...]]] = field(default_factory=OrderedDict)
@@ -96,6 +97,12 @@ class MemberState:
             reason=self.reason,
         )
 
+    @property
+    def has_news(self) -> bool:
+        """Whether its state, or what it works on, is not what its last heartbeat says."""
+        beat = self.heartbeat()
+        return self.told != (beat.state, beat.working)
+
     def leave_because(self, error: BaseException) -> None:
         """Have all later heartbeats name the error that it leaves because of."""
         self.reason = reason_text(error)
@@ -113,7 +120,9 @@ def reason_text(error: BaseException) -> str:
 
 def tell(me: MemberState) -> Steps[None]:
     """Write the heartbeat. Raises what the store does."""
-    yield Put(fleet_keys.member_key(me.member), me.heartbeat().to_bytes(), durable=False)
+    beat = me.heartbeat()
+    yield Put(fleet_keys.member_key(me.member), beat.to_bytes(), durable=False)
+    me.told = beat.state, beat.working
 
 
 def heartbeat_steps(me: MemberState) -> Steps[None]:
@@ -171,6 +180,7 @@ def _turn(me: MemberState) -> Steps[bool]:
         return False
     me.lease_seconds = board.lease_seconds
     if board.stop and (yield from _is_last(board)):
+        emit(me.on_event, "run-over", member=me.member, step=board.step)
         me.leaving = True
         return False
     yield from _sync(me, board.step)

@@ -15,11 +15,15 @@ _LOOK = 0.2
 _LONGEST_PAUSE = 60.0
 
 
+class Lasting(str):
+    """What ended a member, and would end it again if it were started again."""
+
+
 class Running(Protocol):
     """A member that was started, in a process of its own."""
 
     def ending(self) -> str | None:
-        """None while it runs; then "" if it left as it should, else what ended it."""
+        """None while it runs; then "" if it left as it should, else what ended it (`Lasting` if that does not heal)."""
 
     def leave(self) -> None:
         """Ask it to leave; returns at once, and does nothing if it has ended."""
@@ -43,8 +47,8 @@ class Supervisor:
     """Keeps a member running for each name, by `start(name)`.
 
     One that died is started again after a pause that grows with each death, but no more than `restarts` times in `within` seconds: what
-    dies that often would die again. One that left (exit code 0: the trainer said that the run is over) is not. Events: "member-started",
-    "member-left", "member-died", "member-given-up".
+    dies that often would die again. One that ended because of what does not heal is given up at once. One that left (exit code 0: the
+    trainer said that the run is over) is not started again. Events: "member-started", "member-left", "member-died", "member-given-up".
     """
 
     def __init__(
@@ -102,9 +106,10 @@ class Supervisor:
             post.deaths.popleft()
         post.deaths.append(now)
         emit(self._on_event, "member-died", member=post.name, reason=ending, deaths=len(post.deaths))
-        if len(post.deaths) > self._restarts:
+        is_lasting = isinstance(ending, Lasting)
+        if is_lasting or len(post.deaths) > self._restarts:
             post.due, post.is_given_up = _NEVER, True
-            emit(self._on_event, "member-given-up", member=post.name, reason=ending)
+            emit(self._on_event, "member-given-up", member=post.name, reason=ending, lasting=is_lasting)
         else:
             post.due = now + min(self._pause * 2.0 ** (len(post.deaths) - 1), _LONGEST_PAUSE)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeltawireError, RewardError
+from ..errors import DeltawireError, UnusableReward
 from ..events import OnEvent, emit, with_fields
 from ..fleet.generation import Generator
 from ..fleet.member import Member, tell_failure
@@ -69,7 +69,7 @@ def serve(
 ) -> None:
     """Join the fleet, work until `stop` is set or the trainer says that the run is over, and leave.
 
-    Waits for a chain that is not there yet. Raises only what does not heal by itself: a reward that cannot be loaded (`RewardError`), a
+    Waits for a chain that is not there yet. Raises only what does not heal by itself: a reward that cannot be loaded (`UnusableReward`), a
     model that cannot be built (`EngineError`), a store that denies access, a chain that is broken.
     """
     name = options.name or reader_name()
@@ -109,7 +109,7 @@ class RewardScorer:
         self._functions = functions
         self.names = tuple(reward_name(function) for function in functions)
         if len(set(self.names)) != len(self.names):
-            raise RewardError(f"two rewards have one name ({', '.join(self.names)}). Give one of the functions another.")
+            raise UnusableReward(f"two rewards have one name ({', '.join(self.names)}). Give one of the functions another.")
 
     def __call__(
         self, rows: Sequence[Row], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import DeltawireError
+from ..errors import DeltawireError, UnusableReward
+from ..fleet.supervision import Lasting
 from .member import MemberOptions, serve
 
 
@@ -75,7 +76,8 @@ class RayMember:
         if not done:
             return None
         try:
-            return str(self._ray.get(self._outcome))
+            ending, is_lasting = self._ray.get(self._outcome)
+            return Lasting(ending) if is_lasting else str(ending)
         except self._ray.exceptions.RayError as error:  # its process or node is gone, or it was killed
             return f"{type(error).__name__}: {error}".split("\n")[0]
 
@@ -95,13 +97,13 @@ class _MemberActor:
         self._options = MemberOptions.from_json(options)
         self._stop = threading.Event()
 
-    def run(self) -> str:
-        """The member, from beginning to end. "" if it left as it should, else why not."""
+    def run(self) -> tuple[str, bool]:
+        """Run the member from beginning to end. Return "" if it left as it should, else why not; and whether that does not heal."""
         try:
             serve(self._options, stop=self._stop)
         except DeltawireError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+            return f"{type(error).__name__}: {error}", isinstance(error, UnusableReward)
+        return "", False
 
     def leave(self) -> None:
         self._stop.set()

@@ -17,32 +17,32 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..errors import RewardError
+from ..errors import RewardError, UnusableReward
 from ..fleet.training_limits import LARGEST_REWARD
 
 RewardFunction: TypeAlias = Callable[..., Any]
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The function that `module:name` names (`name` may have dots). `RewardError` says which of the two is missing, and why."""
+    """The function that `module:name` names (`name` may have dots). `UnusableReward` says which of the two is missing, and why."""
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
-        raise RewardError(f"{spec!r} does not name a reward function: write MODULE:FUNCTION.")
+        raise UnusableReward(f"{spec!r} does not name a reward function: write MODULE:FUNCTION.")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise RewardError(f"there is no module {error.name!r}, which {spec!r} names. Is its folder on PYTHONPATH?") from error
-        raise RewardError(f"{module_name!r} imports {error.name!r}, which is not installed.") from error
+            raise UnusableReward(f"there is no module {error.name!r}, which {spec!r} names. Is its folder on PYTHONPATH?") from error
+        raise UnusableReward(f"{module_name!r} imports {error.name!r}, which is not installed.") from error
     except Exception as error:
-        raise RewardError(f"importing {module_name!r} failed: {type(error).__name__}: {error}.") from error
+        raise UnusableReward(f"importing {module_name!r} failed: {type(error).__name__}: {error}.") from error
     for part in name.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise RewardError(f"{module_name!r} has no {name!r}.") from None
+            raise UnusableReward(f"{module_name!r} has no {name!r}.") from None
     if not callable(found):
-        raise RewardError(f"{spec!r} is no function but a {type(found).__name__}.")
+        raise UnusableReward(f"{spec!r} is no function but a {type(found).__name__}.")
     return found  # type: ignore[no-any-return]
 
 
@@ -61,9 +61,9 @@ def score(
 ) -> list[tuple[float | None, ...]]:
     """For each completion, the reward by each function.
 
-    `RewardError` if one fails, wants a column that the dataset does not have, returns another number of rewards than there are
-    completions, or anything but None and numbers from `-LARGEST_REWARD` to `LARGEST_REWARD`: a NaN, or a number that is infinite in
-    float32, would spread through a whole training step.
+    `UnusableReward` if one wants a column that the dataset does not have. `RewardError` if one fails, returns another number of rewards
+    than there are completions, or anything but None and numbers from `-LARGEST_REWARD` to `LARGEST_REWARD`: a NaN, or a number that is
+    infinite in float32, would spread through a whole training step.
     """
     arguments = {**(columns or {}), "prompts": list(prompts), "completions": list(completions), "completion_ids": list(completion_ids)}
     lists = [_ask(function, arguments, len(completions)) for function in functions]
@@ -74,7 +74,7 @@ def _ask(function: RewardFunction, arguments: Mapping[str, Any], count: int) -> 
     name = reward_name(function)
     if missing := _missing_columns(function, arguments):
         have = ", ".join(sorted(arguments.keys() - {"completions", "completion_ids"}))
-        raise RewardError(f"the reward {name!r} wants the column {missing[0]!r}, which the dataset does not have. It has: {have}.")
+        raise UnusableReward(f"the reward {name!r} wants the column {missing[0]!r}, which the dataset does not have. It has: {have}.")
     try:
         result = function(**arguments)
         if inspect.isawaitable(result):

@@ -17,10 +17,12 @@ import pytest
 from deltawire import Publisher
 from deltawire.cli.fleet import _Output
 from deltawire.cli.member import _View
+from deltawire.errors import UnusableReward
 from deltawire.events import Event
 from deltawire.fleet import Coordinator, FleetOptions, Sampling
 from deltawire.fleet.local_members import LocalMember
 from deltawire.fleet.member import Member
+from deltawire.fleet.supervision import Lasting
 from deltawire.rl.member import RewardScorer
 from deltawire.store.memory import MemoryStore
 
@@ -72,6 +74,39 @@ def test_every_line_of_a_fleet_says_which_member_it_is_about(capsys: pytest.Capt
     assert [line.split()[0] for line in notices.splitlines()] == ["a-very-lo…machine-17", "local-0"]
     assert not re.search("[\x1b\x07\u202e]", notices)
     assert notices.splitlines()[1].endswith("died: killed by SIGKILL")
+
+
+def test_a_long_line_is_not_broken_in_a_file_and_every_part_is_labelled_in_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    output = _Output(["f-0"], as_json=False)
+    long = "12:00:00  will try again: " + "word " * 30 + "end"
+    output.relay("f-0", long, True)
+    output.relay("f-0", long, False)
+    told, notices = capsys.readouterr()
+    assert told.splitlines() == notices.splitlines() == [f"f-0  {long}"]
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if it were a terminal
+    output.relay("f-0", long, True)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err).splitlines()
+    assert len(lines) > 2
+    assert all(line.startswith("f-0  ") and len(line) <= 40 for line in lines)
+    assert " ".join(" ".join(line.removeprefix("f-0").split()) for line in lines) == " ".join(long.split())
+
+
+def test_members_do_not_break_lines_for_a_fleet_and_an_error_that_lasts_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "member.sh"
+    script.write_text('#!/bin/sh\necho "columns ${COLUMNS-none}"\nexit 78\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setenv("COLUMNS", "80")
+    seen: list[str] = []
+    member = LocalMember([], lambda line, is_error: seen.append(line))
+    member._process.wait(60)
+    for reader in member._readers:
+        reader.join(60)
+    assert seen == ["columns none"]
+    assert isinstance(member.ending(), Lasting)
 
 
 def test_with_json_every_line_is_an_object_with_the_member_s_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,3 +187,56 @@ def test_a_reward_that_fails_is_told_once_with_its_traceback(capsys: pytest.Capt
     assert notices.count("will try again") == 1
     assert "in broken_reward" in notices
     assert not re.search("[\x1b\x07\u202e]", notices)
+
+
+def test_the_same_failure_is_told_once_until_a_task_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    def failed(final: bool) -> Event:
+        return Event("work-failed", {"reason": "it broke", "traceback": "Traceback", "final": final})
+
+    swapped = Event("swapped", {"updates": 2, "step": 1, "pause_seconds": 0.0})
+    view = _View()
+    for event in (failed(False), swapped, failed(False), swapped, failed(True), Event("left", {"member": "m"}), swapped):
+        view(event)
+    told, notices = capsys.readouterr()
+    first, second = notices.splitlines()
+    assert (first[10:], second) == ("will try again: it broke", "    Traceback")
+    assert told.splitlines()[-1].endswith("left after 0 results")
+    view = _View()
+    for event in (failed(False), Event("rollout-uploaded", {}), failed(True)):
+        view(event)
+    assert re.findall("will try again|failed", capsys.readouterr().err) == ["will try again", "failed"]
+
+
+def wants_a_solution(prompts: list[Any], completions: list[Any], solution: list[Any], **columns: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def test_a_reward_that_wants_a_missing_column_ends_the_member_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    from test_member import FakeGenerator, publish
+
+    store, engine, told = MemoryStore("memory://column"), FakeGenerator(), Told()
+    publisher = Publisher(store)
+    engine.version = publish(publisher, 0)
+    member = Member(store, engine, RewardScorer([wants_a_solution]), name="m", poll=0.01, patience=0.0, on_event=told)
+    with Coordinator(store, epoch=publisher.epoch, options=FleetOptions(poll_seconds=0.01)) as fleet:
+        fleet.open_round([[{"prompt": "a"}]] * 3, for_step=1, sampling=Sampling(samples=1, max_tokens=4))
+        with pytest.raises(UnusableReward, match="'solution'"):
+            member.run(threading.Event())
+    publisher.close()
+    assert [event.fields["final"] for event in told.events if event.name == "work-failed"] == [True]
+    assert "will try again" not in capsys.readouterr().err
+
+
+def test_a_member_that_comes_after_the_end_says_that_the_run_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    from test_member import FakeGenerator, publish
+
+    store, engine, told = MemoryStore("memory://over"), FakeGenerator(), Told()
+    with Publisher(store) as publisher:
+        engine.version = publish(publisher, 7)
+        with Coordinator(store, epoch=publisher.epoch, options=FleetOptions(poll_seconds=0.01)) as fleet:
+            fleet.stop()
+    Member(store, engine, RewardScorer([broken_reward]), name="late", poll=0.01, patience=0.0, on_event=told).run(threading.Event())
+    lines = [line[10:] for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "joined as late"
+    assert re.fullmatch(r"the run is over at step \d+: the trainer has told all members to leave", lines[1])
+    assert lines[2:] == ["left after 0 results"]

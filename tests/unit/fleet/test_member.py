@@ -13,13 +13,16 @@ from deltawire import Publisher, Version
 from deltawire.errors import EngineError, EngineRefused, EngineUnavailable, RewardError
 from deltawire.events import Event
 from deltawire.fleet import Coordinator, FleetOptions, Sampling
+from deltawire.fleet import member as member_module
 from deltawire.fleet.generation import Generated, GeneratedSpan, Interrupted
 from deltawire.fleet.member import Member
-from deltawire.fleet.steps import Generate, Sync
-from deltawire.format.fleet_records import Lease, ObjectRef, Round
+from deltawire.fleet.member_steps import tell
+from deltawire.fleet.steps import Generate, Sync, run_steps
+from deltawire.format.fleet_records import Heartbeat, Lease, ObjectRef, Round
 from deltawire.format.signing import SigningKey
 from deltawire.rl.member import MemberOptions, RewardScorer, parse_engine
 from deltawire.store import Store
+from deltawire.store.fleet_keys import member_key
 from deltawire.store.memory import MemoryStore
 
 NONCE = "0" * 32
@@ -180,6 +183,25 @@ def test_a_member_works_until_the_run_is_over(store: Store, engine: FakeGenerato
     assert not thread.is_alive()
     assert [one.completions[0].rewards for one in batch.rollouts] == [(1.0,), (2.0,)]
     assert [event.name for event in events if event.name in ("joined", "left")] == ["joined", "left"]
+
+
+def test_a_change_of_what_a_member_works_on_is_told_soon(
+    store: Store, member: Member, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_module, "_SHORTEST_REST", 0.0, raising=False)
+    publish(publisher, 0)
+    state = member._state(publisher._writer.run.id)
+    for working, said in (((3, 1, 0), "working"), (None, "joining")):
+        run_steps(tell(state), store)
+        rest = threading.Thread(target=member._rest, args=(state, 1e6), daemon=True)
+        state.lease_seconds = 1e6
+        rest.start()
+        state.working = set() if working is None else {working}
+        rest.join(60)
+        assert not rest.is_alive()
+        run_steps(tell(state), store)
+        beat = Heartbeat.parse(store.get(member_key("m"), limit=10_000))
+        assert (beat.state, beat.working) == (said, () if working is None else (working,))
 
 
 def test_options_survive_the_way_to_another_machine() -> None:

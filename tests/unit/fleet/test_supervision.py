@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from deltawire.events import Event
-from deltawire.fleet.supervision import Supervisor
+from deltawire.fleet.supervision import Lasting, Supervisor
 
 
 class Fake:
@@ -87,6 +87,15 @@ def test_one_that_dies_too_often_is_given_up_and_the_verdict_says_so() -> None:
     assert len(world.started["a"]) == 3
     assert len(world.named("member-given-up")) == 1
     assert not world.supervisor.run(threading.Event())
+
+
+def test_one_whose_error_lasts_is_given_up_at_once() -> None:
+    world = World(["a"])
+    assert world.supervisor.look()
+    world.started["a"][-1].how = Lasting("no such column")
+    assert not world.supervisor.look()
+    (event,) = world.named("member-given-up")
+    assert event.fields["lasting"]
 
 
 def test_deaths_long_ago_are_forgotten() -> None:
