@@ -274,7 +274,7 @@ class Shortcut(_Canonical):
     def describe(self) -> str:
         """How messages name it."""
         if self.base is None:
-            return f"the anchor of commit {self.target.seq}"
+            return f"the full checkpoint of commit {self.target.seq}"
         return f"the skip from commit {self.base.seq} to {self.target.seq}"
 
     @property

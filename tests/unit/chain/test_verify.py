@@ -156,7 +156,7 @@ def test_a_flipped_bit_is_found_only_by_going_deep(straight_chain):
     assert [where for where, _ in problems(straight_chain, deep=True)] == [
         "the skip from commit 1 to 5",
         "version 5 (commit 5)",
-        "the anchor of commit 4",
+        "the full checkpoint of commit 4",
         "version 5 (commit 5)",  # to which no new reader can get
     ]
 
