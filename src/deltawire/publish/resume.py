@@ -78,7 +78,7 @@ def read_state(log: ChainLog, target: Commit, *, start: Resumed | None = None, t
         state.adopt(dict(start.arrays), start.commit)
     routes = Routes(log, on_event=on_event)
     planned = routes.find(None, target)
-    size = sum(entry.size for hop in planned for entry in hop.files)
+    size = sum(entry.size for hop in planned for entry in hop.files) + sum(entry.size for entry in target.attachments or ())
     emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=fetched_hops(planned), bytes=size)
     rebuild(state, log, Fetcher(log.store, limits=log.limits, on_event=on_event), target, routes=routes)
     hops = routes.find(None, target)
