@@ -15,7 +15,7 @@ from threads_as_ranks import run_ranks, shards_of
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
 from deltawire.chain.verify import verify
-from deltawire.errors import CommitOutcomeUnknown, DataDamaged, SignatureInvalid, VersionGone, VersionUnknown
+from deltawire.errors import CommitOutcomeUnknown, DataDamaged, SignatureInvalid, VersionUnknown
 from deltawire.format.signing import SigningKey
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.store import open_store
@@ -68,9 +68,27 @@ def test_a_version_that_cannot_be_rebuilt_is_not_gone_back_to(tmp_path):
     versions = states(4)
     publish_all(tmp_path, 2, versions)
     damage(tmp_path, read_commits(open_store(tmp_path))[OLDER]["files"][0]["key"])
-    with pytest.raises((DataDamaged, VersionGone)):
+    with pytest.raises(DataDamaged):
         publish_all(tmp_path, 2, versions[:1], resume_from=OLDER)
     assert "rewind" not in kinds(tmp_path)
+
+
+def test_a_chain_whose_newest_version_is_damaged_goes_on_with_a_full_checkpoint(tmp_path):
+    versions = states(4)
+    publish_all(tmp_path, 2, versions[:2])
+    damage(tmp_path, read_commits(open_store(tmp_path))[1]["files"][0]["key"])
+    with pytest.raises(DataDamaged, match="starts_full"):
+        publish_all(tmp_path, 2, versions[2:])
+    ((first, second), _) = publish_all(tmp_path, 2, versions[2:], starts_full=True)
+    assert (first.kind, second.kind) == ("anchor", "delta")
+    assert follow(tmp_path)[0] == bits_of(versions[-1])
+
+
+def test_a_full_checkpoint_can_follow_a_rewind(tmp_path):
+    versions = states(4)
+    publish_all(tmp_path, 1, versions[:3])
+    publish_all(tmp_path, 1, versions[3:], resume_from=OLDER, starts_full=True)
+    assert kinds(tmp_path) == ["fence", "anchor", *["delta"] * 2, "fence", "rewind", "anchor"]
 
 
 def test_the_head_never_rests_on_data_that_are_announced_to_go(tmp_path, monkeypatch):
@@ -138,7 +156,7 @@ def test_a_signed_checkpoint_that_was_changed_without_changing_its_digest_is_not
         words[256 : 256 + len(DIFFERENCE)] += np.array(DIFFERENCE, np.int16)
         shard.chmod(0o600)
         shard.write_bytes(whole[: -words.nbytes] + words.tobytes())
-        with pytest.raises((DataDamaged, VersionGone)):
+        with pytest.raises(DataDamaged):
             publish_all(tmp_path, size, [second], signing_key=key)
         shard.write_bytes(whole)
         publish_all(tmp_path, size, [second], signing_key=key)

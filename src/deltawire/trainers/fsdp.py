@@ -53,8 +53,8 @@ class FSDPPublisher:
     as many ranks as it likes, goes on where the chain stands.
 
     `dtype` is what the fleet serves: floating-point weights are cast to it, shard by shard. Other options are those of `ShardedPublisher`
-    (`signing_key`, `trusted_keys`, `resume_from`, `attachments`, `tokenizer`, …). Each rank holds a copy of its shards in that type, on the
-    CPU.
+    (`signing_key`, `trusted_keys`, `resume_from`, `starts_full`, `attachments`, `tokenizer`, …). Each rank holds a copy of its shards
+    in that type, on the CPU.
 
     With `background`, `publish` takes another copy of them and returns at once. What is still on its way at the next call is waited for,
     since ranks that chose for themselves what to leave out would not choose the same: no version is ever superseded.

@@ -40,6 +40,7 @@ class ChainLead:
         signing_key: SigningKey | None,
         trusted_keys: Collection[str],
         resume_from: int | None,
+        starts_full: bool,
         has_attachments: bool,
         given: Mapping[str, bytes],
         policy: AnchorPolicy,
@@ -53,7 +54,8 @@ class ChainLead:
         self._stored_files = StoredFiles(self._log, given)
         start = find_start(self._log, resume_from)
         if start is not None:  # before anybody is fenced off
-            require_way(self._log, start)
+            if not starts_full or resume_from is not None:
+                require_way(self._log, start)
             kept = AttachedFiles(self._log, start, self._stored_files, keeps_others=not has_attachments)
             kept.require(given, rewinds=resume_from is not None)
         self._writer = ChainWriter(store, self._log, signing_key=signing_key, resumed_from=resume_from)

@@ -14,7 +14,7 @@ from typing import Any
 from ...chain.fetch import Fetcher
 from ...chain.log import ChainLog
 from ...chain.version import Version
-from ...errors import DataDamaged, DeltawireError, PublisherClosed, PublishError, RunMismatch
+from ...errors import DataDamaged, DeltawireError, PublisherClosed, PublishError, RunMismatch, VersionGone
 from ...events import OnEvent, emit
 from ...format.digest import Digest
 from ...format.records import Commit, CommitRef, FileEntry, Limits, record_hash
@@ -61,8 +61,12 @@ class ShardedPublisher:
     theirs and the first one has committed, or not at all; what fails in one process is raised in all of them. Opening one takes the run
     over, as with `Publisher`. Each process holds a copy of its own parts. Where the chain has versions already, the newest is read back at
     the first call of `publish`, whatever number of processes it was published by; with `resume_from` an older one, and once that is rebuilt
-    and found sound, those after it are abandoned. `signing_key`, `trusted_keys` and other options are those of `Publisher`; only the first
-    process's count.
+    and found sound, those after it are abandoned. With `starts_full` the first version is a full checkpoint, and nothing is read back: that
+    also goes on with a chain whose newest version is damaged. `signing_key`, `trusted_keys` and other options are those of `Publisher`;
+    only the first process's count.
+
+    Before the run is taken over, the newest version is checked by the names and sizes of its objects, and its attachments by their hashes.
+    Its weights are checked only when they are read back, after that; if they are damaged, the first `publish` raises `DataDamaged`.
 
     Skips and anchors are made by all together, before `publish` returns. Nothing happens in the background; `deltawire.trainers.fsdp` puts
     a thread around it.
@@ -83,6 +87,7 @@ class ShardedPublisher:
         anchor_policy: AnchorPolicy | None = None,
         skips: bool = True,
         resume_from: int | None = None,
+        starts_full: bool = False,
         limits: Limits | None = None,
         on_event: OnEvent | None = None,
         store_options: StoreOptions | None = None,
@@ -125,12 +130,13 @@ class ShardedPublisher:
                     signing_key=signing_key,
                     trusted_keys=trusted_keys,
                     resume_from=resume_from,
+                    starts_full=starts_full,
                     has_attachments=attachments is not None,
                     given=given,
                     policy=policy,
                     on_event=on_event,
                 )
-                return {**self._lead.opening(), "skips": skips}
+                return {**self._lead.opening(), "skips": skips, "full": starts_full}
 
             opening = together(ranks, open_all)[0]
             together(ranks, lambda: self._require_run(opening["id"]))
@@ -140,6 +146,7 @@ class ShardedPublisher:
         self._fetcher = Fetcher(self._store, limits=Limits(*opening["limits"]), on_event=on_event)
         self._commit = None if opening["commit"] is None else Commit.parse(opening["commit"].encode())
         self._is_to_rewind: bool = opening["rewind"]
+        self._starts_full: bool = opening["full"]
         self._has_skips: bool = opening["skips"]
 
     @property
@@ -189,7 +196,8 @@ class ShardedPublisher:
         if self._is_to_rewind:
             seq = self._rewind(division)
         try:
-            sent = None if self._is_to_rewind else self._publish_delta(division, parts, seq, step, meta or {}, attachments)
+            is_full = self._is_to_rewind or self._starts_full
+            sent = None if is_full else self._publish_delta(division, parts, seq, step, meta or {}, attachments)
             if sent is None:
                 sent = self._publish_checkpoint(division, parts, seq, step, meta or {}, attachments)
         finally:
@@ -349,6 +357,7 @@ class ShardedPublisher:
                 self._baseline.rename(at)
         elif pending.deltas is None:
             assert pending.parts is not None
+            self._starts_full = False
             self._take(pending.division, pending.parts)
         elif self._baseline is not None and self._baseline.intact:
             if pending.parts is not None:
@@ -367,7 +376,12 @@ class ShardedPublisher:
             return None
         failed: HopFailed | None = None
         for _ in range(_ATTEMPTS):
-            hops = self._leading(partial(ChainLead.route, failed=None if failed is None else failed.hop))
+            try:
+                hops = self._leading(partial(ChainLead.route, failed=None if failed is None else failed.hop))
+            except VersionGone:
+                if failed is None:
+                    raise
+                break  # every way to it has failed
             route = [[FileEntry(**entry) for entry in files] for files in hops]
             found = restore_parts(
                 self._ranks,
@@ -386,7 +400,7 @@ class ShardedPublisher:
             failed = found
             emit(self._on_event, "rerouting", target=self._commit.seq, reason=failed.reason)
         assert failed is not None
-        raise DataDamaged(f"{self._commit.describe()} cannot be taken up: {failed.reason}")
+        raise DataDamaged(f"{self._commit.describe()} cannot be taken up: {failed.reason} Open with starts_full=True to go on without it.")
 
     def _take(self, division: Division, parts: Parts) -> PartsBaseline:
         segments = division.segments(self._ranks.rank, self._segment_bytes)
