@@ -15,7 +15,7 @@ from deltawire.errors import (
     PublisherClosed,
     StoreFull,
 )
-from deltawire.publish import create
+from deltawire.publish import PendingVersion, create
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import Before, FaultyStore, call
@@ -167,6 +167,18 @@ def test_leaving_by_an_error_publishes_what_was_accepted_and_does_not_hide_the_e
     assert_chain_holds(store, {2: training.state})
 
 
+def test_a_pending_version_says_how_it_stands():
+    handle = PendingVersion(step=7)
+    assert repr(handle) == "<PendingVersion step 7: on its way>"
+    handle._resolve(error=StoreFull("no space."))
+    assert repr(handle) == "<PendingVersion step 7: failed: StoreFull>"
+    handle._resolve()
+    assert repr(handle) == "<PendingVersion step 7: superseded by a newer state>"
+    with publisher(MemoryStore(), background=True) as chain:
+        landed = chain.publish(Training().state, step=3)
+    assert repr(landed) == "<PendingVersion step 3: published as version 1 (commit 1)>"
+
+
 def test_leaving_by_an_error_warns_of_what_could_not_be_published():
     store = FaultyStore(MemoryStore(), [Before(call("put", "data/"), "full")])
     events = []
@@ -176,8 +188,10 @@ def test_leaving_by_an_error_warns_of_what_could_not_be_published():
             chain.publish(Training().state, step=7)
             raise ZeroDivisionError
 
-    with pytest.warns(VersionsLost, match="is not published: .*space"), pytest.raises(ZeroDivisionError):
+    with pytest.warns(VersionsLost, match="is not published: .*space") as warned, pytest.raises(ZeroDivisionError):
         train()
+    assert "because of ZeroDivisionError" in str(warned[0].message)
+    assert "with Publisher(...)" not in str(warned[0].message)  # that is what was used
     assert [event.name for event in events][-1] == "versions-lost"
 
 

@@ -1,8 +1,12 @@
-"""What a trainer prints when nobody listens: lines of at most 80 columns, and no control characters."""
+"""What a trainer prints when nobody listens: whole lines, which break between words in a terminal, and no control characters."""
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Any
+
+import pytest
 
 from deltawire.events import Event
 from deltawire.rl.report import StepReporter
@@ -13,7 +17,6 @@ def printed(*events: tuple[str, dict[str, Any]]) -> list[str]:
     report = StepReporter(lines.append)
     for name, fields in events:
         report(Event(name, fields))
-    assert all(len(line) <= 80 for line in lines)
     return lines
 
 
@@ -36,10 +39,10 @@ def test_the_first_rejection_of_each_kind_in_a_step_is_printed() -> None:
     ]
 
 
-def test_long_and_hostile_texts_are_cut_and_cleaned() -> None:
+def test_long_texts_are_whole_and_hostile_ones_are_cleaned() -> None:
     (line,) = printed(("member-left", {"member": "m", "why": "\x1b[2J" + "x" * 200}))
     assert line.startswith("member m left: \N{REPLACEMENT CHARACTER}[2Jxxx")
-    assert line.endswith("x…")
+    assert line.endswith("x" * 200)
     assert printed(("member-left", {"member": "m", "why": None}), ("rollout-accepted", {"step": 1})) == []
 
 
@@ -50,3 +53,29 @@ def test_what_needs_attention_is_printed() -> None:
     ]
     assert printed(("evaluated", {"step": 3, "accuracy": 0.51234})) == ["step 3  evaluated: accuracy 0.5123"]
     assert printed(("fleet-retrying", {"error": "the store is away."})) == ["fleet-retrying: the store is away."]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_nothing_is_cut_and_only_a_terminal_breaks_lines(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stderr", stream)
+    why = "UnusableReward: the reward 'missing' wants the column 'solution', which the dataset does not have. It has: answer, prompts."
+    StepReporter()(Event("member-left", {"member": "f-0", "why": why}))
+    lines = stream.getvalue().splitlines()
+    assert " ".join(" ".join(lines).split()) == f"member f-0 left: {why}"
+    assert all(len(line) <= 80 for line in lines) if stream.isatty() else len(lines) == 1
+
+
+def test_results_of_an_abandoned_history_are_one_line() -> None:
+    rejected = [("rollout-rejected", {"step": step, "reason": "abandoned", "member": "b"}) for step in range(17, 22)]
+    lines = printed(*rejected, ("rollout-accepted", {"step": 17}), ("trained", {"step": 17, "bytes": 0}), ("trained", {"step": 18}))
+    assert lines == [
+        "5 results are not used: made by versions that were abandoned when the trainer went back to its checkpoint",
+        "step 17  0 MB",
+        "step 18  0 MB",
+    ]

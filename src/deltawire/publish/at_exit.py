@@ -122,12 +122,15 @@ def _of_this_process(found: WeakKeyDictionary[_Kept, int]) -> list[_Kept]:
         return [kept for kept, process in found.items() if process == os.getpid()]
 
 
-def warn_lost(what: str, reason: str, on_event: OnEvent | None) -> None:
-    """Warn that something which `publish` accepted is not in the chain."""
+def warn_lost(what: str, reason: str, on_event: OnEvent | None, *, raised: BaseException | None = None) -> None:
+    """Warn that something which `publish` accepted is not in the chain. `raised` ended the publisher's `with` block, if it was one."""
+    if raised is None:
+        advice = "Use `with Publisher(...)`, which waits as long as it takes and raises errors."
+    else:
+        advice = f"This failed while the `with` block was being left because of {type(raised).__name__}, which is raised as well."
     warn(
         VersionsLost,
-        f"{what} was accepted by publish(), but is not published: {reason} "
-        "Readers still have the version before. Use `with Publisher(...)`, which waits as long as it takes and raises errors.",
+        f"{what} was accepted by publish(), but is not published: {reason} Readers still have the version before. {advice}",
         on_event,
         may_raise=False,
         reason=reason,

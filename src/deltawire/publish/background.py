@@ -33,6 +33,15 @@ class PendingVersion:
         self._error: BaseException | None = None
         self._on_raised = on_raised
 
+    def __repr__(self) -> str:
+        if not self._event.is_set():
+            how = "on its way"
+        elif self._error is not None:
+            how = f"failed: {type(self._error).__name__}"
+        else:
+            how = "superseded by a newer state" if self._version is None else f"published as {self._version.describe()}"
+        return f"<PendingVersion {self.name}: {how}>"
+
     def done(self) -> bool:
         """Whether it has landed, failed, or was superseded."""
         return self._event.is_set()

@@ -293,7 +293,7 @@ class Publisher:
             if error is None:
                 raise
             if lost is not error:  # what broke off the body is raised; this one would be seen by nobody
-                warn_lost(waiting or "a version", str(lost), self._on_event)
+                warn_lost(waiting or "a version", str(lost), self._on_event, raised=error)
 
     def _close(self, *, settle: bool) -> None:
         with self._turn:

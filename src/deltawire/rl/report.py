@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..events import Event, printable
 
-_WIDTH = 80
-
 
 class StepReporter:
-    """Prints events of a `GrpoTrainer` as lines of at most 80 columns, on the standard error unless `write` says otherwise.
+    """Prints events of a `GrpoTrainer` as lines, on the standard error unless `write` says otherwise.
 
-    Of rejected rollouts the first of each reason in a step is printed; the line of the step counts them all.
+    Nothing is cut. In a terminal, lines that are too long break between words; in a file each stays one line. Of rejected rollouts the
+    first of each reason in a step is printed; the line of the step counts them all. Rollouts of versions that the trainer went back behind
+    are counted, and printed as one line.
     """
 
     def __init__(self, write: Callable[[str], Any] | None = None) -> None:
         self._write = write or _to_stderr
         self._told: set[tuple[object, object]] = set()
+        self._abandoned = 0
 
     def __call__(self, event: Event) -> None:
+        if event.name == "rollout-rejected" and event.fields.get("reason") == "abandoned":
+            self._abandoned += 1
+            return
         line = self._line(event.name, event.fields)
         if line is not None:
-            line = printable(line)
-            self._write(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
+            if self._abandoned:
+                self._write(_abandoned_line(self._abandoned))
+                self._abandoned = 0
+            self._write(printable(line))
 
     def _line(self, name: str, fields: Mapping[str, Any]) -> str | None:
         match name:
@@ -65,9 +73,18 @@ def _step_line(fields: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
+def _abandoned_line(count: int) -> str:
+    results = "1 result is" if count == 1 else f"{count:,} results are"
+    return f"{results} not used: made by versions that were abandoned when the trainer went back to its checkpoint"
+
+
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
 def _to_stderr(line: str) -> None:
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        parts = textwrap.wrap(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        line = "\n".join(parts)
     print(line, file=sys.stderr, flush=True)

@@ -177,7 +177,7 @@ class FSDPPublisher:
             self.flush(EXIT_SECONDS)
         except Exception as lost:
             if lost is not error:
-                warn_lost(waiting or "a version", str(lost), self.on_event)
+                warn_lost(waiting or "a version", str(lost), self.on_event, raised=error)
         finally:
             forget(self)
             self._publisher.__exit__(kind, error, traceback)
