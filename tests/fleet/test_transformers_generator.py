@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 from tiny_models import bits, torch
 from tiny_policy import TinyPolicy
 
+from deltawire.engines import pretrained
 from deltawire.engines.prompts import Prompts
 from deltawire.errors import EngineError, NoChain
 from deltawire.fleet.generation import Interrupted
@@ -115,6 +117,31 @@ def test_the_types_of_weights_come_from_the_chain_not_from_the_config(tmp_path: 
     model, stop_tokens = build_model(lying)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert stop_tokens == {0}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"vocab_size": 1 << 40}, "much larger than the chain's weights"),
+        ({"intermediate_size": 1 << 30}, "much larger than the chain's weights"),
+        ({"num_hidden_layers": 9_999}, "much larger than the chain's weights"),
+        ({"num_hidden_layers": 10**12}, "at most 10,000 layers"),
+    ],
+)
+def test_a_config_of_a_model_much_larger_than_the_weights_is_refused_before_it_is_built(
+    store: Store, policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch, change: dict[str, int], told: str
+) -> None:
+    files = read_model_files(store)
+    config = json.dumps({**json.loads(files.files["config.json"]), "layer_types": None, **change}).encode()
+    lying = dataclasses.replace(files, files={**files.files, "config.json": config})
+    built = []
+    build = pretrained.causal_model
+    monkeypatch.setattr("deltawire.rl.generation.causal_model", lambda config: built.append(config) or build(config))
+    with pytest.raises(EngineError, match=told):
+        build_model(lying)
+    assert built == []
+    build_model(files)  # and one that is right is built
+    assert len(built) == 1
 
 
 def test_a_place_without_a_chain_is_said_to_be_one(store: Store) -> None:

@@ -1,16 +1,26 @@
 """Loading what transformers loads from the files of a chain: the config and the tokenizer. Whoever writes the bucket writes these files.
 
+No config makes a model that is much larger than the weights which the chain declares.
 Nothing here runs code from the bucket, or code that the bucket names: `trust_remote_code` is False in every call, and a config's choice
 of kernels, which transformers would download from the Hub, is dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError
 
+_MOST_LAYERS = 10_000
+_MOST_TIMES = 8
+"""How many times larger than the chain's weights a model may be when it is built: a config may say float32 where a chain has 4 bits."""
+_SPARE_BYTES, _SPARE_PARTS = 256 << 20, 10_000
+"""What a model may have beside its weights: buffers, and modules that have no tensors."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -18,6 +28,7 @@ def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer in a directory. Raises `EngineError` if there is none that transformers itself can load."""
     from transformers import AutoTokenizer
 
+    _check_layers(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:  # anything can come of files that anybody may have written
@@ -33,6 +44,7 @@ def load_config(folder: Path) -> Any:
     """Return the config in a directory. Raises `EngineError` if it is none that transformers itself knows."""
     from transformers import AutoConfig
 
+    _check_layers(folder)
     try:
         config = AutoConfig.from_pretrained(folder, **_LOCAL)
         config._attn_implementation = None  # the name of a repository would be code to download; each machine chooses for itself
@@ -48,8 +60,48 @@ def causal_model(config: Any) -> Any:
 
     try:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except EngineError:
+        raise
     except Exception as error:
         raise _unknown_model(error) from error
+
+
+def check_size(config: Any, state_bytes: int, tensors: int) -> None:
+    """Raise `EngineError` if a model of this config would be much larger than the weights that the chain declares.
+
+    The model is built on torch's meta device, which takes no memory for weights, and no further than the limits allow.
+    """
+    import torch
+    from torch.nn.modules import module as hooks
+
+    most_bytes = _MOST_TIMES * state_bytes + _SPARE_BYTES
+    most_parts = _MOST_TIMES * tensors + _SPARE_PARTS
+    thread = threading.get_ident()
+    size, parts = 0, 0
+
+    def count(owner: Any, name: str, part: Any) -> None:
+        nonlocal size, parts
+        if threading.get_ident() != thread:  # somebody else builds a model of their own
+            return
+        parts += 1
+        if isinstance(part, torch.Tensor):
+            size += part.numel() * part.element_size()
+        if size > most_bytes or parts > most_parts:
+            raise EngineError(
+                f"the chain's config.json describes a model that is much larger than the chain's weights, which have {state_bytes:,} bytes "
+                f"in {tensors:,} tensors. Publish the config.json that belongs to the weights."
+            )
+
+    register = (
+        hooks.register_module_parameter_registration_hook,
+        hooks.register_module_buffer_registration_hook,
+        hooks.register_module_module_registration_hook,
+    )
+    with contextlib.ExitStack() as stack:
+        for each in register:
+            stack.callback(each(count).remove)
+        with torch.device("meta"):
+            causal_model(copy.deepcopy(config))
 
 
 def stop_tokens(folder: Path, config: Any) -> set[int]:
@@ -64,6 +116,22 @@ def stop_tokens(folder: Path, config: Any) -> set[int]:
             raise EngineError(f"the chain's generation_config.json cannot be loaded: {error}.") from error
         found |= _token_ids(generation)
     return found
+
+
+def _check_layers(folder: Path) -> None:
+    """Raise `EngineError` if config.json claims absurdly many layers: transformers makes lists of that length on reading it."""
+    try:
+        parts = [json.loads((folder / "config.json").read_bytes())]
+    except (OSError, ValueError, RecursionError):
+        return  # transformers says what is wrong with it
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            for name, value in part.items():
+                if "layer" in name and isinstance(value, (int, float)) and value > _MOST_LAYERS:
+                    raise EngineError(f"the chain's config.json says {name}={value}; at most {_MOST_LAYERS:,} layers are built here.")
+        if isinstance(part, (dict, list)):
+            parts.extend(part.values() if isinstance(part, dict) else part)
 
 
 def _token_ids(config: Any) -> set[int]:

@@ -14,7 +14,7 @@ from ..chain.version import Version
 from ..checkpoint_layout import CheckpointLayout
 from ..dtypes import DType
 from ..engines import HotSwap, ModuleEngine
-from ..engines.pretrained import causal_model, load_config, stop_tokens
+from ..engines.pretrained import causal_model, check_size, load_config, stop_tokens
 from ..engines.prompts import Prompts
 from ..errors import EngineError, EngineRefused, EngineUnavailable
 from ..events import OnEvent
@@ -90,13 +90,15 @@ class TransformersGenerator:
 def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[Any, set[int]]:
     """A causal language model of the form that the chain's config says, with weights of no meaning, and the tokens that end a completion.
 
-    `EngineError` if config.json is missing, or is none that transformers knows.
+    `EngineError` if config.json is missing, is none that transformers knows, or describes a model that is much larger than the weights.
     """
     if "config.json" not in files.files:
         raise EngineError("the chain holds no config.json. Publish with `attachments`: the model's directory, or its config and tokenizer.")
     with tempfile.TemporaryDirectory(prefix="deltawire-config-") as name:
         folder = files.write(Path(name))
         config = load_config(folder)
+        if files.state_bytes is not None and files.tensors is not None:
+            check_size(config, files.state_bytes, files.tensors)
         with torch.device(device):
             model = causal_model(config)
         stopping = stop_tokens(folder, config)

@@ -36,11 +36,13 @@ class ModelFiles:
     """`files` are the attachments of a version by name. `dtypes` are the types of the tensors of the checkpoint that it is rebuilt from.
 
     The files are checked against their records. The types are not: whoever loads weights into a model of these types notices (a mistake
-    shows as `EngineRefused`).
+    shows as `EngineRefused`). `state_bytes` and `tensors` are the size of the weights by the version's commit; None if it is not known.
     """
 
     files: Mapping[str, bytes]
     dtypes: Mapping[str, DType]
+    state_bytes: int | None = None
+    tensors: int | None = None
 
     def write(self, folder: Path) -> Path:
         """Put the files into a directory, for libraries that load from one. `CheckpointError` if a name cannot be written."""
@@ -100,7 +102,8 @@ def _read(log: ChainLog, target: Commit) -> ModelFiles:
     while True:
         hop = routes.find(None, target)[0]
         try:
-            return ModelFiles(_attachments(log, target, hop, fetcher) if files is None else files, _dtypes(log, hop))
+            found = _attachments(log, target, hop, fetcher) if files is None else files
+            return ModelFiles(found, _dtypes(log, hop), target.state_bytes, target.tensors)
         except (DataDamaged, DataMissing, VersionGone) as error:
             routes.avoid(HopFailed(hop, error, is_data_lost=True))
 
