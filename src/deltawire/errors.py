@@ -285,7 +285,7 @@ class NoChain(ChainError):
 class RunMismatch(ChainError):
     """Another run lives at this place."""
 
-    hint = "Give every run a URL of its own."
+    hint = "Check the URL and the name of the run."
 
 
 class WrongRun(RunMismatch):

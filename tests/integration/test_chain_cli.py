@@ -382,17 +382,31 @@ def test_a_flipped_bit_is_found_and_named(chain: Path) -> None:
     assert problems[0]["where"] == "version 2 (commit 3)"
 
 
-def test_a_chain_that_was_repaired_as_documented_passes_again(chain: Path, checkpoints: list[Path]) -> None:
-    damaged = data_of(chain, 5)[0]
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_chain_that_was_repaired_as_documented_passes_again(chain: Path, checkpoints: list[Path], version: int) -> None:
+    damaged = data_of(chain, 2 * version - 1)[0]
     flip_a_bit(damaged)
-    assert run("verify", chain, "--deep").returncode == 3
-    succeed("publish", checkpoints[2], chain, "--resume-from", 2)
+    done = run("verify", chain, "--deep")
+    assert done.returncode == 3
+    assert f"deltawire publish CKPT {chain.as_uri()} --full" in " ".join(done.stdout.split())
+    succeed("publish", checkpoints[2], chain, "--full")
     done = run("verify", chain, "--deep")
     assert (done.returncode, done.stderr) == (0, "")
     assert "superseded" in done.stdout
     assert "no damage that matters" in done.stdout
     assert damaged.name in "".join(done.stdout.split())
-    assert "superseded" in json.loads(run("verify", chain, "--json").stdout)
+    report = json.loads(run("verify", chain, "--json").stdout)
+    assert "superseded" in report
+    assert (report["remedy"], report["reachable"]) == (None, True)
+
+
+def test_a_missing_commit_is_named_once(chain: Path) -> None:
+    (chain / "commit" / f"{2:020}.json").unlink()
+    done = run("verify", chain, "--json")
+    assert done.returncode == 3
+    report = json.loads(done.stdout)
+    assert [problem["what"] for problem in report["problems"]] == ["commit 2 is missing, but 3 later commits exist: no reader gets past it"]
+    assert "backup" in report["remedy"]
 
 
 def test_lost_data_are_found_and_named(chain: Path) -> None:
@@ -401,6 +415,8 @@ def test_lost_data_are_found_and_named(chain: Path) -> None:
     done = run("verify", chain)
     assert (done.returncode, done.stderr) == (3, "")
     assert f"{lost.name} is missing" in done.stdout
+    assert "version 3 (commit 5)" in done.stdout
+    assert re.search("new readers +cannot get to the newest version", done.stdout)
 
 
 def test_collection_says_what_it_would_do_and_does_it(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
@@ -462,6 +478,8 @@ def test_only_what_a_trusted_key_signed_is_taken(checkpoints: list[Path], tmp_pa
     succeed("pull", moved, tmp_path / "moved", "--trust", keys[0], "--run", chain.name)
     succeed("gc", moved, "--trust", keys[0], "--run", chain.name)
     succeed("verify", moved)
+    assert "--run" in fail("verify", moved, "--trust", keys[0], kind="WrongRun")
+    assert "of its own" not in fail("verify", moved, "--run", "other", kind="RunMismatch")  # which is for publishers
 
 
 def test_publishers_go_on_only_with_a_chain_that_is_signed_as_they_sign(checkpoints: list[Path], tmp_path: Path) -> None:

@@ -8,7 +8,18 @@ import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from ..errors import ChainError, DataDamaged, DataMissing, DeltawireError, NoChain, StoreError, UnsupportedVersion, VersionGone
+from ..errors import (
+    ChainError,
+    DataDamaged,
+    DataMissing,
+    DeltawireError,
+    NoChain,
+    RunMismatch,
+    StoreError,
+    UnsupportedVersion,
+    VersionGone,
+    WrongRun,
+)
 from ..format.records import Commit, FileEntry, Limits, Shortcut
 from ..store import keys
 from ..store.base import Store
@@ -21,6 +32,10 @@ from .superseded import Record, find_needed, live_checkpoints
 
 ReportProgress = Callable[[int, int], None]
 """Called with the number of commits done, and of all."""
+
+
+NO_WAY = "no new reader can get to the newest version: nothing that is sound leads there"
+"""What is said of the newest version when damage elsewhere leaves no way to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +110,11 @@ class _Check:
         """Records whose files are damaged, and how."""
         self._dangling: list[tuple[Shortcut, Problem]] = []
         """Shortcuts of earlier writers whose files are missing."""
+        self._is_cut_off = False
+        """Whether a commit is missing, so that those after it were not read."""
 
     def run(self, deep: bool) -> Report:
+        self._refuse_other_run()
         self._trust_first_key()
         self._check_commits()
         self._check_stray_slots()
@@ -104,11 +122,11 @@ class _Check:
         self._sizes = {info.key: info.size for info in self._log.store.list(keys.DATA)}
         for commit in self._sound:
             if commit.seq > self._report.floor:
-                self._check_files(keys.commit_key(commit.seq), commit)
+                self._check_files(commit)
         shortcuts = self._check_shortcuts()
         checkpoint = self._floor_checkpoint(shortcuts)
         if checkpoint is not None:
-            self._check_files(_key_of(checkpoint), checkpoint)
+            self._check_files(checkpoint)
         self._check_attachments(checkpoint, deep=deep)
         state = self._rebuild_all(shortcuts, checkpoint) if deep else None
         self._judge_damage(shortcuts)
@@ -151,7 +169,7 @@ class _Check:
         if target is None:
             return True
         without: set[Way] = set()
-        what = "no new reader can get to the newest version: nothing that is sound leads there"
+        what = NO_WAY
         try:
             while True:
                 hops = find_route(self._log, None, target, without=without)
@@ -171,6 +189,21 @@ class _Check:
         else:
             return True
         return False
+
+    def _refuse_other_run(self) -> None:
+        """Raise `RunMismatch` or `WrongRun` if this is not the run that the caller wants: that is no damage."""
+        try:
+            _ = self._log.run
+        except RunMismatch:
+            raise
+        except (ChainError, UnsupportedVersion):
+            return  # this and whatever else is wrong is reported when its turn comes
+        try:
+            self._log.read(0)
+        except WrongRun:
+            raise
+        except (ChainError, UnsupportedVersion):
+            return
 
     def _trust_first_key(self) -> None:
         with contextlib.suppress(ChainError, UnsupportedVersion):  # it is reported when its turn comes
@@ -247,8 +280,14 @@ class _Check:
             self._problem(key, "it has other tensors than its base")
 
     def _check_stray_slots(self) -> None:
-        for info in self._log.store.list(keys.COMMITS, after=keys.commit_key(self._report.commits - 1)):
-            self._problem(info.key, "it lies beyond an empty slot")
+        missing = self._report.commits
+        later = sum(1 for _ in self._log.store.list(keys.COMMITS, after=keys.commit_key(missing - 1)))
+        if later:
+            self._is_cut_off = True
+            self._problem(
+                keys.commit_key(missing),
+                f"commit {missing} is missing, but {later:,} later commit{' exists' if later == 1 else 's exist'}: no reader gets past it",
+            )
 
     def _check_shortcuts(self) -> list[Shortcut]:
         by_seq = {commit.seq: commit for commit in self._sound}
@@ -266,6 +305,8 @@ class _Check:
             if shortcut is None:  # deleted since it was listed
                 continue
             ends = [shortcut.target] + ([shortcut.base] if shortcut.base else [])
+            if self._is_cut_off and any(end.seq >= self._report.commits for end in ends):
+                continue  # it leads to commits beyond the missing one
             if any(end.seq not in by_seq or self._log.ref(by_seq[end.seq]) != end for end in ends):
                 self._problem(key, "it does not fit the commits of the chain")
                 continue
@@ -273,7 +314,7 @@ class _Check:
                 self._dangling.append((shortcut, Problem(key, "its files are missing: its writer made it after another took over")))
                 continue
             if seq > self._report.floor:
-                self._check_files(key, shortcut)
+                self._check_files(shortcut)
             found.append(shortcut)
         return found
 
@@ -281,23 +322,26 @@ class _Check:
         """Of an earlier writer, who may have slept while what he had uploaded was collected."""
         return shortcut.epoch < self._sound[-1].epoch and any(entry.key not in self._sizes for entry in shortcut.files)
 
-    def _check_files(self, where: str, record: Record) -> None:
+    def _check_files(self, record: Record) -> None:
         for entry in record.files:
             self._report.files += 1
             self._report.bytes += entry.size
             what = self._what_is_wrong(entry)
             if what is not None:
-                self._damaged(record, where, what)
+                self._damaged(record, record.describe(), what)
 
     def _check_attachments(self, checkpoint: Record | None, *, deep: bool) -> None:
-        """Check each object once, for the newest version that refers to it. Only those of the newest version are in anybody's way."""
+        """Check each object once, and name all versions that refer to it. Only those of the newest version are in anybody's way."""
         newest = self._newest_version()
         in_force = set() if newest is None else {entry.key for entry in newest.attachments or ()}
         lowest = None if checkpoint is None else _target_seq(checkpoint)
         named = [commit for commit in self._sound if commit.seq > self._report.floor or commit.seq == lowest or commit is newest]
-        users = {entry.key: (entry, commit) for commit in named for entry in commit.attachments or ()}
+        users: dict[str, tuple[FileEntry, list[Commit]]] = {}
+        for commit in named:
+            for entry in commit.attachments or ():
+                users.setdefault(entry.key, (entry, []))[1].append(commit)
         fetcher = Fetcher(self._log.store, limits=self._log.limits, patience=0)
-        for key, (entry, commit) in users.items():
+        for key, (entry, commits) in users.items():
             self._report.files += 1
             self._report.bytes += entry.size
             what = self._what_is_wrong(entry)
@@ -308,7 +352,7 @@ class _Check:
                     what = str(error)
             if what is not None:
                 found = self._report.problems if key in in_force else self._report.superseded
-                found.append(Problem(keys.commit_key(commit.seq), what))
+                found.append(Problem(_describe_all(commits), f"{what.rstrip('.')}. It is {entry.name} of these versions."))
 
     def _what_is_wrong(self, entry: FileEntry) -> str | None:
         if entry.key not in self._sizes:
@@ -394,5 +438,14 @@ def _target_seq(record: Record) -> int:
     return record.target.seq if isinstance(record, Shortcut) else record.seq
 
 
-def _key_of(checkpoint: Record) -> str:
-    return keys.anchor_key(checkpoint.target.seq) if isinstance(checkpoint, Shortcut) else keys.commit_key(checkpoint.seq)
+def _describe_all(commits: list[Commit]) -> str:
+    """Name versions, by ranges where all between them are meant: "versions 1 to 6"."""
+    if len(commits) == 1:
+        return commits[0].describe()
+    ranges: list[list[int]] = []
+    for number in sorted({commit.updates for commit in commits if commit.kind != "fence"}):
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return "versions " + ", ".join(" to ".join(map(str, each)) for each in ranges)

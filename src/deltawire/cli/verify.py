@@ -67,6 +67,8 @@ def _as_json(url: str, deep: bool, report: Report) -> dict[str, Any]:
         "bytes": report.bytes,
         "rebuilt": report.rebuilt if deep else None,
         "floor": report.floor if report.floor >= 0 else None,
+        "reachable": not _is_out_of_reach(report),
+        "remedy": remedy_for(causes, url),
         "problems": [_cause_as_json(cause) for cause in causes],
         "superseded": [_cause_as_json(cause) for cause in superseded],
         "notes": [{"where": note.where, "what": note.what} for note in report.notes],
@@ -94,8 +96,11 @@ class Cause:
 def causes_of(report: Report, url: str) -> tuple[list[Cause], list[Cause]]:
     """The problems that a check found, and those that are superseded, one for each cause.
 
-    A damaged object is one problem, however many versions are made from it. If some of these are superseded, it is one all the same.
+    A damaged object is one problem, however many versions are made from it. If some of these are superseded, it is one all the same. That
+    no way leads to the newest version any more is a consequence, and is left out where a cause is known.
     """
+    from ..chain.verify import NO_WAY
+
     causes: dict[str, Cause] = {}
     superseded: dict[str, Cause] = {}
     for problem in report.problems:
@@ -103,7 +108,8 @@ def causes_of(report: Report, url: str) -> tuple[list[Cause], list[Cause]]:
     for problem in report.superseded:
         key = _cause_of(problem, url)[0]
         _add_to(causes if key in causes else superseded, problem, url)
-    return list(causes.values()), list(superseded.values())
+    known = [cause for cause in causes.values() if cause.what != NO_WAY]
+    return known or list(causes.values()), list(superseded.values())
 
 
 def _add_to(causes: dict[str, Cause], problem: Problem, url: str) -> None:
@@ -120,10 +126,32 @@ def _cause_of(problem: Problem, url: str) -> tuple[str, str]:
     return named[0] if named else f"{problem.where}: {what}", what
 
 
+def _is_out_of_reach(report: Report) -> bool:
+    from ..chain.verify import NO_WAY
+
+    return any(problem.what.startswith(NO_WAY) for problem in report.problems)
+
+
 def _result(causes: int, superseded: int) -> str:
     if causes:
         return f"damage found: {causes:,} problem{'s' if causes > 1 else ''}"
     return "no damage that matters to readers of the newest version" if superseded else "no damage found"
+
+
+def remedy_for(causes: list[Cause], url: str) -> str | None:
+    """Say what to do about damage, the worst first. None if there is none."""
+    places = [cause.affects[0] for cause in causes]
+    if any(place.startswith("commit/") for place in places):
+        return (
+            "Restore the commits that are named from a backup of the bucket, or begin a new run: readers follow hashes through all commits."
+        )
+    data = [place for place in places if not place.startswith(("anchor/", "skip/", "gc"))]
+    if data:
+        return (
+            f"Publish the newest good checkpoint that you have: deltawire publish CKPT {url} --full. Readers then need nothing that is "
+            "damaged. A trainer that is running repairs the chain with its next full checkpoint."
+        )
+    return "Delete the records that are named: they are shortcuts or marks, which publishers and collectors make again." if places else None
 
 
 def _print(url: str, deep: bool, report: Report) -> None:
@@ -145,6 +173,7 @@ def _print(url: str, deep: bool, report: Report) -> None:
             ("floor", f"commit {report.floor}: what lies below may be collected" if report.floor >= 0 else ""),
             ("superseded", f"{len(superseded):,} damaged, which no reader of the newest version needs" if superseded else ""),
             ("to be collected", f"{len(report.notes):,} shortcuts that lead nowhere; `deltawire gc` removes them" if report.notes else ""),
+            ("new readers", "cannot get to the newest version" if _is_out_of_reach(report) else ""),
             ("result", _result(len(causes), len(superseded))),
         ],
     )
@@ -153,5 +182,7 @@ def _print(url: str, deep: bool, report: Report) -> None:
         for cause in found:
             print_wrapped(console, f"  {cause.what}", style=style, indent=4)
             print_wrapped(console, f"    noticed at: {', '.join(cause.affects)}", indent=6)
+    if remedy := remedy_for(causes, url):
+        print_wrapped(console, f"  What to do: {remedy}", indent=4)
     for note in report.notes:
         print_wrapped(console, f"  {note.where}: {_finding(note)}", style="yellow", indent=4)

@@ -94,7 +94,7 @@ class AttachedFiles:
             emit(self._on_event, "attachments-changed", seq=commit.seq, files=", ".join(changes))
 
     def require(self, given: Mapping[str, bytes], *, rewinds: bool) -> None:
-        """Raise `DataDamaged` if the next version would refer to an attachment that is damaged or missing, and `given` does not have it.
+        """Raise `DataDamaged` or `DataMissing` if the next version needs an attachment that is so, and `given` does not have it.
 
         With `rewinds` the next version has all attachments of this one. Call it before anybody is fenced off.
         """
@@ -153,11 +153,12 @@ class AttachedFiles:
             raise self._lost(entry)
         return data
 
-    def _lost(self, entry: FileEntry) -> DataDamaged:
+    def _lost(self, entry: FileEntry) -> DataDamaged | DataMissing:
         assert self._commit is not None
-        return DataDamaged(
-            f"{entry.name}, a file of version {self._commit.updates} in {self._log.store.url}, is damaged or missing ({entry.key}), so the "
-            "next version cannot use it. Publish with a directory, or `attachments`, that has this file."
+        error, how = (DataDamaged, "damaged") if is_stored(self._log, entry) else (DataMissing, "missing")
+        return error(
+            f"{entry.name}, a file of version {self._commit.updates} in {self._log.store.url}, is {how} ({entry.key}), so the next version "
+            "cannot use it. Publish with a directory, or `attachments`, that has this file."
         )
 
     def _in_force(self) -> tuple[FileEntry, ...] | None:

@@ -59,6 +59,8 @@ def open_store(url: str | Path | Store, *, options: StoreOptions | None = None) 
 
 def check_url(url: str | Path) -> None:
     """Raise `BadUrl` unless `open_store` can open this URL or path. The message says what was probably meant. Asks no store."""
+    if not isinstance(url, (str, Path)):  # often an environment variable that is not set
+        raise BadUrl(f"a store is named by a URL or a path, not by {url!r:.80}. If it came from the environment, is the variable set?")
     text = str(url)
     if not text:
         raise BadUrl("an empty string names no store.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import run_python
@@ -13,7 +14,7 @@ from deltawire.store import StoreOptions, open_store
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
 from deltawire.store.place import is_chain_directory
-from deltawire.subscribe import pull
+from deltawire.subscribe import Subscriber, pull
 from deltawire.subscribe.mirror import Mirror
 
 
@@ -127,6 +128,17 @@ def test_a_directory_may_have_any_name(tmp_path: Path, monkeypatch: pytest.Monke
         store = open_store(name)
         assert isinstance(store, LocalStore)
         assert store.root == tmp_path / name.replace("//", "/")
+
+
+@pytest.mark.parametrize("opened", [open_store, Publisher, Subscriber])
+@pytest.mark.parametrize("wrong", [None, 7, b"chain"])
+def test_what_is_neither_a_url_nor_a_path_is_refused_in_words(
+    opened: Any, wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadUrl, match="is the variable set"):
+        opened(wrong)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_path_with_a_null_character_is_refused() -> None:
