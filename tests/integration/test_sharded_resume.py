@@ -73,10 +73,22 @@ def test_a_version_that_cannot_be_rebuilt_is_not_gone_back_to(tmp_path):
     assert "rewind" not in kinds(tmp_path)
 
 
-def test_a_chain_whose_newest_version_is_damaged_goes_on_with_a_full_checkpoint(tmp_path):
+def test_a_damaged_version_is_refused_before_anybody_is_fenced_off(tmp_path):
+    versions = states(3)
+    publish_all(tmp_path, 2, versions[:2])
+    for seq in (2, 1):
+        damage(tmp_path, read_commits(open_store(tmp_path))[seq]["files"][0]["key"])
+        with pytest.raises(DataDamaged):
+            publish_all(tmp_path, 2, versions[2:])
+    assert kinds(tmp_path) == ["fence", "anchor", "delta"]
+
+
+def test_a_chain_whose_newest_version_is_damaged_goes_on_with_a_full_checkpoint(tmp_path, monkeypatch):
+    """Also where the damage is found only by the ranks, since the objects are too large for one process to read."""
     versions = states(4)
     publish_all(tmp_path, 2, versions[:2])
     damage(tmp_path, read_commits(open_store(tmp_path))[1]["files"][0]["key"])
+    monkeypatch.setattr("deltawire.publish.resume.MOST_READ", 0)
     with pytest.raises(DataDamaged, match="starts_full"):
         publish_all(tmp_path, 2, versions[2:])
     ((first, second), _) = publish_all(tmp_path, 2, versions[2:], starts_full=True)

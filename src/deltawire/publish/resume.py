@@ -12,11 +12,14 @@ from ..chain.rebuild import rebuild
 from ..chain.restore import Hop, fetched_hops
 from ..chain.routes import HopFailed, Routes
 from ..chain.survey import is_stored
-from ..errors import DataMissing, VersionUnknown
+from ..errors import DataDamaged, DataMissing, VersionUnknown
 from ..events import OnEvent, emit
 from ..format.records import Commit
 from .cadence import ChainCost, Replay
 from .snapshots import Arrays
+
+MOST_READ = 256 << 20
+"""How many bytes of weights one process reads to check them before ranks take a run over together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +59,32 @@ def find_start(log: ChainLog, seq: int | None) -> Commit | None:
 
 
 def require_way(log: ChainLog, target: Commit) -> None:
-    """Raise what is wrong with the data of a version, as far as names and sizes of objects tell, if no way to it is left."""
-    routes = Routes(log)
+    """Raise what is wrong with the data of a version if no way to it is left. Call it before anybody is fenced off.
+
+    Every object on the way must be in the store with the right size. The smallest ones that hold weights, up to `MOST_READ` bytes together,
+    are also read and compared with their hashes.
+    """
+    routes, fetcher = Routes(log), Fetcher(log.store, limits=log.limits, patience=0)
+    left, intact = MOST_READ, set[str]()
     while True:
-        missing = next(((hop, entry) for hop in routes.find(None, target) for entry in hop.files if not is_stored(log, entry)), None)
-        if missing is None:
+        way = [(hop, entry) for hop in routes.find(None, target) for entry in hop.files]
+        missing = ((hop, DataMissing(f"{e.key} is not in {log.store.url}, or not whole.")) for hop, e in way if not is_stored(log, e))
+        lost: tuple[Hop, DataDamaged | DataMissing] | None = next(missing, None)
+        weights = [step for step in way if step[1].name is None or step[1].name.endswith(".safetensors")]
+        for hop, entry in sorted(weights, key=lambda step: step[1].size):
+            if lost is not None or entry.size > left:
+                break
+            if entry.key in intact:
+                continue
+            left -= entry.size
+            try:
+                fetcher.fetch(entry)
+                intact.add(entry.key)
+            except (DataDamaged, DataMissing) as error:
+                lost = hop, error
+        if lost is None:
             return
-        hop, entry = missing
-        routes.avoid(HopFailed(hop, DataMissing(f"{entry.key} is not in {log.store.url}, or not whole."), is_data_lost=True))
+        routes.avoid(HopFailed(*lost, is_data_lost=True))
 
 
 def read_state(log: ChainLog, target: Commit, *, start: Resumed | None = None, threads: int | None, on_event: OnEvent | None) -> Resumed:

@@ -65,8 +65,9 @@ class ShardedPublisher:
     also goes on with a chain whose newest version is damaged. `signing_key`, `trusted_keys` and other options are those of `Publisher`;
     only the first process's count.
 
-    Before the run is taken over, the newest version is checked by the names and sizes of its objects, and its attachments by their hashes.
-    Its weights are checked only when they are read back, after that; if they are damaged, the first `publish` raises `DataDamaged`.
+    Before the run is taken over, the version to go on from is checked: all its objects by name and size; its attachments, and up to 256 MiB
+    of its smallest files of weights, by their hashes too. Other weights are checked when they are read back, after that: if they are
+    damaged, the first `publish` raises `DataDamaged`.
 
     Skips and anchors are made by all together, before `publish` returns. Nothing happens in the background; `deltawire.trainers.fsdp` puts
     a thread around it.
