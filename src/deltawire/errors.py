@@ -53,7 +53,8 @@
     │   └── MirrorBusy              another process holds its lock, and shows no sign of life
     ├── EngineError                 an engine did not do what was asked
     │   ├── EngineUnavailable       it does not answer, pause or resume
-    │   ├── EngineRefused           it cannot take these weights: names, types or shapes differ
+    │   ├── EngineRefused           it cannot take these weights: names or shapes differ
+    │   │   └── EngineDtypeDiffers  it holds a tensor with another type
     │   ├── SwapFailed              a swap failed and was taken back; the old version serves on
     │   └── EngineFenced            it is paused, since nobody knows what its weights are
     ├── RewardError                 a reward function failed, or returned what no reward may be
@@ -64,6 +65,7 @@
     │   └── FleetDeserted           all members have left because of errors, and nobody has come back
     ├── TrainingError               training cannot begin, or cannot go on
     │   ├── UnusableRows            rows of the dataset cannot be given to members, or trained on
+    │   ├── UnusableSettings        settings do not fit the model: completions may be longer than its positions
     │   ├── UnusableModelFiles      members could not build the model: its config or tokenizer is missing
     │   └── TrainingFailed          training failed in a way that leaving results out does not cure
     └── CodecUnavailable            the codec that was asked for cannot run here
@@ -420,6 +422,12 @@ class EngineRefused(EngineError):
     hint = "Is it the model that is published there? Names are mapped by the engine's `names`."
 
 
+class EngineDtypeDiffers(EngineRefused):
+    """The engine holds a tensor with another type than the chain. Its own weights go on being served."""
+
+    hint = "Nothing is cast, so that what is served has exactly the bits that are published."
+
+
 class SwapFailed(EngineError):
     """A swap failed and was taken back: the old version serves on."""
 
@@ -482,10 +490,19 @@ class UnusableRows(TrainingError):
     hint = "Correct these rows, or leave them out of the dataset."
 
 
+class UnusableSettings(TrainingError):
+    """Settings do not fit the model and the dataset."""
+
+    hint = "Set a smaller `max_completion_length`, or use a model with more positions."
+
+
 class UnusableModelFiles(TrainingError):
     """Members could not build the model, or its tokenizer, from what is published beside the weights."""
 
-    hint = "Pass `attachments`: the model's directory, or its config.json and the files of its tokenizer."
+    hint = (
+        "Pass `attachments`: the model's directory, or its config.json and the files of its tokenizer. "
+        "For a model of transformers, `tokenizer=` with the tokenizer itself is enough."
+    )
 
 
 class TrainingFailed(TrainingError):

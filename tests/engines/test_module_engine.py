@@ -148,7 +148,7 @@ def test_a_module_that_is_wrong_about_its_version_gets_a_whole_checkpoint(publis
 @pytest.mark.parametrize(
     ("served", "reason"),
     [
-        (lambda: qwen(1, dtype=torch.float32), "float32"),
+        (lambda: qwen(1, dtype=torch.float32), "is float32 in the module, bfloat16 in the chain. Load the model with dtype='bfloat16'"),
         (lambda: qwen(1, attention_bias=True), "no tensor 'model.layers.0.self_attn"),
         (lambda: torch.nn.Linear(3, 3), "no tensor"),
     ],

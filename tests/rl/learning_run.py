@@ -39,15 +39,20 @@ def low_words(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(word[1:]) < 20 for word in each) / max(1, len(each)) for each in words]
 
 
-def attachments() -> dict[str, bytes]:
-    """What members build the model and its tokenizer from: a token a word, w0 to w95."""
+def tokenizer() -> Any:
+    """A token for each word, w0 to w95."""
     from transformers import PreTrainedTokenizerFast
 
     words = tokenizers.models.WordLevel({f"w{number}": number for number in range(SIZES["vocab_size"])}, unk_token="w0")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    found = tokenizers.Tokenizer(words)
+    found.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=found, unk_token="w0")
+
+
+def attachments() -> dict[str, bytes]:
+    """What members build the model and its tokenizer from."""
     with tempfile.TemporaryDirectory() as folder:
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
         model().config.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 

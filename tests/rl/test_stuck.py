@@ -93,7 +93,7 @@ def test_a_member_that_cannot_begin_says_why(tmp_path: Path):
         options = MemberOptions(str(store), "transformers", ("no_such_module:reward",), name="m")
         with pytest.raises(RewardError, match="there is no module"):
             serve(options, stop=threading.Event())
-        with pytest.raises(FleetDeserted, match="m: RewardError: there is no module 'no_such_module'"):
+        with pytest.raises(FleetDeserted, match="m: UnusableReward: there is no module 'no_such_module'"):
             learning.train(until=1)
     (left,) = [event.fields for event in events if event.name == "member-left"]
     assert left["member"] == "m"

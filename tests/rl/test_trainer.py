@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from learning_run import FLEET, ROWS, SETTINGS, attachments, members, model, trainer
+from learning_run import FLEET, ROWS, SETTINGS, attachments, members, model, tokenizer, trainer
 from tiny_models import bits, torch
 
 from deltawire import Subscriber
-from deltawire.errors import CheckpointError, Fenced, SignatureInvalid, UnusableModelFiles, UnusableRows
+from deltawire.errors import CheckpointError, Fenced, SignatureInvalid, UnusableModelFiles, UnusableRows, UnusableSettings
 from deltawire.events import Event
 from deltawire.format.signing import SigningKey
 from deltawire.rl.settings import GrpoSettings
 from deltawire.rl.trainer import GrpoTrainer
 from deltawire.store.memory import MemoryStore
+from deltawire.subscribe.model_files import read_model_files
 
 
 @pytest.fixture
@@ -193,8 +194,29 @@ def test_of_many_bad_rows_some_are_named_and_all_counted(store: MemoryStore):
         GrpoTrainer(model(), [{"question": "w1"}] * 7, store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
 
 
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("w1", "row 0: it is of the type str; a row is a mapping"),
+        ({"question": "w1"}, "row 0: it has no `prompt`"),
+        ({"prompt": "w1 " * 200}, "leaves no room for a completion in the model's 64 positions"),
+    ],
+)
+def test_rows_are_checked_before_they_are_counted(store: MemoryStore, row: Any, told: str):
+    with pytest.raises(UnusableRows, match=re.escape(told)):
+        GrpoTrainer(model(), [row], store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
+    with pytest.raises(ValueError, match="1 rows are fewer"):
+        GrpoTrainer(model(), [{"prompt": "w1"}], store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
+
+
+def test_a_tokenizer_is_enough_for_members_to_build_the_model(store: MemoryStore):
+    with trainer(store, None, attachments=None, tokenizer=tokenizer()):
+        pass
+    assert {"config.json", "tokenizer.json"} <= read_model_files(store).files.keys()
+
+
 def test_completions_that_no_position_of_the_model_is_left_for_are_refused(store: MemoryStore):
-    with pytest.raises(UnusableRows, match="more than the model's 64 positions"):
+    with pytest.raises(UnusableSettings, match=r"max_completion_length=63 is too large for the model's 64 positions.* Set a smaller"):
         trainer(store, None, settings=replace(SETTINGS, max_completion_length=63))
     assert not list(store.list(""))
 
@@ -206,7 +228,7 @@ def test_files_without_which_no_member_can_work_are_asked_for(store: MemoryStore
         "config": {name: data for name, data in attachments().items() if name != "config.json"},
         "tokenizer": {name: data for name, data in attachments().items() if name == "config.json"},
     }[missing]
-    with pytest.raises(UnusableModelFiles, match="Pass `attachments`"):
+    with pytest.raises(UnusableModelFiles, match=r"Pass `attachments`.* `tokenizer=`"):
         trainer(store, None, attachments=files)
     assert not list(store.list(""))
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..chain.memory_state import MemoryState, NewUpdate, Undo, Update
-from ..errors import BaseMismatch, EngineFenced, EngineRefused, ResultMismatch
+from ..errors import BaseMismatch, EngineDtypeDiffers, EngineFenced, EngineRefused, ResultMismatch
 from ..format.delta_file import DeltaBytes
 from ..format.digest import Digest
 from ..format.records import Commit
@@ -275,12 +275,24 @@ def check_fits(live: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[An
             raise EngineRefused(f"the chain has no tensor {name!r}, which the module has.")
         if name in tied and name in arrays and owner in arrays and not _same_bits(arrays[name], arrays[owner]):
             raise EngineRefused(f"{name!r} and {owner!r} are tied in the module, but differ in the chain.")
-        if name in arrays and (tuple(tensor.shape), tensor.dtype) != (arrays[name].shape, to_torch(np.empty(0, arrays[name].dtype)).dtype):
-            theirs = f"{arrays[name].dtype} {list(arrays[name].shape)}"
-            raise EngineRefused(f"{name!r} is {tensor.dtype} {list(tensor.shape)} in the module, {theirs} in the chain.")
+        if name not in arrays:
+            continue
+        dtype = to_torch(np.empty(0, arrays[name].dtype)).dtype
+        if tuple(tensor.shape) != arrays[name].shape:
+            shapes = f"{list(tensor.shape)} in the module, {list(arrays[name].shape)} in the chain"
+            raise EngineRefused(f"the shapes of {name!r} differ: {shapes}.")
+        if tensor.dtype != dtype:
+            raise EngineDtypeDiffers(
+                f"{name!r} is {_plain(tensor.dtype)} in the module, {_plain(dtype)} in the chain. "
+                f"Load the model with dtype={_plain(dtype)!r}, or cast it before the engine is made: model.to({dtype})."
+            )
     strangers = arrays.keys() - live.keys()
     if strangers and not keep_others:
         raise EngineRefused(f"the module has no tensor {min(strangers)!r}, which the chain has ({len(strangers)} in all).")
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _array(name: str, tensor: Any) -> NDArray[Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..casting import Casting
 from ..engines.model_limits import positions_of
 from ..engines.prompts import Prompts
-from ..errors import EngineError, NoChain, UnusableModelFiles, UnusableRows
+from ..errors import EngineError, NoChain, UnusableModelFiles, UnusableRows, UnusableSettings
 from ..fleet.training_limits import TrainingLimits
 from ..format.fleet_files import Row
 from ..publish.attachments import Attachments, read_attachments
+from ..publish.model_files import TokenizerFiles, files_of_model
 from ..store import Store
 from ..subscribe.model_files import ModelFiles, read_model_files
 
@@ -32,6 +34,12 @@ def read_files(store: Store, attachments: Attachments | None, *, run: str | None
         raise UnusableModelFiles("there is no config.json and no tokenizer to publish beside the weights.") from None
 
 
+def files_with_tokenizer(model: Any, tokenizer: Any, attachments: Attachments | None, dtype: Any) -> dict[str, bytes]:
+    """Return the files of the model and of its tokenizer, with `attachments` in place of those of the same names."""
+    own = {**files_of_model(model, Casting(dtype).dtype), **TokenizerFiles(tokenizer).read()}
+    return {**own, **(read_attachments(attachments) or {})}
+
+
 def training_limits(model: Any, prompts: Prompts) -> TrainingLimits:
     """Return what this model can be trained on: its vocabulary, its positions, and the prompts that rows have by this tokenizer."""
     config = getattr(model, "config", None)
@@ -40,20 +48,40 @@ def training_limits(model: Any, prompts: Prompts) -> TrainingLimits:
 
 
 def check_rows(rows: Sequence[Row], limits: TrainingLimits, max_completion_length: int) -> None:
-    """Raise `UnusableRows` that names the first rows that cannot be sent to members, have no prompt, or are too long for the model."""
-    found: list[str] = []
-    count = 0
-    for number, row in enumerate(rows):
-        if (why := _why_unusable(row, limits, max_completion_length)) is not None:
-            count += 1
-            if len(found) < _NAMED:
-                found.append(f"row {number}: {why}")
-    if count:
-        more = f" (and {count - len(found):,} more rows)" if count > len(found) else ""
-        raise UnusableRows(f"{'; '.join(found)}{more}.")
+    """Raise `UnusableRows` that names the first rows that cannot be sent to members, have no prompt, or are too long for the model.
+
+    Raises `UnusableSettings` if a completion of the largest length does not fit behind any prompt.
+    """
+    used = [_tokens_of(row, limits) for row in rows]
+    lengths = [(each, number) for number, each in enumerate(used) if isinstance(each, int)]
+    room = None if limits.positions is None else limits.positions - max_completion_length
+    if room is not None and lengths and len(lengths) == len(rows) and min(lengths)[0] > room:
+        shortest, where = min(lengths)
+        raise UnusableSettings(
+            f"max_completion_length={max_completion_length:,} is too large for the model's {limits.positions:,} positions: "
+            f"even the shortest prompt (row {where}) has {shortest:,} tokens."
+        )
+    bad = [(number, why) for number, each in enumerate(used) if (why := _why_unusable(each, room, max_completion_length)) is not None]
+    if bad:
+        named = "; ".join(f"row {number}: {why}" for number, why in bad[:_NAMED])
+        more = f" (and {len(bad) - _NAMED:,} more rows)" if len(bad) > _NAMED else ""
+        raise UnusableRows(f"{named}{more}.")
 
 
-def _why_unusable(row: Row, limits: TrainingLimits, max_completion_length: int) -> str | None:
+def _why_unusable(used: int | str, room: int | None, max_completion_length: int) -> str | None:
+    if isinstance(used, str) or room is None or used <= room:
+        return used if isinstance(used, str) else None
+    positions = room + max_completion_length
+    return (
+        f"its prompt has {used:,} tokens, which with max_completion_length={max_completion_length:,} is more than the model's "
+        f"{positions:,} positions"
+    )
+
+
+def _tokens_of(row: Row, limits: TrainingLimits) -> int | str:
+    """Return how many tokens the prompt of a row has, or why the row cannot be used."""
+    if not isinstance(row, Mapping):
+        return f"it is of the type {type(row).__name__}; a row is a mapping with a `prompt`"
     try:
         json.dumps(dict(row), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
@@ -68,12 +96,9 @@ def _why_unusable(row: Row, limits: TrainingLimits, max_completion_length: int) 
         return f"its prompt cannot be encoded ({type(error).__name__}: {error})"
     if limits.vocabulary is not None and any(not 0 <= token < limits.vocabulary for token in ids):
         return f"its prompt has tokens outside the model's vocabulary of {limits.vocabulary:,}"
-    if limits.positions is not None and len(ids) + max_completion_length > limits.positions:
-        return (
-            f"its prompt has {len(ids):,} tokens, which with max_completion_length={max_completion_length:,} is more than the model's "
-            f"{limits.positions:,} positions"
-        )
-    return None
+    if limits.positions is not None and len(ids) >= limits.positions:
+        return f"its prompt has {len(ids):,} tokens, which leaves no room for a completion in the model's {limits.positions:,} positions"
+    return len(ids)
 
 
 def _vocabulary(model: Any) -> int | None:

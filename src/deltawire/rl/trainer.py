@@ -34,7 +34,7 @@ from ..trainers import WeightSource
 from .batches import TrainingBatch
 from .checkpoints import TrainerCheckpoints
 from .metrics import shown, step_metrics
-from .preflight import check_rows, read_files, training_limits
+from .preflight import check_rows, files_with_tokenizer, read_files, training_limits
 from .report import StepReporter
 from .resume_point import resume_point
 from .settings import GrpoSettings
@@ -59,12 +59,12 @@ class GrpoTrainer:
     their model from. `optimizer`: AdamW with the settings' learning rate if not given. `lr_scheduler`: of that optimizer, stepped once
     after each step that was trained. `evaluate`: called every `eval_steps` steps; its numbers are an event "evaluated". `fleet`,
     `scheduler`: how the fleet is run. `on_event`: called with every event; without it one line for each step is printed to the
-    standard error. Further arguments go to `Publisher`.
+    standard error. `tokenizer`: instead of its files, published with the model's config. Further arguments go to `Publisher`.
 
     Results that cannot be trained on are refused, or rejected after all and named by the event "rollout-rejected"; a step of which nothing
     is left is skipped ("step-skipped"), and the run goes on. Every step is an event "trained", once its version is out.
 
-    Raises `UnusableRows` and `UnusableModelFiles` before anything is published.
+    Raises `UnusableRows`, `UnusableSettings` and `UnusableModelFiles` before anything is published.
     """
 
     def __init__(
@@ -86,8 +86,6 @@ class GrpoTrainer:
         **publisher: Any,
     ) -> None:
         self.settings = settings or GrpoSettings()
-        if len(rows) < self.settings.prompts:
-            raise ValueError(f"{len(rows)} rows are fewer than the {self.settings.prompts} prompts of one step")
         if lr_scheduler is not None and optimizer is None:
             raise ValueError("an lr_scheduler needs the optimizer that it was made for: pass both")
         self._model = model
@@ -107,6 +105,8 @@ class GrpoTrainer:
         if checkpoints is not None and fleet.keep_steps < back:
             raise ValueError(f"resuming may go back by {back} steps; with keep_steps={fleet.keep_steps} it would not find its rollouts")
         self._patience = fleet.poll_seconds
+        if (tokenizer := publisher.pop("tokenizer", None)) is not None:
+            attachments = files_with_tokenizer(model, tokenizer, attachments, dtype)
         with ExitStack() as opened:  # undone in reverse if anything below fails, and by close()
             self._store = open_store(url)
             if self._store is not url:
@@ -115,6 +115,8 @@ class GrpoTrainer:
             self._prompts = load_prompts(files)
             limits = training_limits(model, self._prompts)
             check_rows(rows, limits, self.settings.max_completion_length)
+            if len(rows) < self.settings.prompts:
+                raise ValueError(f"{len(rows)} rows are fewer than the {self.settings.prompts} prompts of one step")
             step = self._checkpoints.load_newest(model, self._optimizer, lr_scheduler) if self._checkpoints else None
             self.step = step or 0
             """The last step that was trained."""
