@@ -80,12 +80,17 @@ from collections.abc import Sequence
 
 
 class DeltawireError(Exception):
-    """Root of the tree. `hint` says what to do about it; it is part of what is shown, after `message`."""
+    """Root of the tree. `hint` says what to do about it; it is part of what is shown, after `message`.
+
+    A `hint` that is passed replaces that of the class, where the same error has another remedy.
+    """
 
     hint: str = ""
     retryable: bool = False
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        if hint is not None:
+            self.hint = hint
         super().__init__(f"{message} {self.hint}".rstrip())
         self.message = message
 

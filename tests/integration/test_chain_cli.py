@@ -130,7 +130,13 @@ def test_changed_attachments_go_with_a_delta_and_full_forces_a_checkpoint(chain:
     changed = shutil.copytree(checkpoints[-1], tmp_path / "changed")
     (changed / "tokenizer.json").unlink()
     (changed / "chat_template.jinja").write_text("{{ messages }}")
-    assert succeed("publish", changed, chain)["kind"] == "delta"
+    names = ["chat_template.jinja", "-tokenizer.json"]
+    done = succeed("publish", changed, chain)
+    assert (done["kind"], done["changed"], done["files_changed"]) == ("delta", 0, names)
+    assert [version["files_changed"] for version in succeed("log", chain)["versions"]] == [names, [], [], []]
+    assert "changed files: chat_template.jinja" in " ".join(run("log", chain).stdout.split())
+    (changed / "chat_template.jinja").write_text("{{ messages[0] }}")
+    assert re.search("changed files +chat_template.jinja\n", run("publish", changed, chain).stdout)
     succeed("pull", chain, tmp_path / "out")
     beside = {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
     assert beside == {"model.safetensors.index.json", "config.json", "chat_template.jinja"}
@@ -486,8 +492,16 @@ def test_publishers_go_on_only_with_a_chain_that_is_signed_as_they_sign(checkpoi
     old, new = (succeed("keygen", tmp_path / name)["public"] for name in ("old", "new"))
     chain = tmp_path / "chain"
     succeed("publish", checkpoints[0], chain, "--sign", tmp_path / "old")
-    fail("publish", checkpoints[1], chain, kind="SignatureInvalid")
-    fail("publish", checkpoints[1], chain, "--sign", tmp_path / "new", kind="SignatureInvalid")
+    for options in ([], ["--sign", tmp_path / "new"]):
+        refused = fail("publish", checkpoints[1], chain, *options, kind="SignatureInvalid")
+        assert "`--sign KEYFILE`" in refused
+        assert "Trust the key that the publisher signs with" not in refused  # which is for readers
+    not_a_key = checkpoints[0] / "config.json"
+    for command in (["publish", checkpoints[1], chain, "--sign", not_a_key], ["keygen", "--public", not_a_key]):
+        done = run(*command)
+        assert done.returncode == 2
+        assert "is not a deltawire signing key" in " ".join(done.stderr.replace("│", " ").split())
+    assert "it is not a safetensors file" in fail("publish", not_a_key, chain, kind="CheckpointError")
     assert run("publish", checkpoints[1], chain, "--trust", old).returncode == 2
     succeed("publish", checkpoints[1], chain, "--sign", tmp_path / "new", "--trust", old)
     assert succeed("verify", chain, "--trust", old, "--trust", new)["notes"] == []

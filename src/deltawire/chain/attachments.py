@@ -21,6 +21,14 @@ def attachments_of(commit: Commit, first_hop: Hop) -> tuple[FileEntry, ...]:
     return tuple(entry for entry in first_hop.files if entry.name is not None and not holds_weights(entry.name))
 
 
+def changed_names(before: Sequence[FileEntry] | None, after: Sequence[FileEntry]) -> list[str]:
+    """Name the files that differ. Removed ones are marked with a minus sign."""
+    old = {entry.name: entry.blake3 for entry in before or ()}
+    new = {entry.name: entry.blake3 for entry in after}
+    changed = sorted(str(name) for name in new if old.get(name) != new[name])
+    return changed + sorted(f"-{name}" for name in old.keys() - new.keys())
+
+
 def attachments_hop(commit: Commit) -> Hop:
     """Return the hop that fetches a version's attachments. A missing one is waited for, as for a commit's own files."""
     return Hop(commit, None, commit.files, "attachments")

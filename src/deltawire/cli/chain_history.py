@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..chain.attachments import changed_names
 from ..chain.find import find_version, version_number
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ class Entry:
     """A commit and what others say of it.
 
     `anchored` if a checkpoint of it lies beside the chain; `skips` are the versions from which one delta leads here. Of `collected` ones
-    the own files may be gone; `abandoned` ones were undone by a later rewind, `void` ones never counted.
+    the own files may be gone; `abandoned` ones were undone by a later rewind, `void` ones never counted. `changed_files` are the
+    attachments that differ from those of the version before; empty for the first one that was read.
     """
 
     commit: Commit
@@ -33,6 +36,7 @@ class Entry:
     collected: bool
     anchored: bool
     skips: tuple[int, ...]
+    changed_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ def read_history(log: ChainLog, count: int | None, *, by_commits: bool = False) 
     lowest = 0 if count is None else _place_of(log, head, count, by_commits)
     commits = _read_down(log, head, lowest)
     void, abandoned = void_among(commits), abandoned_among(commits)
+    changed_files = _changed_files([commit for commit in commits if commit.kind != "fence" and commit.seq not in void])
     floor = log.floor()
     anchors, skips = log.shortcuts(lowest - 1 if lowest else None, head.seq)
     anchored, bases = set(anchors), defaultdict(list)
@@ -83,6 +88,7 @@ def read_history(log: ChainLog, count: int | None, *, by_commits: bool = False) 
             commit.seq <= floor and commit.kind in ("delta", "anchor"),
             commit.seq in anchored,
             tuple(sorted(bases[commit.seq], reverse=True)),
+            tuple(changed_files.get(commit.seq, ())),
         )
         for commit in commits
     ]
@@ -94,6 +100,16 @@ def read_history(log: ChainLog, count: int | None, *, by_commits: bool = False) 
     for seq in {floor, *rewound_to, *(base for entry in shown for base in entry.skips)} - {-1, *numbers}:
         numbers[seq] = version_number(log, min(seq, head.seq))  # names and marks can say anything
     return History(shown, floor, log.in_force(head), by_commits, numbers)
+
+
+def _changed_files(versions: Sequence[Commit]) -> dict[int, list[str]]:
+    """For each version but the first, the attachments that differ from those of the version before."""
+    pairs = itertools.pairwise(versions)
+    return {
+        after.seq: changed_names(before.attachments, after.attachments)
+        for before, after in pairs
+        if before.attachments is not None and after.attachments is not None
+    }
 
 
 def _place_of(log: ChainLog, head: Commit, count: int, by_commits: bool) -> int:

@@ -101,6 +101,8 @@ def _note(entry: Entry, history: History) -> str:
         notes.append("abandoned")
     if entry.collected and not entry.anchored:
         notes.append("collected")
+    if entry.changed_files:
+        notes.append(f"changed files: {' '.join(entry.changed_files)}")
     notes += [f"{name}={value}" for name, value in entry.commit.meta.items()]
     return figures.printable(", ".join(filter(None, notes)))
 

@@ -75,6 +75,7 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
         "state_bytes": commit.state_bytes,
         "times_smaller": commit.state_bytes / commit.stored_bytes if commit.stored_bytes else None,
         "changed": commit.changed,
+        "files_changed": list(entry.changed_files),
         "digest": commit.digest and commit.digest.hex(),
         "meta": dict(commit.meta),
         "signed_by": commit.signature and commit.signature.key,

@@ -211,6 +211,12 @@ class Published:
         """What the publisher warned of."""
         return [str(event.fields["message"]) for event in self.events if event.name in ("wide-weights", "non-finite-published")]
 
+    @property
+    def files_changed(self) -> list[str]:
+        """Files beside the weights that differ from those of the version before. Removed ones are marked with a minus sign."""
+        told = [event for event in self.events if event.name == "attachments-changed" and event.fields["seq"] == self.version.seq]
+        return [name for event in told for name in str(event.fields["files"]).split(", ")]
+
     def shortcuts(self, name: str) -> list[dict[str, Any]]:
         """Fields of the shortcuts that were made along with the version."""
         return [dict(event.fields) for event in self.events if event.name == name]
@@ -310,6 +316,7 @@ def _as_json(done: Published) -> dict[str, Any]:
         "times_smaller": version.state_bytes / version.bytes if version.bytes else None,
         "elements": done.elements,
         "changed": version.changed,
+        "files_changed": done.files_changed,
         "density": version.changed / done.elements if done.elements else 0.0,
         "digest": version.digest.hex(),
         "meta": dict(version.meta),
@@ -333,6 +340,7 @@ def _rows(done: Published) -> list[tuple[str, str]]:
         ("kind", whole if version.kind == "anchor" else version.kind),
         ("step", "" if version.step is None else f"{version.step:,}"),
         ("changed weights", changed if version.kind == "delta" else ""),
+        ("changed files", ", ".join(done.files_changed)),
         ("size", figures.size(version.bytes)),
         ("compared", compared if version.kind == "delta" and version.bytes else ""),
         ("skips", f"{len(done.shortcuts('skip-made'))} made" if done.shortcuts("skip-made") else ""),

@@ -72,7 +72,7 @@ def header_length(prefix: bytes, file_size: int) -> int:
         raise MalformedHeader(f"{file_size} bytes are too few for a safetensors file.")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
-        raise MalformedHeader(f"it is not a safetensors file: its header would have {length:,} bytes.")
+        raise MalformedHeader("it is not a safetensors file: it does not begin with the length of a header.")
     if LENGTH_BYTES + length > file_size:
         raise MalformedHeader("the file ends inside its header.")
     return length

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _CONTEXT = b"deltawire-record-v1\n"
 _HEADER = "deltawire ed25519 signing key v1"
+_MOST_KEY_FILE = 1024
 
 
 class Signable(Protocol):
@@ -61,11 +63,12 @@ class SigningKey:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         path = Path(path)
+        with path.open(encoding="ascii", errors="replace") as file:
+            lines = file.read(_MOST_KEY_FILE).splitlines()
+        if len(lines) != 2 or lines[0] != _HEADER or not re.fullmatch("[0-9a-f]{64}", lines[1]):
+            raise ValueError(f"{path} is not a deltawire signing key. Make one with `deltawire keygen FILE`.")
         if os.name == "posix" and path.stat().st_mode & 0o077:
             raise ValueError(f"{path} may be read by others than its owner. Run chmod 600 on it, and think about who has read it.")
-        lines = path.read_text("ascii", "replace").splitlines()
-        if len(lines) != 2 or lines[0] != _HEADER or len(lines[1]) != 64:
-            raise ValueError(f"{path} is not a deltawire signing key.")
         return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(lines[1])))
 
     def save(self, path: Path | str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..chain.attachments import read_attachments_of
+from ..chain.attachments import changed_names, read_attachments_of
 from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.survey import is_stored
@@ -89,7 +89,7 @@ class AttachedFiles:
         before = self._in_force()
         self._commit = commit
         self._stored.trust(commit.attachments or ())
-        changes = _changes(before, commit.attachments or ())
+        changes = changed_names(before, commit.attachments or ())
         if before is not None and changes and commit.updates > 1:
             emit(self._on_event, "attachments-changed", seq=commit.seq, files=", ".join(changes))
 
@@ -164,11 +164,3 @@ class AttachedFiles:
     def _in_force(self) -> tuple[FileEntry, ...] | None:
         """The attachments of the newest version; None where its commit does not name them."""
         return () if self._commit is None else self._commit.attachments
-
-
-def _changes(before: tuple[FileEntry, ...] | None, after: tuple[FileEntry, ...]) -> list[str]:
-    """Name the files that differ. Removed ones are marked with a minus sign."""
-    old = {entry.name: entry.blake3 for entry in before or ()}
-    new = {entry.name: entry.blake3 for entry in after}
-    changed = sorted(str(name) for name in new if old.get(name) != new[name])
-    return changed + sorted(f"-{name}" for name in old.keys() - new.keys())

@@ -70,6 +70,12 @@ def open_run(store: Store, name: str | None, limits: Limits | None, *, clock: Cl
     return run
 
 
+_SIGN_AS_BEFORE = (
+    "Sign with the key that signed the chain: `--sign KEYFILE`, or `signing_key`. "
+    "To change keys, sign with the new one and trust the old one (`--trust`, `trusted_keys`)."
+)
+
+
 def open_log(store: Store, run: str | None, signing_key: SigningKey | None, trusted_keys: Collection[str] = ()) -> ChainLog:
     """The chain, for who is going to write to it. Writes nothing.
 
@@ -80,11 +86,14 @@ def open_log(store: Store, run: str | None, signing_key: SigningKey | None, trus
     if signing_key is None and trusted_keys:
         raise ValueError("trusted_keys are for a publisher that signs: give it a signing_key")
     log = ChainLog(store, run=run, trusted_keys=() if signing_key is None else {signing_key.public, *trusted_keys})
-    head = log.head()
-    if head is not None:
-        log.read(0)  # links will lead down to it, and to others in between
+    try:
+        head = log.head()
+        if head is not None:
+            log.read(0)  # links will lead down to it, and to others in between
+    except SignatureInvalid as error:
+        raise SignatureInvalid(error.message, hint=_SIGN_AS_BEFORE) from None
     if head is not None and head.signature is not None and signing_key is None:
-        raise SignatureInvalid(f"{head.describe()} in {store.url} is signed, so an unsigned one must not follow it.")
+        raise SignatureInvalid(f"{head.describe()} in {store.url} is signed, so an unsigned one must not follow it.", hint=_SIGN_AS_BEFORE)
     return log
 
 
