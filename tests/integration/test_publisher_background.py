@@ -16,6 +16,8 @@ from deltawire.errors import (
     StoreFull,
 )
 from deltawire.publish import PendingVersion, create
+from deltawire.publish.background import BackgroundPublisher
+from deltawire.publish.segments import TensorTable
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import Before, FaultyStore, call
@@ -252,6 +254,25 @@ def test_what_was_accepted_is_published_when_the_process_ends(tmp_path, how):
     else:
         assert "VersionsLost" not in done.stderr
         assert_chain_holds(open_store(tmp_path), {1: Training().step()})
+
+
+def test_the_end_of_a_process_waits_for_what_follows_a_version():
+    """Else Python stops a thread that makes skips, in native code, which may abort the process."""
+    begun, go, tended = threading.Event(), threading.Event(), []
+
+    def tend():
+        begun.set()
+        assert go.wait(PATIENCE)
+        tended.append(True)
+
+    background = BackgroundPublisher(lambda *_: None, lambda _: False, tend)
+    state = Training().state
+    background.submit(state, TensorTable.of(state), None, {}).result(PATIENCE)
+    assert begun.wait(PATIENCE)
+    threading.Timer(0.01, go.set).start()
+    background.wait_until_idle(PATIENCE)
+    assert tended
+    background.close()
 
 
 def test_a_background_publisher_that_is_fenced_says_so_at_every_later_call():

@@ -52,7 +52,7 @@ _open: WeakKeyDictionary[Unfinished, int] = WeakKeyDictionary()
 """Publishers that nobody has closed, each with the process that opened it: after a fork the child does not have their threads."""
 
 _pools: WeakKeyDictionary[Waitable, int] = WeakKeyDictionary()
-"""Pools whose running tasks are waited for, each with the process that opened it."""
+"""What has threads whose running tasks are waited for, each with the process that opened it."""
 
 _given_up: WeakKeyDictionary[Unfinished, str] = WeakKeyDictionary()
 """Publishers that took too long when the process began to end, and what was not published then."""
@@ -96,7 +96,7 @@ def finish_all(seconds: float | None = None) -> None:
 
 
 def finish_last() -> None:
-    """Wait for what threads published after the main thread had ended, and for uploads that still run: a thread must not be stopped there.
+    """Wait for what threads published after the main thread had ended, and for tasks that still run: a thread must not be stopped there.
 
     Waits no longer if `finish_all` has waited in vain.
     """

@@ -15,7 +15,7 @@ from ..errors import PublisherClosed
 from ..events import OnEvent, emit
 from ..handover import Handover
 from ..tensors import State
-from .at_exit import finish_at_exit, forget
+from .at_exit import finish_at_exit, forget, wait_at_exit
 from .segments import TensorTable
 from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
 
@@ -96,6 +96,8 @@ class BackgroundPublisher:
         self._changed = threading.Condition()
         self._waiting: _Snapshot | None = None
         self._publishing: _Snapshot | None = None
+        self._is_tending = False
+        """Whether the thread is at what follows a version, such as skips."""
         self._closing = False
         self._free: list[Arrays] = []
         self._error: BaseException | None = None
@@ -104,6 +106,7 @@ class BackgroundPublisher:
         self._thread = threading.Thread(target=self._run, name="deltawire-publish", daemon=True)
         self._thread.start()
         finish_at_exit(self)
+        wait_at_exit(self)
 
     def submit(
         self, state: State, table: TensorTable, step: int | None, meta: Mapping[str, str], attachments: Mapping[str, bytes] | None = None
@@ -144,8 +147,13 @@ class BackgroundPublisher:
         """Wait until all that was submitted has landed, failed or been superseded. TimeoutError; else as `submit` for errors."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting is None and self._publishing is None, timeout):
-                raise TimeoutError(f"publications are still on their way after {timeout} seconds")
+                raise TimeoutError(f"publications are still on their way after {timeout:.3g} seconds.")
         self._raise_error()
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Return when the thread has nothing to do, or after so many seconds. Python may abort if it stops a thread in native code."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is None and self._publishing is None and not self._is_tending, seconds)
 
     def on_its_way(self) -> str:
         """Say what was submitted and has not landed, unless its error was raised; for a person. An empty string if nothing."""
@@ -173,7 +181,7 @@ class BackgroundPublisher:
                 self._publishing = snapshot
             self._publish(snapshot)
             with self._changed:
-                self._publishing = None
+                self._publishing, self._is_tending = None, True
                 self._changed.notify_all()
             try:
                 with snapshot.copied.taken():  # shortcuts are made of the same copies, and no more on training's stream than these
@@ -181,6 +189,9 @@ class BackgroundPublisher:
             except BaseException as error:  # unforeseen, since upkeep reports what it expects; but the thread must live on
                 with self._changed:
                     self._error = error
+            with self._changed:
+                self._is_tending = False
+                self._changed.notify_all()
 
     def _publish(self, snapshot: _Snapshot) -> None:
         try:
