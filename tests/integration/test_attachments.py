@@ -148,6 +148,7 @@ def test_a_version_whose_attachment_is_lost_is_not_served_half(changing: Any, tm
                 pull(store, tmp_path / "out", pin=False, patience=0.0)
             assert not (tmp_path / "out").exists()
             assert [problem.where for problem in verify(store, deep=True).problems] == ["versions 4 to 5"]
+            assert verify(store, deep=True).problems[0].what.startswith("chat.jinja, which these versions need: data/")
         store.delete([lost.key])
         store.put(lost.key, data)
         reader.sync()

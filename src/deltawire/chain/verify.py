@@ -352,7 +352,7 @@ class _Check:
                     what = str(error)
             if what is not None:
                 found = self._report.problems if key in in_force else self._report.superseded
-                found.append(Problem(_describe_all(commits), f"{what.rstrip('.')}. It is {entry.name} of these versions."))
+                found.append(Problem(_describe_all(commits), f"{entry.name}, which these versions need: {what}"))
 
     def _what_is_wrong(self, entry: FileEntry) -> str | None:
         if entry.key not in self._sizes:

@@ -158,7 +158,8 @@ class AttachedFiles:
         error, how = (DataDamaged, "damaged") if is_stored(self._log, entry) else (DataMissing, "missing")
         return error(
             f"{entry.name}, a file of version {self._commit.updates} in {self._log.store.url}, is {how} ({entry.key}), so the next version "
-            "cannot use it. Publish with a directory, or `attachments`, that has this file."
+            "cannot use it.",
+            hint="Publish with a directory, or `attachments`, that has this file.",
         )
 
     def _in_force(self) -> tuple[FileEntry, ...] | None:
