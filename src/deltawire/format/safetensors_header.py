@@ -71,9 +71,12 @@ def header_length(prefix: bytes, file_size: int) -> int:
     if len(prefix) < LENGTH_BYTES:
         raise MalformedHeader(f"{file_size} bytes are too few for a safetensors file.")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    fits = LENGTH_BYTES + length <= file_size
+    if length > MAX_HEADER_BYTES and fits:
+        raise MalformedHeader(f"its header has {length:,} bytes; {MAX_HEADER_BYTES:,} are allowed.")
     if length > MAX_HEADER_BYTES:
         raise MalformedHeader("it is not a safetensors file: it does not begin with the length of a header.")
-    if LENGTH_BYTES + length > file_size:
+    if not fits:
         raise MalformedHeader("the file ends inside its header.")
     return length
 
