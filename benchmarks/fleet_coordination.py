@@ -12,8 +12,8 @@ from report import Table
 
 from deltawire.errors import DeltawireError
 from deltawire.fleet.options import FleetOptions
-from deltawire.fleet.staleness import StalenessBudget
-from deltawire.fleet.steps import Together, ask_store
+from deltawire.fleet.rules.staleness import StalenessBudget
+from deltawire.fleet.steps.requests import Together, ask_store
 from deltawire.store import open_store
 from deltawire.store.base import Store
 from deltawire.store.memory import MemoryStore

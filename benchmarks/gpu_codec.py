@@ -32,7 +32,7 @@ from deltawire.codec.gpu.encode import encode_tensors
 from deltawire.codec.gpu.resolve import resolve_tensors
 from deltawire.codec.gpu.spans import Table
 from deltawire.dtypes import dtype_named
-from deltawire.handover import Handover
+from deltawire.tensors.gpu_handover import Handover
 
 DEVICE = torch.device("cuda", 0)
 GPU = gpu_at(DEVICE)

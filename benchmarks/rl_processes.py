@@ -22,8 +22,8 @@ from deltawire.events import Event
 from deltawire.fleet.generation import Generated, Stop, never
 from deltawire.fleet.member import Member
 from deltawire.fleet.options import FleetOptions
-from deltawire.fleet.scheduler import Candidate, OpenTask, Scheduler
-from deltawire.format.fleet_records import Sampling
+from deltawire.fleet.rules.scheduler import Candidate, OpenTask, Scheduler
+from deltawire.format.records.fleet_records import Sampling
 from deltawire.publish.append import Appender
 from deltawire.rl.generation import TransformersGenerator
 from deltawire.rl.member import RewardScorer

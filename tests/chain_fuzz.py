@@ -37,16 +37,16 @@ from support import bits_of, join_delta, split_delta
 from toy_chain import ToyChain, first_state, next_state
 
 import deltawire
-from deltawire.chain.collect import collect
 from deltawire.chain.find import find_step, find_version
 from deltawire.chain.log import ChainLog
+from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.routes import Routes
-from deltawire.chain.verify import verify
 from deltawire.cli.chain_history import read_history
 from deltawire.errors import DeltawireError
 from deltawire.fleet.chain_versions import ChainVersions
-from deltawire.format.checkpoint import Checkpoint
-from deltawire.format.records import Mark, Pin, link_targets
+from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.format.records.chain_records import Mark, Pin, link_targets
 from deltawire.publish import AnchorPolicy, Publisher
 from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deltawire.tensors import TensorPart
+from deltawire.tensors.bits import TensorPart
 
 
 class ThreadRank:

@@ -13,7 +13,18 @@ from blake3 import blake3
 from safetensors.numpy import save
 
 import deltawire
-from deltawire.format.records import Commit, CommitRef, Epoch, FileEntry, Head, Limits, Run, Shortcut, link_targets, record_hash
+from deltawire.format.records.chain_records import (
+    Commit,
+    CommitRef,
+    Epoch,
+    FileEntry,
+    Head,
+    Limits,
+    Run,
+    Shortcut,
+    link_targets,
+    record_hash,
+)
 from deltawire.store import Store, keys
 
 State = dict[str, np.ndarray[Any, Any]]

@@ -20,7 +20,7 @@ from rich.console import Console
 from story import Story
 from view import JsonView, LineView, LiveView, View
 
-from deltawire.cli.terminal import Terminated, interrupt_on_termination
+from deltawire.cli.output.terminal import Terminated, interrupt_on_termination
 from deltawire.errors import DeltawireError
 from deltawire.store import open_store
 from deltawire.store.probe import probe

@@ -20,12 +20,12 @@ from child import tell, tell_event, told_to_stop
 from deltawire.errors import DeltawireError
 from deltawire.fleet.generation import Generated, Stop, never
 from deltawire.fleet.member import Member
-from deltawire.format.fleet_records import Sampling
-from deltawire.module_tensors import named_weights, tied_names
+from deltawire.format.records.fleet_records import Sampling
 from deltawire.rl.generation import TransformersGenerator
 from deltawire.rl.member import RewardScorer
-from deltawire.state import state_digest
 from deltawire.store import open_store
+from deltawire.tensors.module_tensors import named_weights, tied_names
+from deltawire.tensors.state import state_digest
 
 POLL = 0.1
 

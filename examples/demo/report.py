@@ -11,7 +11,7 @@ from statistics import median
 from plots import Plot, Point, clock
 from story import MemberStory, Story, Work
 
-from deltawire.cli import figures
+from deltawire.cli.output import figures
 
 STYLE = Path(__file__).with_name("report.css")
 

@@ -19,7 +19,7 @@ from child import tell, tell_event, told_to_stop
 from train import FLEET, SETTINGS, model_files
 
 from deltawire.rl.trainer import GrpoTrainer
-from deltawire.state import state_digest
+from deltawire.tensors.state import state_digest
 from deltawire.trainers import WeightSource
 
 SHOWN = 3

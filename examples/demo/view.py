@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from story import MemberStory, Story
 
-from deltawire.cli import figures
+from deltawire.cli.output import figures
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS, _LAST_MARKS = 5, 4

@@ -12,18 +12,18 @@
 import importlib
 import typing
 
-from .encode import encode_delta
+from .delta.encode import encode_delta
+from .delta.patch import ResolvedPatch, TensorPatch
+from .delta.resolve import apply_delta, resolve_delta
 from .errors import DeltawireError
 from .format.digest import Digest
-from .patch import ResolvedPatch, TensorPatch
-from .resolve import apply_delta, resolve_delta
-from .state import state_digest
+from .tensors.state import state_digest
 
 if typing.TYPE_CHECKING:
     from .chain.version import Version as Version
+    from .delta.background_encode import PendingDelta as PendingDelta
+    from .delta.background_encode import start_delta as start_delta
     from .events import Event as Event
-    from .pending import PendingDelta as PendingDelta
-    from .pending import start_delta as start_delta
     from .publish import AnchorPolicy as AnchorPolicy
     from .publish import Publisher as Publisher
     from .subscribe import Subscriber as Subscriber
@@ -53,12 +53,12 @@ __version__ = "0.1.0"
 _LATER = {
     "AnchorPolicy": ".publish",
     "Event": ".events",
-    "PendingDelta": ".pending",
+    "PendingDelta": ".delta.background_encode",
     "Publisher": ".publish",
     "Subscriber": ".subscribe",
     "Version": ".chain.version",
     "pull": ".subscribe",
-    "start_delta": ".pending",
+    "start_delta": ".delta.background_encode",
 }
 
 

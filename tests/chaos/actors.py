@@ -19,11 +19,11 @@ from typing import Any
 from safetensors.numpy import load_file
 from small_model import Journal, bits, state_of
 
-from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
+from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.version import Version
 from deltawire.errors import DeltawireError, Fenced, MirrorError
-from deltawire.format.signing import SigningKey
+from deltawire.format.records.signing import SigningKey
 from deltawire.publish import AnchorPolicy, PendingVersion, Publisher
 from deltawire.store import StoreOptions, open_store
 from deltawire.subscribe import Subscriber, reading_mirror

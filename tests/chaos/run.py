@@ -38,7 +38,7 @@ from checker import Seen, Verdict, check  # noqa: E402
 from servers import BUCKET, KEY, SECRET, answers, create_bucket, find_program, s3_server, seaweedfs_command  # noqa: E402
 from small_model import lines_of  # noqa: E402
 
-from deltawire.format.signing import SigningKey  # noqa: E402
+from deltawire.format.records.signing import SigningKey  # noqa: E402
 
 START_SECONDS = 240
 LAST_SECONDS = 300

@@ -13,8 +13,8 @@ from running_blocks import as_run, folder_with_models, run_python
 from terminal import COLUMNS, misprints, run_in_terminal
 from tiny_models import torch
 
-from deltawire.format.checkpoint import Checkpoint
-from deltawire.state import state_digest
+from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.tensors.state import state_digest
 
 README = blocks(ROOT / "README.md")
 

@@ -12,19 +12,19 @@ from safetensors.torch import load_file
 from threads_as_ranks import ThreadRank, run_ranks, shards_of
 from tiny_models import SIZES, bits, qwen, step, torch, transformers
 
-from deltawire.checkpoint_layout import CheckpointLayout
 from deltawire.dtypes import dtype_named
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.engines.device_weights import DeviceReplica
 from deltawire.errors import EngineRefused, UnsupportedLayout
-from deltawire.module_tensors import named_weights
 from deltawire.publish import Publisher
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.rl.generation import build_model
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 from deltawire.subscribe.model_files import ModelFiles, read_model_files
-from deltawire.tensors import tensor_bits, to_torch
+from deltawire.tensors.bits import tensor_bits, to_torch
+from deltawire.tensors.checkpoint_layout import CheckpointLayout
+from deltawire.tensors.module_tensors import named_weights
 from deltawire.trainers import WeightSource
 from deltawire.trainers.trl import DeltaWireTransfer
 

@@ -13,12 +13,12 @@ from toy_chain import State, first_state, next_state
 
 import deltawire
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.version import Version
 from deltawire.errors import DeltawireError, NoChain
 from deltawire.events import Event
-from deltawire.publish.cadence import AnchorPolicy
 from deltawire.publish.publisher import Publisher
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.store import Store
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber

@@ -24,14 +24,14 @@ from deltawire.errors import DeltawireError, StoreUnavailable
 from deltawire.events import Event
 from deltawire.fleet import Batch, FleetOptions, StalenessBudget, TrainingLimits
 from deltawire.fleet.chain_versions import ChainVersions
-from deltawire.fleet.coordinator_steps import CoordinatorSteps
 from deltawire.fleet.fleet_keyring import FleetKeyring
-from deltawire.fleet.member_steps import MemberState, leave_steps, member_steps, tell
-from deltawire.fleet.steps import FindVersion, Generate, KnownVersion, Sleep, Sync, ask_store, run_steps
-from deltawire.format.fleet_files import Accepted
-from deltawire.format.fleet_records import BatchRecord, Lease, Round, Sampling
+from deltawire.fleet.steps.coordinator_steps import CoordinatorSteps
+from deltawire.fleet.steps.member_steps import MemberState, leave_steps, member_steps, tell
+from deltawire.fleet.steps.requests import FindVersion, Generate, KnownVersion, Sleep, Sync, ask_store, run_steps
+from deltawire.format.records.fleet_files import Accepted
+from deltawire.format.records.fleet_records import BatchRecord, Lease, Round, Sampling
+from deltawire.format.records.signing import SigningKey
 from deltawire.format.rollouts import Completion, Rollouts, Span, VersionRef
-from deltawire.format.signing import SigningKey
 from deltawire.publish import Publisher
 from deltawire.store import Store, fleet_keys
 from deltawire.store.memory import MemoryStore

@@ -10,11 +10,11 @@ from publications import Ledger, Listener, open_publisher, open_subscriber, publ
 from support import bits_of
 from toy_chain import ToyChain, first_state
 
-from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import DataDamaged, DataMissing, DeltawireError
-from deltawire.format.records import FileEntry
+from deltawire.format.records.chain_records import FileEntry
 from deltawire.publish.publisher import Publisher
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber

@@ -10,9 +10,9 @@ from small_fleet import LEASE, Fleet, Member, Trainer, assert_one_line_of_traini
 
 from deltawire.errors import EngineError, FleetDeserted, FleetTimeout, RewardError, StoreDenied
 from deltawire.fleet import FleetOptions, StalenessBudget
-from deltawire.fleet.member_steps import tell
-from deltawire.fleet.steps import Generate, Sync
-from deltawire.format.fleet_records import Board, Heartbeat
+from deltawire.fleet.steps.member_steps import tell
+from deltawire.fleet.steps.requests import Generate, Sync
+from deltawire.format.records.fleet_records import Board, Heartbeat
 from deltawire.store import Store, fleet_keys
 from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, Reading, call
 from deltawire.testing.faulty_store import Failure

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from small_fleet import Fleet, Trainer, make_rollouts, nonce, other_digest, place_lease, place_result, rows_for
 
-from deltawire.fleet import FleetOptions, Rollouts, StalenessBudget, intake_steps
-from deltawire.fleet.steps import KnownVersion
-from deltawire.format.fleet_records import Lease, Round
+from deltawire.fleet import FleetOptions, Rollouts, StalenessBudget
+from deltawire.fleet.steps import intake_steps
+from deltawire.fleet.steps.requests import KnownVersion
+from deltawire.format.records.fleet_records import Lease, Round
 from deltawire.format.rollouts import VersionRef
 from deltawire.store import fleet_keys
 from deltawire.testing import FaultyStore, Reading, call

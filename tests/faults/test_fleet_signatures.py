@@ -18,9 +18,9 @@ from deltawire.chain.pins import put_pin, remove_pin
 from deltawire.errors import SignatureInvalid, StoreDenied
 from deltawire.fleet import Coordinator
 from deltawire.fleet.fleet_keyring import FleetKeyring
-from deltawire.format.fleet_files import Accepted
-from deltawire.format.fleet_records import BatchRecord, Board, ObjectRef, Rejection, Round
-from deltawire.format.signing import SigningKey
+from deltawire.format.records.fleet_files import Accepted
+from deltawire.format.records.fleet_records import BatchRecord, Board, ObjectRef, Rejection, Round
+from deltawire.format.records.signing import SigningKey
 from deltawire.store import Store, fleet_keys
 from deltawire.store.wrapped import WrappedStore
 

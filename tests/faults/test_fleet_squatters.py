@@ -9,8 +9,8 @@ from small_fleet import LEASE, Fleet, assert_one_line_of_training, make_rollouts
 from test_fleet_members import LAST, offers, poll
 
 from deltawire.fleet import FleetOptions
-from deltawire.fleet.board import _MOST_OFFERS, _Offers
-from deltawire.format.fleet_records import MAX_BOARD_BYTES, Board, Heartbeat, Lease, Round
+from deltawire.fleet.rules.board import _MOST_OFFERS, _Offers
+from deltawire.format.records.fleet_records import MAX_BOARD_BYTES, Board, Heartbeat, Lease, Round
 from deltawire.store import fleet_keys
 from deltawire.store.fleet_keys import FIRST_FREE_ATTEMPT, MOST_ATTEMPTS, LeaseKey
 

@@ -9,9 +9,9 @@ import pytest
 from small_fleet import LEASE, Fleet, assert_one_line_of_training, place_lease
 from test_fleet_members import LAST, claimed, offers, poll
 
-from deltawire.fleet.fleet_clock import FleetClock
-from deltawire.fleet.member_steps import tell
-from deltawire.format.fleet_records import Round
+from deltawire.fleet.rules.fleet_clock import FleetClock
+from deltawire.fleet.steps.member_steps import tell
+from deltawire.format.records.fleet_records import Round
 from deltawire.store import fleet_keys
 from deltawire.testing import FaultyStore
 

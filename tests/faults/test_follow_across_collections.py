@@ -15,11 +15,11 @@ import pytest
 from publications import Ledger, bits_at, open_publisher, open_subscriber
 from support import bits_of
 
-from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
+from deltawire.chain.maintenance.collect import collect
 from deltawire.engines.disk import DiskEngine
 from deltawire.engines.hot_swap import HotSwap
-from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import pull
 from deltawire.subscribe.model_files import read_model_files

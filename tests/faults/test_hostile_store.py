@@ -16,8 +16,8 @@ from support import bits_of
 from toy_chain import ToyChain, first_state
 
 from deltawire.chain import log
-from deltawire.chain.collect import collect
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.maintenance.verify import verify
 from deltawire.engines.disk import DiskEngine
 from deltawire.engines.hot_swap import HotSwap
 from deltawire.errors import (
@@ -33,9 +33,9 @@ from deltawire.errors import (
     UnsupportedVersion,
 )
 from deltawire.events import Event
-from deltawire.format.checkpoint import Checkpoint
-from deltawire.format.records import Commit, Head, Limits, record_hash
-from deltawire.format.signing import SigningKey
+from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.format.records.chain_records import Commit, Head, Limits, record_hash
+from deltawire.format.records.signing import SigningKey
 from deltawire.store import Store, keys
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore

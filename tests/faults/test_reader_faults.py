@@ -15,10 +15,11 @@ from publications import Listener, bits_at, open_publisher, open_subscriber, pub
 from support import PACKAGE, bits_of
 
 from deltawire.errors import CorruptRecord, DataMissing, MirrorError, NoChain, RollbackDetected, StoreUnavailable
-from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
-from deltawire.subscribe import Subscriber, mirror, reading_mirror
+from deltawire.subscribe import Subscriber, reading_mirror
+from deltawire.subscribe.mirror import mirror
 from deltawire.testing import After, Before, FaultyStore, ProcessDied, Reading
 from deltawire.testing.faulty_store import Fault
 
@@ -114,7 +115,7 @@ from pathlib import Path
 from publications import bits_at
 from support import bits_of
 from deltawire.errors import MirrorError
-from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.store.local import LocalStore
 from deltawire.subscribe import Subscriber, reading_mirror
 from deltawire.testing import Before, FaultyStore

@@ -12,13 +12,13 @@ from support import bits_of
 from test_hostile_store import copy_of, edited, replace, restore
 from threads_as_ranks import run_ranks
 
-from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import ChainBroken, DataMissing, RunMismatch, SignatureInvalid, WrongRun
 from deltawire.fleet.chain_versions import ChainVersions
-from deltawire.format.records import Epoch
-from deltawire.format.signing import SigningKey
+from deltawire.format.records.chain_records import Epoch
+from deltawire.format.records.signing import SigningKey
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore

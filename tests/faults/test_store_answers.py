@@ -27,7 +27,7 @@ from publications import (
 from support import bits_of
 
 from deltawire.errors import CommitOutcomeUnknown, MirrorError, ObjectExists, OutcomeUnknown, StoreFull, StoreUnavailable
-from deltawire.format.canonical import dump
+from deltawire.format.records.canonical import dump
 from deltawire.store import local
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore

@@ -14,8 +14,8 @@ from publications import Ledger, Listener, assert_one_history, bits_at, open_pub
 from support import bits_of
 
 from deltawire.chain import plan
-from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
+from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.routes import Routes
 from deltawire.errors import ChainStale, DataMissing, VersionGone
 from deltawire.publish.commits import ChainWriter

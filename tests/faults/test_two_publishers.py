@@ -25,12 +25,12 @@ from publications import (
 from support import bits_of
 from toy_chain import ToyChain, first_state
 
-from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import Fenced, ObjectExists
-from deltawire.publish.cadence import AnchorPolicy
 from deltawire.publish.publisher import Publisher
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, call

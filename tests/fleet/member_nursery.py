@@ -199,7 +199,7 @@ def _nursery() -> None:
     import transformers  # noqa: F401
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM  # noqa: F401 - imported when first used
 
-    import deltawire.cli.member
+    import deltawire.cli.commands.member
     import deltawire.rl.generation
     import deltawire.rl.member  # noqa: F401
 

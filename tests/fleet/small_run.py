@@ -8,7 +8,7 @@ from typing import Any
 from tiny_policy import TinyPolicy
 
 from deltawire.fleet import Batch, Coordinator, FleetOptions, Sampling, StalenessBudget
-from deltawire.fleet.scheduler import Scheduler
+from deltawire.fleet.rules.scheduler import Scheduler
 from deltawire.store import Store
 
 TASKS = 3

@@ -17,12 +17,12 @@ from deltawire.engines import pretrained
 from deltawire.engines.prompts import Prompts
 from deltawire.errors import EngineError, NoChain
 from deltawire.fleet.generation import Interrupted
-from deltawire.format.fleet_records import Sampling
-from deltawire.module_tensors import named_weights
+from deltawire.format.records.fleet_records import Sampling
 from deltawire.publish import Publisher
 from deltawire.rl.generation import TransformersGenerator, build_model
 from deltawire.store import Store, open_store
 from deltawire.subscribe.model_files import ModelFiles, read_model_files
+from deltawire.tensors.module_tensors import named_weights
 
 ROWS = [{"prompt": "w1 w2 w3"}, {"prompt": [{"role": "user", "content": "w4"}]}]
 

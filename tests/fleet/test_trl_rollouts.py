@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from member_nursery import HERE, MemberNursery, wait_until
 
-from deltawire.format.fleet_records import Board
+from deltawire.format.records.fleet_records import Board
 
 for library in ("trl", "vllm", "datasets"):
     if importlib.util.find_spec(library) is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from toy_chain import State, first_state, next_state
 
-from deltawire.publish.cadence import AnchorPolicy
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
 
 HERE = Path(__file__).resolve().parent / "chains"
 OPTIONS = {"segment_bytes": 800, "anchor_policy": AnchorPolicy(min_versions=4, max_versions=4), "threads": 1}

@@ -10,7 +10,7 @@ from typing import Any
 from make import HERE, training_step
 
 import deltawire
-from deltawire.tensors import TensorPart
+from deltawire.tensors.bits import TensorPart
 
 CUTS = [0, 4608, 8192, 9000]
 NAME = "model.weight"

@@ -14,8 +14,8 @@ from support import CODECS, bits_of, copied, split_delta
 
 import deltawire
 from deltawire.codec import reference, using_codec
+from deltawire.delta.inspect import inspect_delta
 from deltawire.dtypes import DTYPES
-from deltawire.inspect import inspect_delta
 
 GOLDEN = json.loads(MANIFEST.read_text(encoding="utf-8"))
 NAMES = [case.__name__ for case in CASES]

@@ -12,7 +12,7 @@ from make_chains import CONFIG, HERE, OPTIONS, state_at
 from support import bits_of
 
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import SignatureInvalid
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.publish.publisher import Publisher

@@ -27,7 +27,7 @@ from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
 from deltawire.codec.gpu import resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
-from deltawire.tensors import _torch_types, tensor_bits  # noqa: E402
+from deltawire.tensors.bits import _torch_types, tensor_bits  # noqa: E402
 
 TILE = 1 << 14
 locate_slabs = resolve._Work._locate_slabs

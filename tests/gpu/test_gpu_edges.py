@@ -15,9 +15,9 @@ import deltawire
 from deltawire.codec import using_codec
 from deltawire.codec.base import EncodeJob, ResolveJob
 from deltawire.codec.reference import encode_job
+from deltawire.delta.prepared import PreparedUpdate
 from deltawire.dtypes import dtype_named
 from deltawire.errors import UnsupportedTensor
-from deltawire.prepared import PreparedUpdate
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
 if compiler() is None:
@@ -28,8 +28,8 @@ from emulator.gpu import EmulatedGpu, Stream, emulated  # noqa: E402
 from deltawire.codec.gpu import device, encode, reach, resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.codec.gpu.device_bits import DeviceBits, MasterBits  # noqa: E402
-from deltawire.publish.segments import TensorTable  # noqa: E402
 from deltawire.publish.snapshots import copy_tensors, new_arrays  # noqa: E402
+from deltawire.publish.upload.segments import TensorTable  # noqa: E402
 
 TILE = 1 << 14
 BF16 = dtype_named("BF16")

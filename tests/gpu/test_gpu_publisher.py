@@ -11,7 +11,7 @@ from emulator.build import compiler
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.errors import NonFiniteWeights
-from deltawire.finite import count_nonfinite
+from deltawire.tensors.finite import count_nonfinite
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
 REAL = torch.cuda.is_available()

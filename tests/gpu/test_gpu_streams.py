@@ -16,10 +16,10 @@ from emulator.build import compiler
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.engines import HotSwap, ModuleEngine
-from deltawire.format.records import CommitRef
+from deltawire.format.records.chain_records import CommitRef
 from deltawire.publish.background import BackgroundPublisher
 from deltawire.publish.baseline import Baseline
-from deltawire.publish.segments import TensorTable
+from deltawire.publish.upload.segments import TensorTable
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
 REAL = torch.cuda.is_available()

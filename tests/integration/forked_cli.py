@@ -24,7 +24,18 @@ from pathlib import Path
 from support import PACKAGE
 
 _MOST_SECONDS = 600
-_USED = ["cli", "publish", "subscribe", "chain.verify", "chain.collect", "format.signing", "store.local", "store.urls", "inspect", "encode"]
+_USED = [
+    "cli",
+    "publish",
+    "subscribe",
+    "chain.maintenance.verify",
+    "chain.maintenance.collect",
+    "format.records.signing",
+    "store.local",
+    "store.urls",
+    "delta.inspect",
+    "delta.encode",
+]
 """Modules of deltawire that commands import when they run."""
 _LIBRARIES = ["numpy", "ml_dtypes", "rich.progress", "rich.table", "typer.rich_utils", "obstore"]
 

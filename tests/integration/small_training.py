@@ -7,9 +7,9 @@ import numpy as np
 from plain_reader import read_states
 from support import bits_of, copied
 
-from deltawire.chain.verify import verify
-from deltawire.publish.cadence import AnchorPolicy
+from deltawire.chain.maintenance.verify import verify
 from deltawire.publish.publisher import Publisher
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
 
 NEVER = AnchorPolicy(min_versions=10**6, max_versions=None)
 SECOND_COMMIT = "commit/00000000000000000002"

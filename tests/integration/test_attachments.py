@@ -11,20 +11,20 @@ from support import bits_of
 from threads_as_ranks import run_ranks, shards_of
 from toy_chain import ToyChain, first_state, next_state
 
-from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.version import Version
 from deltawire.errors import CheckpointError, CorruptRecord, DataDamaged, DataMissing, LimitExceeded
 from deltawire.events import Event
-from deltawire.format.checkpoint import Checkpoint
-from deltawire.format.record_parts import FileEntry
-from deltawire.format.records import Commit, CommitRef, Limits, Signature, link_targets
-from deltawire.publish.attachments import MOST_FILES, MOST_NAME_BYTES
-from deltawire.publish.cadence import AnchorPolicy
+from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.format.records.chain_records import Commit, CommitRef, Limits, Signature, link_targets
+from deltawire.format.records.record_parts import FileEntry
+from deltawire.publish.attachments.read_files import MOST_FILES, MOST_NAME_BYTES
 from deltawire.publish.publisher import Publisher
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.publish.sharded.parts import MOST_FILES as MOST_DELTAS
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.store import Store, keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
@@ -163,8 +163,8 @@ def test_a_slot_whose_attachments_were_torn_by_a_power_failure_is_made_anew(
         reader.sync()
         assert reader.path is not None
         (reader.path / "config.json").write_bytes(b"")
-    monkeypatch.setattr("deltawire.subscribe.slot.boot_id", lambda: "another boot")
-    monkeypatch.setattr("deltawire.subscribe.mirror.boot_id", lambda: "another boot")
+    monkeypatch.setattr("deltawire.subscribe.mirror.slot.boot_id", lambda: "another boot")
+    monkeypatch.setattr("deltawire.subscribe.mirror.mirror.boot_id", lambda: "another boot")
     with Subscriber(store, tmp_path / "mirror", pin=False) as reader:
         assert reader.version is None
         reader.sync()
@@ -500,7 +500,7 @@ def test_no_attachment_has_the_name_of_a_mirror_s_record(tmp_path: Path, monkeyp
     folder = write(tmp_path / "slot", config_json=OLD, deltawire_json=b"of a mirror")
     with Publisher(store, attachments=folder, **OPTIONS) as publisher:
         assert set(publisher.publish(first_state()).attachments) == {"config.json"}
-    monkeypatch.setattr("deltawire.publish.attachments.MIRROR_RECORD_FILE", "-")  # as earlier releases did
+    monkeypatch.setattr("deltawire.publish.attachments.read_files.MIRROR_RECORD_FILE", "-")  # as earlier releases did
     with Publisher(store, attachments={"config.json": OLD, "deltawire.json": NEW}, **OPTIONS) as publisher:
         publisher.publish(next_state(first_state(), 1))
     with Subscriber(store, tmp_path / "mirror") as subscriber:

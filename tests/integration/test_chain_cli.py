@@ -21,7 +21,7 @@ from support import run_python as run_fresh
 from test_cli import FIRST, INDEX, SECOND, Tensors, assert_same, environment, fail, halves, load, model, run, save_sharded, succeed, updated
 
 from deltawire.errors import LimitExceeded
-from deltawire.format.records import Limits
+from deltawire.format.records.chain_records import Limits
 from deltawire.publish import Publisher
 
 VERSIONS = 3

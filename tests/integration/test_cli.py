@@ -352,12 +352,12 @@ def test_version_and_help_do_not_need_the_codec() -> None:
 _MAIN = "\nfrom deltawire.cli import main\nmain()\n"
 _PAUSE = "import sys, time\ndef pause(*_, **__):\n    print('paused', flush=True)\n    time.sleep(60)\n"
 _PAUSE_BEFORE_COMMIT = (
-    _PAUSE + "from deltawire.format.checkpoint_copy import WritableCheckpoint\nWritableCheckpoint.commit = pause\n" + _MAIN
+    _PAUSE + "from deltawire.format.checkpoints.checkpoint_copy import WritableCheckpoint\nWritableCheckpoint.commit = pause\n" + _MAIN
 )
 _PAUSE_IN_DIFF = (
     _PAUSE
-    + "from contextlib import contextmanager\nimport deltawire.cli.diff\n"
-    + "@contextmanager\ndef bar(*_, **__):\n    yield pause\nsys.modules['deltawire.cli.diff'].progress_bar = bar\n"
+    + "from contextlib import contextmanager\nimport deltawire.cli.commands.diff\n"
+    + "@contextmanager\ndef bar(*_, **__):\n    yield pause\nsys.modules['deltawire.cli.commands.diff'].progress_bar = bar\n"
     + _MAIN
 )
 
@@ -410,7 +410,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_behind(files: tuple[Path, P
 
 _WITH_LITTLE_MEMORY = """
 import re, resource
-import deltawire.resolve, deltawire.cli, deltawire.format.checkpoint_copy
+import deltawire.delta.resolve, deltawire.cli, deltawire.format.checkpoints.checkpoint_copy
 resident = int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (resident + (192 << 20),) * 2)
 """

@@ -16,9 +16,9 @@ from test_cli import assert_same, environment, halves, load, model, run_python, 
 from typer.testing import CliRunner
 
 from deltawire.cli import app
-from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.format.checkpoints.shard_layout import LAYOUT_FILE, describe_layout, parse_layout, restore_layout
 from deltawire.format.safetensors_header import MalformedHeader
-from deltawire.format.shard_layout import LAYOUT_FILE, describe_layout, parse_layout, restore_layout
 
 
 def call(*arguments: object, code: int = 0) -> str:

@@ -19,7 +19,7 @@ from deltawire.chain.version import Version
 from deltawire.errors import Fenced, FleetTimeout, NoChain
 from deltawire.fleet import Batch, Coordinator, FleetOptions, StalenessBudget
 from deltawire.fleet.chain_versions import ChainVersions
-from deltawire.fleet.scheduler import Scheduler
+from deltawire.fleet.rules.scheduler import Scheduler
 from deltawire.publish import Publisher
 from deltawire.store import Store, open_store
 from deltawire.store.memory import MemoryStore

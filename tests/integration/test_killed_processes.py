@@ -17,8 +17,8 @@ from servers import Server, seaweedfs  # noqa: F401
 from support import bits_of
 
 import deltawire
-from deltawire.chain.verify import verify
-from deltawire.format.checkpoint import Checkpoint
+from deltawire.chain.maintenance.verify import verify
+from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.publish import AnchorPolicy, Publisher
 from deltawire.store import Store, open_store
 from deltawire.subscribe import Subscriber, reading_mirror

@@ -28,12 +28,13 @@ from deltawire.errors import (
     VersionUnknown,
 )
 from deltawire.events import Event
-from deltawire.format.checkpoint import Checkpoint
-from deltawire.format.signing import SigningKey
+from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.format.records.signing import SigningKey
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
-from deltawire.subscribe import Subscriber, mirror_replica, pull, reading_mirror
-from deltawire.subscribe.slot import boot_id
+from deltawire.subscribe import Subscriber, pull, reading_mirror
+from deltawire.subscribe.mirror import mirror_replica
+from deltawire.subscribe.mirror.slot import boot_id
 
 
 @pytest.fixture
@@ -252,8 +253,8 @@ def test_after_a_reboot_a_torn_slot_is_replaced_by_the_other_and_then_healed(
     data = bytearray(shard.read_bytes())
     data[-2] ^= 16
     shard.write_bytes(data)
-    monkeypatch.setattr("deltawire.subscribe.mirror.boot_id", lambda: "another boot")
-    monkeypatch.setattr("deltawire.subscribe.mirror_update.boot_id", lambda: "another boot")
+    monkeypatch.setattr("deltawire.subscribe.mirror.mirror.boot_id", lambda: "another boot")
+    monkeypatch.setattr("deltawire.subscribe.mirror.mirror_update.boot_id", lambda: "another boot")
     with Subscriber(chain.store, mirror) as subscriber:
         assert subscriber.version is not None
         assert subscriber.version.seq == 1

@@ -23,11 +23,11 @@ from deltawire.errors import (
     UnsupportedTensor,
     VersionUnknown,
 )
-from deltawire.format.checkpoint import Checkpoint
-from deltawire.format.records import Limits
-from deltawire.format.signing import SigningKey, check_signature
-from deltawire.publish import upload
-from deltawire.publish.cadence import AnchorPolicy
+from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.format.records.chain_records import Limits
+from deltawire.format.records.signing import SigningKey, check_signature
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
+from deltawire.publish.upload import data_objects as upload
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
@@ -324,7 +324,7 @@ def test_garbage_is_collected_after_anchors_if_asked_for():
 
 def test_commits_and_shortcuts_are_signed():
     pytest.importorskip("cryptography")
-    from deltawire.format.records import Commit, Shortcut
+    from deltawire.format.records.chain_records import Commit, Shortcut
 
     store = MemoryStore()
     key = SigningKey.generate()

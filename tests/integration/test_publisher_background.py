@@ -10,14 +10,10 @@ from plain_reader import apply_files, read_commits, read_json
 from small_training import Training, assert_chain_holds, publisher
 from support import bits_of, copied, finished_python
 
-from deltawire.errors import (
-    Fenced,
-    PublisherClosed,
-    StoreFull,
-)
+from deltawire.errors import Fenced, PublisherClosed, StoreFull
 from deltawire.publish import PendingVersion, create
 from deltawire.publish.background import BackgroundPublisher
-from deltawire.publish.segments import TensorTable
+from deltawire.publish.upload.segments import TensorTable
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import Before, FaultyStore, call

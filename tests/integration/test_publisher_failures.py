@@ -23,7 +23,7 @@ from deltawire.errors import (
     StoreUnavailable,
 )
 from deltawire.publish import create
-from deltawire.publish.cadence import AnchorPolicy
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import After, Before, FaultyStore, ProcessDied, call
 

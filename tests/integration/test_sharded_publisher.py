@@ -9,7 +9,7 @@ from support import bits_of, copied
 from threads_as_ranks import run_ranks, shards_of
 
 from deltawire import Publisher, Subscriber, pull
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import (
     CommitOutcomeUnknown,
     DataDamaged,
@@ -20,10 +20,10 @@ from deltawire.errors import (
     StoreUnavailable,
     UnsupportedDtype,
 )
-from deltawire.publish.cadence import AnchorPolicy
 from deltawire.publish.sharded import ShardedPublisher
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.store import open_store
-from deltawire.tensors import TensorPart, tensor_bits
+from deltawire.tensors.bits import TensorPart, tensor_bits
 from deltawire.testing import After, Before, FaultyStore, call
 
 SHAPES = {"embed": (301, 96), "layer.0.up": (256, 64), "layer.0.norm": (96,), "layer.1.up": (7, 1000), "scale": (), "none": (0, 4)}

@@ -14,9 +14,9 @@ from threads_as_ranks import run_ranks, shards_of
 
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import CommitOutcomeUnknown, DataDamaged, SignatureInvalid, VersionUnknown
-from deltawire.format.signing import SigningKey
+from deltawire.format.records.signing import SigningKey
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.store import open_store
 from deltawire.testing import After, Before, FaultyStore, call

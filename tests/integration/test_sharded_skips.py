@@ -9,10 +9,10 @@ from support import bits_of
 from test_sharded_publisher import follow, publish_all, states
 from threads_as_ranks import run_ranks, shards_of
 
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.verify import verify
 from deltawire.publish import history
-from deltawire.publish.cadence import AnchorPolicy
 from deltawire.publish.sharded import ShardedPublisher
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.store import open_store
 from deltawire.testing import Before, FaultyStore, call
 

@@ -29,8 +29,8 @@ from deltawire.errors import (
     VersionUnknown,
 )
 from deltawire.events import Event
-from deltawire.format.records import Limits, Pin
-from deltawire.format.signing import SigningKey
+from deltawire.format.records.chain_records import Limits, Pin
+from deltawire.format.records.signing import SigningKey
 from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber

@@ -13,12 +13,12 @@ from support import CODECS, bits_of, join_delta, join_text, split_delta
 
 import deltawire
 from deltawire.codec import using_codec
+from deltawire.delta.inspect import inspect_delta
+from deltawire.delta.prepared import PreparedUpdate
 from deltawire.dtypes import dtype_named
 from deltawire.errors import CorruptDelta, UnsupportedVersion
 from deltawire.format import delta_file, safetensors_header
 from deltawire.format.safetensors_header import TensorEntry, build_header, parse_header
-from deltawire.inspect import inspect_delta
-from deltawire.prepared import PreparedUpdate
 
 
 def test_the_sound_delta_is_accepted_by_every_codec():

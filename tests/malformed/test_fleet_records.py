@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
-from deltawire.format.fleet_files import Accepted, AcceptedResult, Tasks
-from deltawire.format.fleet_records import BatchRecord, Board, Heartbeat, Lease, ObjectRef, Rejection, Round, Sampling
-from deltawire.format.record_parts import Signature
+from deltawire.format.records.fleet_files import Accepted, AcceptedResult, Tasks
+from deltawire.format.records.fleet_records import BatchRecord, Board, Heartbeat, Lease, ObjectRef, Rejection, Round, Sampling
+from deltawire.format.records.record_parts import Signature
 
 ID, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32
 SAMPLING = Sampling(samples=8, max_tokens=256, temperature=0.7, top_p=0.9, seed=11)

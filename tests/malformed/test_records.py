@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deltawire import Digest
 from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
-from deltawire.format.records import (
+from deltawire.format.records.chain_records import (
     MAX_RECORD_BYTES,
     Commit,
     CommitRef,

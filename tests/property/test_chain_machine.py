@@ -29,9 +29,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support import bits_of
 
 from deltawire import Publisher
-from deltawire.chain.collect import collect
 from deltawire.chain.fetch import Fetcher
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import (
     CommitOutcomeUnknown,
     DataMissing,
@@ -42,11 +42,11 @@ from deltawire.errors import (
     StoreUnavailable,
     VersionGone,
 )
-from deltawire.format.checkpoint import Checkpoint
-from deltawire.format.records import Commit, link_targets
+from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.format.records.chain_records import Commit, link_targets
 from deltawire.publish import create
-from deltawire.publish.cadence import AnchorPolicy
 from deltawire.publish.commits import ChainWriter
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.store import keys
 from deltawire.subscribe import Subscriber, reading_mirror
 from deltawire.subscribe.chain_view import ChainView

@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from deltawire.fleet import coordinator_steps, intake_steps
-from deltawire.fleet.admission import REASONS
-from deltawire.fleet.fleet_clock import FleetClock
-from deltawire.fleet.round_state import TaskState
-from deltawire.fleet.scheduler import Scheduler
+from deltawire.fleet.rules.admission import REASONS
+from deltawire.fleet.rules.fleet_clock import FleetClock
+from deltawire.fleet.rules.round_state import TaskState
+from deltawire.fleet.rules.scheduler import Scheduler
+from deltawire.fleet.steps import coordinator_steps, intake_steps
 from deltawire.testing.fleet_simulation import Outcome, scenario, simulate
 from deltawire.testing.fleet_simulation import __main__ as command
 

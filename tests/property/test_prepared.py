@@ -11,8 +11,8 @@ from support import CODECS, bits_of, copied
 
 import deltawire
 from deltawire.codec import using_codec
+from deltawire.delta.prepared import PreparedUpdate
 from deltawire.errors import BaseMismatch, CorruptDelta, DeltawireError, StateNotWritable
-from deltawire.prepared import PreparedUpdate
 
 DTYPES = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32, np.float64, np.int16, np.uint8]
 

@@ -14,7 +14,7 @@ from threads_as_ranks import run_ranks, shards_of
 from deltawire.dtypes import DTYPES
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.store import open_store
-from deltawire.tensors import tensor_bits
+from deltawire.tensors.bits import tensor_bits
 
 shapes = st.lists(st.integers(0, 70), max_size=3).map(tuple)
 models = st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.sampled_from(DTYPES), shapes), min_size=1)

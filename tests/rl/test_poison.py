@@ -18,8 +18,8 @@ from deltawire import Subscriber
 from deltawire.engines.model_limits import limits_of_files, load_prompts
 from deltawire.errors import TrainingFailed
 from deltawire.events import Event
-from deltawire.fleet.training_limits import TrainingLimits
-from deltawire.format.fleet_records import Rejection
+from deltawire.fleet.rules.training_limits import TrainingLimits
+from deltawire.format.records.fleet_records import Rejection
 from deltawire.rl import preflight
 from deltawire.rl import trainer as trainer_module
 from deltawire.store import fleet_keys
@@ -209,7 +209,7 @@ def test_a_run_whose_poison_was_acknowledged_goes_on_when_it_is_resumed(kind: st
     with monkeypatch.context() as patched:  # a trainer that checks nothing, as they were
         patched.setattr(trainer_module, "training_limits", lambda model, prompts: TrainingLimits())
         patched.setattr(trainer_module.GrpoTrainer, "_learn", dies)
-        patched.setattr("deltawire.fleet.intake_steps.why_untrainable", lambda rollouts, limits: None)
+        patched.setattr("deltawire.fleet.steps.intake_steps.why_untrainable", lambda rollouts, limits: None)
         with members(store), trainer(store, tmp_path) as old, pytest.raises(SystemExit):
             old.train(until=1)
     assert len(list(store.list(fleet_keys.BATCHES))) == 1

@@ -15,7 +15,7 @@ from tiny_models import bits, torch
 from deltawire import Subscriber
 from deltawire.errors import CheckpointError, Fenced, SignatureInvalid, UnusableModelFiles, UnusableRows, UnusableSettings
 from deltawire.events import Event
-from deltawire.format.signing import SigningKey
+from deltawire.format.records.signing import SigningKey
 from deltawire.rl.settings import GrpoSettings
 from deltawire.rl.trainer import GrpoTrainer
 from deltawire.store.memory import MemoryStore

@@ -18,11 +18,11 @@ from learning_run import SETTINGS, members, trainer
 from tiny_models import torch
 
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.verify import verify
 from deltawire.fleet.chain_versions import ChainVersions
-from deltawire.format.fleet_files import MAX_ACCEPTED_BYTES, Accepted
-from deltawire.format.fleet_records import BatchRecord
-from deltawire.format.records import MAX_RECORD_BYTES
+from deltawire.format.records.chain_records import MAX_RECORD_BYTES
+from deltawire.format.records.fleet_files import MAX_ACCEPTED_BYTES, Accepted
+from deltawire.format.records.fleet_records import BatchRecord
 from deltawire.format.rollouts import Rollouts
 from deltawire.store import Store, fleet_keys, keys, open_store
 from deltawire.store.fleet_keys import RolloutKey

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from deltawire.publish import PendingVersion
-from deltawire.publish.cadence import AnchorPolicy
+from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.trainers.fsdp import FSDPPublisher
 
 

@@ -17,7 +17,7 @@ from support import PACKAGE
 
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import StoreUnavailable
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore

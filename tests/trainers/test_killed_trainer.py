@@ -14,7 +14,7 @@ from tiny_models import bits, qwen
 
 from deltawire import state_digest
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.verify import verify
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore

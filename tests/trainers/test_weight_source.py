@@ -11,14 +11,14 @@ import pytest
 from safetensors.torch import load_file
 from tiny_models import bits, moe, qwen, step, torch, transformers
 
-from deltawire.casting import wire_dtype
 from deltawire.chain.version import Version
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.publish import Publisher
-from deltawire.publish.model_files import files_of_model
+from deltawire.publish.attachments.model_files import files_of_model
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber, reading_mirror
-from deltawire.tensors import to_torch
+from deltawire.tensors.bits import to_torch
+from deltawire.tensors.casting import wire_dtype
 from deltawire.trainers import WeightSource
 
 

@@ -8,12 +8,12 @@ import pytest
 from support import bits_of
 
 import deltawire
-from deltawire.casting import Casting, Casts, wire_dtype
 from deltawire.dtypes import dtype_named
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
-from deltawire.tensors import tensor_bits
+from deltawire.tensors.bits import tensor_bits
+from deltawire.tensors.casting import Casting, Casts, wire_dtype
 
 BF16 = dtype_named("BF16").numpy
 

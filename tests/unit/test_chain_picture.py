@@ -9,9 +9,9 @@ import pytest
 from toy_chain import ToyChain, first_state
 
 from deltawire.chain.log import ChainLog
-from deltawire.cli import figures
 from deltawire.cli.chain_history import read_history
-from deltawire.cli.chain_picture import draw, glyph
+from deltawire.cli.output import figures
+from deltawire.cli.output.chain_picture import draw, glyph
 from deltawire.errors import ChainBroken
 from deltawire.store import keys, open_store
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save, save_file
 
 from deltawire.dtypes import DTYPES, DType
 from deltawire.errors import CheckpointError
-from deltawire.format.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltawire.format.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltawire.format.safetensors_header import MalformedHeader, TensorEntry, build_header, parse_header, place_in_order
 
 Tensors = dict[str, NDArray[Any]]

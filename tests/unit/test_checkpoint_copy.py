@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from deltawire.dtypes import dtype_named
 from deltawire.errors import CheckpointError, DtypeMismatch, ShapeMismatch, TensorMissing, TensorUnexpected
-from deltawire.format.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltawire.format.checkpoint_copy import copy_checkpoint
+from deltawire.format.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltawire.format.checkpoints.checkpoint_copy import copy_checkpoint
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

@@ -14,7 +14,7 @@ from toy_chain import ToyChain, first_state
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.errors import DataDamaged
-from deltawire.format.signing import SigningKey
+from deltawire.format.records.signing import SigningKey
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 

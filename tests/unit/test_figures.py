@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from deltawire.cli import figures
-from deltawire.cli.tables import lay_out_table
+from deltawire.cli.output import figures
+from deltawire.cli.output.tables import lay_out_table
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from support import array_of
 
-from deltawire import finite
 from deltawire.dtypes import DTYPES
-from deltawire.finite import count_nonfinite
+from deltawire.tensors import finite
+from deltawire.tensors.finite import count_nonfinite
 
 FLOATS = [dtype for dtype in DTYPES if dtype.name.startswith(("F", "BF"))]
 

@@ -9,14 +9,14 @@ from support import CODECS, bits_of, copied, join_delta, split_delta
 
 import deltawire
 from deltawire.codec import using_codec
+from deltawire.delta.prepared import PreparedUpdate
 from deltawire.dtypes import DTYPES
 from deltawire.errors import BaseMismatch, CorruptDelta, ShapeMismatch, StateNotWritable, TensorMissing, UnsupportedTensor
 from deltawire.format import delta_file
-from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.format.digest import Digest, TensorKeys
-from deltawire.prepared import PreparedUpdate
-from deltawire.subscribe.checkpoint_in_place import CheckpointInPlace
-from deltawire.tensors import TensorPart, tensor_bits
+from deltawire.subscribe.mirror.checkpoint_in_place import CheckpointInPlace
+from deltawire.tensors.bits import TensorPart, tensor_bits
 
 
 def random_state(seed, shapes=None):

@@ -87,7 +87,7 @@ def test_importing_the_package_imports_nothing_heavy():
 def test_working_on_numpy_states_imports_nothing_heavy():
     code = """
 import deltawire, numpy as np
-from deltawire.inspect import inspect_delta
+from deltawire.delta.inspect import inspect_delta
 base, new = {"x": np.zeros(100)}, {"x": np.ones(100), "y": np.ones(3)}
 delta = deltawire.encode_delta(base, new)
 inspect_delta(delta)

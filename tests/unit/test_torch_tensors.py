@@ -14,8 +14,8 @@ from support import CODECS, run_python
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.errors import StateNotWritable, UnsupportedDtype, UnsupportedTensor
-from deltawire.handover import Handover
-from deltawire.tensors import _TORCH_NAMES, tensor_bits
+from deltawire.tensors.bits import _TORCH_NAMES, tensor_bits
+from deltawire.tensors.gpu_handover import Handover
 
 torch = pytest.importorskip("torch")
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from deltawire import Publisher, Subscriber
 from deltawire.engines.vllm.staging import Stager, find_changes
 from deltawire.errors import MirrorError
-from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.checkpoints.checkpoint import Checkpoint
 
 
 def checkpoint(folder: Path, **tensors: np.ndarray) -> Checkpoint:

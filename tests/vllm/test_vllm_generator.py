@@ -15,7 +15,7 @@ from deltawire.engines.vllm.generation import VllmGenerator
 from deltawire.errors import EngineRefused
 from deltawire.fleet import Coordinator, FleetOptions, VersionRef
 from deltawire.fleet.generation import Interrupted
-from deltawire.format.fleet_records import Sampling
+from deltawire.format.records.fleet_records import Sampling
 from deltawire.rl.member import MemberOptions
 from deltawire.rl.member import serve as member_from_options
 from deltawire.store import open_store

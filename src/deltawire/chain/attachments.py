@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..format.records import Commit, FileEntry, holds_weights
+from ..format.records.chain_records import Commit, FileEntry, holds_weights
 from .fetch import Fetcher
 from .log import ChainLog
 from .restore import Hop

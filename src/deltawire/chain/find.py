@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import ChainBroken, NoChain, VersionUnknown
-from ..format.records import MAX_RECORD_BYTES, Commit, Epoch
+from ..format.records.chain_records import MAX_RECORD_BYTES, Commit, Epoch
 from ..store import keys
 from .log import ChainLog
 

@@ -22,9 +22,21 @@ from ..errors import (
     VersionUnknown,
     WrongRun,
 )
-from ..format.canonical import MAX_INTEGER
-from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Epoch, Head, Limits, Mark, Run, Shortcut, check_same_run, record_hash
-from ..format.signing import check_signature
+from ..format.records.canonical import MAX_INTEGER
+from ..format.records.chain_records import (
+    MAX_RECORD_BYTES,
+    Commit,
+    CommitRef,
+    Epoch,
+    Head,
+    Limits,
+    Mark,
+    Run,
+    Shortcut,
+    check_same_run,
+    record_hash,
+)
+from ..format.records.signing import check_signature
 from ..store import keys
 from ..store.base import Store
 from ..store.urls import default_run_name

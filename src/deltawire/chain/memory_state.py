@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..delta.prepared import PreparedUpdate
 from ..errors import BaseMismatch, ChainBroken, DataDamaged, LimitExceeded, ResultMismatch
 from ..format.delta_file import DeltaBytes
 from ..format.digest import Digest
-from ..format.records import Commit, FileEntry
+from ..format.records.chain_records import Commit, FileEntry
 from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
-from ..prepared import PreparedUpdate
-from ..state import state_digest
 from ..store.base import Progress
+from ..tensors.state import state_digest
 from .fetch import Fetcher, WasCollected
 from .restore import Hop
 

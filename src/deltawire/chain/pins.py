@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ..errors import CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
-from ..format.records import MAX_RECORD_BYTES, Pin, Run
+from ..format.records.chain_records import MAX_RECORD_BYTES, Pin, Run
 from ..store import keys
 from ..store.base import Store
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import DataDamaged, DataMissing, DeltaError, StateError, VersionGone
-from ..format.records import Commit, CommitRef
+from ..format.records.chain_records import Commit, CommitRef
 from ..store.base import Progress
 from .fetch import Fetcher
 from .log import ChainLog

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
-from ..format.canonical import Fields, dump
-from ..format.records import MAX_RECORD_BYTES, Run
+from ..format.records.canonical import Fields, dump
+from ..format.records.chain_records import MAX_RECORD_BYTES, Run
 from ..store import keys
 from ..store.base import Store
 

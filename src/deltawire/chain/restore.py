@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import ChainBroken, CorruptRecord, LimitExceeded, RollbackDetected, SignatureInvalid, UnsupportedVersion, VersionGone
 from ..format.digest import Digest
-from ..format.records import Commit, CommitRef, FileEntry, Shortcut
+from ..format.records.chain_records import Commit, CommitRef, FileEntry, Shortcut
 from .log import ChainLog
 from .plan import Edge, plan
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..errors import DataMissing, DeltawireError, VersionGone
 from ..events import OnEvent, emit
-from ..format.records import Commit, CommitRef
+from ..format.records.chain_records import Commit, CommitRef
 from .log import ChainLog
 from .restore import Hop, Way, find_route
 

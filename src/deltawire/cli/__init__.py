@@ -11,9 +11,27 @@ from typing import Annotated, TypeAlias
 import typer
 
 from .. import __version__
-from . import apply, diff, fleet, follow, gc, inspect, keygen, log, member, members, publish, pull, rollouts, show, sidecar, top, verify
-from .plain_output import never_fail_to_print
-from .terminal import interrupt_on_termination
+from .commands import (
+    apply,
+    diff,
+    fleet,
+    follow,
+    gc,
+    inspect,
+    keygen,
+    log,
+    member,
+    members,
+    publish,
+    pull,
+    rollouts,
+    show,
+    sidecar,
+    top,
+    verify,
+)
+from .output.plain_output import never_fail_to_print
+from .output.terminal import interrupt_on_termination
 from .usage_errors import CommandsWithJsonErrors
 
 _CHAINS, _FLEET, _FILES = "Versions in an object store", "Rollouts for a run", "Delta files"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from .terminal import print_notice, print_trace
+from .output.terminal import print_notice, print_trace
 
 if TYPE_CHECKING:
     from ..chain.log import ChainLog
     from ..events import Event
-    from ..format.signing import SigningKey
+    from ..format.records.signing import SigningKey
     from ..store import Store
 
 KEYS_METAVAR = "PUBKEY|FILE"
@@ -156,7 +156,7 @@ def tell_of_waiting(event: Event, told: set[str]) -> None:
 
 def load_signing_key(path: Path, *, option: str = "--sign") -> SigningKey:
     """The key in a file; one that is none, or that others may read, is wrong usage."""
-    from ..format.signing import SigningKey
+    from ..format.records.signing import SigningKey
 
     try:
         return SigningKey.load(path)

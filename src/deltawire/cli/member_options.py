@@ -29,7 +29,7 @@ def _check_env(specs: list[str]) -> list[str]:
 
 
 def check_member_name(name: str | None) -> str | None:
-    from ..format.records import is_reader_name
+    from ..format.records.chain_records import is_reader_name
 
     if name is not None and not is_reader_name(name):
         raise typer.BadParameter("a name has letters, digits, '.', '_' and '-', at most 64, and does not begin with a dot.")

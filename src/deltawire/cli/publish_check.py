@@ -15,19 +15,19 @@ from ..chain.memory_state import MemoryState
 from ..chain.rebuild import rebuild
 from ..chain.restore import fetched_hops
 from ..chain.routes import Routes
-from ..encode import encode_with_summary
+from ..delta.encode import encode_with_summary
 from ..errors import NoChain
 from ..events import emit
 from ..format.content_hash import content_hash
-from ..format.records import Limits
-from ..publish.segments import TensorTable
-from ..state import state_digest
-from ..store.place import refuse_occupied
+from ..format.records.chain_records import Limits
+from ..publish.upload.segments import TensorTable
+from ..store.occupancy import refuse_occupied
+from ..tensors.state import state_digest
 
 if TYPE_CHECKING:
     from ..events import OnEvent
-    from ..format.checkpoint import Checkpoint
-    from ..format.records import Commit
+    from ..format.checkpoints.checkpoint import Checkpoint
+    from ..format.records.chain_records import Commit
 
 
 @dataclass(frozen=True, slots=True)

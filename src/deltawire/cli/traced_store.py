@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from ..errors import DeltawireError
 from ..store.base import Buffer, ObjectInfo, Progress, Store
 from ..store.wrapped import WrappedStore
-from . import figures
-from .terminal import print_trace
+from .output import figures
+from .output.terminal import print_trace
 
 
 class TracedStore(WrappedStore):

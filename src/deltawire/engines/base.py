@@ -17,7 +17,7 @@ import enum
 from collections.abc import Callable
 from typing import Protocol
 
-from ..format.records import Commit
+from ..format.records.chain_records import Commit
 from ..subscribe.replica import Replica
 
 

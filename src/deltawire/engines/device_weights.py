@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..chain.memory_state import Undo, Update
+from ..delta.patch import ResolvedPatch, TensorPatch
+from ..delta.resolve import resolve_delta
 from ..errors import BaseMismatch, CorruptDelta, ResultMismatch
 from ..format.delta_file import DeltaBytes
 from ..format.digest import Digest
-from ..format.records import Commit
-from ..patch import ResolvedPatch, TensorPatch
-from ..resolve import resolve_delta
-from ..state import batches, state_digest
-from ..tensors import tensor_bits, to_torch
+from ..format.records.chain_records import Commit
+from ..tensors.bits import tensor_bits, to_torch
+from ..tensors.state import batches, state_digest
 from .base import PreparedSwap, Swap
 from .live_weights import LiveReplica, LiveTensors, Tensors
 

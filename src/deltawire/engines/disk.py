@@ -8,10 +8,10 @@ from typing import Any
 
 from ..chain.version import Version
 from ..errors import EngineFenced, SwapFailed
-from ..format.records import Commit
+from ..format.records.chain_records import Commit
 from ..subscribe.journey import Journey
-from ..subscribe.mirror import HeldSlot
-from ..subscribe.mirror_replica import MirrorReplica
+from ..subscribe.mirror.mirror import HeldSlot
+from ..subscribe.mirror.mirror_replica import MirrorReplica
 from ..subscribe.replica import Replica
 from .base import Engine, KvCache, Swap
 

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from ..chain.version import Version
 from ..events import OnEvent, emit
-from ..format.records import Limits
+from ..format.records.chain_records import Limits
 from ..store import Store, StoreOptions
 from ..subscribe import Subscriber
 from ..subscribe.follow import follow_chain

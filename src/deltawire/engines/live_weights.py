@@ -10,17 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..chain.memory_state import MemoryState, NewUpdate, Undo, Update
+from ..delta.prepared import PreparedUpdate
 from ..errors import BaseMismatch, EngineDtypeDiffers, EngineFenced, EngineRefused, ResultMismatch
 from ..format.delta_file import DeltaBytes
 from ..format.digest import Digest
-from ..format.records import Commit
-from ..handover import Handover
-from ..module_tensors import tied_names
-from ..prepared import PreparedUpdate
-from ..state import codec_for, state_digest
+from ..format.records.chain_records import Commit
 from ..subscribe.journey import Journey
 from ..subscribe.memory_replica import MemoryReplica
-from ..tensors import tensor_bits, to_torch
+from ..tensors.bits import tensor_bits, to_torch
+from ..tensors.gpu_handover import Handover
+from ..tensors.module_tensors import tied_names
+from ..tensors.state import codec_for, state_digest
 from .base import PreparedSwap, Swap
 
 if TYPE_CHECKING:

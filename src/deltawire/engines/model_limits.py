@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineError, UnusableModelFiles
-from ..fleet.training_limits import TrainingLimits
+from ..fleet.rules.training_limits import TrainingLimits
 from ..subscribe.model_files import ModelFiles
 from .pretrained import load_config
 from .prompts import Prompts

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .. import tensors
-from ..checkpoint_layout import CheckpointLayout
-from ..handover import finish
-from ..module_tensors import NameMap
 from ..subscribe.replica import Replica
+from ..tensors import bits as tensors
+from ..tensors.checkpoint_layout import CheckpointLayout
+from ..tensors.gpu_handover import finish
+from ..tensors.module_tensors import NameMap
 from .base import Engine, KvCache, Swap
 from .device_weights import DeviceReplica
 from .forward_gate import ForwardGate

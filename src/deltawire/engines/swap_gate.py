@@ -8,7 +8,7 @@ from typing import NoReturn
 from ..chain.version import Version
 from ..errors import EngineFenced, EngineUnavailable, SwapFailed
 from ..events import OnEvent, emit
-from ..format.records import Commit
+from ..format.records.chain_records import Commit
 from .base import Engine, KvCache, PreparedSwap
 from .version_spans import VersionSpans
 

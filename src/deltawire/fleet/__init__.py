@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ..format.fleet_records import Round, Sampling
+from ..format.records.fleet_records import Round, Sampling
 from ..format.rollouts import Completion, Rollouts, Span, VersionRef
 from .batch import Batch
 from .coordinator import Coordinator
 from .options import FleetOptions
-from .roster import MemberStatus
-from .scheduler import Scheduler
-from .staleness import StalenessBudget
-from .training_limits import TrainingLimits
+from .rules.roster import MemberStatus
+from .rules.scheduler import Scheduler
+from .rules.staleness import StalenessBudget
+from .rules.training_limits import TrainingLimits
 
 __all__ = [
     "Batch",

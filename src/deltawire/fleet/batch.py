@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from ..format.fleet_files import AcceptedResult, Row
-from ..format.fleet_records import Round
+from ..format.records.fleet_files import AcceptedResult, Row
+from ..format.records.fleet_records import Round
 from ..format.rollouts import Rollouts
-from .admission import Reason
+from .rules.admission import Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..chain.log import ChainLog
 from ..errors import NoChain
-from ..format.records import Commit
-from .steps import KnownVersion
+from ..format.records.chain_records import Commit
+from .steps.requests import KnownVersion
 
 
 class ChainVersions:

@@ -15,21 +15,21 @@ from ..chain.log import ChainLog
 from ..chain.version import Version
 from ..errors import DeltawireError, FleetTimeout, SignatureInvalid, StoreError
 from ..events import OnEvent, emit
-from ..format.fleet_files import Row
-from ..format.fleet_records import Round, Sampling
-from ..format.signing import SigningKey
+from ..format.records.fleet_files import Row
+from ..format.records.fleet_records import Round, Sampling
+from ..format.records.signing import SigningKey
 from ..store import Store, StoreOptions, open_store
-from .admission import Reason
 from .batch import Batch
 from .chain_versions import ChainVersions
-from .coordinator_steps import CoordinatorSteps
 from .fleet_keyring import FleetKeyring
 from .options import FleetOptions
-from .roster import MemberStatus
-from .scheduler import Scheduler
-from .staleness import StalenessBudget
-from .steps import MOST_TOGETHER, FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
-from .training_limits import TrainingLimits
+from .rules.admission import Reason
+from .rules.roster import MemberStatus
+from .rules.scheduler import Scheduler
+from .rules.staleness import StalenessBudget
+from .rules.training_limits import TrainingLimits
+from .steps.coordinator_steps import CoordinatorSteps
+from .steps.requests import MOST_TOGETHER, FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
 
 T = TypeVar("T")
 

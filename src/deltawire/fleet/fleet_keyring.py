@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TypeVar
 
 from ..errors import SignatureInvalid
-from ..format.signing import Signable, SigningKey, check_signature
+from ..format.records.signing import Signable, SigningKey, check_signature
 
 _Record = TypeVar("_Record", bound=Signable)
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..chain.version import Version
-from ..format.fleet_files import Row
-from ..format.fleet_records import Sampling
+from ..format.records.fleet_files import Row
+from ..format.records.fleet_records import Sampling
 
 Stop: TypeAlias = Callable[[], bool]
 """Asked now and then whether to stop."""

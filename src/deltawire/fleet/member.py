@@ -22,16 +22,16 @@ from ..chain.log import ChainLog
 from ..chain.version import Version
 from ..errors import DeltawireError, EngineError, EngineUnavailable, RewardError, UnusableReward
 from ..events import OnEvent, emit, with_fields
-from ..format.fleet_files import Row
-from ..format.fleet_records import Place, Sampling
+from ..format.records.fleet_files import Row
+from ..format.records.fleet_records import Place, Sampling
 from ..format.rollouts import Completion, Rollouts, Span, VersionRef
 from ..store.base import Store
 from ..store.fleet_keys import member_key
 from .fleet_keyring import FleetKeyring
 from .generation import Generated, Generator, Interrupted
-from .member_steps import MemberState, TaskFailed, heartbeat_steps, leave_steps, member_steps
-from .steps import FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
-from .training_limits import LARGEST_REWARD
+from .rules.training_limits import LARGEST_REWARD
+from .steps.member_steps import MemberState, TaskFailed, heartbeat_steps, leave_steps, member_steps
+from .steps.requests import FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
 
 _LOOK = 0.02
 _SHORTEST_REST = 1.0

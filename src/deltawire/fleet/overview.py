@@ -13,16 +13,16 @@ from typing import Literal, TypeAlias, TypeVar
 from blake3 import blake3
 
 from ..errors import CorruptRollouts, LimitExceeded, ObjectMissing
-from ..format.canonical import MAX_RECORD_BYTES
-from ..format.fleet_records import MAX_BOARD_BYTES, Board, Heartbeat, Round
+from ..format.records.canonical import MAX_RECORD_BYTES
+from ..format.records.fleet_records import MAX_BOARD_BYTES, Board, Heartbeat, Round
 from ..format.rollouts import RolloutLimits, Rollouts
 from ..store import fleet_keys
 from ..store.base import ObjectInfo, Store
 from ..store.fleet_keys import RolloutKey
 from .fleet_keyring import FleetKeyring
-from .rejection_steps import read_rejections
-from .resume_steps import parsed_answer, read_acknowledged, read_rounds
-from .steps import MOST_TOGETHER, Get, Head, List, Steps, Together, run_steps
+from .steps.rejection_steps import read_rejections
+from .steps.requests import MOST_TOGETHER, Get, Head, List, Steps, Together, run_steps
+from .steps.resume_steps import parsed_answer, read_acknowledged, read_rounds
 
 _T = TypeVar("_T")
 _EVERY_EPOCH = 10**10

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from ..dtypes import dtype_named
 from ..errors import CorruptRecord, CorruptRollouts
-from .canonical import MAX_RECORD_BYTES, Fields, dump
 from .digest import Digest
-from .fleet_records import read_number, read_place
-from .record_parts import NONCE, READER
+from .records.canonical import MAX_RECORD_BYTES, Fields, dump
+from .records.fleet_records import read_number, read_place
+from .records.record_parts import NONCE, READER
 from .safetensors_header import LENGTH_BYTES, MalformedHeader, TensorEntry, build_header, header_length, parse_header, place_in_order
 
 _MOST_NAMES = 64

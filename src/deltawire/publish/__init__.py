@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .background import PendingVersion
-from .cadence import AnchorPolicy
 from .publisher import Publisher
+from .shortcuts.cadence import AnchorPolicy
 
 __all__ = ["AnchorPolicy", "PendingVersion", "Publisher"]

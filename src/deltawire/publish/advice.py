@@ -12,10 +12,10 @@ from ..chain.version import Version
 from ..dtypes import DType
 from ..errors import NonFiniteWeights
 from ..events import OnEvent
-from ..finite import count_nonfinite
-from ..tensors import State
+from ..tensors.bits import State
+from ..tensors.finite import count_nonfinite
 from ..warnings import AttachmentsMissing, DenseUpdates, NonFinitePublished, WideWeights, warn
-from .segments import TensorTable
+from .upload.segments import TensorTable
 
 _DENSE_SHARE, _DENSE_VERSIONS = 0.9, 3
 """Share of the weights that must change, and in how many versions in a row, before deltas are called dense."""

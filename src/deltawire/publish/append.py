@@ -17,18 +17,18 @@ from ..chain.version import Version
 from ..errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltaError, Fenced, PublishError, StateError
 from ..events import OnEvent, emit
 from ..format.digest import Digest
-from ..format.records import Commit, CommitRef
+from ..format.records.chain_records import Commit, CommitRef
 from ..store.base import Store
-from ..tensors import State
-from .anchor_files import SHARD_BYTES, lay_out
-from .attached import AttachedFiles, StoredFiles
+from ..tensors.bits import State
+from .attachments.stored_files import AttachedFiles, StoredFiles
 from .baseline import Baseline
-from .cadence import ChainCost, Speed
 from .commits import Attempt, ChainWriter, emit_published
 from .resume import Resumed, read_state, version_commit
-from .segments import SEGMENT_BYTES, TensorTable, cut_segments
+from .shortcuts.cadence import ChainCost, Speed
 from .snapshots import Arrays, Place, copy_tensors, new_arrays
-from .upload import DataPlace, upload_checkpoint, upload_update
+from .upload.checkpoint_files import SHARD_BYTES, lay_out
+from .upload.data_objects import DataPlace, upload_checkpoint, upload_update
+from .upload.segments import SEGMENT_BYTES, TensorTable, cut_segments
 
 Recycle = Callable[[Arrays], None]
 

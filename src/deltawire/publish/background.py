@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from ..chain.version import Version
 from ..errors import PublisherClosed
 from ..events import OnEvent, emit
-from ..handover import Handover
-from ..tensors import State
+from ..tensors.bits import State
+from ..tensors.gpu_handover import Handover
 from .at_exit import finish_at_exit, forget, wait_at_exit
-from .segments import TensorTable
 from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
+from .upload.segments import TensorTable
 
 Append = Callable[[Arrays, TensorTable, "int | None", Mapping[str, str], "Mapping[str, bytes] | None"], Version]
 

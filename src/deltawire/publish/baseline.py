@@ -10,16 +10,16 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..encode import encode_delta
+from ..delta.encode import encode_delta
+from ..delta.resolve import apply_delta
 from ..format.digest import Digest
-from ..format.records import CommitRef
-from ..handover import Handover, beside
-from ..resolve import apply_delta
-from ..tensors import State
-from .compose import compose
+from ..format.records.chain_records import CommitRef
+from ..tensors.bits import State
+from ..tensors.gpu_handover import Handover, beside
 from .history import History, budget_for, span_of
-from .segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
+from .shortcuts.compose import compose
 from .snapshots import Arrays, Place, copy_of, copy_tensors, is_kept_like, new_arrays
+from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,22 @@ from ..errors import (
     StoreError,
 )
 from ..events import OnEvent, emit
-from ..format.canonical import MAX_INTEGER
 from ..format.digest import Digest
-from ..format.record_parts import MAX_EPOCH
-from ..format.records import MAX_RECORD_BYTES, Commit, CommitRef, Epoch, FileEntry, Head, Limits, Run, link_targets, record_hash
-from ..format.signing import SigningKey, check_signature
+from ..format.records.canonical import MAX_INTEGER
+from ..format.records.chain_records import (
+    MAX_RECORD_BYTES,
+    Commit,
+    CommitRef,
+    Epoch,
+    FileEntry,
+    Head,
+    Limits,
+    Run,
+    link_targets,
+    record_hash,
+)
+from ..format.records.record_parts import MAX_EPOCH
+from ..format.records.signing import SigningKey, check_signature
 from ..store import keys
 from ..store.base import Store
 from ..store.urls import default_run_name

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import DataDamaged, ObjectExists, OutcomeUnknown, StoreError, StoreUnavailable
-from ..format.records import MAX_RECORD_BYTES
+from ..format.records.chain_records import MAX_RECORD_BYTES
 from ..store.base import Store
 
 Sleep = Callable[[float], None]

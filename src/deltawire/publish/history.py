@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..format.records import CommitRef
+from ..format.records.chain_records import CommitRef
 
 FAN = 4
 

@@ -9,33 +9,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from ..casting import Casting, WireDType
-from ..chain.collect import Collected, collect
 from ..chain.log import ChainLog
+from ..chain.maintenance.collect import Collected, collect
 from ..chain.version import Version
 from ..errors import Fenced, PublisherClosed, PublishError
 from ..events import OnEvent, emit
-from ..format.records import Limits
-from ..format.signing import SigningKey
+from ..format.records.chain_records import Limits
+from ..format.records.signing import SigningKey
 from ..store import Store, StoreOptions, open_store, probe
-from ..store.place import refuse_occupied
-from ..tensors import State, is_module
+from ..store.occupancy import refuse_occupied
+from ..tensors.bits import State, is_module
+from ..tensors.casting import Casting, WireDType
 from .advice import Advice
-from .anchor_files import SHARD_BYTES
 from .append import Appender
 from .at_exit import warn_lost
-from .attached import AttachedFiles, StoredFiles
-from .attachments import Attachments, CollectedFiles, check_sizes, read_attachments
+from .attachments.model_files import TokenizerFiles, files_of_model
+from .attachments.read_files import Attachments, CollectedFiles, check_sizes, read_attachments
+from .attachments.stored_files import AttachedFiles, StoredFiles
 from .background import BackgroundPublisher, PendingVersion
-from .cadence import AnchorPolicy
 from .commits import ChainWriter, check_meta, check_step, open_log, open_run
-from .model_files import TokenizerFiles, files_of_model
 from .resume import Resumed, find_start, read_state
-from .segments import SEGMENT_BYTES, TensorTable
-from .shortcuts import ShortcutWriter
+from .shortcuts.cadence import AnchorPolicy
+from .shortcuts.shortcut_writer import ShortcutWriter
+from .shortcuts.upkeep import Helper, Upkeep
 from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
-from .upkeep import Helper, Upkeep
-from .upload_pool import UploadPool
+from .upload.checkpoint_files import SHARD_BYTES
+from .upload.segments import SEGMENT_BYTES, TensorTable
+from .upload.upload_pool import UploadPool
 from .weight_source import WeightSource
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class Publisher:
             self._background.flush(timeout)
 
     def collect(self, *, grace: float, dry_run: bool = False) -> Collected:
-        """Delete data that no reader needs any more, announced at least `grace` seconds before; see `deltawire.chain.collect`."""
+        """Delete data that no reader needs any more, announced at least `grace` seconds before; see `chain.maintenance.collect`."""
         self._check_open()
         return collect(self._store, grace=grace, dry_run=dry_run, log=self._new_log(), on_event=self._on_event)
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
+from ..chain.maintenance.survey import is_stored
 from ..chain.memory_state import MemoryState
 from ..chain.rebuild import rebuild
 from ..chain.restore import Hop, fetched_hops
 from ..chain.routes import HopFailed, Routes
-from ..chain.survey import is_stored
 from ..errors import DataDamaged, DataMissing, VersionUnknown
 from ..events import OnEvent, emit
-from ..format.records import Commit
-from .cadence import ChainCost, Replay
+from ..format.records.chain_records import Commit
+from .shortcuts.cadence import ChainCost, Replay
 from .snapshots import Arrays
 
 MOST_READ = 256 << 20

@@ -11,11 +11,11 @@ from typing import Any, Literal, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..casting import Casts
 from ..dtypes import DType
-from ..handover import Handover, beside
-from ..tensors import State, tensor_bits, typed
-from .segments import TensorTable
+from ..tensors.bits import State, tensor_bits, typed
+from ..tensors.casting import Casts
+from ..tensors.gpu_handover import Handover, beside
+from .upload.segments import TensorTable
 
 Arrays = dict[str, Any]
 """Tensors by name, C-contiguous and owned by the publisher: arrays, or torch tensors on a GPU."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ..chain.version import Version
-from ..checkpoint_layout import CheckpointLayout
-from ..module_tensors import NameMap, tied_names
+from ..tensors.checkpoint_layout import CheckpointLayout
+from ..tensors.module_tensors import NameMap, tied_names
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import CheckpointError
-from ..format.staged_output import StagedOutput, sync_file
-from ..module_tensors import named_weights, tied_names
+from ..format.checkpoints.staged_output import StagedOutput, sync_file
+from ..tensors.module_tensors import named_weights, tied_names
 
 _KIND = "trainer-checkpoint"
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from ..chain.version import Version
-from ..checkpoint_layout import CheckpointLayout
 from ..dtypes import DType
 from ..engines import HotSwap, ModuleEngine
 from ..engines.pretrained import causal_model, check_size, load_config, stop_tokens
@@ -19,10 +18,11 @@ from ..engines.prompts import Prompts
 from ..errors import EngineError, EngineRefused, EngineUnavailable
 from ..events import OnEvent
 from ..fleet.generation import Generated, Stop, never
-from ..format.fleet_records import Sampling
+from ..format.records.fleet_records import Sampling
 from ..store import Store
 from ..subscribe.model_files import FollowedFiles, ModelFiles
-from ..tensors import to_torch
+from ..tensors.bits import to_torch
+from ..tensors.checkpoint_layout import CheckpointLayout
 from .sampling import passes_of, sample
 
 

@@ -13,7 +13,7 @@ from ..errors import DeltawireError, UnusableReward
 from ..events import OnEvent, emit, with_fields
 from ..fleet.generation import Generator
 from ..fleet.member import Member, tell_failure
-from ..format.fleet_files import Row
+from ..format.records.fleet_files import Row
 from ..store import Store, open_store
 from ..subscribe.follow import pause
 from ..subscribe.pin_keeper import reader_name

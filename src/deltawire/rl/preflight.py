@@ -6,16 +6,16 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..casting import Casting
 from ..engines.model_limits import positions_of
 from ..engines.prompts import Prompts
 from ..errors import EngineError, NoChain, UnusableModelFiles, UnusableRows, UnusableSettings
-from ..fleet.training_limits import TrainingLimits
-from ..format.fleet_files import Row
-from ..publish.attachments import Attachments, read_attachments
-from ..publish.model_files import TokenizerFiles, files_of_model
+from ..fleet.rules.training_limits import TrainingLimits
+from ..format.records.fleet_files import Row
+from ..publish.attachments.model_files import TokenizerFiles, files_of_model
+from ..publish.attachments.read_files import Attachments, read_attachments
 from ..store import Store
 from ..subscribe.model_files import ModelFiles, read_model_files
+from ..tensors.casting import Casting
 
 _NAMED = 3
 """Largest number of rows that an error names."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..errors import RewardError, UnusableReward
-from ..fleet.training_limits import LARGEST_REWARD
+from ..fleet.rules.training_limits import LARGEST_REWARD
 
 RewardFunction: TypeAlias = Callable[..., Any]
 

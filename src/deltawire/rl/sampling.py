@@ -18,7 +18,7 @@ from ..chain.version import Version
 from ..engines import HotSwap, ModuleEngine
 from ..errors import EngineUnavailable
 from ..fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
-from ..format.fleet_records import Sampling
+from ..format.records.fleet_records import Sampling
 
 ForwardPass = Callable[[], contextlib.AbstractContextManager[Version]]
 """Entered around every forward pass: says which version's weights make it, and holds them still until it is left."""

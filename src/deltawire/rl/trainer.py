@@ -21,15 +21,15 @@ from ..events import OnEvent, emit
 from ..fleet.batch import Batch
 from ..fleet.coordinator import Coordinator
 from ..fleet.options import FleetOptions
-from ..fleet.scheduler import Scheduler
-from ..fleet.staleness import StalenessBudget
-from ..format.fleet_files import Row
-from ..format.fleet_records import Sampling
-from ..format.signing import SigningKey
+from ..fleet.rules.scheduler import Scheduler
+from ..fleet.rules.staleness import StalenessBudget
+from ..format.records.fleet_files import Row
+from ..format.records.fleet_records import Sampling
+from ..format.records.signing import SigningKey
 from ..publish import PendingVersion, Publisher
-from ..publish.attachments import Attachments
-from ..state import state_digest
+from ..publish.attachments.read_files import Attachments
 from ..store import Store, open_store
+from ..tensors.state import state_digest
 from ..trainers import WeightSource
 from .batches import TrainingBatch
 from .checkpoints import TrainerCheckpoints

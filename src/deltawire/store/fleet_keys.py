@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from ..format.records import is_reader_name
+from ..format.records.chain_records import is_reader_name
 
 FLEET = "fleet/"
 BOARD = "fleet/board.json"

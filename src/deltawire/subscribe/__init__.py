@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from .mirror import Mirror
+from .mirror.mirror import Mirror
 from .pull import pull
 from .subscriber import Subscriber
 

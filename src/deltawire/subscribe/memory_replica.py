@@ -12,7 +12,7 @@ from ..chain.restore import Hop
 from ..chain.routes import HopFailed, was_collected
 from ..errors import ChainError, DataDamaged, DataMissing, DeltaError, StateError, VersionGone
 from ..events import emit
-from ..format.records import Commit
+from ..format.records.chain_records import Commit
 from .journey import Journey, RouteFetcher
 from .undo import UndoLog
 

@@ -19,9 +19,9 @@ from ..chain.routes import HopFailed, Routes, was_collected
 from ..chain.version import Version
 from ..dtypes import DType
 from ..errors import DataDamaged, DataMissing, ObjectMissing, VersionGone
-from ..format.checkpoint import check_can_be_written
+from ..format.checkpoints.checkpoint import check_can_be_written
 from ..format.content_hash import content_hash
-from ..format.records import Commit, FileEntry
+from ..format.records.chain_records import Commit, FileEntry
 from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
 from ..store.base import Store
 from .chain_view import ChainView

@@ -12,18 +12,18 @@ from ..chain.routes import HopFailed, Routes
 from ..chain.version import Version
 from ..errors import CheckpointError
 from ..events import OnEvent, emit
-from ..format.checkpoint import Checkpoint
-from ..format.records import Commit, Limits, holds_weights
-from ..format.shard_layout import restore_layout
-from ..format.staged_output import StagedOutput
-from ..state import state_digest
+from ..format.checkpoints.checkpoint import Checkpoint
+from ..format.checkpoints.shard_layout import restore_layout
+from ..format.checkpoints.staged_output import StagedOutput
+from ..format.records.chain_records import Commit, Limits, holds_weights
 from ..store import Progress, Store, StoreOptions, open_store
-from ..store.place import misplaced
+from ..store.occupancy import misplaced
+from ..tensors.state import state_digest
 from .chain_view import ChainView
-from .checkpoint_in_place import CheckpointInPlace
-from .delta_cache import DeltaCache
-from .hops_on_disk import HopsOnDisk
 from .journey import PATIENCE, Journey
+from .mirror.checkpoint_in_place import CheckpointInPlace
+from .mirror.delta_cache import DeltaCache
+from .mirror.hops_on_disk import HopsOnDisk
 from .pin_keeper import PinKeeper
 
 _DELTAS = ".deltas"

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from ..format.records import Commit
+from ..format.records.chain_records import Commit
 from .journey import Journey
 
 

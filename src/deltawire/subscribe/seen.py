@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from ..errors import MirrorError
-from ..format.records import CommitRef
-from .durable_json import read_json, remove_leftovers, write_json
-from .locks import FileLock
-from .mirror_errors import as_mirror_errors
+from ..format.records.chain_records import CommitRef
+from .mirror.durable_json import read_json, remove_leftovers, write_json
+from .mirror.locks import FileLock
+from .mirror.mirror_errors import as_mirror_errors
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 

@@ -15,13 +15,13 @@ from ..chain.routes import Routes
 from ..chain.version import Version
 from ..errors import ChainError, ChainStale, DeltawireError
 from ..events import OnEvent, emit
-from ..format.records import Commit, Limits, Run
+from ..format.records.chain_records import Commit, Limits, Run
 from ..store import Store, StoreOptions, open_store
 from .chain_view import ChainView
 from .follow import follow_chain
 from .journey import PATIENCE, Journey
 from .memory_replica import MemoryReplica
-from .mirror_replica import MirrorReplica
+from .mirror.mirror_replica import MirrorReplica
 from .pin_keeper import PinKeeper
 from .replica import Replica
 from .sync_report import SyncReport

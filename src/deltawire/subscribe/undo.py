@@ -6,7 +6,7 @@ from collections import deque
 
 from ..chain.memory_state import Undo
 from ..format.digest import Digest
-from ..format.records import Commit
+from ..format.records.chain_records import Commit
 
 _SHARE = 4
 MOST_STEPS = 64

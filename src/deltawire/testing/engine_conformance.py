@@ -20,12 +20,12 @@ import pytest
 
 from ..engines import Engine, HotSwap, KvCache, PreparedSwap, Swap
 from ..errors import EngineFenced, EngineUnavailable, SwapFailed
-from ..format.records import Commit
+from ..format.records.chain_records import Commit
 from ..publish import Publisher
-from ..state import state_digest
 from ..store.memory import MemoryStore
 from ..subscribe.replica import Replica
-from ..tensors import Tensor
+from ..tensors.bits import Tensor
+from ..tensors.state import state_digest
 
 VERSIONS = 6
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..format.bundle_names import join_name
-from ..tensors import Tensor
+from ..tensors.bits import Tensor
 
 if TYPE_CHECKING:
     import torch

@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..casting import Casting, WireDType
-from ..module_tensors import NameMap
 from ..publish import Publisher
-from ..publish.model_files import files_of_model
+from ..publish.attachments.model_files import files_of_model
 from ..publish.weight_source import WeightSource
 from ..store import Store
+from ..tensors.casting import Casting, WireDType
+from ..tensors.module_tensors import NameMap
 
 
 class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked

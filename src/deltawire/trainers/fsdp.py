@@ -22,21 +22,21 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # what torch.distributed.checkpoint asks, too
 
-from ..casting import wire_dtype
 from ..chain.version import Version
-from ..checkpoint_layout import CheckpointLayout
 from ..dtypes import DType
 from ..errors import PublishError, UnsupportedTensor
 from ..events import OnEvent
 from ..publish import PendingVersion
 from ..publish.advice import warn_if_wide
 from ..publish.at_exit import EXIT_SECONDS, finish_at_exit, forget, warn_lost
-from ..publish.model_files import files_of_model
+from ..publish.attachments.model_files import files_of_model
 from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
 from ..store import Store
 from ..store.base import Buffer
-from ..tensors import TensorPart, named_dtype, tensor_bits
+from ..tensors.bits import TensorPart, named_dtype, tensor_bits
+from ..tensors.casting import wire_dtype
+from ..tensors.checkpoint_layout import CheckpointLayout
 
 
 class FSDPPublisher:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from ..chain.log import ChainLog
 from ..chain.reports import FENCED, REFUSED, SERVING, read_reports
 from ..chain.version import Version
-from ..checkpoint_layout import CheckpointLayout
 from ..engines.vllm.routes import EngineUnreachable, RouteFailed, VllmRoutes
 from ..errors import EngineError
 from ..events import OnEvent, emit
 from ..publish import Publisher
 from ..store import Store, open_store
+from ..tensors.checkpoint_layout import CheckpointLayout
 
 if TYPE_CHECKING:
     import torch

@@ -110,8 +110,8 @@ def emulated(gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
     """Within it, all torch tensors of the host count as tensors on this GPU, and GPU codecs work on it."""
     import pytest
 
-    from deltawire import tensors
     from deltawire.codec.gpu import codec, device
+    from deltawire.tensors import bits as tensors
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (codec, device):

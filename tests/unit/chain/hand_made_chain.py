@@ -12,12 +12,23 @@ from blake3 import blake3
 from support import copied
 
 from deltawire import encode_delta, state_digest
-from deltawire.format.records import Commit, CommitRef, Epoch, FileEntry, Head, Limits, Run, Shortcut, link_targets, record_hash
+from deltawire.format.records.chain_records import (
+    Commit,
+    CommitRef,
+    Epoch,
+    FileEntry,
+    Head,
+    Limits,
+    Run,
+    Shortcut,
+    link_targets,
+    record_hash,
+)
 from deltawire.format.safetensors_header import build_header, place_in_order
 from deltawire.store import keys
 from deltawire.store.base import ObjectInfo
 from deltawire.store.memory import MemoryStore
-from deltawire.tensors import tensor_bits
+from deltawire.tensors.bits import tensor_bits
 
 RUN_ID = "00112233445566778899aabbccddeeff"
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)

@@ -6,14 +6,14 @@ import pytest
 from hand_made_chain import RUN_ID, HandMadeChain, make_state, trained_chain
 from support import bits_of
 
-from deltawire.chain.collect import collect
 from deltawire.chain.fetch import Fetcher
 from deltawire.chain.log import ChainLog
+from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.memory_state import MemoryState
 from deltawire.chain.pins import lowest_pin, put_pin, read_pins, remove_pin
 from deltawire.chain.rebuild import rebuild
 from deltawire.errors import NoChain, ObjectMissing
-from deltawire.format.records import Mark
+from deltawire.format.records.chain_records import Mark
 from deltawire.store import keys
 
 GRACE = 600.0

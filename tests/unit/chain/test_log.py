@@ -16,8 +16,8 @@ from deltawire.errors import (
     SignatureInvalid,
     VersionUnknown,
 )
-from deltawire.format.records import Limits, Mark
-from deltawire.format.signing import SigningKey
+from deltawire.format.records.chain_records import Limits, Mark
+from deltawire.format.records.signing import SigningKey
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 

@@ -16,7 +16,7 @@ from deltawire.chain.plan import Edge, plan
 from deltawire.chain.rebuild import rebuild, take_hop
 from deltawire.chain.restore import find_route
 from deltawire.errors import ChainBroken, DataDamaged, DataMissing, RollbackDetected, VersionGone
-from deltawire.format.records import FileEntry, Mark
+from deltawire.format.records.chain_records import FileEntry, Mark
 from deltawire.store import keys
 
 

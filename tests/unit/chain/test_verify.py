@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 from hand_made_chain import RUN_ID, HandMadeChain, make_state, replaced, trained_chain
 
-from deltawire.chain.collect import collect
 from deltawire.chain.log import ChainLog
-from deltawire.chain.verify import verify
+from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import NoChain
-from deltawire.format.records import Mark
-from deltawire.format.signing import SigningKey
+from deltawire.format.records.chain_records import Mark
+from deltawire.format.records.signing import SigningKey
 from deltawire.store import keys
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from deltawire import Digest
 from deltawire.fleet import Completion, Rollouts, Round, Sampling, Span, StalenessBudget, VersionRef
-from deltawire.fleet.admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions, most_bytes
-from deltawire.fleet.steps import KnownVersion
-from deltawire.fleet.training_limits import LARGEST_REWARD, TrainingLimits, why_untrainable
-from deltawire.format.fleet_files import AcceptedResult
-from deltawire.format.fleet_records import Lease, ObjectRef
+from deltawire.fleet.rules.admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions, most_bytes
+from deltawire.fleet.rules.training_limits import LARGEST_REWARD, TrainingLimits, why_untrainable
+from deltawire.fleet.steps.requests import KnownVersion
+from deltawire.format.records.fleet_files import AcceptedResult
+from deltawire.format.records.fleet_records import Lease, ObjectRef
 from deltawire.store.fleet_keys import RolloutKey
 
 RUN, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32

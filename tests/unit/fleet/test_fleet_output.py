@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from deltawire import Publisher
-from deltawire.cli.fleet import _Output
-from deltawire.cli.member import _View
+from deltawire.cli.commands.fleet import _Output
+from deltawire.cli.commands.member import _View
 from deltawire.errors import UnusableReward
 from deltawire.events import Event
 from deltawire.fleet import Coordinator, FleetOptions, Sampling

@@ -24,10 +24,10 @@ from typer.testing import CliRunner
 from deltawire import Publisher
 from deltawire.cli import app
 from deltawire.fleet.fleet_keyring import FleetKeyring
-from deltawire.format.fleet_files import Accepted, AcceptedResult
-from deltawire.format.fleet_records import BatchRecord, Board, Heartbeat, ObjectRef, Rejection, Round, Sampling
+from deltawire.format.records.fleet_files import Accepted, AcceptedResult
+from deltawire.format.records.fleet_records import BatchRecord, Board, Heartbeat, ObjectRef, Rejection, Round, Sampling
+from deltawire.format.records.signing import SigningKey
 from deltawire.format.rollouts import Completion, Rollouts, Span, VersionRef
-from deltawire.format.signing import SigningKey
 from deltawire.store import Store, fleet_keys, open_store
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")

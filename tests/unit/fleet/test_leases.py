@@ -7,9 +7,9 @@ from datetime import datetime, timezone
 
 import pytest
 
-from deltawire.fleet.roster import Roster
-from deltawire.fleet.round_state import HeldLease, TaskState
-from deltawire.format.fleet_records import Heartbeat, Lease
+from deltawire.fleet.rules.roster import Roster
+from deltawire.fleet.rules.round_state import HeldLease, TaskState
+from deltawire.format.records.fleet_records import Heartbeat, Lease
 from deltawire.store import fleet_keys
 from deltawire.store.base import ObjectInfo
 

@@ -16,10 +16,10 @@ from deltawire.fleet import Coordinator, FleetOptions, Sampling
 from deltawire.fleet import member as member_module
 from deltawire.fleet.generation import Generated, GeneratedSpan, Interrupted
 from deltawire.fleet.member import Member
-from deltawire.fleet.member_steps import tell
-from deltawire.fleet.steps import Generate, Sync, run_steps
-from deltawire.format.fleet_records import Heartbeat, Lease, ObjectRef, Round
-from deltawire.format.signing import SigningKey
+from deltawire.fleet.steps.member_steps import tell
+from deltawire.fleet.steps.requests import Generate, Sync, run_steps
+from deltawire.format.records.fleet_records import Heartbeat, Lease, ObjectRef, Round
+from deltawire.format.records.signing import SigningKey
 from deltawire.rl.member import MemberOptions, RewardScorer, parse_engine
 from deltawire.store import Store
 from deltawire.store.fleet_keys import member_key

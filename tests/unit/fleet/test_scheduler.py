@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.fleet.scheduler import Candidate, OpenTask, Scheduler
+from deltawire.fleet.rules.scheduler import Candidate, OpenTask, Scheduler
 
 NOW = 10_000.0
 

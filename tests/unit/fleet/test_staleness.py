@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.fleet.staleness import StalenessBudget
+from deltawire.fleet.rules.staleness import StalenessBudget
 
 STEPS = st.integers(0, 10**6)
 

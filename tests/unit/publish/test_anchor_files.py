@@ -12,10 +12,10 @@ from support import bits_of
 
 from deltawire.dtypes import dtype_named
 from deltawire.errors import CheckpointError
-from deltawire.format.checkpoint import Checkpoint
-from deltawire.publish.anchor_files import lay_out
-from deltawire.publish.attachments import MOST_FILES, read_attachments
-from deltawire.publish.segments import TensorTable, cut_segments
+from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.publish.attachments.read_files import MOST_FILES, read_attachments
+from deltawire.publish.upload.checkpoint_files import lay_out
+from deltawire.publish.upload.segments import TensorTable, cut_segments
 
 RANDOM = np.random.default_rng(7)
 

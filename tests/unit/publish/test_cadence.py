@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltawire.publish.cadence import AnchorPolicy, ChainCost, Replay, Speed, anchor_due
+from deltawire.publish.shortcuts.cadence import AnchorPolicy, ChainCost, Replay, Speed, anchor_due
 
 FAST = Speed(network=1000.0, codec=1e12)
 

@@ -9,7 +9,7 @@ from plain_reader import read_commits
 import deltawire
 from deltawire.chain.log import ChainLog
 from deltawire.errors import CommitOutcomeUnknown, Fenced, LimitExceeded, OutcomeUnknown, PublishError, RunMismatch, StoreFull
-from deltawire.format.records import FileEntry, Limits
+from deltawire.format.records.chain_records import FileEntry, Limits
 from deltawire.publish.commits import ChainWriter, check_meta, open_run
 from deltawire.publish.create import create_and_look
 from deltawire.store.memory import MemoryStore

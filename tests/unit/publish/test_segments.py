@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.errors import BadTensorName, PublishError, UnsupportedDtype
-from deltawire.publish.segments import MOST_SEGMENTS, Segment, TensorTable, cut_segments
-from deltawire.tensors import TensorPart
+from deltawire.publish.upload.segments import MOST_SEGMENTS, Segment, TensorTable, cut_segments
+from deltawire.tensors.bits import TensorPart
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import weakref
 import ml_dtypes
 import numpy as np
 
-from deltawire import casting
 from deltawire.publish.snapshots import copy_tensors
+from deltawire.tensors import casting
 
 
 def test_master_weights_are_rounded_one_tensor_at_a_time(monkeypatch):

@@ -13,9 +13,9 @@ from deltawire.errors import BadUrl, CheckpointError, MirrorError, PlaceOccupied
 from deltawire.store import StoreOptions, open_store
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
-from deltawire.store.place import is_chain_directory
+from deltawire.store.occupancy import is_chain_directory
 from deltawire.subscribe import Subscriber, pull
-from deltawire.subscribe.mirror import Mirror
+from deltawire.subscribe.mirror.mirror import Mirror
 
 
 def test_paths_and_file_urls_are_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

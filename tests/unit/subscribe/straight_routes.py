@@ -11,9 +11,9 @@ from toy_chain import ToyChain
 
 from deltawire.chain.routes import HopFailed
 from deltawire.errors import DataDamaged, DataMissing, MirrorError, ObjectMissing
-from deltawire.format.records import Commit, CommitRef, FileEntry
-from deltawire.subscribe.mirror import HeldSlot, Mirror
-from deltawire.subscribe.mirror_update import MirrorUpdate
+from deltawire.format.records.chain_records import Commit, CommitRef, FileEntry
+from deltawire.subscribe.mirror.mirror import HeldSlot, Mirror
+from deltawire.subscribe.mirror.mirror_update import MirrorUpdate
 from deltawire.subscribe.sync_report import SyncReport
 
 

@@ -15,8 +15,9 @@ from toy_chain import ToyChain, first_state
 from deltawire.errors import DeltawireError, MirrorBusy, MirrorError
 from deltawire.events import Event
 from deltawire.store.memory import MemoryStore
-from deltawire.subscribe import Subscriber, locks
-from deltawire.subscribe.locks import FileLock, LifeWatch
+from deltawire.subscribe import Subscriber
+from deltawire.subscribe.mirror import locks
+from deltawire.subscribe.mirror.locks import FileLock, LifeWatch
 
 
 def forked() -> int:

@@ -18,12 +18,12 @@ from support import bits_of
 from toy_chain import ToyChain, first_state, next_state
 
 from deltawire.errors import BaseMismatch, DataMissing, MirrorError, ResultMismatch, RunMismatch
-from deltawire.format.checkpoint import Checkpoint
+from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.store.memory import MemoryStore
-from deltawire.subscribe import mirror as mirror_module
-from deltawire.subscribe import mirror_update
-from deltawire.subscribe.mirror import HeldSlot, Mirror
-from deltawire.subscribe.slot import CHANGING
+from deltawire.subscribe.mirror import mirror as mirror_module
+from deltawire.subscribe.mirror import mirror_update
+from deltawire.subscribe.mirror.mirror import HeldSlot, Mirror
+from deltawire.subscribe.mirror.slot import CHANGING
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from toy_chain import ToyChain
 
 from deltawire.errors import MirrorError, StoreUnavailable
 from deltawire.events import Event
-from deltawire.format.records import CommitRef
+from deltawire.format.records.chain_records import CommitRef
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
-from deltawire.subscribe.delta_cache import DeltaCache
-from deltawire.subscribe.durable_json import read_json, remove_leftovers, write_json
 from deltawire.subscribe.follow import pause
-from deltawire.subscribe.locks import FileLock
+from deltawire.subscribe.mirror.delta_cache import DeltaCache
+from deltawire.subscribe.mirror.durable_json import read_json, remove_leftovers, write_json
+from deltawire.subscribe.mirror.locks import FileLock
 from deltawire.subscribe.pin_keeper import PinKeeper, reader_name
 from deltawire.subscribe.seen import SeenFile
 

@@ -7,7 +7,7 @@ from support import bits_of
 from toy_chain import ToyChain, first_state
 
 from deltawire.chain.memory_state import Undo
-from deltawire.prepared import PreparedUpdate
+from deltawire.delta.prepared import PreparedUpdate
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 from deltawire.subscribe.undo import MOST_STEPS, UndoLog

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...format.checkpoint import Checkpoint
+from ...format.checkpoints.checkpoint import Checkpoint
 from .staging import bits
 
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}

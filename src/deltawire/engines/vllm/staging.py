@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import MirrorError
-from ...format.checkpoint import Checkpoint
-from ...format.records import CommitRef
-from ...state import thread_count
+from ...format.checkpoints.checkpoint import Checkpoint
+from ...format.records.chain_records import CommitRef
 from ...subscribe import Mirror, Subscriber
-from ...subscribe.mirror import HeldSlot
+from ...subscribe.mirror.mirror import HeldSlot
+from ...tensors.state import thread_count
 
 if TYPE_CHECKING:
     from .places import PlacedChanges

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from ...errors import ResultMismatch
 from ...format.digest import Digest
-from ...format.records import FileEntry
-from ..anchor_files import Layout, Shard, lay_out
-from ..segments import cut_segments
-from ..upload import DataPlace, upload_checkpoint
+from ...format.records.chain_records import FileEntry
+from ..upload.checkpoint_files import Layout, Shard, lay_out
+from ..upload.data_objects import DataPlace, upload_checkpoint
+from ..upload.segments import cut_segments
 from .parts import Division, Parts, pieces_of, whole_tensors
 from .ranks import Ranks, together
 

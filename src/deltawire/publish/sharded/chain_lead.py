@@ -11,20 +11,20 @@ from ...chain.restore import Hop, Way, find_route
 from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltawireError, Fenced
 from ...events import OnEvent, emit
 from ...format.digest import Digest
-from ...format.records import Commit, FileEntry, Limits
-from ...format.signing import SigningKey
+from ...format.records.chain_records import Commit, FileEntry, Limits
+from ...format.records.signing import SigningKey
 from ...store import Store, probe
-from ...store.place import refuse_occupied
-from ..attached import AttachedFiles, StoredFiles
-from ..attachments import check_sizes
-from ..cadence import AnchorPolicy, ChainCost, Speed, anchor_due
+from ...store.occupancy import refuse_occupied
+from ..attachments.read_files import check_sizes
+from ..attachments.stored_files import AttachedFiles, StoredFiles
 from ..commits import Attempt, ChainWriter, emit_published, open_log, open_run
-from ..compose import Composition
 from ..history import span_of
 from ..resume import cost_of, find_start, require_way, version_commit
-from ..segments import TensorTable
-from ..shortcuts import ShortcutWriter
-from ..upload import DataPlace
+from ..shortcuts.cadence import AnchorPolicy, ChainCost, Speed, anchor_due
+from ..shortcuts.compose import Composition
+from ..shortcuts.shortcut_writer import ShortcutWriter
+from ..upload.data_objects import DataPlace
+from ..upload.segments import TensorTable
 
 
 class ChainLead:

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...delta.encode import encode_delta
+from ...delta.resolve import apply_delta
 from ...dtypes import dtype_named
-from ...encode import encode_delta
 from ...errors import PublishError
 from ...format.digest import PART_ALIGNMENT, Digest, TensorKeys
-from ...format.records import CommitRef
-from ...resolve import apply_delta
-from ...state import state_digest
-from ...tensors import State, TensorPart, tensor_bits
-from ..compose import Composition, compose
+from ...format.records.chain_records import CommitRef
+from ...tensors.bits import State, TensorPart, tensor_bits
+from ...tensors.state import state_digest
 from ..history import History, Reverse, budget_for
-from ..segments import Segment, TensorTable, cut_segments
+from ..shortcuts.compose import Composition, compose
+from ..upload.segments import Segment, TensorTable, cut_segments
 from .ranks import Ranks, together
 from .shares import Share, Span, divide
 

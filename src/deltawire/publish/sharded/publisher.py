@@ -17,20 +17,20 @@ from ...chain.version import Version
 from ...errors import DataDamaged, DeltawireError, PublisherClosed, PublishError, RunMismatch, VersionGone
 from ...events import OnEvent, emit
 from ...format.digest import Digest
-from ...format.records import Commit, CommitRef, FileEntry, Limits, record_hash
-from ...format.signing import SigningKey
-from ...state import state_digest
+from ...format.records.chain_records import Commit, CommitRef, FileEntry, Limits, record_hash
+from ...format.records.signing import SigningKey
 from ...store import Store, StoreOptions, open_store
-from ...tensors import TensorPart
+from ...tensors.bits import TensorPart
+from ...tensors.state import state_digest
 from ..advice import Advice
-from ..anchor_files import SHARD_BYTES
-from ..attachments import Attachments, CollectedFiles, read_attachments
-from ..cadence import AnchorPolicy
+from ..attachments.model_files import TokenizerFiles
+from ..attachments.read_files import Attachments, CollectedFiles, read_attachments
 from ..commits import check_meta, check_step
-from ..model_files import TokenizerFiles
-from ..segments import SEGMENT_BYTES
-from ..upload import DataPlace, Update, upload_update
-from ..upload_pool import UploadPool
+from ..shortcuts.cadence import AnchorPolicy
+from ..upload.checkpoint_files import SHARD_BYTES
+from ..upload.data_objects import DataPlace, Update, upload_update
+from ..upload.segments import SEGMENT_BYTES
+from ..upload.upload_pool import UploadPool
 from .anchor import SharedCheckpoint, upload_together
 from .chain_lead import ChainLead
 from .parts import MOST_FILES, Division, Parts, PartsBaseline, Splitter

@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...chain.fetch import Fetcher
+from ...delta.resolve import apply_delta
 from ...errors import ChainBroken, ChainError, DataDamaged, DeltaError, ObjectMissing, StateError
 from ...format.content_hash import content_hash, new_hash
 from ...format.digest import Digest
-from ...format.records import FileEntry
+from ...format.records.chain_records import FileEntry
 from ...format.safetensors_header import LENGTH_BYTES, MalformedHeader, TensorEntry, header_length, parse_header
-from ...resolve import apply_delta
-from ...state import state_digest
 from ...store.base import Store
-from ..segments import SEGMENT_BYTES, TensorTable, cut_segments
+from ...tensors.state import state_digest
+from ..upload.segments import SEGMENT_BYTES, TensorTable, cut_segments
 from .parts import Division, Parts, Reader
 from .ranks import Ranks, together
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...format.records import FileEntry
-from ..compose import Composition
-from ..segments import Segment
-from ..upload import DataPlace, Uploads
+from ...format.records.chain_records import FileEntry
+from ..shortcuts.compose import Composition
+from ..upload.data_objects import DataPlace, Uploads
+from ..upload.segments import Segment
 from .parts import PartsBaseline
 from .ranks import Ranks, together
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from ...errors import Fenced
-from ...fleet.steps import KnownVersion
+from ...fleet.steps.requests import KnownVersion
 from ...format.digest import Digest
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...fleet.steps import Generate, KnownVersion, Sync
+from ...fleet.steps.requests import Generate, KnownVersion, Sync
 from ...format.rollouts import Completion, Rollouts, Span, VersionRef
 from .chain_model import ChainModel
 from .kernel import Kernel, Strand

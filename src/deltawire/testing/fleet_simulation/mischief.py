@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from ...fleet.steps import Create, Put
+from ...fleet.steps.requests import Create, Put
 from ...format.digest import Digest
-from ...format.fleet_records import Heartbeat, Lease
+from ...format.records.fleet_records import Heartbeat, Lease
 from ...format.rollouts import Rollouts, Span, VersionRef
 from ...store import fleet_keys
 from ...store.fleet_keys import LeaseKey, RolloutKey

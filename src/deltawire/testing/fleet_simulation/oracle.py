@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...fleet.staleness import StalenessBudget
-from ...format.fleet_files import Accepted, AcceptedResult
-from ...format.fleet_records import BatchRecord, Lease, Rejection, Round
+from ...fleet.rules.staleness import StalenessBudget
+from ...format.records.fleet_files import Accepted, AcceptedResult
+from ...format.records.fleet_records import BatchRecord, Lease, Rejection, Round
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys
 from ...store.fleet_keys import LeaseKey, RolloutKey

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from ...format.fleet_files import Tasks
-from ...format.fleet_records import BatchRecord, Board, Heartbeat, Lease, Round
+from ...format.records.fleet_files import Tasks
+from ...format.records.fleet_records import BatchRecord, Board, Heartbeat, Lease, Round
 from ...format.rollouts import RolloutLimits, Rollouts
 
 _KEPT = 4096

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from ...fleet.options import FleetOptions
-from ...fleet.staleness import StalenessBudget
+from ...fleet.rules.staleness import StalenessBudget
 from .engine_model import EngineModel
 from .mischief import KINDS, Mischief
 from .oracle import Violation

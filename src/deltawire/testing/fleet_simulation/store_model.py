@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, Protocol
 
 from ...errors import LimitExceeded, ObjectExists, ObjectMissing, OutcomeUnknown, StoreUnavailable
-from ...fleet.steps import MOST_TOGETHER, Create, Delete, Get, Head, List, Put, Together
+from ...fleet.steps.requests import MOST_TOGETHER, Create, Delete, Get, Head, List, Put, Together
 from ...store.base import ObjectInfo, check_create, check_key, check_prefix
 from .kernel import Kernel, Process
 

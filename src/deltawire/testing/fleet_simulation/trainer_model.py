@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from ...errors import DeltawireError
-from ...fleet.coordinator_steps import CoordinatorSteps
 from ...fleet.options import FleetOptions
-from ...fleet.scheduler import Scheduler
-from ...fleet.staleness import StalenessBudget
-from ...fleet.steps import Create, KnownVersion, Sleep
-from ...format.fleet_records import Sampling
+from ...fleet.rules.scheduler import Scheduler
+from ...fleet.rules.staleness import StalenessBudget
+from ...fleet.steps.coordinator_steps import CoordinatorSteps
+from ...fleet.steps.requests import Create, KnownVersion, Sleep
+from ...format.records.fleet_records import Sampling
 from ...store import keys
 from .chain_model import ChainModel
 from .oracle import Line, Oracle

@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from ...errors import DeltawireError, Fenced
-from ...fleet.member_steps import MemberState, heartbeat_steps, leave_steps, member_steps
-from ...fleet.steps import FindVersion, Generate, Sleep, Sync
+from ...fleet.steps.member_steps import MemberState, heartbeat_steps, leave_steps, member_steps
+from ...fleet.steps.requests import FindVersion, Generate, Sleep, Sync
 from .chain_model import ChainModel
 from .engine_model import EngineModel
 from .kernel import Kernel, Process, Strand

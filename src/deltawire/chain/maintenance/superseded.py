@@ -1,0 +1,72 @@
+"""Which data of a chain still matter: those that lead from its newest sound checkpoint to its newest version. Pure: asks no store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ...format.records.chain_records import Commit, Shortcut
+
+Record = Commit | Shortcut
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """The part of a chain that readers of its newest version need, whatever they have themselves.
+
+    `commits` are the live ones from the newest sound checkpoint on, by their numbers. `checkpoint` is the record of that checkpoint; None
+    if there is none, and then all live commits are needed.
+    """
+
+    commits: frozenset[int]
+    checkpoint: Record | None
+
+    def needs(self, record: Record) -> bool:
+        """Whether damage to the files of a record is in the way of readers. If not, the record is superseded."""
+        if isinstance(record, Shortcut):
+            return record.target.seq in self.commits and record.target.seq != self._start
+        return record.seq in self.commits and not (record.seq == self._start and isinstance(self.checkpoint, Shortcut))
+
+    @property
+    def _start(self) -> int | None:
+        if self.checkpoint is None:
+            return None
+        return self.checkpoint.target.seq if isinstance(self.checkpoint, Shortcut) else self.checkpoint.seq
+
+
+def find_needed(commits: Sequence[Commit], shortcuts: Iterable[Shortcut], is_damaged: Callable[[Record], bool]) -> Needed:
+    """Walk down the history that leads to the last of `commits` (all of a chain that are not void, in order), to a sound checkpoint."""
+    anchors = _anchors_of(shortcut for shortcut in shortcuts if not is_damaged(shortcut))
+    live: set[int] = set()
+    for commit in _history(commits):
+        live.add(commit.seq)
+        if commit.kind == "anchor" and not is_damaged(commit):
+            return Needed(frozenset(live), commit)
+        if commit.seq in anchors:
+            return Needed(frozenset(live), anchors[commit.seq])
+    return Needed(frozenset(live), None)
+
+
+def live_checkpoints(commits: Sequence[Commit], shortcuts: Iterable[Shortcut]) -> Iterator[Record]:
+    """Yield the checkpoints in the history that leads to the last of `commits`, newest first, whether or not their files exist."""
+    anchors = _anchors_of(shortcuts)
+    for commit in _history(commits):
+        if commit.kind == "anchor":
+            yield commit
+        elif commit.seq in anchors:
+            yield anchors[commit.seq]
+
+
+def _anchors_of(shortcuts: Iterable[Shortcut]) -> dict[int, Shortcut]:
+    return {shortcut.target.seq: shortcut for shortcut in shortcuts if shortcut.base is None}
+
+
+def _history(commits: Sequence[Commit]) -> Iterator[Commit]:
+    """Yield the commits that led to the last one, newest first. Versions that a rewind abandoned are not among them."""
+    places = {commit.seq: place for place, commit in enumerate(commits)}
+    place: int | None = len(commits) - 1
+    while place is not None and place >= 0:
+        commit = commits[place]
+        yield commit
+        rewound = commit.base.seq if commit.kind == "rewind" and commit.base is not None else None
+        place = place - 1 if rewound is None else places.get(rewound)

@@ -1,0 +1,451 @@
+"""Check a whole chain: every record, every link, every file; and, when asked to go deep, every byte and every version."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from ...errors import (
+    ChainError,
+    DataDamaged,
+    DataMissing,
+    DeltawireError,
+    NoChain,
+    RunMismatch,
+    StoreError,
+    UnsupportedVersion,
+    VersionGone,
+    WrongRun,
+)
+from ...format.records.chain_records import Commit, FileEntry, Limits, Shortcut
+from ...store import keys
+from ...store.base import Store
+from ..fetch import Fetcher
+from ..log import ChainLog
+from ..memory_state import MemoryState
+from ..rebuild import rebuild
+from ..restore import Hop, Way, find_route
+from .superseded import Record, find_needed, live_checkpoints
+
+ReportProgress = Callable[[int, int], None]
+"""Called with the number of commits done, and of all."""
+
+
+NO_WAY = "no new reader can get to the newest version: nothing that is sound leads there"
+"""What is said of the newest version when damage elsewhere leaves no way to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that should not be: `where` is a key, or a version."""
+
+    where: str
+    what: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found. `floor` is −1 where nothing was ever collected; files at or below it may be gone, and are not asked for."""
+
+    commits: int = 0
+    versions: int = 0
+    void: int = 0
+    shortcuts: int = 0
+    files: int = 0
+    bytes: int = 0
+    rebuilt: int = 0
+    floor: int = -1
+    problems: list[Problem] = field(default_factory=list)
+    superseded: list[Problem] = field(default_factory=list)
+    """Damage to data that readers of the newest version do not need: versions that a rewind abandoned, and what lies below the newest
+    sound checkpoint. Such versions cannot be pulled any more. Collection removes them."""
+    notes: list[Problem] = field(default_factory=list)
+    """What is no damage: it is in nobody's way, and collection removes it."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether readers can get to the newest version, as far as the check has looked.
+
+        A reader that has nothing yet can, over files that were all looked at; and no other way that readers may take is damaged.
+        """
+        return not self.problems
+
+
+def verify(
+    store: Store,
+    deep: bool = False,
+    progress: ReportProgress | None = None,
+    *,
+    run: str | None = None,
+    trusted_keys: Collection[str] = (),
+    limits: Limits | None = None,
+    threads: int | None = None,
+) -> Report:
+    """Check every commit, link, epoch and signature, and that all files above the floor exist with their size.
+
+    The checkpoint that the floor stands on must exist too, and whatever else a new reader needs to get to the newest version.
+
+    `deep` reads every one of them, rebuilds each version above the floor that can be, and resolves each shortcut; it needs memory for one
+    state. Without `trusted_keys`, a chain whose first commit is signed must be signed by that key throughout. What is wrong with the
+    chain is reported, not raised; what is wrong with the store is raised. `NoChain` where there is none.
+
+    Damaged data that no reader of the newest version needs any more are reported as superseded: a chain that was repaired is sound again.
+    Damaged commits are never superseded, as readers follow hashes through them.
+    """
+    return _Check(ChainLog(store, run=run, trusted_keys=trusted_keys, limits=limits), progress, threads).run(deep)
+
+
+class _Check:
+    def __init__(self, log: ChainLog, progress: ReportProgress | None, threads: int | None) -> None:
+        self._log = log
+        self._progress = progress
+        self._threads = threads
+        self._report = Report()
+        self._sizes: dict[str, int] = {}
+        self._sound: list[Commit] = []
+        self._damage: list[tuple[Record, Problem]] = []
+        """Records whose files are damaged, and how."""
+        self._dangling: list[tuple[Shortcut, Problem]] = []
+        """Shortcuts of earlier writers whose files are missing."""
+        self._is_cut_off = False
+        """Whether a commit is missing, so that those after it were not read."""
+
+    def run(self, deep: bool) -> Report:
+        self._refuse_other_run()
+        self._trust_first_key()
+        self._check_commits()
+        self._check_stray_slots()
+        self._report.floor = self._checked_floor()
+        self._sizes = {info.key: info.size for info in self._log.store.list(keys.DATA)}
+        for commit in self._sound:
+            if commit.seq > self._report.floor:
+                self._check_files(commit)
+        shortcuts = self._check_shortcuts()
+        checkpoint = self._floor_checkpoint(shortcuts)
+        if checkpoint is not None:
+            self._check_files(checkpoint)
+        self._check_attachments(checkpoint, deep=deep)
+        state = self._rebuild_all(shortcuts, checkpoint) if deep else None
+        self._judge_damage(shortcuts)
+        is_reachable = self._check_way_for_new_readers(state)
+        # A shortcut that leads nowhere is in nobody's way, unless it was the only way.
+        (self._report.notes if is_reachable else self._report.problems).extend(problem for _, problem in self._dangling)
+        return self._report
+
+    def _checked_floor(self) -> int:
+        """Read the floor, and refuse one above the newest commit, which would hide all damage. Call it before the data are listed."""
+        floor, newest = self._log.floor(), self._report.commits - 1
+        if floor <= newest:
+            return floor
+        self._problem(
+            keys.MARKS.rstrip("/"),
+            f"the newest mark lets go of everything up to commit {floor}, but the newest commit is {newest}: no collector wrote it",
+        )
+        return -1
+
+    def _floor_checkpoint(self, shortcuts: list[Shortcut]) -> Record | None:
+        """Find the checkpoint that collection must have kept: the newest at or below the floor in the history of the newest version."""
+        candidates = live_checkpoints(self._sound, [*shortcuts, *(shortcut for shortcut, _ in self._dangling)])
+        below = [record for record in candidates if _target_seq(record) <= self._report.floor]
+        dangling = {id(shortcut) for shortcut, _ in self._dangling}
+        if below and id(below[0]) in dangling:
+            # Collection kept another one then. If there is none, the new readers' way is missing, which is reported with the shortcut.
+            below = [record for record in below if all(self._what_is_wrong(entry) is None for entry in record.files)]
+        return below[0] if below else None
+
+    def _newest_version(self) -> Commit | None:
+        """The commit that made the newest version."""
+        return next((commit for commit in reversed(self._sound) if commit.kind != "fence"), None)
+
+    def _check_way_for_new_readers(self, state: MemoryState | None) -> bool:
+        """Plan as a reader that has nothing does, and look at every file of the plan. With a deep check's `state`, really go there.
+
+        Returns False if nothing leads to the newest version.
+        """
+        target = self._newest_version()
+        if target is None:
+            return True
+        without: set[Way] = set()
+        what = NO_WAY
+        try:
+            while True:
+                hops = find_route(self._log, None, target, without=without)
+                lost = {hop.way for hop in hops if any(self._what_is_wrong(entry) is not None for entry in hop.files)}
+                if not lost:
+                    break
+                without |= lost
+            if state is not None and (state.commit is None or state.commit.digest != target.digest):
+                state.clear()
+                rebuild(state, self._log, Fetcher(self._log.store, limits=self._log.limits, patience=0), target)
+        except StoreError:
+            raise
+        except VersionGone:
+            self._problem(target.describe(), what)
+        except DeltawireError as error:  # often one that was reported already
+            self._problem(target.describe(), what if self._report.problems else f"{what}. {error}")
+        else:
+            return True
+        return False
+
+    def _refuse_other_run(self) -> None:
+        """Raise `RunMismatch` or `WrongRun` if this is not the run that the caller wants: that is no damage."""
+        try:
+            _ = self._log.run
+        except RunMismatch:
+            raise
+        except (ChainError, UnsupportedVersion):
+            return  # this and whatever else is wrong is reported when its turn comes
+        try:
+            self._log.read(0)
+        except WrongRun:
+            raise
+        except (ChainError, UnsupportedVersion):
+            return
+
+    def _trust_first_key(self) -> None:
+        with contextlib.suppress(ChainError, UnsupportedVersion):  # it is reported when its turn comes
+            self._log.trust_first_key()
+
+    def _problem(self, where: str, what: object) -> None:
+        self._report.problems.append(Problem(where, str(what)))
+
+    def _damaged(self, record: Record, where: str, what: object) -> None:
+        self._damage.append((record, Problem(where, str(what))))
+
+    def _judge_damage(self, shortcuts: list[Shortcut]) -> None:
+        """Tell damage that is in the way of readers from what is superseded."""
+        damaged = {id(record) for record, _ in self._damage}
+        needed = find_needed(self._sound, shortcuts, lambda record: id(record) in damaged)
+        for record, problem in self._damage:
+            (self._report.problems if needed.needs(record) else self._report.superseded).append(problem)
+
+    def _check_commits(self) -> None:
+        before: Commit | None = None
+        for seq in itertools.count():
+            key = keys.commit_key(seq)
+            try:
+                commit = self._log.read(seq)
+            except (ChainError, UnsupportedVersion) as error:
+                self._problem(key, error)
+                self._report.commits += 1
+                continue
+            if commit is None:
+                break
+            self._report.commits += 1
+            self._check_links(commit)
+            if before is not None and commit.epoch < before.epoch:
+                self._report.void += 1
+                continue
+            self._check_sequence(commit, before)
+            self._sound.append(commit)
+            self._report.versions += commit.kind != "fence"
+            before = commit
+        if not self._report.commits:
+            raise NoChain(f"nothing is published at {self._log.store.url}.")
+
+    def _check_links(self, commit: Commit) -> None:
+        links = [] if commit.parent is None else [(commit.seq - 1, commit.parent), *commit.links]
+        for seq, expected in links:
+            try:
+                found = self._log.hash(seq)
+            except (ChainError, UnsupportedVersion):
+                continue  # reported when its own turn came
+            if found != expected:
+                self._problem(keys.commit_key(commit.seq), f"it links to a commit {seq} that is not the one in the chain")
+
+    def _check_sequence(self, commit: Commit, before: Commit | None) -> None:
+        """What a commit must have to do with the newest one before it that is not void."""
+        key = keys.commit_key(commit.seq)
+        if commit.epoch != (before.epoch if before else None):
+            if commit.kind != "fence":
+                self._problem(key, f"epoch {commit.epoch} does not begin with a fence")
+            if not self._exists(keys.epoch_key(commit.epoch)):
+                self._problem(key, f"epoch {commit.epoch} was never claimed")
+        if before is None:
+            return
+        if commit.updates != before.updates + (commit.kind != "fence"):
+            self._problem(key, f"it counts {commit.updates} updates after {before.updates}")
+        if commit.base is not None and commit.kind in ("fence", "delta") and commit.base != self._log.ref(before):
+            self._problem(key, f"its base is not commit {before.seq}")
+        if commit.kind == "fence" and commit.state_seq != before.state_seq:
+            self._problem(key, f"it leaves commit {commit.state_seq} in force, not {before.state_seq}")
+        if commit.kind == "rewind" and commit.base is not None:
+            base = next((known for known in self._sound if known.seq == commit.base.seq), None)
+            if base is None or self._log.ref(base) != commit.base:
+                self._problem(key, f"its base is not the commit {commit.base.seq} of the chain")
+        if commit.kind in ("fence", "delta") and (commit.tensors, commit.state_bytes) != (before.tensors, before.state_bytes):
+            self._problem(key, "it has other tensors than its base")
+
+    def _check_stray_slots(self) -> None:
+        missing = self._report.commits
+        later = sum(1 for _ in self._log.store.list(keys.COMMITS, after=keys.commit_key(missing - 1)))
+        if later:
+            self._is_cut_off = True
+            self._problem(
+                keys.commit_key(missing),
+                f"commit {missing} is missing, but {later:,} later commit{' exists' if later == 1 else 's exist'}: no reader gets past it",
+            )
+
+    def _check_shortcuts(self) -> list[Shortcut]:
+        by_seq = {commit.seq: commit for commit in self._sound}
+        anchors, skips = self._log.shortcuts(None, 2**63 - 1)
+        found = []
+        names: list[tuple[int, int | None]] = [(seq, None) for seq in anchors]
+        for seq, base in [*names, *skips]:
+            key = keys.anchor_key(seq) if base is None else keys.skip_key(seq, base)
+            self._report.shortcuts += 1
+            try:
+                shortcut = self._log.shortcut(seq, base)
+            except (ChainError, UnsupportedVersion) as error:
+                self._problem(key, error)
+                continue
+            if shortcut is None:  # deleted since it was listed
+                continue
+            ends = [shortcut.target] + ([shortcut.base] if shortcut.base else [])
+            if self._is_cut_off and any(end.seq >= self._report.commits for end in ends):
+                continue  # it leads to commits beyond the missing one
+            if any(end.seq not in by_seq or self._log.ref(by_seq[end.seq]) != end for end in ends):
+                self._problem(key, "it does not fit the commits of the chain")
+                continue
+            if self._is_dangling(shortcut):
+                self._dangling.append((shortcut, Problem(key, "its files are missing: its writer made it after another took over")))
+                continue
+            if seq > self._report.floor:
+                self._check_files(shortcut)
+            found.append(shortcut)
+        return found
+
+    def _is_dangling(self, shortcut: Shortcut) -> bool:
+        """Of an earlier writer, who may have slept while what he had uploaded was collected."""
+        return shortcut.epoch < self._sound[-1].epoch and any(entry.key not in self._sizes for entry in shortcut.files)
+
+    def _check_files(self, record: Record) -> None:
+        for entry in record.files:
+            self._report.files += 1
+            self._report.bytes += entry.size
+            what = self._what_is_wrong(entry)
+            if what is not None:
+                self._damaged(record, record.describe(), what)
+
+    def _check_attachments(self, checkpoint: Record | None, *, deep: bool) -> None:
+        """Check each object once, and name all versions that refer to it. Only those of the newest version are in anybody's way."""
+        newest = self._newest_version()
+        in_force = set() if newest is None else {entry.key for entry in newest.attachments or ()}
+        lowest = None if checkpoint is None else _target_seq(checkpoint)
+        named = [commit for commit in self._sound if commit.seq > self._report.floor or commit.seq == lowest or commit is newest]
+        users: dict[str, tuple[FileEntry, list[Commit]]] = {}
+        for commit in named:
+            for entry in commit.attachments or ():
+                users.setdefault(entry.key, (entry, []))[1].append(commit)
+        fetcher = Fetcher(self._log.store, limits=self._log.limits, patience=0)
+        for key, (entry, commits) in users.items():
+            self._report.files += 1
+            self._report.bytes += entry.size
+            what = self._what_is_wrong(entry)
+            if what is None and deep:
+                try:
+                    fetcher.fetch(entry)
+                except (DataDamaged, DataMissing, VersionGone) as error:
+                    what = str(error)
+            if what is not None:
+                found = self._report.problems if key in in_force else self._report.superseded
+                found.append(Problem(_describe_all(commits), f"{entry.name}, which these versions need: {what}"))
+
+    def _what_is_wrong(self, entry: FileEntry) -> str | None:
+        if entry.key not in self._sizes:
+            return f"{entry.key} is missing"
+        if self._sizes[entry.key] != entry.size:
+            return f"{entry.key} has {self._sizes[entry.key]:,} bytes, not {entry.size:,}"
+        return None
+
+    def _rebuild_all(self, shortcuts: list[Shortcut], checkpoint: Record | None) -> MemoryState:
+        """Go through all versions in order. Each is made by its own files where that is possible: a detour would leave them unread.
+
+        Begins with `checkpoint`, on which the floor stands. Returns the last state that could be made.
+        """
+        fetcher = Fetcher(self._log.store, limits=self._log.limits, patience=0)
+        state = MemoryState(threads=self._threads)
+        for done, commit in enumerate(self._sound, 1):
+            if checkpoint is not None and commit.seq == _target_seq(checkpoint):
+                self._report.rebuilt += self._load(state, checkpoint, Hop(commit, None, checkpoint.files, "anchor"), fetcher)
+            elif commit.seq > self._report.floor and commit.digest is not None:
+                self._rebuild(state, commit, fetcher)
+            if state.commit is commit:
+                for shortcut in shortcuts:
+                    if shortcut.base is not None and shortcut.base.seq == commit.seq:
+                        self._try_shortcut(state, shortcut, fetcher)
+            if self._progress:
+                self._progress(done, len(self._sound))
+        for shortcut in shortcuts:
+            if shortcut.base is None and shortcut.target.seq > self._report.floor:
+                self._try_shortcut(MemoryState(threads=self._threads), shortcut, fetcher)
+        return state
+
+    def _rebuild(self, state: MemoryState, commit: Commit, fetcher: Fetcher) -> None:
+        at_base = commit.base is not None and state.commit is not None and state.commit.seq == commit.base.seq
+        if commit.kind == "fence":
+            if at_base:
+                state.relabel(commit)
+            return
+        if commit.kind == "anchor":
+            rebuilt = self._load(state, commit, Hop(commit, None, commit.files, "anchor"), fetcher)
+        elif commit.kind == "delta" and commit.base is not None and at_base:
+            hop = Hop(commit, commit.base.seq, commit.files, "commit", commit.base.digest)
+            rebuilt = self._attempt(commit, lambda: state.apply(state.resolve(hop, fetcher), commit))
+        else:
+            rebuilt = self._attempt(commit, lambda: rebuild(state, self._log, fetcher, commit))
+        self._report.rebuilt += rebuilt
+
+    def _try_shortcut(self, state: MemoryState, shortcut: Shortcut, fetcher: Fetcher) -> None:
+        target = next(commit for commit in self._sound if commit.seq == shortcut.target.seq)
+        base = shortcut.base
+        if base is None:
+            self._load(state, shortcut, Hop(target, None, shortcut.files, "anchor"), fetcher)
+        elif target.seq > self._report.floor:
+            hop = Hop(target, base.seq, shortcut.files, "skip", base.digest)
+            self._attempt(shortcut, lambda: state.resolve(hop, fetcher))
+
+    def _load(self, state: MemoryState, record: Record, hop: Hop, fetcher: Fetcher) -> bool:
+        """Load a checkpoint, and read its other files too, which a state does not need."""
+        others = [entry for entry in hop.files if entry.name is not None and not entry.name.endswith(".safetensors")]
+        intact = [self._attempt(record, functools.partial(fetcher.fetch, entry)) for entry in others]
+        return self._attempt(record, lambda: state.load_anchor(hop, fetcher)) and all(intact)
+
+    def _attempt(self, record: Record, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except VersionGone:
+            return False  # collected: it lies above the floor, but what it is made from does not
+        except StoreError:
+            raise
+        except DeltawireError as error:
+            self._damaged(record, record.describe(), error)
+            return False
+        return True
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self._log.store.head(key)
+        except (StoreError, DataDamaged):
+            return False
+        return True
+
+
+def _target_seq(record: Record) -> int:
+    return record.target.seq if isinstance(record, Shortcut) else record.seq
+
+
+def _describe_all(commits: list[Commit]) -> str:
+    """Name versions, by ranges where all between them are meant: "versions 1 to 6"."""
+    if len(commits) == 1:
+        return commits[0].describe()
+    ranges: list[list[int]] = []
+    for number in sorted({commit.updates for commit in commits if commit.kind != "fence"}):
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return "versions " + ", ".join(" to ".join(map(str, each)) for each in ranges)

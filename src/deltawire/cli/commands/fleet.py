@@ -1,0 +1,183 @@
+"""`deltawire fleet N --from URL --env MODULE:FUNCTION`."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ...events import Event
+from ..chain_options import RunOption, TrustOption
+from ..ending import Ending
+from ..member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
+from ..output import figures
+from ..output.fleet_table import short_name
+from ..output.terminal import JsonOption, exit_codes, print_json_line, print_labelled
+
+if TYPE_CHECKING:
+    from ...fleet.supervision import Running
+    from ...rl.member import MemberOptions
+
+_LONGEST_ENDING = 60.0
+"""Seconds after a signal within which the command ends. Its members have 30 of them to leave."""
+_WIDEST_NAME = 20
+"""Columns for the name before each line. Longer names lose their middle: members of one fleet differ at the end."""
+
+
+def fleet(
+    source: SourceOption,
+    env: EnvOption,
+    count: Annotated[
+        int | None, typer.Argument(metavar="[N]", min=1, help="How many members to start on this machine.", show_default=False)
+    ] = None,
+    engine: EngineOption = "transformers",
+    ray: Annotated[
+        int | None, typer.Option("--ray", min=1, metavar="N", help="How many members to start on a Ray cluster.", show_default=False)
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", metavar="ADDRESS", help="The cluster; by default the one that this machine is part of.")
+    ] = None,
+    cpus: Annotated[float, typer.Option("--cpus", min=0, metavar="X", help="CPUs that a member takes of a Ray node.")] = 1.0,
+    gpus: Annotated[float, typer.Option("--gpus", min=0, metavar="X", help="GPUs that a member takes of a Ray node.")] = 0.0,
+    pass_env: Annotated[
+        list[str] | None,
+        typer.Option("--pass-env", metavar="NAME", help="Pass this environment variable on to members on Ray; may be given several times."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", metavar="NAME", help="Members are called NAME-0, NAME-1, and so on.", show_default=False, callback=check_member_name
+        ),
+    ] = None,
+    device: DeviceOption = "auto",
+    mirror: MirrorOption = None,
+    poll: PollOption = 0.5,
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, metavar="N", help="How often in an hour a member that died is restarted.")
+    ] = 10,
+    trust: TrustOption = None,
+    run: RunOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Start several members and keep them running.
+
+    A member that dies is started again, within bounds. A member whose reward function cannot be used at all is not, nor is one that leaves
+    because the trainer ended the run. When all have left, the command ends with code 0. Ctrl-C and SIGTERM let all members leave first. The
+    command ends with code 1 if it gave a member up. Every line begins with the name of the member that it is about. With --json prints one
+    JSON object per line.
+    """
+    if (count is None) == (ray is None):
+        raise typer.BadParameter("say how many, and where: either `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")
+    with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
+        from ...fleet.supervision import Supervisor
+        from ...rl.member import MemberOptions
+        from ...subscribe.pin_keeper import reader_name
+
+        total = count or ray or 0
+        stem = name or reader_name()
+        options = {
+            f"{stem}-{number}": MemberOptions(
+                source, engine, tuple(env), f"{stem}-{number}", device, str(mirror) if mirror else None, tuple(trust or ()), poll, run
+            )
+            for number in range(total)
+        }
+        output = _Output(list(options), as_json=json)
+        stop = threading.Event()
+        start, close = _on_ray(ray_address, cpus, gpus, pass_env or []) if ray else _on_this_machine(output, ending)
+        supervisor = Supervisor(list(options), lambda each: start(options[each]), restarts=restarts, on_event=ending.with_output(output))
+        try:
+            is_well = supervisor.run(stop)
+        except KeyboardInterrupt:
+            return
+        finally:
+            close()
+        if not is_well:
+            raise typer.Exit(1)
+
+
+def _on_this_machine(output: _Output, ending: Ending) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
+    from ...fleet.local_members import LocalMember
+
+    def start(options: MemberOptions) -> Running:
+        arguments = ["--from", options.source, "--engine", options.engine, "--name", options.name, "--device", options.device]
+        arguments += ["--poll", str(options.poll), *(part for spec in options.env for part in ("--env", spec))]
+        arguments += [part for key in options.trust for part in ("--trust", key)]
+        arguments += ["--mirror", options.mirror] if options.mirror else []
+        arguments += ["--run", options.run] if options.run else []
+        return LocalMember([*arguments, *(["--json"] if output.as_json else [])], ending.with_output(partial(output.relay, options.name)))
+
+    return start, lambda: None
+
+
+def _on_ray(
+    address: str | None, cpus: float, gpus: float, pass_env: list[str]
+) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
+    from ...rl.ray_members import RayCluster
+
+    missing = [name for name in pass_env if name not in os.environ]
+    if missing:
+        raise typer.BadParameter(f"{missing[0]} is not set here.", param_hint="--pass-env")
+    cluster = RayCluster(address, cpus=cpus, gpus=gpus, environment={name: os.environ[name] for name in pass_env})
+    return cluster.start, cluster.close
+
+
+class _Output:
+    """What all members print, and what becomes of them: one line at a time, each with the name of the member that it is about."""
+
+    def __init__(self, names: list[str], *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._width = min(_WIDEST_NAME, max(map(len, names)))
+        self._lock = threading.Lock()
+
+    def relay(self, name: str, line: str, is_error: bool) -> None:
+        """Print a line that a member printed."""
+        with self._lock:
+            if self.as_json and not is_error:
+                print_json_line(_attributed(name, line))
+            elif line.strip():
+                print_labelled(self._label(name), line, is_notice=is_error)
+
+    def __call__(self, event: Event) -> None:
+        """Print what became of a member."""
+        with self._lock:
+            if self.as_json:
+                print_json_line(event.to_json())
+                return
+            text = _told(event)
+            if text:
+                calm = event.name in ("member-started", "member-left")
+                name = str(event.fields["member"])
+                print_labelled(self._label(name), f"{figures.clock_time(event.time)}  {text}", is_notice=not calm)
+
+    def _label(self, name: str) -> str:
+        return f"{short_name(name, self._width):<{self._width}}"
+
+
+def _attributed(name: str, line: str) -> dict[str, Any]:
+    """What a member printed, as a JSON object with its name. Anything but JSON objects was printed by the user's own code."""
+    try:
+        found = json_module.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        found = None
+    return {"member": name, **found} if isinstance(found, dict) else {**Event("output", {"member": name, "line": line}).to_json()}
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a number in JSON")
+
+
+def _told(event: Event) -> str:
+    if event.name == "member-started":
+        return "starts" + (" again" if event.fields["restarts"] else "")
+    if event.name == "member-left":
+        return "has left"
+    if event.name == "member-died":
+        return f"died: {event.fields['reason']}"
+    if event.name == "member-given-up":
+        return "is not started again: it would fail again" if event.fields["lasting"] else "died too often, and is not started again"
+    return ""

@@ -1,0 +1,144 @@
+"""`deltawire gc URL`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
+from ..output import figures
+from ..output.terminal import JsonOption, exit_codes, print_json, print_rows
+
+if TYPE_CHECKING:
+    from ...chain.log import ChainLog
+    from ...chain.maintenance.collect import Collected
+    from ...chain.pins import PlacedPin
+
+_GRACE = 3600.0
+
+
+def gc(
+    url: UrlArgument,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what could go; write and delete nothing.")] = False,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace",
+            min=0.0,
+            max=1e9,
+            metavar="SECONDS",
+            help="How long before its deletion data is announced; longer than any reader takes to sync.",
+        ),
+    ] = _GRACE,
+    keep_anchors: Annotated[
+        int, typer.Option("--keep-anchors", min=1, metavar="N", help="How many of the newest full checkpoints stay.")
+    ] = 2,
+    trust: TrustOption = None,
+    verbose: VerboseOption = False,
+    run: RunOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Delete data that no version above the older checkpoints needs.
+
+    Works in two steps, by the store's clock: a first call announces what will go; a later one, when the grace period has passed, deletes
+    it if nothing has come in between. So run it now and then. Readers that are behind pin what they need. Commits are never deleted.
+    On a signed chain only signed checkpoints count. Without --trust, the key of the first commit must have signed all of them.
+    """
+    with exit_codes(json):
+        from ...chain.find import version_number
+        from ...chain.log import ChainLog
+        from ...chain.maintenance.collect import collect
+
+        with opened(url, verbose=verbose) as store:
+            chain = ChainLog(store, run=run, trusted_keys=trust or ())
+            chain.run  # noqa: B018 - a place without a chain is refused before anything is written to it
+            done = collect(store, grace=grace, keep_anchors=keep_anchors, dry_run=dry_run, log=chain)
+            pins = holding_back(chain, keep_anchors)
+            places = {placed.pin.seq for placed in pins} | ({done.floor} if done.floor is not None else set())
+            numbers = {seq: version_number(chain, seq) for seq in places}
+            swept = Swept(store.url, dry_run, keep_anchors, done, pins, numbers)
+        if json:
+            print_json(_as_json(swept))
+        else:
+            print_rows(swept.url, _rows(swept))
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What was done, or would be, and which pins are in the way of more."""
+
+    url: str
+    dry_run: bool
+    keep_anchors: int
+    done: Collected
+    pins: list[PlacedPin]
+    numbers: Mapping[int, int]
+    """The version numbers of all places that are mentioned."""
+
+    @property
+    def floor_version(self) -> int | None:
+        return None if self.done.floor is None else self.numbers[self.done.floor]
+
+
+def holding_back(log: ChainLog, keep_anchors: int) -> list[PlacedPin]:
+    """The pins without which the floor could be higher, lowest first."""
+    from ...chain.maintenance.survey import survey
+    from ...chain.pins import read_pins
+
+    now = datetime.now(timezone.utc)
+    anchors = survey(log, keep_anchors, now).anchors
+    if len(anchors) < keep_anchors:
+        return []
+    pins = [placed for placed in read_pins(log.store, log.run) if placed.holds(now) and placed.pin.seq < anchors[keep_anchors - 1].seq]
+    return sorted(pins, key=lambda placed: (placed.pin.seq, placed.pin.reader))
+
+
+def _as_json(swept: Swept) -> dict[str, Any]:
+    done = swept.done
+    return {
+        "url": swept.url,
+        "dry_run": swept.dry_run,
+        "outcome": done.outcome,
+        "mark": done.mark,
+        "floor": done.floor,
+        "floor_version": swept.floor_version,
+        "deleted": done.deleted,
+        "bytes": done.bytes,
+        "kept": done.kept,
+        "wait": done.wait,
+        "pins": [{"reader": placed.pin.reader, "seq": placed.pin.seq, "ttl": placed.pin.ttl} for placed in swept.pins],
+    }
+
+
+def _rows(swept: Swept) -> list[tuple[str, str]]:
+    done = swept.done
+    objects = f"{done.deleted:,} objects, {figures.size(done.bytes)}"
+    rows = {
+        "collected": [("would be deleted" if swept.dry_run else "deleted", objects)],
+        "waiting": [
+            ("announced", f"what only versions up to {swept.floor_version} need"),
+            ("next sweep", f"in {figures.duration(done.wait)}: run this again then"),
+        ],
+        "held": [
+            ("announced", f"what only versions up to {swept.floor_version} need"),
+            ("held back", "a reader's pin, a new publisher or a damaged full checkpoint forbids it now"),
+        ],
+        "nothing": [("nothing to collect", _why_nothing(swept))],
+    }[done.outcome]
+    if done.kept:
+        rows.append(("data objects kept", f"{done.kept:,}"))
+    if done.floor is not None and done.outcome == "collected":
+        rows.append(("floor", f"version {swept.floor_version}"))
+    for placed in swept.pins:
+        rows.append((f"pin of {placed.pin.reader}", f"keeps what leads on from version {swept.numbers[placed.pin.seq]}"))
+    return rows
+
+
+def _why_nothing(swept: Swept) -> str:
+    if swept.done.floor is None:
+        return f"there are not yet more than {swept.keep_anchors} full checkpoints, or nothing lies below them"
+    return f"what lies below version {swept.floor_version} is gone already"

@@ -1,0 +1,86 @@
+"""`deltawire inspect FILE`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..output import figures
+from ..output.terminal import JsonOption, exit_codes, print_json
+
+if TYPE_CHECKING:
+    from ...delta.inspect import DeltaFacts, TensorFacts
+
+
+class Order(str, Enum):
+    """How the tensors are listed: by bytes in the delta, by share of changed elements (both largest first), or by name."""
+
+    size = "size"
+    density = "density"
+    name = "name"
+
+
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A delta file.", show_default=False)],
+    sort: Annotated[Order, typer.Option("--sort", help="Largest payload first, densest first, or by name.")] = Order.size,
+    top: Annotated[int | None, typer.Option("--top", min=1, metavar="N", help="Show only the first N tensors.", show_default=False)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what a delta changes, tensor by tensor, and how it is coded. The base is not needed."""
+    with exit_codes(json):
+        from ...delta.inspect import inspect_delta
+        from ..delta_input import map_delta
+        from ..output.delta_table import print_table
+
+        facts = inspect_delta(map_delta(file))
+        tensors = in_order(facts.tensors, sort)
+        if json:
+            print_json(_as_json(file, facts, tensors[:top]))
+        else:
+            print_table(file, facts, tensors[:top])
+
+
+def in_order(tensors: Sequence[TensorFacts], order: Order) -> list[TensorFacts]:
+    """Sorted as asked; equal ones by name."""
+    if order is Order.size:
+        return sorted(tensors, key=lambda tensor: (-tensor.bytes, tensor.name))
+    if order is Order.density:
+        return sorted(tensors, key=lambda tensor: (-tensor.changed / max(tensor.elements, 1), tensor.name))
+    return sorted(tensors, key=lambda tensor: tensor.name)
+
+
+def _as_json(file: Path, facts: DeltaFacts, tensors: list[TensorFacts]) -> dict[str, object]:
+    changed = sum(tensor.changed for tensor in facts.tensors)
+    return {
+        "delta": str(file),
+        "bytes": facts.bytes,
+        "before": facts.before.hex(),
+        "after": facts.after.hex(),
+        "changed": changed,
+        "tensors_changed": len(facts.tensors),
+        "bits_per_change": figures.bits_per_change(facts.bytes, changed),
+        "tensors": [_tensor_as_json(tensor) for tensor in tensors],
+        "added": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in sorted(facts.added.items())},
+        "removed": sorted(facts.removed),
+        "aliases": dict(sorted(facts.aliases.items())),
+    }
+
+
+def _tensor_as_json(tensor: TensorFacts) -> dict[str, object]:
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "elements": tensor.elements,
+        "changed": tensor.changed,
+        "density": tensor.changed / tensor.elements if tensor.elements else 0.0,
+        "bytes": tensor.bytes,
+        "bits_per_change": figures.bits_per_change(tensor.bytes, tensor.changed),
+        "ulp_steps": {("1" if power == 0 else f"{1 << power}-{(2 << power) - 1}"): count for power, count in enumerate(tensor.steps)},
+        "modes": dict(tensor.modes),
+        "values": dict(tensor.values),
+        "chunks": [{"elements": elements, "changed": changed} for elements, changed in tensor.density],
+    }

@@ -1,0 +1,198 @@
+"""`deltawire member --from URL --engine ENGINE --env MODULE:FUNCTION`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from ...errors import UnusableReward
+from ..chain_options import RunOption, TrustOption
+from ..ending import Ending
+from ..member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
+from ..output import figures
+from ..output.terminal import JsonOption, exit_codes, print_json_line, print_labelled, print_wrapped
+
+_LONGEST_ENDING = 30.0
+"""Seconds after a signal within which the command ends. Leaving takes less, unless something hangs."""
+
+if TYPE_CHECKING:
+    from ...events import Event, Value
+
+
+def member(
+    source: SourceOption,
+    env: EnvOption,
+    engine: EngineOption = "transformers",
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="The name of this member. No other member may have it.",
+            show_default=False,
+            callback=check_member_name,
+        ),
+    ] = None,
+    device: DeviceOption = "auto",
+    mirror: MirrorOption = None,
+    poll: PollOption = 0.5,
+    trust: TrustOption = None,
+    run: RunOption = None,
+    leave_with_stdin: Annotated[bool, typer.Option("--leave-with-stdin", hidden=True)] = False,
+    json: JsonOption = False,
+) -> None:
+    """Make rollouts for a run: join its fleet, follow its policy, lease work, generate, score, upload.
+
+    All that it needs is access to the store. It may join, leave, be killed or cut off at any time; work that it does not finish goes to
+    others. Ctrl-C and SIGTERM make it give back what it has begun, and leave, with code 0; a second one ends it on the spot. It also ends
+    when the trainer says that the run is over. With --json prints one JSON object per line.
+    """
+    from ...fleet.local_members import LASTING_ERROR
+
+    with exit_codes(json, one_line=True, codes={UnusableReward: LASTING_ERROR} if leave_with_stdin else None):
+        from ...rl.member import MemberOptions, serve
+
+        sys.path.insert(0, os.getcwd())  # where the module of the rewards usually is, as for `python -m`
+        options = MemberOptions(
+            source, engine, tuple(env), name or "", device, str(mirror) if mirror else None, tuple(trust or ()), poll, run
+        )
+        stop = threading.Event()
+        if leave_with_stdin:
+            threading.Thread(target=_leave_with_stdin, args=(stop,), name="deltawire-stdin", daemon=True).start()
+        with _leaving_on_signals(stop), Ending(_LONGEST_ENDING) as ending:
+            if json:
+                serve(options, stop=stop, on_event=ending.with_output(lambda event: print_json_line(event.to_json())))
+                return
+            with _View() as view:
+                serve(options, stop=stop, on_event=ending.with_output(view))
+
+
+@contextmanager
+def _leaving_on_signals(stop: threading.Event) -> Iterator[None]:
+    def leave(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in numbers}  # `nohup` ignores SIGHUP; so do we then
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave_with_stdin(stop: threading.Event) -> None:
+    """Whoever started us holds the other end, and has gone when it closes. Past Python's buffers, whose locks must be free at exit."""
+    while os.read(0, 4096):
+        pass
+    stop.set()
+
+
+class _View:
+    """One line that says how things stand, where there is a terminal; a line for what matters; and each notice once while it holds."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._status: Status | None = self._console.status("joining") if self._console.is_terminal else None
+        self._told: str | None = None
+        self._told_failure: str | None = None
+        self._has_left = False
+        self._version, self._work = "no version yet", "waiting for work"
+        self._results = self._tokens = 0
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+        self._time = 0.0
+
+    def __enter__(self) -> _View:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._time = event.time
+            self._take(event)
+            if self._status is not None:
+                rate = f"{self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
+                self._status.update("  ".join(filter(None, [self._version, self._work, f"{self._results} results", rate])))
+
+    def _take(self, event: Event) -> None:
+        fields = event.fields
+        if self._has_left:
+            return  # the engine may still report what it was at
+        if event.name == "joined":
+            self._line(f"joined as {fields['member']}")
+        elif event.name == "swapped":
+            self._told = None
+            step = "" if fields["step"] is None else f" (step {fields['step']})"
+            self._version = f"version {fields['updates']}{step}"
+            self._line(f"{self._version}  paused {1e3 * float(fields['pause_seconds'] or 0):.0f} ms")
+        elif event.name == "generating":
+            self._work = f"round {fields['round']} task {fields['task']}"
+        elif event.name == "generated":
+            self._tokens += int(fields["tokens"] or 0)
+            self._seconds += (seconds := float(fields["seconds"] or 0))
+            self._line(f"round {fields['round']} task {fields['task']}  {fields['tokens']} tokens  in {figures.duration(seconds)}")
+        elif event.name == "rollout-uploaded":
+            self._told = self._told_failure = None
+            self._work = "waiting for work"
+            self._results += 1
+        elif event.name == "left":
+            self._has_left = True
+            self._line(f"left after {self._results} results")
+        elif event.name == "run-over":
+            self._line(f"the run is over at step {fields['step']}: the trainer has told all members to leave")
+        elif event.name == "work-failed":
+            self._tell_of_failure(fields)
+        elif event.name in ("waiting", "sync-failed", "swap-failed", "engine-lost"):
+            self._notice(f"will try again: {fields['reason']}")
+        elif event.name == "board-refused":
+            self._notice(f"takes no work: {fields['reason']}")
+        elif event.name == "member-retrying":
+            self._notice(f"will try again: {fields['error']}")
+        elif event.name == "engine-fenced":
+            self._notice(f"nothing is generated until a whole checkpoint is loaded: {fields['reason']}")
+
+    def _line(self, text: str) -> None:
+        text = f"{figures.clock_time(self._time)}  {text}"
+        if self._status is None:
+            print_labelled("", text, is_notice=False)
+        else:
+            print_wrapped(self._console, text, indent=4)
+
+    def _tell_of_failure(self, fields: Mapping[str, Value]) -> None:
+        """Print why a task failed, once until a task succeeds. The last one ends the member, and the command prints its error."""
+        reason = str(fields["reason"])
+        if reason == self._told_failure or (fields.get("final") and not fields.get("traceback")):
+            return
+        self._told_failure = reason
+        self._print_notice(f"{'failed' if fields.get('final') else 'will try again'}: {reason}", str(fields.get("traceback") or ""))
+
+    def _notice(self, text: str) -> None:
+        """Print a notice, unless it is the one that was printed last."""
+        if text != self._told:
+            self._told = text
+            self._print_notice(text)
+
+    def _print_notice(self, text: str, details: str = "") -> None:
+        for line in [f"{figures.clock_time(self._time)}  {text}", *(f"    {line}" for line in details.splitlines())]:
+            if self._status is None:
+                print_labelled("", line, is_notice=True)
+            else:  # another console would print into the line that says how things stand
+                print_wrapped(self._console, line, style="yellow", indent=4)

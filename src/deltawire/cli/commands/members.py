@@ -1,0 +1,45 @@
+"""`deltawire members URL`."""
+
+from __future__ import annotations
+
+import time
+
+from rich.text import Text
+
+from ..chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
+from ..output import figures
+from ..output.terminal import JsonOption, exit_codes, print_json, print_wrapped, result_console
+
+
+def members(
+    url: UrlArgument, trust: TrustOption = None, run: RunOption = None, verbose: VerboseOption = False, json: JsonOption = False
+) -> None:
+    """List the members of a run's fleet: what they do, which version they have, how fast they are, and when they were last heard of.
+
+    A member that was not heard of for longer than a lease lasts is "silent". "works on" names round and task. What members say about
+    themselves is not checked. Ages are by this machine's clock.
+    """
+    with exit_codes(json):
+        from ...chain.log import ChainLog
+        from ...fleet.overview import FleetReader
+        from ..output.fleet_table import member_as_json, member_lines
+
+        with opened(url, verbose=verbose) as store:
+            its_run = ChainLog(store, run=run, trusted_keys=trust or ()).run
+            with FleetReader(store, its_run.id, trusted_keys=trust or ()) as reader:
+                fleet = reader.fleet(0)
+            now = time.time()
+            if json:
+                found = [member_as_json(one, fleet, now) for one in sorted(fleet.members, key=lambda one: one.beat.member)]
+                print_json({"url": store.url, "run": its_run.run, "id": its_run.id, "members": found})
+                return
+            console = result_console()
+            print_wrapped(console, f"{figures.printable(its_run.run)}  {_count(len(fleet.members))}", style="bold")
+            for number, line in enumerate(member_lines(fleet, width=console.width, now=now)):
+                console.print(Text(line, style="bold" if number == 0 else ""), soft_wrap=True)
+
+
+def _count(members: int) -> str:
+    if not members:
+        return "no member has joined yet"
+    return f"{members:,} member{'s' if members > 1 else ''}"

@@ -1,0 +1,180 @@
+"""`deltawire pull URL DIR`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..chain_options import (
+    PinOption,
+    RunOption,
+    StepOption,
+    TrustOption,
+    UrlArgument,
+    VerboseOption,
+    find_seq,
+    opened,
+    refuse_several,
+    tell_if_verbose,
+    tell_of_waiting,
+)
+from ..output import figures
+from ..output.terminal import ForceOption, JsonOption, ThreadsOption, exit_codes, print_json, print_rows, progress_bar
+
+if TYPE_CHECKING:
+    from ...chain.log import ChainLog
+    from ...chain.version import Version
+    from ...events import Event
+
+
+def pull(
+    url: UrlArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The checkpoint directory to write.", show_default=False)],
+    at: Annotated[
+        int | None, typer.Option("--at", min=1, metavar="VERSION", help="Which version; the newest if not given.", show_default=False)
+    ] = None,
+    step: StepOption = None,
+    force: ForceOption = False,
+    trust: TrustOption = None,
+    run: RunOption = None,
+    pin: PinOption = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be fetched; write nothing.")] = False,
+    threads: ThreadsOption = None,
+    verbose: VerboseOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Write one version of a chain to a plain checkpoint directory, exactly as it was published.
+
+    DIR appears only when it is complete and checked, and loads with any library that reads safetensors. A checkpoint that was published as
+    several files comes back as the same files. --force replaces a checkpoint in DIR, but refuses if DIR also holds files of others. To keep
+    a directory up to date, use `follow`.
+    """
+    refuse_several(at=at, step=step)
+    with exit_codes(json):
+        from ...chain.log import ChainLog
+        from ...subscribe.pull import pull as pull_version
+
+        started = time.perf_counter()
+        planned: dict[str, Any] = {}
+        waited_for: set[str] = set()
+        with (
+            opened(url, verbose=verbose) as store,
+            progress_bar(f"pull {directory.name}", None, quiet=json or verbose) as progress,
+        ):
+
+            def on_event(event: Event) -> None:
+                tell_if_verbose(event, verbose)
+                if event.name == "planned":
+                    planned.update(event.fields)
+                    progress.expect(planned["bytes"])
+                elif not json:
+                    tell_of_waiting(event, waited_for)
+
+            chain = ChainLog(store, run=run, trusted_keys=trust or ())
+            seq = find_seq(chain, at, step)
+            if dry_run:
+                plan = plan_pull(chain, directory, seq, replace=force)
+                progress.close()
+                _report_plan(store.url, directory, plan, json)
+                return
+            version = pull_version(
+                store,
+                directory,
+                at=seq,
+                run=run,
+                trusted_keys=trust or (),
+                replace=force,
+                pin=pin,
+                threads=threads,
+                progress=progress,
+                on_event=on_event,
+            )
+        seconds = time.perf_counter() - started
+        if json:
+            print_json(_as_json(store.url, directory, version, planned, seconds))
+        else:
+            print_rows(str(directory), _rows(version, planned, seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """What a pull would do."""
+
+    version: Version
+    bytes: int
+    hops: int
+    files: list[str]
+
+
+def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: bool) -> PullPlan:
+    """Find the way to a version, and check that the directory could be written. Fetches no data, and writes nothing."""
+    from ...chain.restore import fetched_hops, find_route
+    from ...chain.version import Version
+    from ...format.checkpoints.shard_layout import LAYOUT_FILE
+    from ...format.checkpoints.staged_output import refuse_losses, refuse_output
+    from ...subscribe.chain_view import ChainView
+
+    refuse_output(directory, directory=True, replace=replace)
+    view = ChainView(chain)
+    target = view.version_at(view.head(), seq)
+    hops = find_route(chain, None, target)
+    attachments = target.attachments or ()
+    size = sum(entry.size for hop in hops for entry in hop.files) + sum(entry.size for entry in attachments)
+    names = {entry.name for entry in (*hops[0].files, *attachments) if entry.name is not None}
+    refuse_losses(directory, names)
+    return PullPlan(Version.of(target), size, fetched_hops(hops), sorted(names - {LAYOUT_FILE}))
+
+
+def _report_plan(url: str, directory: Path, plan: PullPlan, json: bool) -> None:
+    version = plan.version
+    if json:
+        facts = {"version": version.updates, "seq": version.seq, "step": version.step, "weight_bytes": version.state_bytes}
+        print_json(
+            {"url": url, "out": str(directory), "dry_run": True, **facts, "bytes": plan.bytes, "hops": plan.hops, "files": plan.files}
+        )
+        return
+    print_rows(
+        f"{directory} would be written, nothing was fetched",
+        [
+            ("version", f"{version.updates}" + ("" if version.step is None else f", step {version.step:,}")),
+            ("weights", figures.size(version.state_bytes)),
+            ("to be fetched", _fetched(plan.bytes, plan.hops)),
+            ("files", ", ".join(plan.files)),
+        ],
+    )
+
+
+def _as_json(url: str, directory: Path, version: Version, planned: dict[str, Any], seconds: float) -> dict[str, Any]:
+    return {
+        "url": url,
+        "out": str(directory),
+        "version": version.updates,
+        "seq": version.seq,
+        "step": version.step,
+        "digest": version.digest.hex(),
+        "meta": dict(version.meta),
+        "weight_bytes": version.state_bytes,
+        "bytes": planned["bytes"],
+        "hops": planned["hops"],
+        "seconds": seconds,
+    }
+
+
+def _fetched(size: int, hops: int) -> str:
+    """Say how much is fetched, and what: a route from nothing is a full checkpoint, and deltas over it."""
+    deltas = "" if hops < 2 else " and one delta" if hops == 2 else f" and {hops - 1:,} deltas"
+    return f"{figures.size(size)}: a full checkpoint{deltas}"
+
+
+def _rows(version: Version, planned: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
+    return [
+        ("version", f"{version.updates}" + ("" if version.step is None else f", step {version.step:,}")),
+        ("weights", figures.size(version.state_bytes)),
+        ("fetched", _fetched(planned["bytes"], planned["hops"])),
+        ("time", f"{seconds:.2f} s"),
+        ("digest", f"{version.digest.hex()}, checked"),
+    ]

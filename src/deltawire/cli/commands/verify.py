@@ -1,0 +1,188 @@
+"""`deltawire verify URL`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
+from ..output import figures
+from ..output.terminal import JsonOption, ThreadsOption, count_bar, exit_codes, print_json, print_rows, print_wrapped, result_console
+
+if TYPE_CHECKING:
+    from ...chain.maintenance.verify import Problem, Report
+
+_DATA_KEY = re.compile(r"data/[0-9]+/[0-9]+/[0-9a-f]{64}\.[a-z]+")
+
+DAMAGED = 3
+"""The exit code where something was found."""
+
+
+def verify(
+    url: UrlArgument,
+    deep: Annotated[bool, typer.Option("--deep", help="Read all data and rebuild every version. Needs memory for one state.")] = False,
+    trust: TrustOption = None,
+    run: RunOption = None,
+    threads: ThreadsOption = None,
+    verbose: VerboseOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Check a whole chain: every record, every link, every signature, and that all data are there.
+
+    Without --deep only the sizes of data are compared; with it every byte is read and every version rebuilt. What was collected is not
+    missed. Exits with 3 if anything is wrong that readers of the newest version may meet. Damage to versions that were abandoned, or lie
+    below the newest sound checkpoint, is listed as superseded.
+    """
+    with exit_codes(json):
+        from ...chain.maintenance.verify import verify as verify_chain
+
+        with opened(url, verbose=verbose) as store, count_bar("rebuild versions", quiet=json or verbose or not deep) as progress:
+            report = verify_chain(store, deep, progress, run=run, trusted_keys=trust or (), threads=threads)
+        if json:
+            print_json(_as_json(store.url, deep, report))
+        else:
+            _print(store.url, deep, report)
+        if not report.ok:
+            raise typer.Exit(DAMAGED)
+
+
+def _cause_as_json(cause: Cause) -> dict[str, Any]:
+    return {"where": cause.affects[0], "what": cause.what, "affects": cause.affects}
+
+
+def _as_json(url: str, deep: bool, report: Report) -> dict[str, Any]:
+    causes, superseded = causes_of(report, url)
+    return {
+        "url": url,
+        "deep": deep,
+        "ok": report.ok,
+        "commits": report.commits,
+        "versions": report.versions,
+        "void": report.void,
+        "shortcuts": report.shortcuts,
+        "files": report.files,
+        "bytes": report.bytes,
+        "rebuilt": report.rebuilt if deep else None,
+        "floor": report.floor if report.floor >= 0 else None,
+        "reachable": not _is_out_of_reach(report),
+        "remedy": remedy_for(causes, url),
+        "problems": [_cause_as_json(cause) for cause in causes],
+        "superseded": [_cause_as_json(cause) for cause in superseded],
+        "notes": [{"where": note.where, "what": note.what} for note in report.notes],
+    }
+
+
+def _finding(problem: Problem) -> str:
+    """What is wrong, without the advice to do what is being done."""
+    from ...errors import ChainBroken, CorruptRecord, DataDamaged, DataMissing
+
+    what = problem.what
+    for error in (ChainBroken, CorruptRecord, DataDamaged, DataMissing):
+        what = what.removesuffix(error.hint)
+    return what.rstrip()
+
+
+@dataclass(slots=True)
+class Cause:
+    """One thing that is wrong, and all the places where that was noticed."""
+
+    what: str
+    affects: list[str]
+
+
+def causes_of(report: Report, url: str) -> tuple[list[Cause], list[Cause]]:
+    """The problems that a check found, and those that are superseded, one for each cause.
+
+    A damaged object is one problem, however many versions are made from it. If some of these are superseded, it is one all the same. That
+    no way leads to the newest version any more is a consequence, and is left out where a cause is known.
+    """
+    from ...chain.maintenance.verify import NO_WAY
+
+    causes: dict[str, Cause] = {}
+    superseded: dict[str, Cause] = {}
+    for problem in report.problems:
+        _add_to(causes, problem, url)
+    for problem in report.superseded:
+        key = _cause_of(problem, url)[0]
+        _add_to(causes if key in causes else superseded, problem, url)
+    known = [cause for cause in causes.values() if cause.what != NO_WAY]
+    return known or list(causes.values()), list(superseded.values())
+
+
+def _add_to(causes: dict[str, Cause], problem: Problem, url: str) -> None:
+    key, what = _cause_of(problem, url)
+    cause = causes.setdefault(key, Cause(what, []))
+    if problem.where not in cause.affects:
+        cause.affects.append(problem.where)
+
+
+def _cause_of(problem: Problem, url: str) -> tuple[str, str]:
+    """What tells this cause from others, and how it is worded."""
+    what = _finding(problem).replace(f" in {url}", "")
+    named = _DATA_KEY.search(what)
+    return named[0] if named else f"{problem.where}: {what}", what
+
+
+def _is_out_of_reach(report: Report) -> bool:
+    from ...chain.maintenance.verify import NO_WAY
+
+    return any(problem.what.startswith(NO_WAY) for problem in report.problems)
+
+
+def _result(causes: int, superseded: int) -> str:
+    if causes:
+        return f"damage found: {causes:,} problem{'s' if causes > 1 else ''}"
+    return "no damage that matters to readers of the newest version" if superseded else "no damage found"
+
+
+def remedy_for(causes: list[Cause], url: str) -> str | None:
+    """Say what to do about damage, the worst first. None if there is none."""
+    places = [cause.affects[0] for cause in causes]
+    if any(place.startswith("commit/") for place in places):
+        return (
+            "Restore the commits that are named from a backup of the bucket, or begin a new run: readers follow hashes through all commits."
+        )
+    data = [place for place in places if not place.startswith(("anchor/", "skip/", "gc"))]
+    if data:
+        return (
+            f"Publish the newest good checkpoint that you have: deltawire publish CKPT {url} --full. Readers then need nothing that is "
+            "damaged. A trainer that is running repairs the chain with its next full checkpoint."
+        )
+    return "Delete the records that are named: they are shortcuts or marks, which publishers and collectors make again." if places else None
+
+
+def _print(url: str, deep: bool, report: Report) -> None:
+    causes, superseded = causes_of(report, url)
+    rebuilt = f"{report.rebuilt:,} version{'' if report.rebuilt == 1 else 's'}"
+    print_rows(
+        url,
+        [
+            (
+                "commits",
+                f"{report.commits:,}, of which {report.versions:,} made versions" + (f", {report.void:,} void" if report.void else ""),
+            ),
+            ("shortcuts", f"{report.shortcuts:,}"),
+            ("data", f"{report.files:,} files, {figures.size(report.bytes)}: {'all were read' if deep else 'their sizes were compared'}"),
+            (
+                "rebuilt",
+                f"{rebuilt}, each with the digest of its commit" if deep else "",
+            ),
+            ("floor", f"commit {report.floor}: what lies below may be collected" if report.floor >= 0 else ""),
+            ("superseded", f"{len(superseded):,} damaged, which no reader of the newest version needs" if superseded else ""),
+            ("to be collected", f"{len(report.notes):,} shortcuts that lead nowhere; `deltawire gc` removes them" if report.notes else ""),
+            ("new readers", "cannot get to the newest version" if _is_out_of_reach(report) else ""),
+            ("result", _result(len(causes), len(superseded))),
+        ],
+    )
+    console = result_console()
+    for style, found in (("red", causes), ("yellow", superseded)):
+        for cause in found:
+            print_wrapped(console, f"  {cause.what}", style=style, indent=4)
+            print_wrapped(console, f"    noticed at: {', '.join(cause.affects)}", indent=6)
+    if remedy := remedy_for(causes, url):
+        print_wrapped(console, f"  What to do: {remedy}", indent=4)
+    for note in report.notes:
+        print_wrapped(console, f"  {note.where}: {_finding(note)}", style="yellow", indent=4)

@@ -1,0 +1,119 @@
+"""A fleet as lines of text, for `deltawire members` and `deltawire top`. They fit the width, by leaving columns out if they must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len, set_cell_size
+
+from . import figures
+from .tables import lay_out_table
+
+if TYPE_CHECKING:
+    from ...fleet.overview import SeenFleet, SeenMember, SeenRound
+
+_TITLES = ("member", "state", "step", "behind", "works on", "tokens", "tokens/s", "heard")
+_DROPPED_FIRST = ("behind", "tokens", "works on", "tokens/s")
+_WIDEST_NAME = 24
+_ROUND_TITLES = ("round", "for step", "tasks", "leased", "delivered", "")
+
+
+def short_name(name: str, width: int) -> str:
+    """Return the name of a member, or its beginning and its end: members of one fleet differ at the end."""
+    return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width - width // 2) :]}"
+
+
+def member_lines(fleet: SeenFleet, *, width: int, now: float) -> list[str]:
+    """Return a heading and a line per member, those that were heard of last first; below it why it left, if it says so.
+
+    Empty if there are none.
+    """
+    if not fleet.members:
+        return []
+    ordered = sorted(fleet.members, key=lambda one: (-one.modified, one.beat.member))
+    rows = [_member_row(one, fleet, now) for one in ordered]
+    heading, lines = lay_out_table(_TITLES, rows, width=width, left=("member", "state", "works on"), dropped_first=_DROPPED_FIRST)
+    reasons = [[] if one.beat.reason is None else [_cut(f"  {figures.printable(one.beat.reason)}", width)] for one in ordered]
+    return [heading, *(text for line, why in zip(lines, reasons, strict=True) for text in (line, *why))]
+
+
+def round_lines(rounds: Sequence[SeenRound], *, width: int) -> list[str]:
+    """Return a heading and a line per round, the newest first. Empty if there are none."""
+    if not rounds:
+        return []
+    rows = [
+        (
+            str(one.record.round),
+            str(one.record.for_step),
+            f"{one.record.tasks:,}",
+            f"{one.leased:,}",
+            f"{one.delivered:,}",
+            "acknowledged" if one.acknowledged else "",
+        )
+        for one in rounds
+    ]
+    heading, lines = lay_out_table(_ROUND_TITLES, rows, width=width, left=("",))
+    return [heading, *lines]
+
+
+def is_silent(one: SeenMember, fleet: SeenFleet, now: float) -> bool:
+    """Return whether nothing was heard of a member for longer than a lease lasts. By this machine's clock, so only for people."""
+    return now - one.modified > (60 if fleet.board is None else fleet.board.lease_seconds)
+
+
+def member_as_json(one: SeenMember, fleet: SeenFleet, now: float) -> dict[str, Any]:
+    """Return a member as plain values."""
+    beat = one.beat
+    return {
+        "member": beat.member,
+        "state": beat.state,
+        "reason": beat.reason,
+        "silent": is_silent(one, fleet, now),
+        "heard_seconds_ago": round(max(0.0, now - one.modified), 3),
+        "seq": beat.seq,
+        "step": beat.step,
+        "behind": beat.lag,
+        "tokens": beat.tokens,
+        "tokens_per_second": _rate(one),
+        "working": [dict(zip(("round", "task", "attempt"), place, strict=True)) for place in beat.working],
+    }
+
+
+def round_as_json(one: SeenRound) -> dict[str, Any]:
+    """Return a round as plain values."""
+    return {
+        "round": one.record.round,
+        "for_step": one.record.for_step,
+        "epoch": one.record.epoch,
+        "tasks": one.record.tasks,
+        "leased": one.leased,
+        "delivered": one.delivered,
+        "acknowledged": one.acknowledged,
+    }
+
+
+def _member_row(one: SeenMember, fleet: SeenFleet, now: float) -> tuple[str, ...]:
+    beat = one.beat
+    rate = _rate(one)
+    state = "silent" if is_silent(one, fleet, now) and beat.state != "left" else beat.state
+    places = [f"{number}/{task}" for number, task, _ in beat.working]
+    return (
+        short_name(beat.member, _WIDEST_NAME),
+        state,
+        "" if beat.step is None else str(beat.step),
+        str(beat.lag) if beat.lag else "",
+        " ".join(places[:2]) + (f" +{len(places) - 2}" if len(places) > 2 else ""),
+        figures.short_count(beat.tokens),
+        "" if rate is None else figures.short_count(round(rate)),
+        f"{figures.duration(max(0.0, now - one.modified))} ago",
+    )
+
+
+def _cut(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1)}…"
+
+
+def _rate(one: SeenMember) -> float | None:
+    """Tokens per second while it was busy, as the member says; None before it has finished anything."""
+    return round(1000 * one.beat.tokens / one.beat.busy_ms, 3) if one.beat.busy_ms else None

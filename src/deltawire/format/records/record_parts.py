@@ -1,0 +1,220 @@
+"""What records are made of: references, files, signatures, limits, and the forms of hashes and names (docs/protocol.md §2)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from ...errors import LimitExceeded
+from ..checkpoints.checkpoint import is_plain_file_name
+from ..digest import Digest
+from .canonical import MAX_INTEGER, Fields
+
+if TYPE_CHECKING:
+    from .chain_records import Commit, Shortcut
+
+HASH = re.compile(r"[0-9a-f]{64}")
+NONCE = re.compile(r"[0-9a-f]{32}")
+READER = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
+_SIGNATURE = re.compile(r"[0-9a-f]{128}")
+_DATA_KEY = re.compile(r"data/[0-9]{10}/[0-9]{20}/([0-9a-f]{64})\.(safetensors|file)")
+_MAX_FILE_NAME = 255
+MAX_EPOCH = 10**10 - 2
+"""The highest number of an epoch or mark: it and its successor have ten digits."""
+
+
+def record_hash(data: bytes) -> str:
+    """The hash by which other records refer to this one: BLAKE3 of its bytes."""
+    return blake3(data).hexdigest()
+
+
+def link_targets(seq: int) -> list[int]:
+    """The slots that a commit links to besides its parent: seq − 2^k for every k ≥ 1 with 2^k dividing seq, by rising k."""
+    return [seq - (1 << k) for k in range(1, (seq & -seq).bit_length())] if seq > 0 else []
+
+
+def is_data_key(key: str) -> bool:
+    """Whether `key` has the form of a data object's. Only such keys may be read or deleted on a record's word."""
+    return _DATA_KEY.fullmatch(key) is not None
+
+
+def is_reader_name(name: str) -> bool:
+    """Whether a pin may carry this name."""
+    return READER.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a record may claim at most: bytes and tensors of a state, bytes of one object. Nothing is allocated beyond them."""
+
+    state_bytes: int = 8 << 40
+    tensors: int = 1 << 20
+    file_bytes: int = 64 << 30
+
+    def within(self, other: Limits) -> Limits:
+        """The tighter of both, field by field."""
+        return Limits(min(self.state_bytes, other.state_bytes), min(self.tensors, other.tensors), min(self.file_bytes, other.file_bytes))
+
+    def check(self, record: Commit | Shortcut) -> None:
+        """Raise `LimitExceeded` if the record claims more than this."""
+        entries = record.all_files
+        claims = [("bytes of weights", record.state_bytes, self.state_bytes), ("tensors", record.tensors, self.tensors)]
+        claims += [(f"bytes in {entry.key}", max(entry.size, entry.raw), self.file_bytes) for entry in entries]
+        claims.append(("bytes in all its files", sum(entry.size for entry in entries), self.state_bytes + self.file_bytes))
+        for what, claimed, allowed in claims:
+            if claimed > allowed:
+                raise LimitExceeded(f"{record.describe()} claims {claimed:,} {what}; {allowed:,} are allowed.")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One data object: `raw` bytes of weights in `size` bytes of file.
+
+    A file of a checkpoint has a `name`. A delta segment has none, but covers `count` tensors from the `first` on, in the order of all
+    tensors' names.
+    """
+
+    key: str
+    size: int
+    raw: int
+    blake3: str
+    name: str | None = None
+    first: int | None = None
+    count: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        names = ("key", "size", "raw", "blake3", "name", "first", "count")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of(cls, fields: Fields) -> FileEntry:
+        entry = cls(
+            key=fields.text("key"),
+            size=fields.integer("size"),
+            raw=fields.integer("raw"),
+            blake3=fields.matching("blake3", HASH),
+            name=fields.nullable("name", fields.text),
+            first=fields.nullable("first", fields.integer),
+            count=fields.nullable("count", fields.integer),
+        )
+        fields.done()
+        form = _DATA_KEY.fullmatch(entry.key)
+        if form is None or form[1] != entry.blake3:
+            fields.refuse(f"{entry.key!r} is not the key of a data object with that hash")
+        if entry.name is not None and not _is_checkpoint_file_name(entry.name):
+            fields.refuse(f"{entry.name!r} is not a plain file name")
+        if form[2] != ("safetensors" if entry.name is None or entry.name.endswith(".safetensors") else "file"):
+            fields.refuse(f"the suffix of {entry.key!r} does not fit what it is")
+        if form[2] == "file" and entry.raw:
+            fields.refuse(f"{entry.name!r} holds no weights")
+        return entry
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRef:
+    """Points to a commit by its slot and the hash of its bytes; `digest` is that of its state, None on an empty chain."""
+
+    seq: int
+    commit: str
+    digest: Digest | None
+
+    def plain(self) -> dict[str, Any]:
+        return {"seq": self.seq, "commit": self.commit, "digest": hex_or_none(self.digest)}
+
+    @classmethod
+    def of(cls, fields: Fields) -> CommitRef:
+        reference = cls(fields.integer("seq"), fields.matching("commit", HASH), read_digest(fields))
+        fields.done()
+        return reference
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """An Ed25519 signature and the public key that it is by, both in hexadecimal."""
+
+    key: str
+    ed25519: str
+
+    def plain(self) -> dict[str, Any]:
+        return {"key": self.key, "ed25519": self.ed25519}
+
+    @classmethod
+    def of(cls, fields: Fields) -> Signature:
+        signature = cls(fields.matching("key", HASH), fields.matching("ed25519", _SIGNATURE))
+        fields.done()
+        return signature
+
+
+def hex_or_none(digest: Digest | None) -> str | None:
+    return None if digest is None else digest.hex()
+
+
+def read_digest(fields: Fields) -> Digest | None:
+    text = fields.nullable("digest", lambda name: fields.matching(name, NONCE))
+    return None if text is None else Digest.from_hex(text)
+
+
+def read_short(fields: Fields, name: str) -> int:
+    """A number that has ten digits in keys. The next one must have a key, too, for that is what others ask for."""
+    number = fields.integer(name)
+    if number > MAX_EPOCH:
+        fields.refuse(f"{name} {number} is out of range")
+    return number
+
+
+def read_signature(fields: Fields) -> Signature | None:
+    return fields.nullable("signature", lambda name: Signature.of(fields.object(name)))
+
+
+def holds_weights(name: str) -> bool:
+    """Tell whether a file of this name holds or lists weights. An attachment never has such a name."""
+    return name.lower().endswith((".safetensors", ".safetensors.index.json"))
+
+
+def plain_attachment(entry: FileEntry) -> dict[str, Any]:
+    """Return an attachment as it stands in a record. Its hash is part of its key."""
+    return {"name": entry.name, "key": entry.key, "size": entry.size}
+
+
+def read_attachments(fields: Fields) -> tuple[FileEntry, ...]:
+    """Read the attachments of a commit: plain files, ordered by name, whose names differ by more than case."""
+    entries = tuple(_attachment(inner) for inner in fields.objects("attachments"))
+    names = [str(entry.name) for entry in entries]
+    if names != sorted(names) or len({name.casefold() for name in names}) != len(names):
+        fields.refuse("its attachments are not ordered by name, or two names differ by case only")
+    return entries
+
+
+def _attachment(fields: Fields) -> FileEntry:
+    name, key, size = fields.text("name"), fields.text("key"), fields.integer("size")
+    fields.done()
+    form = _DATA_KEY.fullmatch(key)
+    if form is None or form[2] != "file":
+        fields.refuse(f"{key!r} is not the key of an attachment")
+    if not _is_checkpoint_file_name(name) or holds_weights(name):
+        fields.refuse(f"{name!r} cannot name an attachment")
+    return FileEntry(key, size, 0, form[1], name)
+
+
+def read_links(fields: Fields) -> tuple[tuple[int, str], ...]:
+    links = []
+    for link in fields.items("links"):
+        if not (
+            isinstance(link, list)
+            and len(link) == 2
+            and type(link[0]) is int
+            and 0 <= link[0] <= MAX_INTEGER
+            and isinstance(link[1], str)
+            and HASH.fullmatch(link[1])
+        ):
+            fields.refuse("its links are malformed")
+        links.append((link[0], link[1]))
+    return tuple(links)
+
+
+def _is_checkpoint_file_name(name: str) -> bool:
+    printable = all(character.isprintable() for character in name)
+    return is_plain_file_name(name) and printable and not name.startswith(".") and len(name.encode()) <= _MAX_FILE_NAME

@@ -1,0 +1,105 @@
+"""What the fields of one record must have to do with each other (docs/protocol.md §2, §3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..digest import Digest
+from .canonical import Fields
+from .record_parts import holds_weights, link_targets
+
+if TYPE_CHECKING:
+    from .chain_records import Commit, Shortcut
+
+KINDS = ("fence", "delta", "anchor", "rewind")
+
+
+def check_shortcut(shortcut: Shortcut, fields: Fields) -> None:
+    """Refuse a shortcut that no writer makes."""
+    if (fields.kind == "anchor") != (shortcut.base is None):
+        fields.refuse("an anchor has no base, a skip has one")
+    if shortcut.target.digest is None:
+        fields.refuse("its target has no state")
+    if shortcut.base is None:
+        _check_checkpoint_files(shortcut, fields)
+    else:
+        if shortcut.base.seq >= shortcut.target.seq or shortcut.base.digest is None:
+            fields.refuse("its base is no earlier version")
+        _check_delta_files(shortcut, shortcut.target.digest, fields)
+
+
+def check_commit(commit: Commit, fields: Fields) -> None:
+    """Refuse a commit that no writer makes."""
+    if commit.kind not in KINDS:
+        fields.refuse(f"it is of the unknown kind {commit.kind!r}")
+    if (commit.parent is None) != (commit.seq == 0) or [m for m, _ in commit.links] != link_targets(commit.seq):
+        fields.refuse("its parent or links do not fit its slot")
+    if commit.seq == 0 and commit.kind != "fence":
+        fields.refuse("slot 0 holds a fence, and nothing else")
+    if commit.updates > commit.seq:
+        fields.refuse(f"it counts {commit.updates} updates")
+    if commit.base is not None and commit.base.seq >= commit.seq:
+        fields.refuse("its base is not before it")
+    if commit.digest is None:
+        empty = commit.base is None and commit.state_seq is None
+        if commit.kind != "fence" or not empty or commit.updates or commit.state_bytes or commit.tensors:
+            fields.refuse("only the fence of an empty chain leaves no state, and then nothing of one")
+    if commit.kind == "fence":
+        _check_fence(commit, fields)
+    elif commit.state_seq != commit.seq or not commit.updates:
+        fields.refuse("it makes a version, but does not count as one")
+    if commit.kind == "anchor":
+        if commit.base is not None:
+            fields.refuse("an anchor has no base")
+        _check_checkpoint_files(commit, fields)
+    elif commit.kind in ("delta", "rewind") and (commit.base is None or commit.base.digest is None):
+        fields.refuse(f"a {commit.kind} needs a base that has a state")
+    if commit.attachments is not None:
+        _check_attachments(commit, fields)
+    if commit.kind == "delta":
+        _check_delta_files(commit, commit.digest, fields)
+    elif commit.changed:
+        fields.refuse(f"a {commit.kind} counts no changed weights")
+    if commit.kind in ("fence", "rewind"):
+        if commit.files:
+            fields.refuse(f"a {commit.kind} has no files")
+        if commit.base is not None and commit.base.digest != commit.digest:
+            fields.refuse(f"a {commit.kind} leaves the state of its base in force")
+
+
+def _check_attachments(commit: Commit, fields: Fields) -> None:
+    if commit.kind == "fence" and commit.attachments:
+        fields.refuse("a fence has no attachments: those of the version that it leaves in force stay as they are")
+    if commit.kind == "anchor" and not all(holds_weights(entry.name or "") for entry in commit.files):
+        fields.refuse("files without weights belong among the attachments")
+
+
+def _check_fence(commit: Commit, fields: Fields) -> None:
+    if (commit.base is None) != (commit.state_seq is None) or (commit.base is None) != (commit.digest is None):
+        fields.refuse("a fence names its base, the version in force and its digest, or none of them")
+    if commit.base is not None and (commit.state_seq or 0) > commit.base.seq:
+        fields.refuse("a fence cannot leave a version in force that is newer than its base")
+
+
+def _check_checkpoint_files(record: Commit | Shortcut, fields: Fields) -> None:
+    names = [entry.name.casefold() for entry in record.files if entry.name is not None]
+    if not record.files or len(names) != len(record.files) or len(set(names)) != len(names):
+        fields.refuse("the files of a checkpoint have names, each another")
+    if any(entry.first is not None or entry.count is not None for entry in record.files):
+        fields.refuse("only the files of a delta cover a run of tensors")
+    if sum(entry.raw for entry in record.files) != record.state_bytes:
+        fields.refuse("its files do not add up to the state")
+
+
+def _check_delta_files(record: Commit | Shortcut, after: Digest | None, fields: Fields) -> None:
+    start = end = 0
+    for entry in record.files:
+        if entry.name is not None or entry.first is None or not entry.count:
+            fields.refuse("the files of a delta have no name, and cover a run of tensors")
+        if entry.first < end and (entry.first, entry.first + entry.count) != (start, end):  # else they cover parts of the same tensors
+            fields.refuse("its files overlap, or are out of order")
+        start, end = entry.first, entry.first + entry.count
+    if end > record.tensors or sum(entry.raw for entry in record.files) > record.state_bytes:
+        fields.refuse("its files cover more than the state")
+    if record.base is not None and after != record.base.digest and not record.files:
+        fields.refuse("its digest differs from that of its base, but no file leads there")

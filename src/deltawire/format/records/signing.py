@@ -1,0 +1,125 @@
+"""Ed25519 signatures over records (docs/protocol.md §7). Needs the extra `sign`, but only to sign or to check.
+
+Any record type can be signed if it is a dataclass with the fields and methods of `Signable`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from ...errors import SignatureInvalid
+from .record_parts import Signature
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+_CONTEXT = b"deltawire-record-v1\n"
+_HEADER = "deltawire ed25519 signing key v1"
+_MOST_KEY_FILE = 1024
+
+
+class Signable(Protocol):
+    """A record that can be signed: a dataclass whose canonical form has the field `signature`."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def signature(self) -> Signature | None:
+        """The signature, or None while the record is not signed."""
+
+    def describe(self) -> str:
+        """Name the record in error messages."""
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical form. It MUST contain the record's type, so that a signature of one type is not valid for another."""
+
+
+_Signed = TypeVar("_Signed", bound=Signable)
+
+
+class SigningKey:
+    """The secret that a publisher signs with. Readers are given `public`."""
+
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        self._private = private
+
+    @classmethod
+    def generate(cls) -> SigningKey:
+        """A new key."""
+        _require_cryptography()
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: Path | str) -> SigningKey:
+        """The key that `save` wrote. ValueError if the file is none, or if others may read it."""
+        _require_cryptography()
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        path = Path(path)
+        with path.open(encoding="ascii", errors="replace") as file:
+            lines = file.read(_MOST_KEY_FILE).splitlines()
+        if len(lines) != 2 or lines[0] != _HEADER or not re.fullmatch("[0-9a-f]{64}", lines[1]):
+            raise ValueError(f"{path} is not a deltawire signing key. Make one with `deltawire keygen FILE`.")
+        if os.name == "posix" and path.stat().st_mode & 0o077:
+            raise ValueError(f"{path} may be read by others than its owner. Run chmod 600 on it, and think about who has read it.")
+        return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(lines[1])))
+
+    def save(self, path: Path | str) -> None:
+        """Write the key to a new file that only its owner may read. FileExistsError if there is one."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(f"{_HEADER}\n{self._private.private_bytes_raw().hex()}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @property
+    def public(self) -> str:
+        """The public key, 64 hexadecimal digits: what readers trust."""
+        return self._private.public_key().public_bytes_raw().hex()
+
+    def sign(self, record: _Signed) -> _Signed:
+        """Return the same record with this key's signature. A signature that it had is replaced."""
+        signature = self._private.sign(_signed_bytes(record))
+        return dataclasses.replace(record, signature=Signature(self.public, signature.hex()))
+
+    def __repr__(self) -> str:
+        return f"SigningKey(public={self.public!r})"
+
+
+def check_signature(record: Signable, trusted: Collection[str]) -> None:
+    """Raise `SignatureInvalid` unless one of the trusted keys signed the record. Checks nothing if there are no trusted keys."""
+    if not trusted:
+        return
+    signature = record.signature
+    if signature is None:
+        raise SignatureInvalid(f"{record.describe()} is not signed.")
+    if signature.key not in trusted:
+        raise SignatureInvalid(f"{record.describe()} is signed by {signature.key}, which is not trusted.")
+    _require_cryptography()
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature.key)).verify(bytes.fromhex(signature.ed25519), _signed_bytes(record))
+    except (InvalidSignature, ValueError):
+        raise SignatureInvalid(f"the signature of {record.describe()} is wrong.") from None
+
+
+def _signed_bytes(record: Signable) -> bytes:
+    return _CONTEXT + dataclasses.replace(record, signature=None).to_bytes()
+
+
+def _require_cryptography() -> None:
+    try:
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "signatures need the package cryptography, which deltawire's extra `sign` installs. Run `pip install cryptography`"
+        ) from error

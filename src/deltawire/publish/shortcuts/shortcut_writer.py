@@ -1,0 +1,105 @@
+"""Shortcuts through the chain, made after the commit and off the path that readers wait for: skips and anchors (docs/protocol.md §4)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from ...errors import Fenced, ObjectMissing, ResultMismatch
+from ...format.records.chain_records import CommitRef, FileEntry, Run, Shortcut
+from ...format.records.signing import SigningKey
+from ...store import keys
+from ...store.base import Store
+from ..create import create_and_look
+from ..upload.checkpoint_files import SHARD_BYTES, SegmentSource, lay_out
+from ..upload.data_objects import CheckpointUpload, DataPlace, Uploads, upload_checkpoint
+from ..upload.segments import Segment, TensorTable
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A shortcut that readers can take from now on: its size, and how long its upload took."""
+
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShortcutWriter:
+    """Uploads the files of shortcuts and then creates their records. A failure leaves at most data that nothing refers to."""
+
+    store: Store
+    pool: Executor
+    run: Run
+    epoch: int
+    signing_key: SigningKey | None = None
+    threads: int | None = None
+    shard_bytes: int = SHARD_BYTES
+    clock: Callable[[], float] = time.time
+
+    def skip(
+        self, base: CommitRef, target: CommitRef, deltas: Mapping[int, bytes], table: TensorTable, segments: Sequence[Segment]
+    ) -> Made:
+        """One delta from version `base` to version `target`, in files by segment."""
+        place = DataPlace(self.store, self.pool, self.epoch, target.seq)
+        uploads = Uploads(self.pool)
+        try:
+            for index, delta in sorted(deltas.items()):
+                uploads.start_delta(place, delta, segments[index])
+            files, seconds = uploads.finish()
+        except BaseException:
+            uploads.abandon()
+            raise
+        self.record_skip(base, target, table, files)
+        return Made(sum(entry.size for entry in files), seconds)
+
+    def record_skip(self, base: CommitRef, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
+        """Make deltas from version `base` to version `target` that are uploaded known to readers."""
+        self._create(keys.skip_key(target.seq, base.seq), self._record(base, target, table, files))
+
+    def anchor(self, target: CommitRef, table: TensorTable, segments: Sequence[Segment], source: SegmentSource) -> Made:
+        """A whole checkpoint of version `target`; its commit names its attachments. `ResultMismatch` if the source gives another state."""
+        place = DataPlace(self.store, self.pool, self.epoch, target.seq)
+        done: CheckpointUpload = upload_checkpoint(place, lay_out(table, segments, shard_bytes=self.shard_bytes), source, self.threads)
+        if done.digest != target.digest:
+            raise ResultMismatch(f"the checkpoint of commit {target.seq} has the digest {done.digest}, not {target.digest}.")
+        self.record_anchor(target, table, done.files)
+        return Made(done.size, done.seconds)
+
+    def record_anchor(self, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
+        """Make a checkpoint of version `target` that is uploaded, and is that version, known to readers."""
+        self._create(keys.anchor_key(target.seq), self._record(None, target, table, files))
+
+    def _record(self, base: CommitRef | None, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> Shortcut:
+        record = Shortcut(
+            id=self.run.id,
+            epoch=self.epoch,
+            nonce=secrets.token_hex(16),
+            time=int(self.clock() * 1000),
+            target=target,
+            base=base,
+            state_bytes=table.state_bytes,
+            tensors=len(table.names),
+            files=files,
+        )
+        return record if self.signing_key is None else self.signing_key.sign(record)
+
+    def _is_claimed(self, epoch: int) -> bool:
+        try:
+            self.store.head(keys.epoch_key(epoch))
+        except ObjectMissing:
+            return False
+        return True
+
+    def _create(self, key: str, record: Shortcut) -> None:
+        """That somebody else's is there is as good: a shortcut to a version is a shortcut to that version.
+
+        `Fenced` if another publisher has come: what was uploaded may be collected by now. One that falls asleep after this question makes
+        a shortcut that leads nowhere, which readers get round and collection removes.
+        """
+        if self._is_claimed(self.epoch + 1):
+            raise Fenced(f"epoch {self.epoch + 1} has been claimed; epoch {self.epoch} makes no shortcuts any more.")
+        create_and_look(self.store, key, record.to_bytes())

@@ -1,0 +1,150 @@
+"""What is done after a version has landed, so that others need not replay the whole chain: skips, anchors, garbage collection."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from ...errors import DeltawireError
+from ...events import OnEvent, emit
+from ..append import Appender
+from ..baseline import Baseline
+from ..history import Forgotten
+from .cadence import AnchorPolicy, anchor_due
+from .shortcut_writer import ShortcutWriter
+
+Job = Callable[[], None]
+
+
+class Upkeep:
+    """Makes the shortcuts that are due at the version that the appender is at. A failure costs readers a detour, and is only reported.
+
+    With a `helper`, anchors are made there while newer versions are published; else before `after_append` returns. `collect` is called
+    after every anchor.
+    """
+
+    def __init__(
+        self,
+        appender: Appender,
+        shortcuts: ShortcutWriter,
+        *,
+        policy: AnchorPolicy,
+        skips: bool,
+        on_event: OnEvent | None = None,
+        helper: Helper | None = None,
+        collect: Job | None = None,
+    ) -> None:
+        self._appender = appender
+        self._shortcuts = shortcuts
+        self._policy = policy
+        self._skips = skips
+        self._on_event = on_event
+        self._helper = helper
+        self._collect = collect
+        self._anchored: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
+        """Of anchors that were made since the last look: updates of their version, bytes, and seconds of upload."""
+        self._anchoring = threading.Event()
+        """Set while the helper is at an anchor: one at a time is enough."""
+        self._not_before = 0
+        self.last_error: BaseException | None = None
+
+    def after_append(self) -> None:
+        """To be called after every version, on the thread that appends."""
+        version, baseline = self._appender.version, self._appender.baseline
+        if version is None or baseline is None or not baseline.intact or baseline.at.seq != version.seq:
+            return
+        if self._skips:
+            self._make_skips(baseline)
+        self._count_anchors(version.updates)
+        due = anchor_due(self._policy, self._appender.cost, version.state_bytes, self._appender.speed)
+        if due and version.updates >= self._not_before and not self._anchoring.is_set():
+            self._begin_anchor(baseline, version.updates)
+            self._count_anchors(version.updates)
+
+    def _make_skips(self, baseline: Baseline) -> None:
+        for composed in baseline.compose():
+            if composed.forward is None:
+                continue
+            try:
+                made = self._shortcuts.skip(composed.base, composed.target, composed.forward, baseline.table, baseline.segments)
+            except DeltawireError as error:
+                self._failed("skip", composed.target.seq, error)
+                continue
+            self._appender.cost.add_skip(composed.span, made.size)
+            emit(self._on_event, "skip-made", seq=composed.target.seq, base=composed.base.seq, span=composed.span, bytes=made.size)
+
+    def _begin_anchor(self, baseline: Baseline, updates: int) -> None:
+        target, table, segments = baseline.at, baseline.table, baseline.segments
+        # The version stays within reach while it is being read, though newer ones are published meanwhile.
+        source = baseline.part if self._helper is None else lambda index: baseline.segment_at(target.seq, index)
+
+        def make() -> None:
+            try:
+                made = self._shortcuts.anchor(target, table, segments, source)
+                self._anchored.put((updates, made.size, made.seconds))
+                emit(self._on_event, "anchored", seq=target.seq, bytes=made.size, upload_seconds=made.seconds)
+            except (DeltawireError, Forgotten) as error:
+                self._not_before = updates + self._policy.min_versions
+                self._failed("anchor", target.seq, error)
+                return
+            if self._collect is not None:
+                try:
+                    self._collect()
+                except DeltawireError as error:
+                    self._failed("collection", target.seq, error)
+
+        def make_and_release() -> None:
+            try:
+                make()
+            finally:
+                baseline.release(target.seq)
+                self._anchoring.clear()
+
+        if self._helper is None:
+            make()
+        else:
+            self._anchoring.set()
+            baseline.hold()
+            self._helper.do(make_and_release)
+
+    def _count_anchors(self, updates: int) -> None:
+        while True:
+            try:
+                anchored, size, seconds = self._anchored.get_nowait()
+            except queue.Empty:
+                return
+            behind = updates - anchored
+            if behind < self._appender.cost.versions:  # else a newer one, committed as such, has made it moot
+                self._appender.cost.anchored(behind)
+            self._appender.speed = self._appender.speed.observe(sent=size, send_seconds=seconds)
+
+    def _failed(self, what: str, seq: int, error: BaseException) -> None:
+        self.last_error = error
+        emit(self._on_event, "shortcut-failed", kind=what, seq=seq, reason=str(error))
+
+
+class Helper:
+    """A thread that does one job after the other. A job that raises is logged; the next one is done all the same."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, job: Job) -> None:
+        """Put a job into the line."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Return when all jobs are done."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logging.getLogger("deltawire").exception("a job of %s failed", self._thread.name)

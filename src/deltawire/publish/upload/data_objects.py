@@ -1,0 +1,205 @@
+"""From states to data objects: what is encoded, or laid out, is uploaded while the next part is made. Nothing refers to the objects yet."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ...delta.encode import encode_with_summary
+from ...format.checkpoints.checkpoint import INDEX_FILE
+from ...format.content_hash import content_hash, new_hash
+from ...format.digest import Digest
+from ...format.records.chain_records import FileEntry
+from ...store.base import Buffer, Store
+from ...store.keys import data_key
+from ...tensors.bits import State
+from ...tensors.gpu_handover import beside
+from ...tensors.state import state_digest
+from ..snapshots import Arrays
+from .checkpoint_files import Layout, SegmentSource, Shard
+from .segments import Segment
+
+_IN_FLIGHT = 8
+"""Uploads that wait or run; beyond them encoding waits, so that deltas do not pile up in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlace:
+    """Where a writer of `epoch` that aims at slot `seq` puts its objects."""
+
+    store: Store
+    pool: Executor
+    epoch: int
+    seq: int
+
+    def put(self, data: Buffer, *, name: str | None = None, raw: int = 0, segment: Segment | None = None) -> FileEntry:
+        """Upload an object that is in memory, under the name of its hash."""
+        content = content_hash(data)
+        key = data_key(self.epoch, self.seq, content, "safetensors" if segment is not None else "file")
+        self.store.put(key, data, size=len(data))
+        first, count = (None, None) if segment is None else (segment.first, segment.count)
+        return FileEntry(key, len(data), raw, content, name, first, count)
+
+
+class Uploads:
+    """Uploads that run side by side, and the files that come of them in the order in which they were started."""
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+        self._running: deque[Future[FileEntry]] = deque()
+        self._all: list[Future[FileEntry]] = []
+        self._started: float | None = None
+        self.waited = 0.0
+        """Seconds that the caller had to wait for them."""
+
+    def start(self, upload: Callable[[], FileEntry]) -> None:
+        """Begin another; waits while too many are on their way, and raises what went wrong with an earlier one."""
+        start = time.perf_counter()
+        while len(self._running) >= _IN_FLIGHT:
+            self._running.popleft().result()
+        self.waited += time.perf_counter() - start
+        if self._started is None:
+            self._started = time.perf_counter()
+        future = self._pool.submit(upload)
+        self._running.append(future)
+        self._all.append(future)
+
+    def start_delta(self, place: DataPlace, delta: bytes, segment: Segment) -> None:
+        """Begin the upload of a segment's delta."""
+        self.start(lambda: place.put(delta, raw=segment.raw, segment=segment))
+
+    def finish(self) -> tuple[tuple[FileEntry, ...], float]:
+        """Wait for all of them: the files, and the seconds since the first was started."""
+        start = time.perf_counter()
+        files = tuple(future.result() for future in self._all)
+        self.waited += time.perf_counter() - start
+        return files, 0.0 if self._started is None else time.perf_counter() - self._started
+
+    def abandon(self) -> None:
+        """Start no more of them, and wait for those that run: they read memory that is about to be used for something else."""
+        for future in self._all:
+            future.cancel()
+        wait(self._all)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A state as deltas over the baseline, uploaded. `deltas` are the same bytes by segment; those that do not change have none."""
+
+    files: tuple[FileEntry, ...]
+    deltas: Mapping[int, bytes]
+    before: Digest
+    after: Digest
+    changed: int
+    encode_seconds: float
+    upload_seconds: float
+    """From the start of the first upload to the end of the last."""
+    wait_seconds: float
+    """Of these, what came after the encoding."""
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.files)
+
+
+class Segmented(Protocol):
+    """A state to encode against, or the parts of one that a process has, cut into segments."""
+
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+
+    def part(self, index: int) -> State: ...
+
+    def part_of(self, state: State, index: int) -> State: ...
+
+
+def upload_update(place: DataPlace, baseline: Segmented, state: State, threads: int | None, *, limit: int) -> Update | None:
+    """Encode a state with the baseline's table against it, and upload. None if that comes to `limit` bytes."""
+    uploads = Uploads(place.pool)
+    deltas: dict[int, bytes] = {}
+    before, after = Digest(), Digest()
+    changed = size = 0
+    encoding = 0.0
+    try:
+        for index, segment in enumerate(baseline.segments):
+            start = time.perf_counter()
+            delta, summary = encode_with_summary(baseline.part(index), baseline.part_of(state, index), threads=threads)
+            encoding += time.perf_counter() - start
+            before += summary.before
+            after += summary.after
+            changed += summary.changed
+            if summary.tensors_changed:
+                deltas[index] = delta
+                size += len(delta)
+                if size >= limit:
+                    uploads.abandon()
+                    return None
+                uploads.start_delta(place, delta, segment)
+        files, uploading = uploads.finish()
+    except BaseException:
+        uploads.abandon()
+        raise
+    return Update(files, deltas, before, after, changed, encoding, uploading, uploads.waited)
+
+
+@dataclass(slots=True)
+class CheckpointUpload:
+    """A whole checkpoint, uploaded: its files, weights first, and the digest of the state that went into it."""
+
+    files: tuple[FileEntry, ...] = ()
+    digest: Digest = field(default_factory=Digest)
+    seconds: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.files)
+
+
+def upload_checkpoint(place: DataPlace, layout: Layout, source: SegmentSource, threads: int | None) -> CheckpointUpload:
+    """Upload shards and index. Each shard is streamed twice, first to be hashed, for its hash is its name.
+
+    The source must give the same bits every time.
+    """
+    done = CheckpointUpload()
+    uploads = Uploads(place.pool)
+    seen: set[int] = set()
+
+    def digested(index: int) -> Arrays:
+        arrays = dict(source(index))
+        if index not in seen:
+            seen.add(index)
+            with beside(arrays):
+                done.digest += state_digest(arrays, threads=threads)
+        return arrays
+
+    try:
+        for shard in layout.shards:
+            hasher = new_hash()
+            for piece in shard.pieces(digested):
+                hasher.update(piece)
+            uploads.start(_shard_upload(place, shard, source, hasher.hexdigest()))
+        if layout.index is not None:
+            uploads.start(file_upload(place, layout.index, INDEX_FILE))
+        done.files, done.seconds = uploads.finish()
+    except BaseException:
+        uploads.abandon()
+        raise
+    return done
+
+
+def file_upload(place: DataPlace, data: bytes, name: str) -> Callable[[], FileEntry]:
+    """Return what uploads a file of a checkpoint that holds no weights."""
+    return lambda: place.put(data, name=name)
+
+
+def _shard_upload(place: DataPlace, shard: Shard, source: SegmentSource, content: str) -> Callable[[], FileEntry]:
+    def upload() -> FileEntry:
+        key = data_key(place.epoch, place.seq, content, "safetensors")
+        place.store.put(key, shard.pieces(source), size=shard.size)
+        return FileEntry(key, shard.size, shard.raw, content, shard.name)
+
+    return upload

@@ -1,0 +1,101 @@
+"""How the tensors of a state are grouped into segments: the parts that are encoded, uploaded and patched on their own. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...dtypes import DType
+from ...errors import LimitExceeded, PublishError
+from ...format.records.chain_records import Limits
+from ...tensors.bits import State, TensorBits, tensor_bits
+from ...tensors.casting import Casting
+
+SEGMENT_BYTES = 256 << 20
+"""Small enough that uploading one overlaps with encoding the next, large enough that a request carries some weight."""
+
+MOST_SEGMENTS = 128
+"""So many (and one) files fit into a record of 64 KiB with room to spare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of `count` tensors from index `first` on, in the order of all names, of `raw` bytes together."""
+
+    first: int
+    count: int
+    raw: int
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """Names, in ascending order, types and shapes of all tensors: what must stay the same for one state to follow another by a delta."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[DType, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, state: State, casting: Casting | None = None) -> TensorTable:
+        """The table of a state; with `casting`, of what is published of it.
+
+        Raises a `TensorError` for what cannot be published, `PublishError` for what is no state at all.
+        """
+        if not isinstance(state, Mapping):
+            raise PublishError(f"a state maps names to tensors; this is a {type(state).__qualname__}. Pass model.state_dict(), or a dict.")
+        if not state:
+            raise PublishError("the state has no tensors. Pass the weights of the model.")
+        tensors = [tensor_bits(name, tensor) for name, tensor in state.items()]
+        if any(tensor.whole is not None for tensor in tensors):
+            raise PublishError("the state has parts of tensors. Processes that hold such publish together: see ShardedPublisher.")
+        table = cls.of_bits(tensors)
+        if casting is None or not casting.is_given:
+            return table
+        by_name = {tensor.name: casting.dtype_of(tensor, state[tensor.name]) for tensor in tensors}
+        return cls(table.names, tuple(by_name[name] for name in table.names), table.shapes)
+
+    @classmethod
+    def of_bits(cls, tensors: Sequence[TensorBits]) -> TensorTable:
+        ordered = sorted(tensors, key=lambda tensor: tensor.name)
+        return cls(tuple(t.name for t in ordered), tuple(t.dtype for t in ordered), tuple(t.shape for t in ordered))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(math.prod(shape) * dtype.itemsize for dtype, shape in zip(self.dtypes, self.shapes, strict=True))
+
+    @cached_property
+    def state_bytes(self) -> int:
+        return sum(self.sizes)
+
+    def check_limits(self, limits: Limits) -> None:
+        """`LimitExceeded` if a run with these limits does not allow such a state."""
+        for what, found, allowed in [
+            ("bytes of weights", self.state_bytes, limits.state_bytes),
+            ("tensors", len(self.names), limits.tensors),
+            ("bytes in one tensor", max(self.sizes), limits.file_bytes),
+        ]:
+            if found > allowed:
+                raise LimitExceeded(f"the state has {found:,} {what}; this run allows {allowed:,}.")
+
+    def names_of(self, segment: Segment) -> tuple[str, ...]:
+        return self.names[segment.first : segment.first + segment.count]
+
+
+def cut_segments(sizes: Sequence[int], *, segment_bytes: int = SEGMENT_BYTES, most: int = MOST_SEGMENTS) -> tuple[Segment, ...]:
+    """Contiguous runs that cover all tensors, each closed once it holds `segment_bytes`, or the `most`-th part of everything.
+
+    So there are at most `most` + 1 of them. A single tensor is never cut.
+    """
+    enough = max(segment_bytes, -(-sum(sizes) // most), 1)
+    segments: list[Segment] = []
+    first = raw = 0
+    for index, size in enumerate(sizes):
+        raw += size
+        if raw >= enough:
+            segments.append(Segment(first, index + 1 - first, raw))
+            first, raw = index + 1, 0
+    if first < len(sizes):
+        segments.append(Segment(first, len(sizes) - first, raw))
+    return tuple(segments)

@@ -1,0 +1,153 @@
+"""Hops of a route, done on the files of a checkpoint that nobody reads: what slots of a mirror and `pull` have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from blake3 import blake3
+
+from ...chain.attachments import attachments_hop
+from ...chain.restore import Hop
+from ...chain.routes import HopFailed
+from ...errors import CheckpointError, DataDamaged, DataMissing, DeltaError, ResultMismatch, StateError, TensorError, VersionGone
+from ...format.checkpoints.checkpoint import Checkpoint, check_can_be_written
+from ...format.checkpoints.staged_output import sync_file
+from ...format.digest import Digest
+from ...format.records.chain_records import Commit, FileEntry, holds_weights
+from ..sync_report import SyncReport
+from .checkpoint_in_place import CheckpointInPlace, checkpoint_digest
+from .delta_cache import DeltaCache
+
+_PIECE = 8 << 20
+_ARRIVING = ".part"
+"""Hidden, so that no file of a checkpoint has this name."""
+
+
+class Source(Protocol):
+    """Where the files of hops come from, checked; raises `DataDamaged`, `DataMissing`, `VersionGone`."""
+
+    def to_file(self, hop: Hop, entry: FileEntry, path: Path) -> None: ...
+
+    def to_memory(self, hop: Hop, entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, memoryview]]: ...
+
+    def abandon(self) -> None: ...
+
+
+class HopsOnDisk:
+    """Does hops. Every failure that tells something about a hop, or about the state it started from, is a `HopFailed`."""
+
+    def __init__(
+        self, source: Source, deltas: DeltaCache, report: SyncReport, *, threads: int | None, step: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._source = source
+        self._deltas = deltas
+        self._report = report
+        self._threads = threads
+        self._step = step
+
+    def fetch_checkpoint(self, hop: Hop, folder: Path, *, leave_out: Collection[str] = ()) -> None:
+        """Fetch a whole checkpoint into a directory, durably, and check its digest. Files that are there already, and right, are kept.
+
+        Files with a name in `leave_out` are not fetched.
+        """
+        for entry in hop.files:
+            check_can_be_written(str(entry.name))
+        try:
+            for entry in hop.files:
+                assert entry.name is not None
+                if entry.name not in leave_out and not is_complete(folder / entry.name, entry):
+                    arriving = folder / _ARRIVING
+                    arriving.unlink(missing_ok=True)
+                    self._source.to_file(hop, entry, arriving)
+                    os.replace(arriving, folder / entry.name)
+                    self._report.fetched([entry])
+                    self._step("anchor-file-fetched")
+            sync_file(folder)
+        except (DataDamaged, DataMissing, VersionGone) as error:
+            raise HopFailed(hop, error, is_data_lost=True) from error
+        try:
+            with self._report.watch.phase("verify"):
+                found = checkpoint_digest(Checkpoint(folder), threads=self._threads)
+        except CheckpointError as error:
+            raise HopFailed(hop, error) from error
+        if found != hop.target.digest:
+            raise HopFailed(hop, DataDamaged(f"the checkpoint of {hop.target.describe()} has digest {found}, not {hop.target.digest}."))
+
+    def fetch_deltas(self, hop: Hop) -> None:
+        """Have the delta files of a hop at hand."""
+        try:
+            fetched = self._deltas.ensure(hop.files, lambda entries: self._source.to_memory(hop, entries))
+        except (DataDamaged, DataMissing, VersionGone) as error:
+            raise HopFailed(hop, error, is_data_lost=True) from error
+        self._report.fetched(fetched)
+
+    def fetch_attachments(self, target: Commit, folder: Path) -> None:
+        """Have the attachments of a version at hand that a directory lacks. Raises what is wrong with them: no other way leads to them.
+
+        `CheckpointError` if their names cannot be written: nothing was changed then.
+        """
+        for entry in target.attachments or ():
+            check_can_be_written(str(entry.name))
+        lacking = [entry for entry in target.attachments or () if not is_complete(folder / str(entry.name), entry)]
+        fetched = self._deltas.ensure(lacking, lambda entries: self._source.to_memory(attachments_hop(target), entries))
+        self._report.fetched(fetched)
+
+    def place_attachments(self, target: Commit, folder: Path, *, own_names: Collection[str] = ()) -> None:
+        """Make the files beside the weights in a directory exactly those of a version, from what `fetch_attachments` has got.
+
+        Files in `own_names` are not touched. Versions of a time when commits did not name attachments leave the directory as it is.
+        """
+        if target.attachments is None:
+            return
+        wanted = {str(entry.name): entry for entry in target.attachments if entry.name not in own_names}
+        for path in stray_files(folder, wanted.keys() | set(own_names)):
+            path.unlink()
+        for name, entry in wanted.items():
+            if not is_complete(folder / name, entry):
+                arriving = folder / _ARRIVING
+                with arriving.open("wb") as file:
+                    file.write(self._deltas.open(entry))
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(arriving, folder / name)
+                self._step("attachment-placed")
+        sync_file(folder)
+
+    def apply_deltas(self, hop: Hop, folder: Path, before: Digest) -> None:
+        """Change the checkpoint in a directory, whose digest is `before`, by delta files that are at hand; check what comes out.
+
+        After a failure the directory holds a mix of versions.
+        """
+        digest = before
+        try:
+            with self._report.watch.phase("apply"):
+                files = CheckpointInPlace(folder, threads=self._threads) if hop.files else None
+                for entry in hop.files:
+                    assert files is not None
+                    digest += files.apply(self._deltas.open(entry), entry.first or 0, entry.count or 0)
+                    self._step("file-applied")
+        except (DeltaError, StateError, TensorError, CheckpointError) as error:
+            raise HopFailed(hop, error) from error
+        if digest != hop.target.digest:
+            raise HopFailed(hop, ResultMismatch(f"{hop.target.describe()} has digest {hop.target.digest}, but this leads to {digest}."))
+        self._step("digest-checked")
+
+
+def stray_files(folder: Path, names: Collection[str]) -> list[Path]:
+    """Return the files beside the weights that have none of these names, and are not hidden."""
+    found = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+    return [path for path in found if path.name not in names and not holds_weights(path.name)]
+
+
+def is_complete(path: Path, entry: FileEntry) -> bool:
+    """Tell whether a file is there with the content that its record says."""
+    if not path.is_file() or path.stat().st_size != entry.size:
+        return False
+    hasher = blake3()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            hasher.update(piece)
+    return hasher.hexdigest() == entry.blake3

@@ -1,0 +1,147 @@
+"""Locks between processes: `flock` on small files. The kernel frees them when a process ends, however it ends.
+
+They belong to the open file, not to the process: two holders in one process exclude each other like any two, and a forked child shares what
+its parent held. So what was held alone is unlocked in so many words by the process that took it: merely closed, it would stay locked for as
+long as a child lives that was forked meanwhile, and nobody could ever update the mirror. What is shared is only closed, for the child may
+read there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from ...errors import MirrorBusy
+
+PATIENCE = 30.0
+"""Seconds without a sign of life after which the holder of a lock is taken for stopped."""
+_BEAT = 1.0
+"""Seconds between two signs of life."""
+_PAUSE = 0.02
+
+
+class FileLock:
+    """A lock that is held. Made by `try_shared` and `try_exclusive`; given up by `release`, at the latest when the process ends."""
+
+    def __init__(self, descriptor: int, *, exclusive: bool) -> None:
+        self._descriptor: int | None = descriptor
+        self._owner = os.getpid() if exclusive else None
+
+    @classmethod
+    def try_shared(cls, path: Path) -> FileLock | None:
+        """Share the lock, if nobody has it exclusively and its file exists. Needs no permission to write."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        return cls._try(descriptor, fcntl.LOCK_SH)
+
+    @classmethod
+    def try_exclusive(cls, path: Path) -> FileLock | None:
+        """Have the lock alone, if nobody else has it. Makes its file."""
+        return cls._try(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), fcntl.LOCK_EX)
+
+    @classmethod
+    def wait_exclusive(cls, path: Path) -> FileLock:
+        """Have the lock alone, as soon as nobody else has it: for what takes others an instant only.
+
+        Raises `MirrorBusy` if one holder keeps it for longer than `PATIENCE` seconds.
+        """
+        watch = LifeWatch(path)
+        while (lock := cls.try_exclusive(path)) is None:
+            watch.check()
+            time.sleep(_PAUSE)
+        lock._sign()
+        return lock
+
+    @classmethod
+    def _try(cls, descriptor: int, kind: int) -> FileLock | None:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(descriptor, exclusive=kind == fcntl.LOCK_EX)
+
+    def share(self) -> None:
+        """Let others share what was exclusive. `flock` gives it up for an instant: whoever could take it exclusively must be kept out."""
+        assert self._descriptor is not None
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+        self._owner = None
+
+    @contextlib.contextmanager
+    def showing_life(self) -> Iterator[None]:
+        """Touch the lock's file again and again while the context lasts, so that others can tell that this process runs."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(_BEAT):
+                self._sign()
+
+        self._sign()
+        beating = threading.Thread(target=beat, name="deltawire-lock", daemon=True)
+        beating.start()
+        try:
+            yield
+        finally:
+            over.set()
+            beating.join()
+
+    def _sign(self) -> None:
+        """Write this process's number into the lock's file, which also sets the file's time. A full disk does not matter here."""
+        assert self._descriptor is not None
+        with contextlib.suppress(OSError):
+            os.utime(self._descriptor)
+            os.pwrite(self._descriptor, b"%-20d" % os.getpid(), 0)
+
+    def release(self) -> None:
+        """Give it up. Doing so twice is fine."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            if self._owner == os.getpid():
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+class LifeWatch:
+    """Tells whether the process that holds a lock still runs. It has seen nothing yet when it is made.
+
+    Only changes of the lock's file count, and the watcher's own clock: dates are never compared.
+    """
+
+    def __init__(self, path: Path, patience: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._patience = PATIENCE if patience is None else patience
+        self._clock = clock
+        self._seen: object = None
+        self._since = clock()
+
+    def check(self) -> None:
+        """Raise `MirrorBusy` if the holder has shown no sign of life for too long."""
+        sign, now = self._sign(), self._clock()
+        if sign != self._seen:
+            self._seen, self._since = sign, now
+        elif now - self._since > self._patience:
+            holder = sign[1].decode(errors="replace").strip() or "unknown"
+            raise MirrorBusy(f"{self._path}: process {holder} holds this lock, but has not run for {now - self._since:.0f} s.")
+
+    def _sign(self) -> tuple[int, bytes]:
+        try:
+            return os.stat(self._path).st_mtime_ns, self._path.read_bytes()[:20]
+        except FileNotFoundError:
+            return 0, b""

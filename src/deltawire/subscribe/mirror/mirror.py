@@ -1,0 +1,309 @@
+"""A mirror: one version of a model as files in a directory, loadable by anything at any time, shared by any number of processes.
+
+    DIR/mirror.json          layout version and run id
+    DIR/current              link to the slot that is served; replaced atomically
+    DIR/slots/NAME/          a complete checkpoint, and deltawire.json, which says of which version
+    DIR/locks/               `flock` files: `writer`, and one per slot
+    DIR/deltas/              delta files that the next update will need again
+    DIR/seen.json            the newest commit seen, so that a store that goes back is noticed
+    DIR/FILE                 links to current/FILE, so that DIR itself loads as a checkpoint
+
+**Who may do what.** A slot's lock is shared by everyone who reads it, and held alone by who changes it; that one also holds `writer`, so
+there is one at a time. The served slot is never changed: an update brings another slot to the new version and then moves `current`. A
+reader that holds on to a slot while versions go by keeps exactly that version; the mirror then grows by a slot for as long.
+
+**What a crash leaves.** A killed process loses its locks, not what it wrote: the page cache survives it. A slot is marked as not clean
+before the first byte is changed, and clean after its digest was checked, so a slot that was cut off half-way is recognised, and never was
+`current`. Losing power is another matter: every update changes pages all over all files, and flushing them each time would cost more than
+the update. So slots say in which boot they were written (`boot_id`), and one of an earlier boot, or on a system that cannot tell, is read
+in full and compared with its digest before it is served. One that fails is dropped, and rebuilt from another slot or from the store.
+
+Locks and maps are those of one machine: a mirror belongs on a local file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...errors import MirrorError, RunMismatch
+from ...format.records.chain_records import Commit
+from ...store.occupancy import misplaced
+from .durable_json import read_json, remove_leftovers, write_json
+from .locks import FileLock, LifeWatch
+from .slot import RECORD_FILE, Slot, SlotRecord, boot_id
+
+LAYOUT = 1
+_OWN_NAMES = frozenset({"mirror.json", "current", "slots", "locks", "deltas", "seen.json"})
+_PATIENCE, _PAUSE = 5.0, 0.02
+
+
+@dataclass(slots=True)
+class HeldSlot:
+    """A slot whose lock is held, with its record. Its files do not change until `release`, except by the holder of an exclusive lock."""
+
+    slot: Slot
+    lock: FileLock
+    record: SlotRecord
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+class Mirror:
+    """The mirror in the directory `path`. Makes nothing there until `create`.
+
+    `step` is called with the name of each step of a change as it is done: what tests use to die in between.
+    """
+
+    def __init__(self, path: Path, *, threads: int | None = None, step: Callable[[str], None] | None = None) -> None:
+        self.path = path
+        self.threads = threads
+        self.step = step or (lambda _: None)
+
+    # What there is
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that is mirrored here; None where there is no mirror yet. `MirrorError` for one of another layout."""
+        document = read_json(self.path / "mirror.json")
+        if document is None:
+            return None
+        run_id = document.get("run")
+        if document.get("layout") != LAYOUT or not isinstance(run_id, str):
+            raise MirrorError(f"{self.path} is a mirror of another layout. Upgrade deltawire, or use a new directory.")
+        return run_id
+
+    def refuse_misplaced(self) -> None:
+        """Raise `MirrorError` if the directory holds a chain of versions, or is a URL: the arguments were probably swapped."""
+        if why := misplaced(self.path):
+            raise MirrorError(f"{self.path} {why}. Name another directory for the mirror: `deltawire follow URL DIR`.")
+
+    def create(self, run_id: str) -> None:
+        """Make the mirror, if it is not there. `RunMismatch` if it is of another run, `MirrorError` if the directory is something else."""
+        if self.run_id is None:
+            self.refuse_misplaced()
+            strangers = [name for name in os.listdir(self.path) if not _is_own(name)] if self.path.is_dir() else []
+            if strangers and self.run_id is None:  # not made by another process just now
+                raise MirrorError(f"{self.path} holds other files ({strangers[0]}). Name a new or empty directory for the mirror.")
+            for folder in ("slots", "locks", "deltas"):
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+            with FileLock.wait_exclusive(self.path / "locks" / "create"):
+                if self.run_id is None:
+                    remove_leftovers(self.path / "mirror.json")
+                    write_json(self.path / "mirror.json", {"layout": LAYOUT, "run": run_id})
+        if self.run_id != run_id:
+            raise RunMismatch(f"{self.path} mirrors run {self.run_id}, but the chain is of run {run_id}.")
+
+    def current_name(self) -> str | None:
+        """The name of the slot that is served."""
+        try:
+            return os.path.basename(os.readlink(self.path / "current"))
+        except FileNotFoundError:
+            return None
+
+    def slot(self, name: str) -> Slot:
+        return Slot(self.path / "slots" / name)
+
+    def slots(self) -> list[Slot]:
+        return [self.slot(name) for name in sorted(os.listdir(self.path / "slots"))]
+
+    # Reading
+
+    def hold_current(self) -> HeldSlot | None:
+        """Share the lock of the slot that is served. It may be from an earlier boot: see `open_current`."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            name = self.current_name()
+            if name is None:
+                return None
+            lock = FileLock.try_shared(self._lock_path(name))
+            if lock is not None:
+                if self.current_name() == name:  # it still is, so nobody will change it now
+                    record = self.slot(name).record()
+                    if record is not None:
+                        return HeldSlot(self.slot(name), lock, record)
+                    lock.release()
+                    return None
+                lock.release()
+            if time.monotonic() > deadline:
+                raise MirrorError(f"the lock of {self.path / 'slots' / name} cannot be had. Is the mirror on a local file system?")
+            time.sleep(_PAUSE)
+
+    def open_current(self) -> HeldSlot | None:
+        """The slot that is served, shared, after checking it as far as it needs to be; None if it is damaged or there is none."""
+        held = self.hold_current()
+        if held is None or self.is_sound(held):
+            return held
+        held.release()
+        return None
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Path]:
+        """The directory of the version that is served. It stays as it is while the context lasts, whatever updates happen."""
+        held = self.open_current()
+        if held is None:
+            raise MirrorError(f"{self.path} holds no sound version. Sync it first.")
+        try:
+            yield held.slot.path
+        finally:
+            held.release()
+
+    # Changing: everything below needs the writer's lock
+
+    def try_writer(self) -> FileLock | None:
+        """The lock to change anything, if nobody else has it."""
+        return FileLock.try_exclusive(self._writer_path)
+
+    def watch_writer(self) -> LifeWatch:
+        """Watch whether the process that changes the mirror still runs."""
+        return LifeWatch(self._writer_path)
+
+    def hold_exclusively(self, slot: Slot) -> HeldSlot | None:
+        """A slot to change, if nobody reads it and it has a record."""
+        lock = FileLock.try_exclusive(self._lock_path(slot.name))
+        if lock is None:
+            return None
+        remove_leftovers(slot.path / RECORD_FILE)
+        record = slot.record()
+        if record is None:
+            lock.release()
+            return None
+        return HeldSlot(slot, lock, record)
+
+    def new_slot(self, commit: Commit, phase: str) -> HeldSlot:
+        """An empty slot under a name never used before, marked as CHANGING or FETCHING, its lock held alone.
+
+        Names are not used again: a reader may hold the lock file of a deleted slot, and must not take it for the lock of another.
+        """
+        name = secrets.token_hex(4)
+        lock = FileLock.try_exclusive(self._lock_path(name))
+        assert lock is not None
+        try:
+            slot = self.slot(name)
+            slot.path.mkdir()
+            record = SlotRecord(commit, phase, boot_id())
+            slot.write_record(record)
+            self.step("slot-made")
+        except BaseException:
+            lock.release()
+            raise
+        return HeldSlot(slot, lock, record)
+
+    def serve(self, held: HeldSlot) -> None:
+        """Move `current` to a clean slot. Its lock is shared from here on."""
+        assert held.record.clean
+        held.lock.share()  # before the link moves: who follows it must get the lock
+        self.step("lock-shared")
+        link = self.path / f".current.tmp-{secrets.token_hex(4)}"
+        os.symlink(os.path.join("slots", held.slot.name), link)
+        self.step("link-made")
+        os.replace(link, self.path / "current")
+        self.step("served")
+        self._link_files(held.slot)
+        self.step("files-linked")
+
+    def recover(self) -> HeldSlot | None:
+        """Serve the newest sound slot, after `open_current` found that the one served is not. None if there is no sound one."""
+        served = self.open_current()  # another process may have been faster
+        if served is not None:
+            return served
+        bad = self.current_name()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path / "current")
+        usable = [(record.seq, slot) for slot in self.slots() if slot.name != bad and (record := slot.record()) and record.clean]
+        for _, slot in sorted(usable, key=lambda item: item[0], reverse=True):
+            held = self.hold_exclusively(slot)
+            if held is not None:
+                if self.is_sound(held):
+                    self.serve(held)
+                    return held
+                held.release()
+                self.drop(slot)
+        return None
+
+    def drop(self, slot: Slot) -> bool:
+        """Delete a slot and its lock, unless somebody reads it."""
+        path = self._lock_path(slot.name)
+        lock = FileLock.try_exclusive(path)
+        if lock is None:
+            return False
+        with lock:
+            slot.delete()
+            path.unlink(missing_ok=True)
+        return True
+
+    def tidy(self, *, soon_free: str | None = None) -> None:
+        """Delete what crashes left behind, and all slots that nobody reads but the newest, the standby.
+
+        `soon_free` is a slot that the caller still reads, but not for long: it may become the standby.
+        """
+        current = self.current_name()
+        spare: list[tuple[int, Slot]] = []
+        for slot in self.slots():
+            record = slot.record()
+            if slot.name == current:
+                continue
+            if record is None or not record.clean:
+                self.drop(slot)
+            elif slot.name == soon_free or self._is_free(slot):
+                spare.append((record.seq, slot))
+        for _, slot in sorted(spare, key=lambda item: item[0])[:-1]:
+            self.drop(slot)
+        names = {slot.name for slot in self.slots()}
+        for path in (self.path / "locks").glob("slot-*"):
+            if path.name.removeprefix("slot-") not in names:
+                path.unlink(missing_ok=True)
+        for path in self.path.glob(".current.tmp-*"):  # of other names there may be some that are in use
+            path.unlink(missing_ok=True)
+        self.step("tidied")
+
+    def _is_free(self, slot: Slot) -> bool:
+        lock = FileLock.try_exclusive(self._lock_path(slot.name))
+        if lock is not None:
+            lock.release()
+        return lock is not None
+
+    def is_sound(self, held: HeldSlot) -> bool:
+        """Whether a slot may be served. Reads all of it if it was last checked in another boot, and then notes that it is fine."""
+        boot = boot_id()
+        if not held.record.clean:
+            return False
+        if boot is not None and held.record.boot_id == boot:
+            return True
+        if not held.slot.is_intact(held.record, threads=self.threads):
+            return False
+        held.record = replace(held.record, boot_id=boot)
+        with contextlib.suppress(PermissionError):  # a reader without the right to write reads all of it again next time
+            held.slot.write_record(held.record)
+        return True
+
+    def _link_files(self, slot: Slot) -> None:
+        """Make the directory itself look like the checkpoint that is served."""
+        wanted = {name for name in slot.file_names() if not name.startswith(".")} - _OWN_NAMES
+        for entry in list(self.path.iterdir()):
+            if entry.is_symlink() and os.readlink(entry).startswith("current" + os.sep):
+                if entry.name in wanted:
+                    wanted.discard(entry.name)
+                else:
+                    entry.unlink(missing_ok=True)
+        for name in wanted:
+            with contextlib.suppress(FileExistsError):  # somebody put a file of his own there: leave it
+                os.symlink(os.path.join("current", name), self.path / name)
+
+    @property
+    def _writer_path(self) -> Path:
+        return self.path / "locks" / "writer"
+
+    def _lock_path(self, name: str) -> Path:
+        return self.path / "locks" / f"slot-{name}"
+
+
+def _is_own(name: str) -> bool:
+    """Whether a directory that is about to become a mirror may hold this already."""
+    return name in _OWN_NAMES or name.startswith(".mirror.json.tmp-")

@@ -1,0 +1,134 @@
+"""The model in a mirror directory, which other processes may share, and update too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ...format.checkpoints.checkpoint import Checkpoint
+from ...format.records.chain_records import Commit
+from ...format.records.signing import check_signature
+from ..journey import Journey
+from ..seen import SeenFile
+from .locks import FileLock
+from .mirror import HeldSlot, Mirror
+from .mirror_errors import as_mirror_errors, retryable_error
+from .mirror_update import MirrorUpdate
+
+_PAUSE = 0.05
+
+
+class MirrorReplica:
+    """The version that a mirror serves, as memory-mapped arrays. They do not change until the next `move` of this replica.
+
+    Opening needs no store: what the mirror served last is served again, if it is sound and, with `trusted_keys`, signed by one of them.
+    """
+
+    def __init__(self, path: Path, *, threads: int | None = None, trusted_keys: Collection[str] = ()) -> None:
+        self._mirror = Mirror(path, threads=threads)
+        self._trusted = frozenset(trusted_keys)
+        self._held: HeldSlot | None = None
+        self._state: Mapping[str, NDArray[Any]] = {}
+        self.seen = SeenFile(path)
+        with as_mirror_errors(path):
+            if self._mirror.run_id is not None:
+                self._open()
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that is mirrored; None before the first version."""
+        return self._mirror.run_id
+
+    @property
+    def commit(self) -> Commit | None:
+        return None if self._held is None else self._held.record.commit
+
+    @property
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        return self._state
+
+    @property
+    def slot_path(self) -> Path | None:
+        """The directory of the version at hand: a complete checkpoint."""
+        return None if self._held is None else self._held.slot.path
+
+    def create(self, run_id: str) -> None:
+        """Make the mirror, or check that it is of this run."""
+        with as_mirror_errors(self._mirror.path):
+            self._mirror.create(run_id)
+
+    def move(self, target: Commit, journey: Journey) -> None:
+        with as_mirror_errors(self._mirror.path):
+            writer: FileLock | None = None
+            watch = self._mirror.watch_writer()
+            while writer is None:
+                if self._adopt(target, journey):
+                    return
+                writer = self._mirror.try_writer()
+                if writer is None:
+                    if journey.is_halted():
+                        raise retryable_error(f"{self._mirror.path}: stopped while another process updates the mirror.")
+                    watch.check()
+                    time.sleep(_PAUSE)
+            with writer, writer.showing_life():
+                if not self._adopt(target, journey):
+                    had = self._held
+                    update = MirrorUpdate(self._mirror, journey.routes, journey, journey.report, on_event=journey.on_event)
+                    self._switch(update.run(target, replacing=had))
+                    journey.report.resynced &= had is not None
+
+    def close(self) -> None:
+        """Let go of the slot. Arrays taken from `state` must not be used any more."""
+        if self._held is not None:
+            self._held.release()
+            self._held = None
+        self._state = {}
+
+    def _open(self) -> None:
+        held = self._mirror.open_current()
+        if held is None:
+            writer = self._mirror.try_writer()
+            if writer is not None:  # else somebody is at it already, perhaps for hours: the first sync waits for that
+                with writer, writer.showing_life():
+                    held = self._mirror.recover()
+        if held is not None:
+            try:
+                check_signature(held.record.commit, self._trusted)
+            except BaseException:
+                held.release()
+                raise
+            self._switch(held)
+
+    def _adopt(self, target: Commit, journey: Journey) -> bool:
+        """Take what is served, if another process has brought it to the target already."""
+        name = self._mirror.current_name()
+        record = None if name is None else self._mirror.slot(name).record()
+        if record is None or not (record.seq == target.seq or (journey.newest and record.seq > target.seq)):
+            return False
+        held = self._mirror.open_current()
+        if held is None:
+            return False
+        try:
+            journey.vouch(held.record.ref)
+        except BaseException:
+            held.release()
+            raise
+        if not (held.record.seq == target.seq or (journey.newest and held.record.seq > target.seq)):
+            held.release()
+            return False
+        self._switch(held)
+        return True
+
+    def _switch(self, held: HeldSlot) -> None:
+        try:
+            state = Checkpoint(held.slot.path)
+        except BaseException:
+            held.release()
+            raise
+        old, self._held, self._state = self._held, held, state
+        if old is not None:
+            old.release()

@@ -1,0 +1,277 @@
+"""Bring a mirror to another version: choose a slot and a way, change the slot out of sight, check it, serve it.
+
+Whatever fails, the slot that is served stays as it is. Between two hops of a way a slot is whole, so a failure to fetch the next hop
+leaves it usable at the version that it has reached; a failure in the middle of a hop leaves it marked as not clean, and it is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from ...chain.restore import Hop
+from ...chain.routes import FindRoute, HopFailed
+from ...events import OnEvent, emit
+from ...format.records.chain_records import Commit, CommitRef, FileEntry
+from ...warnings import AttachmentLeftOut, warn
+from ..sync_report import SyncReport
+from .delta_cache import DeltaCache
+from .hops_on_disk import HopsOnDisk, Source
+from .mirror import HeldSlot, Mirror
+from .slot import CHANGING, CLEAN, FETCHING, RECORD_FILE, Slot, SlotRecord, boot_id
+
+_COPY_SPEED, _COPY_COST = 8, 4 << 20
+"""How many times faster a slot is copied from its neighbour than fetched, and what it costs to begin, in bytes fetched.
+
+They only decide which of two good ways is taken.
+"""
+
+_CACHE_SHARE, _CACHE_LEAST = 4, 64 << 20
+"""Delta files are kept for the other slot up to this part of the state's size, or so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Where an update starts: in the standby slot `held`, or a copy of `copied`, or an empty slot; and the hops from there."""
+
+    hops: Sequence[Hop]
+    cost: float
+    held: HeldSlot | None = None
+    copied: Slot | None = None
+
+
+class MirrorUpdate:
+    """One update, by who holds the writer's lock."""
+
+    def __init__(self, mirror: Mirror, routes: FindRoute, source: Source, report: SyncReport, *, on_event: OnEvent | None = None) -> None:
+        self._mirror = mirror
+        self._routes = routes
+        self._source = source
+        self._report = report
+        self._on_event = on_event
+        self._deltas = DeltaCache(mirror.path / "deltas")
+        self._on_disk = HopsOnDisk(source, self._deltas, report, threads=mirror.threads, step=mirror.step)
+        self._spoilt: set[str] = set()
+        """Slots whose content turned out to be not what their records say."""
+        self._used: list[FileEntry] = []
+        self._taken: list[HeldSlot] = []
+        """Every slot whose lock was taken: whatever happens, none is kept but that of the slot which is served in the end."""
+
+    def run(self, target: Commit, *, replacing: HeldSlot | None = None) -> HeldSlot:
+        """Serve the version of `target`; returns its slot, shared. Raises what the last way that was tried failed with.
+
+        `replacing` is the slot that the caller reads until now, and will release.
+        """
+        held: HeldSlot | None = None
+        try:
+            while held is None:
+                held = self._try(target)
+            self._mirror.serve(held)
+            self._mirror.tidy(soon_free=None if replacing is None else replacing.slot.name)
+            self._deltas.keep_only(self._used, max(target.state_bytes // _CACHE_SHARE, _CACHE_LEAST))
+        except BaseException:
+            held = None
+            raise
+        finally:
+            for taken in self._taken:
+                if taken is not held:
+                    taken.release()
+        return held
+
+    def _try(self, target: Commit) -> HeldSlot | None:
+        """Bring one slot to the version; None if another way is worth trying, after what was learnt."""
+        way = self._choose(target)
+        held = self._start(way)
+        try:
+            self._walk(held, way)
+        except HopFailed as failure:
+            held.release()
+            self._learn(way, failure)
+            return None
+        self._report.hops = len(way.hops)
+        self._report.resynced = bool(way.hops) and way.hops[0].base is None
+        return held
+
+    def _learn(self, way: _Way, failure: HopFailed) -> None:
+        """Rule out the hop that failed, or else the slot that the way started from, so that the next attempt cannot be the same."""
+        if failure.is_data_lost or way.hops[0].base is None or failure.hop.source == "skip":
+            self._routes.avoid(failure)
+            return
+        start = way.held.slot if way.held is not None else way.copied
+        assert start is not None  # only a way from nothing has neither, and its first hop has no base
+        self._spoilt.add(start.name)
+        emit(self._on_event, "state-refused", seq=failure.hop.base, slot=start.name, reason=str(failure.error))
+
+    # Where to start
+
+    def _choose(self, target: Commit) -> _Way:
+        ways = [way for way in (self._from_standby(target), self._from_copy(target)) if way is not None]
+        best = min(ways, key=lambda way: way.cost, default=None)
+        for way in ways:
+            if way.held is not None and way is not best:
+                way.held.release()
+        if best is None:
+            return _Way(self._find(None, target), 0.0)
+        if best.hops and best.hops[0].base is None:  # a whole checkpoint: nothing at hand is of use
+            if best.held is not None:
+                best.held.release()
+            return replace(best, held=None, copied=None)
+        return best
+
+    def _from_standby(self, target: Commit) -> _Way | None:
+        """The newest slot that nobody reads. What it holds is checked while it is changed."""
+        current = self._mirror.current_name()
+        found: HeldSlot | None = None
+        for slot in self._mirror.slots():
+            held = self._hold(slot) if slot.name != current and slot.name not in self._spoilt else None
+            if held is None:
+                continue
+            if not held.record.clean or (found is not None and found.record.seq >= held.record.seq):
+                held.release()
+                continue
+            if found is not None:
+                found.release()
+            found = held
+        if found is None:
+            return None
+        with self._report.watch.phase("verify"):
+            if found.slot.is_linked() or not self._mirror.is_sound(found):
+                found.release()
+                self._mirror.drop(found.slot)
+                return None
+        hops = self._find(found.record.ref, target)
+        return _Way(hops, self._bytes_to_fetch(hops), held=found)
+
+    def _from_copy(self, target: Commit) -> _Way | None:
+        name = self._mirror.current_name()
+        record = None if name is None or name in self._spoilt else self._mirror.slot(name).record()
+        if name is None or record is None or not record.clean:
+            return None
+        hops = self._find(record.ref, target)
+        copying = _COPY_COST + record.commit.state_bytes / _COPY_SPEED
+        return _Way(hops, copying + self._bytes_to_fetch(hops), copied=self._mirror.slot(name))
+
+    def _find(self, have: CommitRef | None, target: Commit) -> list[Hop]:
+        with self._report.watch.phase("find"):
+            return self._routes.find(have, target)
+
+    def _bytes_to_fetch(self, hops: Sequence[Hop]) -> int:
+        return sum(entry.size for hop in hops for entry in hop.files if not self._deltas.holds(entry))
+
+    def _start(self, way: _Way) -> HeldSlot:
+        """The slot to change. Slots that are of no use go first: there may be no room for one more."""
+        self._mirror.step("way-chosen")
+        if way.held is not None:
+            return way.held
+        anchor = way.hops[0].target if way.copied is None else None
+        resumed: HeldSlot | None = None
+        for slot in self._mirror.slots():
+            if slot.name == self._mirror.current_name():
+                continue
+            held = self._hold(slot)
+            if (
+                held is not None
+                and anchor is not None
+                and resumed is None
+                and held.record.phase == FETCHING
+                and held.record.commit == anchor
+            ):
+                resumed = held
+                continue
+            if held is not None:
+                held.release()
+            self._mirror.drop(slot)
+        if anchor is not None:
+            return resumed or self._take(self._mirror.new_slot(anchor, FETCHING))
+        assert way.copied is not None
+        record = way.copied.record()
+        assert record is not None
+        held = self._take(self._mirror.new_slot(record.commit, CHANGING))
+        with self._report.watch.phase("copy"):
+            held.slot.copy_files_from(way.copied)
+        self._mirror.step("slot-copied")
+        return held
+
+    def _hold(self, slot: Slot) -> HeldSlot | None:
+        held = self._mirror.hold_exclusively(slot)
+        return None if held is None else self._take(held)
+
+    def _take(self, held: HeldSlot) -> HeldSlot:
+        self._taken.append(held)
+        return held
+
+    # The way
+
+    def _walk(self, held: HeldSlot, way: _Way) -> None:
+        """Take the slot along the hops. Afterwards its record is clean, at the last version that was reached whole.
+
+        A version is whole with its own attachments only. They change at the end, so where they do, what lies in between is not whole.
+        """
+        from_nothing = bool(way.hops) and way.hops[0].base is None
+        reached = None if from_nothing else held.record.commit
+        attached = () if from_nothing else held.record.commit.attachments
+        hops = list(way.hops)
+        if hops:
+            self._on_disk.fetch_attachments(hops[-1].target, held.slot.path)
+        with ThreadPoolExecutor(1, "deltawire-prefetch") as ahead:
+            try:
+                arriving = before = None
+                for index, hop in enumerate(hops):
+                    if hop.base is None:
+                        self._on_disk.fetch_checkpoint(hop, held.slot.path, leave_out={RECORD_FILE})
+                        if hop.target.attachments in (None, hops[-1].target.attachments):  # those are at hand
+                            self._attach(held, hop.target)
+                            attached = hop.target.attachments
+                            self._mark_clean(held, hop.target)
+                    else:
+                        (arriving or ahead.submit(self._on_disk.fetch_deltas, hop)).result()
+                        arriving = ahead.submit(self._on_disk.fetch_deltas, hops[index + 1]) if index + 1 < len(hops) else None
+                        self._mirror.step("hop-fetched")
+                        assert reached is not None
+                        before, reached = reached, None  # nowhere, until the hop is done
+                        self._change(held, hop, before)
+                    reached = before if hop.target.kind == "fence" else hop.target
+                    self._mirror.step("hop-done")
+                if hops:
+                    assert reached is not None
+                    self._attach(held, reached)
+                    attached = reached.attachments
+            except BaseException:  # also Ctrl-C: the thread that fetches ahead is waited for, so it must not wait for data itself
+                self._source.abandon()
+                raise
+            finally:
+                if reached is not None and reached.attachments in (None, attached):
+                    self._mark_clean(held, reached)
+
+    def _attach(self, held: HeldSlot, target: Commit) -> None:
+        """Bring the slot's other files to those of a version."""
+        if target.attachments is not None and not held.slot.has_attachments(target):
+            if any(entry.name == RECORD_FILE for entry in target.attachments):
+                message = (
+                    f"{RECORD_FILE} of {target.describe()} is left out, as mirrors write a file of that name. `deltawire pull` has it."
+                )
+                warn(AttachmentLeftOut, message, self._on_event, may_raise=False, seq=target.seq)
+            self._mark_dirty(held)
+            self._on_disk.place_attachments(target, held.slot.path, own_names=(RECORD_FILE,))
+            self._used.extend(target.attachments)
+
+    def _mark_clean(self, held: HeldSlot, reached: Commit) -> None:
+        record = SlotRecord(reached, CLEAN, boot_id())
+        if held.record != record:
+            held.slot.write_record(record)
+            held.record = record
+            self._mirror.step("marked-clean")
+
+    def _mark_dirty(self, held: HeldSlot) -> None:
+        if held.record.clean:
+            held.record = replace(held.record, phase=CHANGING)
+            held.slot.write_record(held.record)
+            self._mirror.step("marked-dirty")
+
+    def _change(self, held: HeldSlot, hop: Hop, before: Commit) -> None:
+        assert before.digest is not None
+        if hop.files:
+            self._mark_dirty(held)
+        self._on_disk.apply_deltas(hop, held.slot.path, before.digest)
+        self._used.extend(hop.files)
