@@ -1,6 +1,6 @@
 """The element types a checkpoint can hold, as safetensors names them and as the codec sees them.
 
-The codec never interprets numbers: it sees unsigned integers of a width, and for floating-point types where the exponent lies.
+The codec never interprets numbers: it sees unsigned integers of a width, and for floating-point types the position of the exponent.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _BY_NUMPY = {d.numpy: d for d in DTYPES}
 
 
 def dtype_named(name: str) -> DType:
-    """The type that safetensors calls `name`; `UnsupportedDtype` if the codec does not know it."""
+    """Return the type that safetensors calls `name`. Raise `UnsupportedDtype` if the codec does not know it."""
     try:
         return _BY_NAME[name]
     except KeyError:
@@ -73,7 +73,7 @@ def dtype_named(name: str) -> DType:
 
 
 def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
-    """The type of a NumPy array (bf16 and fp8 as `ml_dtypes`); `UnsupportedDtype` if the codec does not know it."""
+    """Return the type of a NumPy array (bf16 and fp8 as `ml_dtypes`). Raise `UnsupportedDtype` if the codec does not know it."""
     try:
         return _BY_NUMPY[dtype]
     except KeyError:

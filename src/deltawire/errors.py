@@ -1,77 +1,77 @@
-"""Every error deltawire raises on purpose. One error, one remedy.
+"""Every error that deltawire raises on purpose. Each error has one remedy.
 
     DeltawireError
     ├── DeltaError                  a delta file cannot be used
     │   ├── CorruptDelta            its bytes are damaged, or break a rule of docs/format.md
-    │   ├── UnsupportedVersion      it is of a format version this release does not read
-    │   ├── DeltaTooLarge           it would unfold to far more than its own size: a decompression bomb
-    │   └── ResultMismatch          it decodes, but not to the state its digest promises
-    ├── StateError                  a state cannot take this delta
-    │   ├── BaseMismatch            it is not the state that the delta was made from
-    │   ├── TensorMissing           it lacks a tensor that the delta changes
-    │   ├── TensorUnexpected        it already holds a tensor that the delta adds
-    │   ├── DtypeMismatch           a tensor has another element type than the delta's
-    │   ├── ShapeMismatch           a tensor has another number of elements than the delta's
+    │   ├── UnsupportedVersion      its format version is one that this release does not read
+    │   ├── DeltaTooLarge           it would expand to far more than its own size: a decompression bomb
+    │   └── ResultMismatch          it decodes, but not to the state that its digest names
+    ├── StateError                  a delta cannot be applied to a state
+    │   ├── BaseMismatch            the state is not the one that the delta was made from
+    │   ├── TensorMissing           the state lacks a tensor that the delta changes
+    │   ├── TensorUnexpected        the state already has a tensor that the delta adds
+    │   ├── DtypeMismatch           the element types of a tensor differ
+    │   ├── ShapeMismatch           the element counts of a tensor differ
     │   └── StateNotWritable        a tensor, or the mapping itself, cannot be changed in place
     │       └── TensorsTied         two tensors share memory, but the delta does not change them alike
     ├── TensorError                 a tensor cannot be used at all
-    │   ├── UnsupportedDtype        its element type is none that the format knows
+    │   ├── UnsupportedDtype        the format does not know its element type
     │   ├── UnsupportedTensor       it is neither a NumPy array nor a dense torch tensor on the CPU or a GPU
-    │   ├── UnsupportedLayout       a model does not hold it in one place, so it cannot be read or written there
-    │   └── BadTensorName           its name cannot stand in a safetensors file
+    │   ├── UnsupportedLayout       a model stores it in a form that cannot be read or written in place
+    │   └── BadTensorName           its name is not allowed in a safetensors file
     ├── CheckpointError             a checkpoint file or directory cannot be read or written
-    ├── StoreError                  an object store did not do what was asked
-    │   ├── BadUrl                  a URL that names no store
-    │   ├── PlaceOccupied           other files are where a new chain was to begin
-    │   ├── ObjectMissing           there is no object of that name
-    │   ├── ObjectExists            create-if-absent found one of that name (it may be our own: read it back)
+    ├── StoreError                  a request to an object store failed
+    │   ├── BadUrl                  the URL does not name a store
+    │   ├── LocationOccupied        a new chain cannot begin in a location that holds other files
+    │   ├── ObjectMissing           no object has that key
+    │   ├── ObjectExists            an object with that key exists already (perhaps our own: read it back)
     │   ├── OutcomeUnknown          a write may or may not have happened
-    │   ├── StoreUnavailable        time-outs, throttling or server errors outlasted all retries
+    │   ├── StoreUnavailable        all retries ended in time-outs, throttling or server errors
     │   ├── StoreDenied             credentials or permissions are missing
     │   ├── StoreFull               no space left
-    │   └── StoreUnsuitable         it lacks a guarantee that the protocol is built on
+    │   └── StoreUnsuitable         it lacks a guarantee that the protocol needs
     ├── ChainError                  a chain of versions cannot be followed
     │   ├── NoChain                 nothing was published there yet
-    │   ├── RunMismatch             another run lives there
+    │   ├── RunMismatch             the location holds another run
     │   │   └── WrongRun            it is signed, but its name is not the one that the URL suggests
     │   ├── CorruptRecord           a record breaks a rule of docs/protocol.md
     │   ├── ChainBroken             commits do not fit together
-    │   ├── RollbackDetected        the store shows less, or another history, than was seen before
-    │   ├── ChainStale              no version for longer than is credible
+    │   ├── RollbackDetected        the store shows less than before, or another history
+    │   ├── ChainStale              the newest version is older than the reader allows
     │   ├── SignatureInvalid        a record is not signed by a trusted key
     │   ├── LimitExceeded           a record claims more than is allowed
-    │   ├── DataDamaged             an object is not what its record says
+    │   ├── DataDamaged             an object differs from what its record says
     │   ├── DataMissing             an object that must exist does not
     │   ├── VersionUnknown          the chain has no such version
-    │   └── VersionGone             the version can no longer be rebuilt: its data were collected
+    │   └── VersionGone             the version's data were deleted by garbage collection
     ├── PublishError                a version could not be published
     │   ├── Fenced                  another publisher has taken over the run
     │   ├── CommitOutcomeUnknown    the commit may or may not have landed; the next call finds out
     │   ├── NonFiniteWeights        some weights are NaN or infinite, and are refused
-    │   └── PublisherClosed         it was closed
+    │   └── PublisherClosed         the publisher was closed
     ├── MirrorError                 a mirror directory cannot be used
-    │   └── MirrorBusy              another process holds its lock, and shows no sign of life
-    ├── EngineError                 an engine did not do what was asked
+    │   └── MirrorBusy              another process holds its lock and shows no progress
+    ├── EngineError                 a request to an engine failed
     │   ├── EngineUnavailable       it does not answer, pause or resume
-    │   ├── EngineRefused           it cannot take these weights: names or shapes differ
-    │   │   └── EngineDtypeDiffers  it holds a tensor with another type
-    │   ├── SwapFailed              a swap failed and was taken back; the old version serves on
-    │   └── EngineFenced            it is paused, since nobody knows what its weights are
-    ├── RewardError                 a reward function failed, or returned what no reward may be
-    │   └── UnusableReward          it cannot be loaded, or wants a column that the dataset does not have
+    │   ├── EngineRefused           it cannot load these weights: names or shapes differ
+    │   │   └── EngineDtypeDiffers  the types of a tensor differ
+    │   ├── SwapFailed              a swap failed and was reverted; the engine serves the old version
+    │   └── EngineFenced            it stays paused because its weights are in an unknown state
+    ├── RewardError                 a reward function failed, or returned an invalid reward
+    │   └── UnusableReward          it cannot be loaded, or needs a column that the dataset lacks
     ├── FleetError                  the fleet's work cannot go on
     │   ├── CorruptRollouts         a file of rollouts breaks a rule of docs/protocol.md
-    │   ├── FleetTimeout            a round did not settle in the time that was given
-    │   └── FleetDeserted           all members have left because of errors, and nobody has come back
+    │   ├── FleetTimeout            a round did not finish within the time limit
+    │   └── FleetDeserted           all members left because of errors, and none came back
     ├── TrainingError               training cannot begin, or cannot go on
-    │   ├── UnusableRows            rows of the dataset cannot be given to members, or trained on
-    │   ├── UnusableSettings        settings do not fit the model: completions may be longer than its positions
-    │   ├── UnusableModelFiles      members could not build the model: its config or tokenizer is missing
-    │   └── TrainingFailed          training failed in a way that leaving results out does not cure
-    └── CodecUnavailable            the codec that was asked for cannot run here
+    │   ├── UnusableRows            rows of the dataset cannot be used for generation or training
+    │   ├── UnusableSettings        settings do not fit the model, for example too long completions
+    │   ├── UnusableModelFiles      members cannot build the model: its config or tokenizer is missing
+    │   └── TrainingFailed          training fails even without the suspicious results
+    └── CodecUnavailable            the requested codec cannot run on this machine
 
-All errors but `EngineFenced` leave the state as it was. `retryable` says whether the same call may succeed later without anything else
-being changed.
+Every error except `EngineFenced` leaves the state unchanged. If `retryable` is true, the same call may succeed later although nothing else
+was changed.
 """
 
 from __future__ import annotations
@@ -80,9 +80,14 @@ from collections.abc import Sequence
 
 
 class DeltawireError(Exception):
-    """Root of the tree. `hint` says what to do about it; it is part of what is shown, after `message`.
+    """The base class of all errors.
 
-    A `hint` that is passed replaces that of the class, where the same error has another remedy.
+    Parameters
+    ----------
+    message
+        What is wrong.
+    hint
+        What the user should do. It is shown after `message`. Each class has a default; pass one where the remedy is a different one.
     """
 
     hint: str = ""
@@ -106,25 +111,25 @@ class CorruptDelta(DeltaError):
 
 
 class UnsupportedVersion(DeltaError):
-    """The file is of a version that this release does not read."""
+    """This release does not read the file's format version."""
 
     hint = "Upgrade deltawire."
 
 
 class DeltaTooLarge(DeltaError):
-    """The tensors that it adds are out of all proportion to its size."""
+    """The tensors that the delta adds are far larger than the delta itself."""
 
-    hint = "Do not trust where it came from."
+    hint = "Do not use deltas from this source."
 
 
 class ResultMismatch(DeltaError):
-    """The delta decodes, but not to the state that its digest promises."""
+    """The delta decodes, but not to the state that its digest names."""
 
     hint = "The delta is damaged or was written by a faulty encoder; make it again."
 
 
 class StateError(DeltawireError):
-    """A state cannot take this delta."""
+    """A delta cannot be applied to a state."""
 
 
 class BaseMismatch(StateError):
@@ -136,31 +141,31 @@ class BaseMismatch(StateError):
 class TensorMissing(StateError):
     """The state lacks a tensor that the delta changes or removes."""
 
-    hint = "Is this the model, and the version of it, that the delta was made from?"
+    hint = "Check that this is the model and the version that the delta was made from."
 
 
 class TensorUnexpected(StateError):
-    """The state already holds a tensor that the delta adds."""
+    """The state already has a tensor that the delta adds."""
 
-    hint = "Was this delta applied before?"
+    hint = "Check whether this delta was applied before."
 
 
 class DtypeMismatch(StateError):
-    """A tensor of the state has another element type than the delta's."""
+    """A tensor has one element type in the state and another in the delta."""
 
-    hint = "Cast nothing between trainer and reader: deltas are exact."
+    hint = "Do not cast weights between trainer and reader: deltas are bit-exact."
 
 
 class ShapeMismatch(StateError):
-    """A tensor of the state has another number of elements than the delta's."""
+    """A tensor has one number of elements in the state and another in the delta."""
 
-    hint = "Is this the model that the delta was made from?"
+    hint = "Check that this is the model that the delta was made from."
 
 
 class StateNotWritable(StateError):
     """A tensor, or the mapping that holds it, cannot be changed in place."""
 
-    hint = "Pass writable arrays in a mutable mapping, or use resolve_delta and place the values yourself."
+    hint = "Pass writable arrays in a mutable mapping, or use resolve_delta and write the values yourself."
 
 
 class TensorsTied(StateNotWritable):
@@ -173,7 +178,7 @@ class TensorsTied(StateNotWritable):
 
     @classmethod
     def of(cls, one: str, other: str, *, changed: Sequence[str]) -> TensorsTied:
-        """The error for these two tensors, of which the delta has changes for `changed`."""
+        """Return the error for these two tensors. `changed` lists which of them the delta changes."""
         how = f"changes only {changed[0]!r}" if len(changed) == 1 else "changes them in different ways"
         return cls(f"tensors {one!r} and {other!r} share memory in this state, but the delta {how}.")
 
@@ -183,9 +188,9 @@ class TensorError(DeltawireError):
 
 
 class UnsupportedDtype(TensorError):
-    """The element type is none that the format knows."""
+    """The format does not know the element type."""
 
-    hint = "Known are bool, (u)int8–64, fp8 e4m3fn, e5m2 and e8m0, fp16, bf16, fp32 and fp64."
+    hint = "The format knows bool, (u)int8–64, fp8 e4m3fn, e5m2 and e8m0, fp16, bf16, fp32 and fp64."
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -199,15 +204,15 @@ class UnsupportedTensor(TensorError):
 
 
 class UnsupportedLayout(TensorError):
-    """A model holds the tensors of its checkpoints in a form that they cannot be read from, or written to, in place."""
+    """A model stores the tensors of its checkpoints in a form that cannot be read or written in place."""
 
     hint = "Serve this model with an engine that loads whole checkpoints (DiskEngine, vLLM)."
 
 
 class BadTensorName(TensorError):
-    """The name cannot stand in a safetensors file."""
+    """The name is not allowed in a safetensors file."""
 
-    hint = "Names are non-empty strings of valid Unicode, other than '__metadata__'."
+    hint = "Use a non-empty string of valid Unicode other than '__metadata__'."
 
 
 class CheckpointError(DeltawireError):
@@ -215,45 +220,44 @@ class CheckpointError(DeltawireError):
 
 
 class StoreError(DeltawireError):
-    """An object store did not do what was asked."""
+    """A request to an object store failed."""
 
 
 class BadUrl(StoreError):
-    """The URL names no store."""
+    """The URL does not name a store."""
 
     hint = (
         "Use a directory, file://, memory://NAME, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or hf://buckets/OWNER/NAME."
     )
 
 
-class PlaceOccupied(StoreError):
-    """A new chain was to begin at a place that holds other files. Nothing was written there."""
+class LocationOccupied(StoreError):
+    """A new chain cannot begin in a location that holds other files. Nothing was written there."""
 
-    hint = "Name a new or empty place. On the command line the checkpoint comes first: `deltawire publish CKPT URL`."
+    hint = "Name a new or empty location. On the command line the checkpoint comes first: `deltawire publish CKPT URL`."
 
 
 class ObjectMissing(StoreError):
-    """There is no object of that name."""
+    """No object has that key."""
 
-    hint = "Look at the URL and at what the store holds there."
+    hint = "Check the URL and what the store holds there."
 
 
 class ObjectExists(StoreError):
-    """Create-if-absent found an object of that name. After a retry on the way it may be our own: read it back and look."""
+    """An object with that key exists already. After a retry it may be our own: read it back to find out."""
 
-    hint = "Read it back to see whose it is."
+    hint = "Read the object back to find out who wrote it."
 
 
 class OutcomeUnknown(StoreError):
     """A write may or may not have happened: the connection failed after it was sent."""
 
-    hint = "Read back to find out."
-
+    hint = "Read the object back to find out."
     retryable = True
 
 
 class StoreUnavailable(StoreError):
-    """Time-outs, throttling or server errors outlasted all retries."""
+    """All retries ended in time-outs, throttling or server errors."""
 
     hint = "Check the network and the store's status, then try again."
     retryable = True
@@ -262,18 +266,18 @@ class StoreUnavailable(StoreError):
 class StoreDenied(StoreError):
     """Credentials or permissions are missing."""
 
-    hint = "Check the credentials in the environment, and what they are allowed to do at this place."
+    hint = "Check the credentials in the environment, and what they are allowed to do in this location."
 
 
 class StoreFull(StoreError):
     """No space is left, or a quota is used up."""
 
-    hint = "Free space there, or let `deltawire gc` do so."
+    hint = "Free space there, or run `deltawire gc`."
     retryable = True
 
 
 class StoreUnsuitable(StoreError):
-    """The store lacks a guarantee that the protocol is built on."""
+    """The store lacks a guarantee that the protocol needs."""
 
     hint = "Use a store that honours If-None-Match: * on writes (S3, GCS, Azure, Ceph, SeaweedFS, or a local directory)."
 
@@ -285,12 +289,12 @@ class ChainError(DeltawireError):
 class NoChain(ChainError):
     """Nothing was published there yet."""
 
-    hint = "Is the URL right, and has the trainer published its first version?"
+    hint = "Check the URL, and whether the trainer has published its first version."
     retryable = True
 
 
 class RunMismatch(ChainError):
-    """Another run lives at this place."""
+    """The location holds another run."""
 
     hint = "Check the URL and the name of the run."
 
@@ -310,29 +314,29 @@ class CorruptRecord(ChainError):
 class ChainBroken(ChainError):
     """Commits do not fit together."""
 
-    hint = "Run `deltawire verify` on the chain; somebody wrote to it who should not."
+    hint = "Run `deltawire verify` on the chain. Check who else can write to it."
 
 
 class RollbackDetected(ChainError):
-    """The store shows less, or another history, than was seen before.
+    """The store shows less than before, or another history.
 
-    The error is `retryable` for a minute after the first look that missed something: a replica of the store may be behind, and catch up.
+    The error is `retryable` for one minute after a read first misses something, because a replica of the store may still catch up.
     """
 
-    hint = "Somebody restored or replaced the store's content. Find out who; to accept it, start again, with a new mirror directory."
+    hint = "The store's content was restored from a backup or replaced. Find out why. To accept it, start with a new mirror directory."
 
 
 class ChainStale(ChainError):
-    """No new version appeared for longer than is credible."""
+    """The newest version is older than the reader allows (`max_silence`)."""
 
-    hint = "Is the trainer alive, and is this store the one that it writes to?"
+    hint = "Check that the trainer runs, and that it writes to this store."
     retryable = True
 
 
 class SignatureInvalid(ChainError):
     """A record is not signed by a trusted key, or its signature is wrong."""
 
-    hint = "Trust the key that the publisher signs with, or find out who else writes there."
+    hint = "Trust the key that the publisher signs with, or find out who else can write there."
 
 
 class LimitExceeded(ChainError):
@@ -342,16 +346,16 @@ class LimitExceeded(ChainError):
 
 
 class DataDamaged(ChainError):
-    """An object in the store is not what its record says."""
+    """An object in the store differs from what its record says."""
 
     hint = "Run `deltawire verify --deep` on the chain."
     retryable = True
 
 
 class DataMissing(ChainError):
-    """An object that must exist does not, even after waiting for replication."""
+    """An object that must exist is missing, even after waiting for replication."""
 
-    hint = "Run `deltawire verify` on the chain. Did something other than `deltawire gc` delete objects?"
+    hint = "Run `deltawire verify` on the chain. Check whether anything other than `deltawire gc` deleted objects."
     retryable = True
 
 
@@ -362,33 +366,33 @@ class VersionUnknown(ChainError):
 
 
 class VersionGone(ChainError):
-    """The version can no longer be rebuilt: its data were collected as garbage."""
+    """The version can no longer be rebuilt, because garbage collection deleted its data."""
 
     hint = "Choose a newer version; `deltawire log` says which can be rebuilt."
 
 
 class PublishError(DeltawireError):
-    """A version could not be published. The one before it is still the newest."""
+    """A version could not be published. The previous version is still the newest."""
 
 
 class Fenced(PublishError):
-    """Another publisher has taken over the run; this one has halted for good."""
+    """Another publisher has taken over the run. This publisher stops for good."""
 
-    hint = "Stop this process. If it is the right trainer after all, start a new Publisher: that fences the other."
+    hint = "Stop this process. If it is the right trainer, start a new Publisher, which fences the other one."
 
 
 class CommitOutcomeUnknown(PublishError):
-    """The commit may or may not have landed: the store could not be asked. The next call finds out first."""
+    """The commit may or may not have been written, because the store did not answer. The next call finds out first."""
 
     hint = "Publish again when the store answers."
     retryable = True
 
 
 class NonFiniteWeights(PublishError):
-    """Some weights are NaN or infinite, and the publisher was told to refuse them. Readers keep the version before."""
+    """Some weights are NaN or infinite, and the publisher refuses such weights. Readers keep the previous version."""
 
     hint = (
-        "Find the training step that made them, and go back to a checkpoint from before it. To publish them all the same, pass "
+        "Find the training step that made them, and go back to a checkpoint from before it. To publish them anyway, pass "
         "refuse_nonfinite=False, or --allow-nonfinite on the command line."
     )
 
@@ -396,7 +400,7 @@ class NonFiniteWeights(PublishError):
 class PublisherClosed(PublishError):
     """The publisher was closed."""
 
-    hint = "Open a new one; that takes the run over."
+    hint = "Open a new Publisher; it takes over the run."
 
 
 class MirrorError(DeltawireError):
@@ -404,95 +408,95 @@ class MirrorError(DeltawireError):
 
 
 class MirrorBusy(MirrorError):
-    """Another process holds a lock of the mirror and shows no sign of life: it is stopped, or its machine is overloaded."""
+    """Another process holds a lock of the mirror and shows no progress: it is stopped, or its machine is overloaded."""
 
     hint = "Let that process continue (kill -CONT) or end it. The next sync tries again."
     retryable = True
 
 
 class EngineError(DeltawireError):
-    """An engine did not do what was asked."""
+    """A request to an engine failed."""
 
 
 class EngineUnavailable(EngineError):
-    """The engine does not answer, or does not pause or resume. Its weights are whole, of the old version or the new one."""
+    """The engine does not answer, pause or resume. It holds all weights of one version, the old or the new one."""
 
-    hint = "Is it running? The next sync tries again."
+    hint = "Check that the engine runs. The next sync tries again."
     retryable = True
 
 
 class EngineRefused(EngineError):
-    """The engine cannot take the weights of this chain. Its own go on being served."""
+    """The engine cannot load the weights of this chain. It continues to serve its own weights."""
 
-    hint = "Is it the model that is published there? Names are mapped by the engine's `names`."
+    hint = "Check that the chain holds this model. The engine's `names` maps tensor names."
 
 
 class EngineDtypeDiffers(EngineRefused):
-    """The engine holds a tensor with another type than the chain. Its own weights go on being served."""
+    """A tensor has one type in the engine and another in the chain. The engine continues to serve its own weights."""
 
-    hint = "Nothing is cast, so that what is served has exactly the bits that are published."
+    hint = "Nothing is cast, so that the engine serves exactly the bits that were published."
 
 
 class SwapFailed(EngineError):
-    """A swap failed and was taken back: the old version serves on."""
+    """A swap failed and was reverted. The engine serves the old version."""
 
     hint = "The next sync tries again."
     retryable = True
 
 
 class EngineFenced(EngineError):
-    """The engine is paused for nobody knows what its weights are: a swap failed, and so did taking it back."""
+    """The engine stays paused because its weights are in an unknown state: a swap failed, and reverting it failed too."""
 
-    hint = "The next sync loads a whole checkpoint and resumes; until then nothing is generated."
+    hint = "The next sync loads a full checkpoint and resumes the engine. Until then it generates nothing."
     retryable = True
 
 
 class RewardError(DeltawireError):
-    """A reward function failed, or returned what no reward may be."""
+    """A reward function failed, or returned an invalid reward."""
 
-    hint = "deltawire.rl.rewards says what one is called with and returns."
+    hint = "The module deltawire.rl.rewards documents what a reward function receives and returns."
 
 
 class UnusableReward(RewardError):
-    """A reward function cannot be loaded, or wants a column that the dataset does not have. Trying again does not help."""
+    """A reward function cannot be loaded, or needs a column that the dataset lacks. Trying again does not help."""
 
     hint = "Correct the function, the name that --env gives it, or the dataset; then start the member again."
 
 
 class FleetError(DeltawireError):
-    """The fleet's work cannot go on."""
+    """The fleet cannot continue its work."""
 
 
 class CorruptRollouts(FleetError):
     """A file of rollouts is damaged, or breaks a rule of docs/protocol.md."""
 
-    hint = "Nothing of it is used; its task is given to another member."
+    hint = "Nothing of it is used. Another member gets its task."
 
 
 class FleetTimeout(FleetError):
-    """A round did not settle in the time that was given. What was accepted stays accepted."""
+    """A round did not finish within the time limit. Accepted results stay accepted."""
 
-    hint = "Are members alive (`deltawire fleet`), and of the version that the round asks for? Collect again to wait on."
+    hint = "Check with `deltawire members` that members run and have the version that the round needs. Collect again to keep waiting."
     retryable = True
 
 
 class FleetDeserted(FleetError):
-    """All members have left because of errors, and nobody has come back. What was accepted stays accepted. Collect again to wait on."""
+    """All members left because of errors, and none came back. Accepted results stay accepted. Collect again to keep waiting."""
 
     hint = (
-        "Correct what they name, start the trainer again (it goes on where it was), and then members. "
-        "With FleetOptions(patience_seconds=math.inf) a trainer waits for ever."
+        "Correct the causes that they report, restart the trainer (it continues where it was), then start members. "
+        "With FleetOptions(patience_seconds=math.inf) a trainer waits without a limit."
     )
 
 
 class TrainingError(DeltawireError):
-    """Training cannot begin, or cannot go on."""
+    """Training cannot begin or continue."""
 
 
 class UnusableRows(TrainingError):
-    """Rows of the dataset cannot be given to members, or completions of them cannot be trained on."""
+    """Members cannot use rows of the dataset, or their completions cannot be trained on."""
 
-    hint = "Correct these rows, or leave them out of the dataset."
+    hint = "Correct these rows, or remove them from the dataset."
 
 
 class UnusableSettings(TrainingError):
@@ -502,21 +506,21 @@ class UnusableSettings(TrainingError):
 
 
 class UnusableModelFiles(TrainingError):
-    """Members could not build the model, or its tokenizer, from what is published beside the weights."""
+    """Members cannot build the model or its tokenizer from the published attachments."""
 
     hint = (
         "Pass `attachments`: the model's directory, or its config.json and the files of its tokenizer. "
-        "For a model of transformers, `tokenizer=` with the tokenizer itself is enough."
+        "For a transformers model, `tokenizer=` with the tokenizer itself is enough."
     )
 
 
 class TrainingFailed(TrainingError):
-    """Training failed in a way that leaving results out does not cure. Nothing of the failed step was published."""
+    """Training fails even without the suspicious results. Nothing of the failed step was published."""
 
-    hint = 'Look at the events "step-skipped" and "rollout-rejected", correct what they name, and start the trainer again.'
+    hint = 'Read the events "step-skipped" and "rollout-rejected", correct the causes that they name, and start the trainer again.'
 
 
 class CodecUnavailable(DeltawireError):
-    """The codec that was asked for cannot run here."""
+    """The requested codec cannot run on this machine."""
 
     hint = "Unset DELTAWIRE_CODEC to let deltawire choose."

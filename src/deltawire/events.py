@@ -1,4 +1,4 @@
-"""What happened, as plain values for logs and metrics. Listening never endangers the data path."""
+"""Events: what happened, as plain values for logs and metrics. A failing listener never disturbs the data path."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ Value = int | float | str | None
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened. `name` is one of a small vocabulary ("published", "synced", "retrying", …), `fields` say more.
+    """One thing that happened.
 
-    `time` is when it happened, in seconds since 1970 by the clock of this machine. Two events that differ in nothing else are equal.
+    Parameters
+    ----------
+    name
+        One word of a small vocabulary: "published", "synced", "retrying", …
+    fields
+        Details, such as `seq` or `seconds`.
+    time
+        When it happened, in seconds since 1970 by the clock of this machine. Events that differ only in `time` are equal.
     """
 
     name: str
@@ -26,17 +33,17 @@ class Event:
     time: float = field(default_factory=time.time, compare=False)
 
     def to_json(self) -> dict[str, Value]:
-        """A dict that any JSON writer takes; the name is under "event", the time (UTC, ISO 8601) under "time"."""
+        """Return a dict for any JSON writer. "event" is the name, "time" the time (UTC, ISO 8601)."""
         when = datetime.fromtimestamp(self.time, timezone.utc).isoformat(timespec="milliseconds")
         return {"event": self.name, "time": when.replace("+00:00", "Z"), **self.fields}
 
 
 OnEvent = Callable[[Event], Any]
-"""Called on whatever thread the thing happened, so it should be quick. What it raises is logged, and else ignored."""
+"""Called on the thread where the event happened, so it should return quickly. Its exceptions are logged and otherwise ignored."""
 
 
 def emit(on_event: OnEvent | None, name: str, **fields: Value) -> None:
-    """Tell the listener, if there is one."""
+    """Pass an event to the listener, if there is one."""
     if on_event is None:
         return
     try:
@@ -46,19 +53,19 @@ def emit(on_event: OnEvent | None, name: str, **fields: Value) -> None:
 
 
 def with_fields(on_event: OnEvent | None, **fields: Value) -> OnEvent | None:
-    """Returns a listener that adds these fields to every event that does not have them already, and passes it on."""
+    """Return a listener that adds these fields to every event that lacks them, and passes it on."""
     if on_event is None:
         return None
     return lambda event: on_event(Event(event.name, {**fields, **event.fields}, event.time))
 
 
 def printable(text: str) -> str:
-    """Return text from somewhere else as a terminal may show it: what could move the cursor or change colours is replaced."""
+    """Return text that is safe to print: characters that could move the cursor or change colours are replaced."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 class Stopwatch:
-    """Seconds per phase ("fetch", "verify", "resolve", "apply" …), summed up over threads. Phases that run side by side overlap.
+    """Counts seconds per phase ("fetch", "verify", "resolve", "apply" …), summed over threads. Parallel phases overlap.
 
     >>> watch = Stopwatch()
     >>> with watch.phase("fetch"):
@@ -73,7 +80,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time spent inside as part of this phase, also if it fails."""
+        """Add the time spent inside the context to this phase, even if it raises."""
         start = self._clock()
         try:
             yield

@@ -1,16 +1,16 @@
-"""Warnings: things that are allowed, but that most users do not want. Each category has one remedy, which its message names.
+"""Warnings about things that are allowed, but that most users do not want. Each category has one remedy, which its message names.
 
     UserWarning
     └── DeltawireWarning
-        ├── WideWeights         float32 weights are published, and nobody said that the fleet serves float32
+        ├── WideWeights         float32 weights are published, and no `dtype` says that the fleet serves float32
         ├── DenseUpdates        nearly all weights change in every version, so deltas save little
-        ├── AttachmentsMissing  no config.json is published, so readers get a directory that does not load by itself
-        ├── AttachmentLeftOut   a file of a version has the name of a mirror's own record, so mirrors do not have it
-        ├── NonFinitePublished  weights that are NaN or infinite are published
+        ├── AttachmentsMissing  no config.json is published, so readers get a directory that cannot be loaded
+        ├── AttachmentLeftOut   a file of a version has the name of a mirror's own record, so mirrors leave it out
+        ├── NonFinitePublished  NaN or infinite weights are published
         └── VersionsLost        versions that `publish` accepted did not reach the store
 
-Python shows each of them once for each place in your code. `warnings.filterwarnings("error", category=...)` makes one an error,
-`"ignore"` hides it. Each is also an event, which every `on_event` gets.
+Python shows each of them once per line of your code. `warnings.filterwarnings("error", category=...)` turns one into an error,
+`"ignore"` hides it. Each warning is also an event.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .events import OnEvent, Value, emit
 
 
 class DeltawireWarning(UserWarning):
-    """Root of the tree."""
+    """The base class of all warnings."""
 
     event = ""
     """The name of the event that goes with the warning."""
 
 
 class WideWeights(DeltawireWarning):
-    """The weights are float32 or float64, and the publisher was not told what the fleet serves."""
+    """The weights are float32 or float64, and the publisher has no `dtype`."""
 
     event = "wide-weights"
 
@@ -42,7 +42,7 @@ class DenseUpdates(DeltawireWarning):
 
 
 class AttachmentsMissing(DeltawireWarning):
-    """No config.json goes with the weights."""
+    """No config.json is published with the weights."""
 
     event = "attachments-missing"
 
@@ -70,8 +70,8 @@ def warn(
 ) -> None:
     """Issue a Python warning that points at the caller's code, and the event of its category.
 
-    Without `may_raise`, a warning that the user's filters turn into an error is logged instead: for threads of our own, and for moments
-    at which work is half done.
+    If the user's filters turn the warning into an error, it is raised. Without `may_raise` it is logged instead, for example on our own
+    threads and while work is half done.
     """
     emit(on_event, category.event, message=message, **fields)
     try:

@@ -579,7 +579,7 @@ def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
 def test_swapped_arguments_are_noticed(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
     before = sorted(checkpoints[0].rglob("*")), sorted(chain.rglob("*"))
     assert "checkpoint comes first" in fail("publish", chain, checkpoints[0], kind="CheckpointError")
-    assert "checkpoint comes first" in fail("publish", checkpoints[0], checkpoints[1], kind="PlaceOccupied")
+    assert "checkpoint comes first" in fail("publish", checkpoints[0], checkpoints[1], kind="LocationOccupied")
     assert "pull URL DIR" in fail("pull", tmp_path / "out", chain, "--force", kind="CheckpointError")
     assert "follow URL DIR" in fail("follow", tmp_path / "mirror", chain, kind="MirrorError")
     assert (sorted(checkpoints[0].rglob("*")), sorted(chain.rglob("*"))) == before

@@ -85,7 +85,7 @@ def test_a_dry_run_publishes_nothing_and_foretells_what_would_be(place: Path) ->
     changed = ask("publish", other, place / "chain", "--dry-run")
     assert (changed["kind"], changed["files_changed"]) == ("anchor", ["config.json", LAYOUT_FILE])
     assert files_below(place) == before
-    assert ask("publish", place / "old", place / "new", "--dry-run", code=1)["error"]["type"] == "PlaceOccupied"
+    assert ask("publish", place / "old", place / "new", "--dry-run", code=1)["error"]["type"] == "LocationOccupied"
     back = ask("publish", other, place / "chain", "--dry-run", "--resume-from", 1)
     full = ask("publish", place / "old", place / "chain", "--dry-run", "--full")
     assert (full["version"], full["kind"]) == (3, "anchor")

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from ..errors import ObjectMissing, PlaceOccupied
+from ..errors import LocationOccupied, ObjectMissing
 from . import keys
 from .base import Store
 from .fleet_keys import FLEET
@@ -18,7 +18,7 @@ _OWN = (keys.EPOCHS, keys.COMMITS, keys.ANCHORS, keys.SKIPS, keys.DATA, keys.MAR
 
 
 def refuse_occupied(store: Store) -> None:
-    """Raise `PlaceOccupied` if the store holds objects but no chain. Call it before the first write: nothing is written here.
+    """Raise `LocationOccupied` if the store holds objects but no chain. Call it before the first write: nothing is written here.
 
     It protects against swapped arguments, which would put a chain into a directory of weights or of somebody's source code.
     """
@@ -29,7 +29,7 @@ def refuse_occupied(store: Store) -> None:
         pass
     strangers = [info.key for info in itertools.islice(store.list(""), _LOOKED_AT) if not _is_own(info.key)]
     if strangers:
-        raise PlaceOccupied(f"{store.url} holds no chain, but other files, such as {strangers[0]}.")
+        raise LocationOccupied(f"{store.url} holds no chain, but other files, such as {strangers[0]}.")
 
 
 def is_chain_directory(path: Path) -> bool:

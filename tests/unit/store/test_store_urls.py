@@ -9,7 +9,7 @@ import pytest
 from support import run_python
 
 from deltawire import Publisher
-from deltawire.errors import BadUrl, CheckpointError, MirrorError, PlaceOccupied
+from deltawire.errors import BadUrl, CheckpointError, LocationOccupied, MirrorError
 from deltawire.store import StoreOptions, open_store
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
@@ -157,12 +157,12 @@ def test_a_chain_never_begins_among_other_files(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "epoch").mkdir()
     (tmp_path / "epoch" / "notes").write_text("not ours, but named like it")
-    with pytest.raises(PlaceOccupied, match=r"model\.safetensors"):
+    with pytest.raises(LocationOccupied, match=r"model\.safetensors"):
         Publisher(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch", "model.safetensors"]
     memory = MemoryStore("occupied")
     memory.put("run-7/model.safetensors", b"weights")
-    with pytest.raises(PlaceOccupied):
+    with pytest.raises(LocationOccupied):
         Publisher(memory)
     empty = tmp_path / "empty"
     (empty / "folder").mkdir(parents=True)
