@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 KEYS_METAVAR = "PUBKEY|FILE"
 _PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
 _MAX_KEYS_BYTES = 1 << 20
+_SAME_FAILURE = 5.0
+"""Seconds within which requests that are repeated for the same time are taken to have failed for the same reason."""
 
 
 def check_url(url: str) -> str:
@@ -112,15 +117,38 @@ VerboseOption: TypeAlias = Annotated[
 
 @contextmanager
 def opened(url: str, *, verbose: bool = False) -> Iterator[Store]:
-    """The store at a URL, closed at the end. With `verbose` every request to it is reported on stderr."""
+    """The store at a URL, closed at the end. A request that is repeated is reported on stderr; with `verbose` every request is."""
     from ..store import open_store
 
-    with open_store(url) as store:
+    with open_store(url, on_event=RetryNotices(verbose=verbose)) as store:
         if verbose:
             from .traced_store import TracedStore
 
             store = TracedStore(store)
         yield store
+
+
+class RetryNotices:
+    """Listens to a store, and says on stderr that it does not answer and that the request is sent again.
+
+    Requests that fail side by side give one line for each try, not one for each request. With `verbose` the reason is printed, too.
+    """
+
+    def __init__(self, *, verbose: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._verbose = verbose
+        self._clock = clock
+        self._told: dict[int, float] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        tell_if_verbose(event, self._verbose)
+        attempt, now = int(event.fields["attempt"] or 0), self._clock()
+        with self._lock:
+            is_new = now - self._told.get(attempt, -math.inf) >= _SAME_FAILURE
+            if is_new:
+                self._told[attempt] = now
+        if is_new:
+            print_notice(f"the store did not answer; trying again ({attempt} of {event.fields['attempts']})")
 
 
 def tell_if_verbose(event: Event, verbose: bool) -> None:

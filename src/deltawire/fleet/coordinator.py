@@ -77,7 +77,7 @@ class Coordinator:
         on_event: OnEvent | None = None,
         store_options: StoreOptions | None = None,
     ) -> None:
-        self._store = open_store(url, options=store_options)
+        self._store = open_store(url, options=store_options, on_event=on_event)
         self._owns_store = self._store is not url
         self._keyring = FleetKeyring(signing_key, trusted_keys)
         self._log = chain or ChainLog(self._store, run=run, trusted_keys=self._keyring.trusted)

@@ -140,7 +140,7 @@ class Publisher:
         self._background: BackgroundPublisher | None = None
         self._last_error: BaseException | None = None
         with ExitStack() as opened:  # undone in reverse if anything below fails, and by close()
-            self._store = open_store(url, options=store_options)
+            self._store = open_store(url, options=store_options, on_event=on_event)
             if self._store is not url:
                 opened.callback(self._store.close)
             refuse_occupied(self._store)

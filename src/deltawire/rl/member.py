@@ -74,7 +74,7 @@ def serve(
     """
     name = options.name or reader_name()
     on_event = with_fields(on_event, member=name)
-    with open_store(options.source) as store:
+    with open_store(options.source, on_event=on_event) as store:
         try:
             scorer = RewardScorer([load_reward(spec) for spec in options.env])
             generator = _open_generator(options, name, store, stop, on_event)

@@ -108,7 +108,7 @@ class GrpoTrainer:
         if (tokenizer := publisher.pop("tokenizer", None)) is not None:
             attachments = files_with_tokenizer(model, tokenizer, attachments, dtype)
         with ExitStack() as opened:  # undone in reverse if anything below fails, and by close()
-            self._store = open_store(url)
+            self._store = open_store(url, on_event=on_event)
             if self._store is not url:
                 opened.callback(self._store.close)
             files = read_files(self._store, attachments, run=publisher.get("run"), trusted_keys=_keys_to_trust(**publisher))

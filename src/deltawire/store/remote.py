@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import obstore
 
 from ..errors import DataDamaged, DeltawireError, LimitExceeded, StoreError
+from ..events import OnEvent
 from .base import Buffer, ObjectInfo, Progress, Store, StoreOptions, as_pieces, check_create, check_key, check_prefix, failure, is_key
 from .remote_errors import CLIENT_ERRORS, bucket_missing, creation_failed, translated
 from .retry import Retry
@@ -58,6 +59,10 @@ class RemoteStore(Store):
         self._options = options
         self._retry = retry or Retry(options.retries)
         self._pool = ThreadPoolExecutor(options.streams, thread_name_prefix="deltawire-read")  # starts no thread before the first use
+
+    def listen(self, on_event: OnEvent | None) -> None:
+        """Report every request that is about to be repeated, as an event "retrying"."""
+        self._retry = replace(self._retry, on_event=on_event)
 
     def get(self, key: str, *, limit: int) -> bytes:
         path = self._path(key)

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from ..errors import BadUrl
+from ..events import OnEvent
 from .base import Store, StoreOptions, is_key
 from .local import LocalStore
 from .memory import MemoryStore
@@ -34,7 +35,7 @@ _SLASHES = re.compile(r"([^/~.][^/]*)//(.*)", re.S)
 _HOST = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5})(?:/.*)?", re.S)
 
 
-def open_store(url: str | Path | Store, *, options: StoreOptions | None = None) -> Store:
+def open_store(url: str | Path | Store, *, options: StoreOptions | None = None, on_event: OnEvent | None = None) -> Store:
     """Open the place that a URL or path names; an open store is returned as it is. Nothing is asked of it yet: see `probe`.
 
     - a path, or `file:///path`: a directory, created by the first write
@@ -46,7 +47,8 @@ def open_store(url: str | Path | Store, *, options: StoreOptions | None = None) 
     - `hf://buckets/OWNER/NAME[/PREFIX]`: a Hugging Face bucket, through its S3 gateway; see `providers.hugging_face_store`
 
     Raises `BadUrl` if it is none of these, also if it is only nearly one of these (`s3:/bucket`): nobody wants a directory of that name.
-    Credentials in a URL are refused, since URLs end up in logs.
+    Credentials in a URL are refused, since URLs end up in logs. `on_event` gets an event "retrying" whenever a remote store did not answer
+    and the request is about to be repeated; a store that is open already keeps the listener that it has.
     """
     if isinstance(url, Store):
         return url
@@ -54,7 +56,7 @@ def open_store(url: str | Path | Store, *, options: StoreOptions | None = None) 
     text = str(url)
     if isinstance(url, Path) or "://" not in text:
         return LocalStore(Path(text).expanduser())
-    return _open_url(text, options or StoreOptions())
+    return _open_url(text, options or StoreOptions(), on_event)
 
 
 def check_url(url: str | Path) -> None:
@@ -145,7 +147,7 @@ def _suggestion(scheme: str, rest: str) -> str:
     return f" Did you mean {known}://{'/' if known == 'file' else ''}{rest}?"
 
 
-def _open_url(url: str, options: StoreOptions) -> Store:
+def _open_url(url: str, options: StoreOptions, on_event: OnEvent | None) -> Store:
     scheme, parts = _parse(url)
     if scheme == "file":
         return LocalStore(unquote(parts.path))
@@ -157,10 +159,13 @@ def _open_url(url: str, options: StoreOptions) -> Store:
 
     if scheme == "hf":
         owner, name, prefix = _split(parts.path, 2, url)
-        return providers.hugging_face_store(owner, name, prefix, options)
-    bucket, prefix = _split(_whole(parts), 1, url)
-    opener = {"s3": providers.s3_store, "gs": providers.gcs_store, "az": providers.azure_store}[scheme]
-    return opener(bucket, prefix, options)
+        store = providers.hugging_face_store(owner, name, prefix, options)
+    else:
+        bucket, prefix = _split(_whole(parts), 1, url)
+        opener = {"s3": providers.s3_store, "gs": providers.gcs_store, "az": providers.azure_store}[scheme]
+        store = opener(bucket, prefix, options)
+    store.listen(on_event)
+    return store
 
 
 def _whole(parts: SplitResult) -> str:

@@ -58,7 +58,7 @@ def pull(
     out = Path(out_dir)
     if why := misplaced(out):
         raise CheckpointError(f"{out} {why}. Name another directory for the checkpoint: `deltawire pull URL DIR`.")
-    with _opened(url, store_options) as store:
+    with _opened(url, store_options, on_event) as store:
         chain = ChainView(ChainLog(store, run=run, trusted_keys=trusted_keys, limits=limits))
         pins = PinKeeper(store, None, enabled=pin, on_event=on_event)
 
@@ -135,8 +135,8 @@ def _unwanted_files(target: Commit, first_hop: Hop) -> set[str]:
 class _opened:
     """A store for the time of a context; one that the caller has opened stays open."""
 
-    def __init__(self, url: str | Path | Store, options: StoreOptions | None) -> None:
-        self._store = open_store(url, options=options)
+    def __init__(self, url: str | Path | Store, options: StoreOptions | None, on_event: OnEvent | None) -> None:
+        self._store = open_store(url, options=options, on_event=on_event)
         self._owned = not isinstance(url, Store)
 
     def __enter__(self) -> Store:

@@ -75,7 +75,7 @@ class Subscriber:
         self._busy = threading.RLock()
         self._closed = threading.Event()
         self._owns_store = not isinstance(url, Store)
-        self._store = open_store(url, options=store_options)
+        self._store = open_store(url, options=store_options, on_event=on_event)
         log = ChainLog(self._store, run=run, trusted_keys=trusted_keys, limits=limits)
         self._pins = PinKeeper(self._store, reader, enabled=pin, on_event=on_event)
         self._replica: Replica

@@ -92,7 +92,7 @@ class DeltaWireTransfer:
     def init_weight_transfer(self) -> None:
         """Take the run over. Called by TRL before the first sync."""
         if self._publisher is None:
-            self._store = open_store(self._url)
+            self._store = open_store(self._url, on_event=self._on_event)
             self._publisher = Publisher(self._store, dtype=self._dtype, on_event=self._on_event, **self._options)
             newest = self._publisher.version
             self._first_step = 0 if newest is None or newest.step is None else newest.step + 1

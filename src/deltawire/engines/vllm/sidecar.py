@@ -77,7 +77,7 @@ class Sidecar:
         self._staging_patience = staging_patience
         self._on_event = on_event
         self._owns_store = not isinstance(url, Store)
-        self._store = open_store(url, options=store_options)
+        self._store = open_store(url, options=store_options, on_event=on_event)
         self._log = ChainLog(self._store, run=run, trusted_keys=trusted_keys)
         self._subscriber = Subscriber(
             self._store, mirror, run=run, trusted_keys=trusted_keys, reader=self.reader, pin=pin, threads=threads, on_event=on_event

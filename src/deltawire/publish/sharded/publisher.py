@@ -114,7 +114,7 @@ class ShardedPublisher:
             def open_all() -> dict[str, Any] | None:
                 if ranks.size > MOST_FILES:
                     raise PublishError(f"{ranks.size} processes cannot publish together; {MOST_FILES} can. Pass a group of fewer.")
-                self._store = open_store(url, options=store_options)
+                self._store = open_store(url, options=store_options, on_event=on_event)
                 if self._store is not url:
                     opened.callback(self._store.close)
                 self._pool = opened.enter_context(UploadPool(_STREAMS, "deltawire-upload"))
