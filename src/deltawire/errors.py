@@ -56,7 +56,7 @@
     │   ├── EngineRefused           it cannot load these weights: names or shapes differ
     │   │   └── EngineDtypeDiffers  the types of a tensor differ
     │   ├── SwapFailed              a swap failed and was reverted; the engine serves the old version
-    │   └── EngineFenced            it stays paused because its weights are in an unknown state
+    │   └── EngineQuarantined       it stays paused because its weights are in an unknown state
     ├── RewardError                 a reward function failed, or returned an invalid reward
     │   └── UnusableReward          it cannot be loaded, or needs a column that the dataset lacks
     ├── FleetError                  the fleet's work cannot go on
@@ -70,8 +70,8 @@
     │   └── TrainingFailed          training fails even without the suspicious results
     └── CodecUnavailable            the requested codec cannot run on this machine
 
-Every error except `EngineFenced` leaves the state unchanged. If `retryable` is true, the same call may succeed later although nothing else
-was changed.
+Every error except `EngineQuarantined` leaves the state unchanged. If `retryable` is true, the same call may succeed later although nothing
+else was changed.
 """
 
 from __future__ import annotations
@@ -444,7 +444,7 @@ class SwapFailed(EngineError):
     retryable = True
 
 
-class EngineFenced(EngineError):
+class EngineQuarantined(EngineError):
     """The engine stays paused because its weights are in an unknown state: a swap failed, and reverting it failed too."""
 
     hint = "The next sync loads a full checkpoint and resumes the engine. Until then it generates nothing."

@@ -13,8 +13,8 @@ from toy_chain import first_state, next_state
 
 from deltawire.chain.version import Version
 from deltawire.engines import DiskEngine, HotSwap, KvCache, SglangEngine
-from deltawire.engines.forward_gate import ForwardGate
-from deltawire.errors import EngineFenced, EngineUnavailable, SwapFailed
+from deltawire.engines.swap.forward_gate import ForwardGate
+from deltawire.errors import EngineQuarantined, EngineUnavailable, SwapFailed
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
@@ -171,7 +171,7 @@ def test_an_sglang_that_is_not_there_is_an_error_that_may_heal(server: SglangCon
     server._server.server_close()
 
 
-def test_an_engine_whose_first_reload_fails_is_fenced_for_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
+def test_an_engine_whose_first_reload_fails_is_quarantined_for_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
     store = MemoryStore()
     broken = [True]
 
@@ -181,7 +181,7 @@ def test_an_engine_whose_first_reload_fails_is_fenced_for_there_is_nothing_to_go
 
     with Publisher(store) as publisher, HotSwap(store, DiskEngine(tmp_path / "mirror", reload)) as swap:
         publisher.publish(first_state())
-        with pytest.raises(EngineFenced, match="no room"):
+        with pytest.raises(EngineQuarantined, match="no room"):
             swap.sync()
         broken.clear()
         assert swap.sync().seq == 1

@@ -11,7 +11,7 @@ from tiny_models import bits, clone, logits, qwen, step, torch
 
 from deltawire.engines import HotSwap, KvCache, ModuleEngine
 from deltawire.engines.device_weights import DeviceReplica
-from deltawire.errors import EngineFenced, EngineRefused, EngineUnavailable, SwapFailed
+from deltawire.errors import EngineQuarantined, EngineRefused, EngineUnavailable, SwapFailed
 from deltawire.events import Event
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
@@ -164,7 +164,7 @@ def test_a_module_of_other_names_types_or_shapes_is_refused_untouched(
         swap.sync()
     assert bits(module.state_dict()) == before
     assert swap.version is None
-    assert not swap.is_fenced
+    assert not swap.is_quarantined
 
 
 def test_names_are_mapped_and_what_is_mapped_to_nothing_is_left_alone(publisher: Publisher, follow: Follow) -> None:
@@ -224,7 +224,7 @@ def test_weights_that_somebody_else_changed_where_no_delta_reaches_are_never_ser
         served.model.norm.weight[3] += 1
         trainer.model.embed_tokens.weight[5] += 1
     publisher.publish(trainer.state_dict())
-    with pytest.raises(EngineFenced):
+    with pytest.raises(EngineQuarantined):
         swap.sync()
     swap.sync()
     assert bits(served.state_dict()) == bits(trainer.state_dict())

@@ -114,7 +114,7 @@ def test_tokens_carry_the_version_that_the_server_names(server: ServerDouble) ->
 
 def test_tokens_of_weights_of_no_known_version_are_drawn_again(server: ServerDouble) -> None:
     """A server that was restarted has the weights of the start, and calls them "default", until its sidecar has been there."""
-    server.answers = [(200, ["default", "default"]), (200, ["4", "deltawire-fenced"]), (503, []), (200, ["5", "5"])]
+    server.answers = [(200, ["default", "default"]), (200, ["4", "deltawire-quarantined"]), (503, []), (200, ["5", "5"])]
     assert [logprob.seq for logprob in draw(server)[1]] == [5, 5]
     assert len({request["sampling_params"]["seed"] for request in server.asked}) == 1
 

@@ -14,11 +14,11 @@ def register() -> None:
     if path is None:
         return
     from deltawire.engines.vllm import loading
-    from deltawire.engines.vllm.places import PlacedChanges
+    from deltawire.engines.vllm.element_map import MappedChanges
 
     if getattr(loading.load_all, "is_faulty", False):
         return
-    write, load_all = PlacedChanges.write, loading.load_all
+    write, load_all = MappedChanges.write, loading.load_all
 
     def fails(kind: str) -> bool:
         from vllm.distributed.parallel_state import get_world_group
@@ -26,7 +26,7 @@ def register() -> None:
         faults = json.loads(Path(path).read_text()) if Path(path).exists() else {}
         return get_world_group().rank_in_group in faults.get(kind, [])
 
-    def write_some(placed: PlacedChanges) -> None:
+    def write_some(placed: MappedChanges) -> None:
         if fails("write"):
             write(dataclasses.replace(placed, scatters=placed.scatters[: len(placed.scatters) // 2]))
             raise RuntimeError("injected: half of the tensors are written")
@@ -38,4 +38,4 @@ def register() -> None:
         load_all(model, model_config, weights)
 
     load_nothing.is_faulty = True  # type: ignore[attr-defined]
-    PlacedChanges.write, loading.load_all = write_some, load_nothing  # type: ignore[method-assign]
+    MappedChanges.write, loading.load_all = write_some, load_nothing  # type: ignore[method-assign]

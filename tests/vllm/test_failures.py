@@ -19,9 +19,9 @@ from tiny_checkpoints import TinyModel, runtime_hashes
 
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reports import FENCED, SERVING, read_reports
+from deltawire.chain.reports import QUARANTINED, SERVING, read_reports
 from deltawire.engines.vllm.routes import RouteFailed
-from deltawire.engines.vllm.sidecar import FENCED_LABEL
+from deltawire.engines.vllm.sidecar import QUARANTINED_LABEL
 from deltawire.errors import NoChain
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore
@@ -94,10 +94,10 @@ def test_an_update_that_fails_half_way_in_one_worker_is_reported_and_never_serve
     version = run.publish()
     with open_store(run.store) as store:
         chain = ChainLog(store).run
-        wait_until(lambda: [report.state for report in read_reports(store, chain)] == [FENCED], f"a report: {sidecar.log_tail()}")
+        wait_until(lambda: [report.state for report in read_reports(store, chain)] == [QUARANTINED], f"a report: {sidecar.log_tail()}")
         (report,) = read_reports(store, chain)
         assert f"worker {rank}: RuntimeError: injected" in (report.error or "")
-        assert server.routes.weight_version() == FENCED_LABEL
+        assert server.routes.weight_version() == QUARANTINED_LABEL
         answers: list[list[int]] = []
         asking = threading.Thread(target=lambda: answers.append(server.generate()))
         asking.start()
@@ -145,7 +145,7 @@ def test_a_trainer_drives_the_routes_by_itself_and_a_version_that_cannot_be_had_
     routes.start_update()
     with pytest.raises(RouteFailed):
         routes.update(version.seq + 1)
-    assert [worker["fenced"] for worker in routes.settle()] == [False, False]
+    assert [worker["quarantined"] for worker in routes.settle()] == [False, False]
     routes.resume()
     assert routes.checksums() == runtime_hashes(run.state, 2)
     version = run.publish()

@@ -11,10 +11,10 @@ import pytest
 
 from deltawire import Publisher
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reports import FENCED, REFUSED, SERVING, Report, read_reports
+from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING, Report, read_reports
 from deltawire.engines.vllm.routes import RouteFailed
-from deltawire.engines.vllm.sidecar import FENCED_LABEL, Sidecar
-from deltawire.errors import EngineFenced, EngineRefused
+from deltawire.engines.vllm.sidecar import QUARANTINED_LABEL, Sidecar
+from deltawire.errors import EngineQuarantined, EngineRefused
 from deltawire.events import Event
 from deltawire.store import open_store
 
@@ -29,7 +29,14 @@ class ServerDouble:
 
     def restart(self) -> None:
         self.name, self.paused = "default", False
-        self.worker: dict[str, Any] = {"version": None, "staged": None, "staging_error": None, "fenced": False, "error": None, "last": {}}
+        self.worker: dict[str, Any] = {
+            "version": None,
+            "staged": None,
+            "staging_error": None,
+            "quarantined": False,
+            "error": None,
+            "last": {},
+        }
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -65,11 +72,11 @@ class ServerDouble:
         self._note("start")
 
     def update(self, version: int, *, anew: bool = False) -> None:
-        assert anew or not self.worker["fenced"]
+        assert anew or not self.worker["quarantined"]
         if ("load" if anew else "write") in self.failing:
-            self.worker |= {"fenced": True, "error": "half-way", "version": None}
+            self.worker |= {"quarantined": True, "error": "half-way", "version": None}
         self._note("load" if anew else "write")
-        self.worker |= {"version": version, "fenced": False, "error": None}
+        self.worker |= {"version": version, "quarantined": False, "error": None}
 
     def finish_update(self, weight_version: str | None) -> None:
         self._note("finish")
@@ -79,7 +86,7 @@ class ServerDouble:
         self.name = weight_version
 
     def resume(self) -> None:
-        assert not self.worker["fenced"], "a fenced server was resumed"
+        assert not self.worker["quarantined"], "a quarantined server was resumed"
         self._note("resume")
         self.paused = False
 
@@ -149,18 +156,18 @@ def test_an_update_that_fails_half_way_is_repaired_before_the_server_goes_on(sce
     scene.sidecar.step()
     assert scene.server.calls[3:] == ["write", "start", "load", "finish", "resume"]
     assert scene.server.name == str(seq)
-    assert [event.name for event in scene.events if event.name in ("fenced", "repaired")] == ["fenced", "repaired"]
+    assert [event.name for event in scene.events if event.name in ("engine-quarantined", "repaired")] == ["engine-quarantined", "repaired"]
 
 
 def test_a_server_that_cannot_be_repaired_stays_paused_until_it_can(scene: Scene) -> None:
     scene.publish()
     scene.server.failing = {"write", "load"}
     for _ in range(2):
-        with pytest.raises(EngineFenced):
+        with pytest.raises(EngineQuarantined):
             scene.sidecar.step()
         assert scene.server.paused
-        assert scene.server.name == FENCED_LABEL
-        assert (scene.report().state, scene.report().error) == (FENCED, "worker 0: half-way; worker 1: half-way")
+        assert scene.server.name == QUARANTINED_LABEL
+        assert (scene.report().state, scene.report().error) == (QUARANTINED, "worker 0: half-way; worker 1: half-way")
     scene.server.failing = set()
     seq = scene.publish()
     scene.sidecar.step()

@@ -67,7 +67,7 @@ def test_after_each_of_twenty_swaps_every_tensor_is_that_of_a_fresh_load(
         assert [swap["loaded_anew"] for swap in swaps[1:]] == [0] * (len(swaps) - 1)
     assert len(ended) >= 2
     assert set(ended) == {150}  # every request that was in flight has all of its tokens
-    assert not sidecar.events("fenced")
+    assert not sidecar.events("quarantined")
     with open_store(run.store) as store:
         (report,) = read_reports(store, ChainLog(store).run)
         assert (report.state, report.seq) == (SERVING, version.seq)

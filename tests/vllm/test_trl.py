@@ -73,7 +73,7 @@ def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_n
     assert max(map(len, made_by)) > 1  # some were being generated when weights were swapped
     assert min(map(len, made_by)) == 1
     assert [swap["seq"] for swap in sidecar.events("swapped")] == published  # each was served, and read back whole
-    assert not sidecar.events("fenced")
+    assert not sidecar.events("quarantined")
     with Subscriber(store) as reader:
         reader.sync()
         assert server.routes.checksums() == runtime_hashes(dict(reader.state), 1)

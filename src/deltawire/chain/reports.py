@@ -18,7 +18,7 @@ from ..format.records.chain_records import MAX_RECORD_BYTES, Run
 from ..store import keys
 from ..store.base import Store
 
-SERVING, REFUSED, FENCED = "serving", "refused", "fenced"
+SERVING, REFUSED, QUARANTINED = "serving", "refused", "fenced"
 """It serves version `seq`; it still does, since it could not take a newer one; it serves nothing, since an update failed half-way."""
 
 _MOST_TEXT = 4000
@@ -70,6 +70,6 @@ def _parse(data: bytes, run: Run) -> Report:
         fields.integer("time") / 1000,
     )
     fields.done()
-    if report.state not in (SERVING, REFUSED, FENCED):
+    if report.state not in (SERVING, REFUSED, QUARANTINED):
         fields.refuse(f"it has the unknown state {report.state!r}")
     return report

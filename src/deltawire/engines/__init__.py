@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from .base import Engine, KvCache, PreparedSwap, Swap
 from .hot_swap import HotSwap
-from .swap_gate import SwapRecord
-from .version_spans import Attribution, VersionSpan
+from .swap.live_intervals import Attribution, LiveInterval
+from .swap.swap_controller import SwapRecord
 
 if TYPE_CHECKING:
     from .disk import DiskEngine as DiskEngine
@@ -21,12 +21,12 @@ __all__ = [
     "Engine",
     "HotSwap",
     "KvCache",
+    "LiveInterval",
     "ModuleEngine",
     "PreparedSwap",
     "SglangEngine",
     "Swap",
     "SwapRecord",
-    "VersionSpan",
 ]
 
 _LATER = {"DiskEngine": ".disk", "ModuleEngine": ".module", "SglangEngine": ".sglang"}

@@ -1,12 +1,19 @@
-"""What an engine is: something that generates with weights, and can take new ones between two forward passes.
+"""What deltawire expects of an engine: it generates with weights, and takes new ones between two forward passes.
 
-A swap has five steps, and `SwapGate` takes them in this order: prepare (fetch, decode, check: the old version serves on) → pause → apply →
-confirm → resume. Whatever fails before `apply` leaves the old version serving. What fails from there on is reverted, and the old version
-serves again; where the revert fails too, the engine stays paused (`EngineFenced`) until a whole checkpoint has repaired it. So a forward
-pass never runs on a mix of two versions.
+A swap has five steps. `SwapController` runs them in this order:
 
-An engine brings a `Replica` (deltawire/subscribe/replica.py), which does the preparing when a `Subscriber` moves it, and hands every change
-that is ready to `swap`. One move may take several swaps, through versions in between that are whole too.
+1. prepare: fetch, decode and check the update, while the engine serves the old version
+2. pause
+3. apply: write the new weights
+4. confirm: check that the engine has them
+5. resume
+
+If a step before `apply` fails, the engine goes on serving the old version. If `apply` or `confirm` fails, the change is reverted and the
+engine serves the old version again. If the revert fails too, the engine stays paused (`EngineQuarantined`) until a full checkpoint has
+repaired it. A forward pass therefore never runs on a mix of two versions.
+
+An engine provides a `Replica` (deltawire/subscribe/replica.py). The replica prepares each change when a `Subscriber` moves it, and hands
+the prepared change to `swap`. One move may take several swaps, through complete versions in between.
 """
 
 from __future__ import annotations
@@ -54,7 +61,7 @@ class PreparedSwap(Protocol):
 
 Swap = Callable[[PreparedSwap, Commit], None]
 """Makes a change, to the version of this commit. Returns when it is made and confirmed; if it raises, the weights are what they were,
-but for `EngineFenced`: then nobody knows what they are, and the replica MUST start from a whole checkpoint at its next move."""
+but for `EngineQuarantined`: then nobody knows what they are, and the replica MUST start from a whole checkpoint at its next move."""
 
 
 class Engine(abc.ABC):

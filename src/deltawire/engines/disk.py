@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..chain.version import Version
-from ..errors import EngineFenced, SwapFailed
+from ..errors import EngineQuarantined, SwapFailed
 from ..format.records.chain_records import Commit
 from ..subscribe.journey import Journey
 from ..subscribe.mirror.mirror import HeldSlot
@@ -80,7 +80,7 @@ class ReloadingReplica(MirrorReplica):
         assert held is not None
         try:
             self._swap(ReloadSwap(held, self._loaded, self._reload, self._confirm), held.record.commit)
-        except EngineFenced:
+        except EngineQuarantined:
             self._let_go()
             raise
         self._let_go()

@@ -17,8 +17,8 @@ from ..subscribe import Subscriber
 from ..subscribe.follow import follow_chain
 from ..subscribe.journey import PATIENCE
 from .base import Engine, KvCache
-from .swap_gate import SwapGate, SwapRecord
-from .version_spans import Attribution, VersionSpan, VersionSpans
+from .swap.live_intervals import Attribution, LiveInterval, LiveIntervals
+from .swap.swap_controller import SwapController, SwapRecord
 
 
 class HotSwap:
@@ -56,9 +56,9 @@ class HotSwap:
     ) -> None:
         self.engine = engine
         self._on_event = on_event
-        self._spans = VersionSpans()
-        self._gate = SwapGate(engine, self._spans, kv_cache=kv_cache, confirm_every=confirm_every, on_event=on_event)
-        self._replica = engine.replica(self._gate.swap)
+        self._intervals = LiveIntervals()
+        self._controller = SwapController(engine, self._intervals, kv_cache=kv_cache, confirm_every=confirm_every, on_event=on_event)
+        self._replica = engine.replica(self._controller.swap)
         self._subscriber = Subscriber(
             url,
             replica=self._replica,
@@ -85,17 +85,17 @@ class HotSwap:
     @property
     def live(self) -> Version | None:
         """The version whose weights the engine has at this moment. Inside a forward pass it is exactly the one that makes that pass."""
-        return self._spans.all()[-1].version
+        return self._intervals.all()[-1].version
 
     @property
-    def is_fenced(self) -> bool:
+    def is_quarantined(self) -> bool:
         """Whether the engine is paused because its weights are not known to be whole."""
-        return self._gate.fenced is not None
+        return self._controller.quarantined is not None
 
     @property
     def last_swap(self) -> SwapRecord | None:
         """What the last swap cost."""
-        return self._gate.last
+        return self._controller.last
 
     def sync(self, target: int | None = None) -> Version:
         """Bring the engine to the newest version, or to version `target`. Returns the version that it is then at.
@@ -103,11 +103,11 @@ class HotSwap:
         Raises as `Subscriber.sync` does, or an `EngineError`.
         """
         try:
-            self._gate.ensure_running()
+            self._controller.ensure_running()
             version = self._subscriber.sync(target)
-            if self._spans.all()[-1].version != version:  # it had those weights already, or the same under another number
-                self._spans.begin(version)
-            self._gate.ensure_running()
+            if self._intervals.all()[-1].version != version:  # it had those weights already, or the same under another number
+                self._intervals.begin(version)
+            self._controller.ensure_running()
         except Exception as error:
             self.last_error = error
             raise
@@ -130,7 +130,7 @@ class HotSwap:
 
         Raises `TimeoutError` after `timeout` seconds, what ended the thread if it has ended, and `ValueError` after `close`.
         """
-        clock = self._spans.clock
+        clock = self._intervals.clock
         deadline = None if timeout is None else clock() + timeout
         while (version := self.version) is None or version.seq < seq:
             if self._thread is not None and not self._thread.is_alive() and self.last_error is not None:
@@ -147,15 +147,15 @@ class HotSwap:
         """Around one completion: says afterwards which versions made it."""
         made_by = Attribution()
         with self.engine.generation():
-            start = self._spans.clock()
+            start = self._intervals.clock()
             try:
                 yield made_by
             finally:
-                made_by.spans = self._spans.between(start, self._spans.clock())
+                made_by.intervals = self._intervals.between(start, self._intervals.clock())
 
-    def attribute(self, start: float, end: float) -> tuple[VersionSpan, ...]:
+    def attribute(self, start: float, end: float) -> tuple[LiveInterval, ...]:
         """The versions that were live between two times of `time.monotonic`. `LookupError` for what is too long ago."""
-        return self._spans.between(start, end)
+        return self._intervals.between(start, end)
 
     def close(self) -> None:
         """Stop following, and let go. The engine goes on with the weights that it has. Doing so twice is fine."""
@@ -174,7 +174,7 @@ class HotSwap:
     def _look(self) -> bool:
         """For `follow`: whether there may be something new. Records in `last_error` what goes wrong."""
         try:
-            self._gate.ensure_running()
+            self._controller.ensure_running()
             is_due = self._subscriber._look()
         except Exception as error:
             self.last_error = error

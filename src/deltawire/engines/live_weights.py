@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..chain.memory_state import MemoryState, NewUpdate, Undo, Update
 from ..delta.prepared import PreparedUpdate
-from ..errors import BaseMismatch, EngineDtypeDiffers, EngineFenced, EngineRefused, ResultMismatch
+from ..errors import BaseMismatch, EngineDtypeDiffers, EngineQuarantined, EngineRefused, ResultMismatch
 from ..format.delta_file import DeltaBytes
 from ..format.digest import Digest
 from ..format.records.chain_records import Commit
@@ -37,7 +37,7 @@ class LiveReplica(MemoryReplica):
 
     Decoding reads every weight of the parts that a delta changes and compares them with their digest. So a weight there that something else
     has changed is noticed before anything is written, and mended from a whole checkpoint; elsewhere it is noticed when a swap is confirmed
-    in full, which then fails, can not be taken back either, and fences the engine until the next sync has mended it.
+    in full, which then fails, can not be taken back either, and quarantines the engine until the next sync has mended it.
 
     `at` is the version that the module was loaded from, if that is known. Tensors of the chain that the module has not are kept beside it
     with `keep_others`, and refused without. `otherwise_named` gives the same weights under other names that the chain may use.
@@ -169,7 +169,7 @@ class LiveReplica(MemoryReplica):
     def _make(self, change: PreparedSwap, target: Commit) -> None:
         try:
             self._swap(change, target)
-        except EngineFenced:
+        except EngineQuarantined:
             self._state = self._nothing()
             self._undo.clear()
             self._commit = None

@@ -13,8 +13,8 @@ from ..tensors.gpu_handover import finish
 from ..tensors.module_tensors import NameMap
 from .base import Engine, KvCache, Swap
 from .device_weights import DeviceReplica
-from .forward_gate import ForwardGate
 from .live_weights import LiveReplica
+from .swap.forward_gate import ForwardGate
 
 if TYPE_CHECKING:
     import torch

@@ -72,7 +72,7 @@ class TransformersGenerator:
 
     @property
     def version(self) -> Version | None:
-        return None if self._policy.is_fenced else self._policy.live
+        return None if self._policy.is_quarantined else self._policy.live
 
     @property
     def problem(self) -> Exception | None:

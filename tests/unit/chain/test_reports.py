@@ -8,7 +8,7 @@ import pytest
 
 from deltawire import Publisher
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reports import FENCED, SERVING, put_report, read_reports
+from deltawire.chain.reports import QUARANTINED, SERVING, put_report, read_reports
 from deltawire.store import Store, keys, open_store
 
 
@@ -20,13 +20,13 @@ def store(tmp_path: Path) -> Store:
 
 def test_a_report_replaces_the_readers_last_one(store: Store) -> None:
     run = ChainLog(store).run
-    put_report(store, run, "engine-1", FENCED, None, "out of memory — " + "x" * 10_000)
+    put_report(store, run, "engine-1", QUARANTINED, None, "out of memory — " + "x" * 10_000)
     put_report(store, run, "engine-2", SERVING, 7)
-    fenced, serving = read_reports(store, run)
-    assert (fenced.reader, fenced.state, fenced.seq) == ("engine-1", FENCED, None)
-    assert fenced.error is not None
-    assert fenced.error.startswith("out of memory — x")
-    assert len(fenced.error) == 4000
+    failed, serving = read_reports(store, run)
+    assert (failed.reader, failed.state, failed.seq) == ("engine-1", QUARANTINED, None)
+    assert failed.error is not None
+    assert failed.error.startswith("out of memory — x")
+    assert len(failed.error) == 4000
     assert (serving.reader, serving.state, serving.seq, serving.error) == ("engine-2", SERVING, 7, None)
     put_report(store, run, "engine-1", SERVING, 8)
     assert [report.seq for report in read_reports(store, run)] == [8, 7]

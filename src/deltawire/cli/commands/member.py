@@ -166,7 +166,7 @@ class _View:
             self._notice(f"takes no work: {fields['reason']}")
         elif event.name == "member-retrying":
             self._notice(f"will try again: {fields['error']}")
-        elif event.name == "engine-fenced":
+        elif event.name == "engine-quarantined":
             self._notice(f"nothing is generated until a whole checkpoint is loaded: {fields['reason']}")
 
     def _line(self, text: str) -> None:

@@ -125,7 +125,7 @@ class _Listener:
                 "loaded anew" if fields["loaded_anew"] else "",
             ]
             print_line("  ".join(filter(None, parts)))
-        elif event.name == "fenced":
+        elif event.name == "engine-quarantined":
             self._tell(
                 f"the update to version {fields['updates']} failed; the server stays paused while it is loaded anew: {fields['reason']}"
             )

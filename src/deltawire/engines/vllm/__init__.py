@@ -4,9 +4,8 @@
     backend.py     the backend, one in each worker: stages an update while the server generates, makes it while it is paused
     staging.py     what differs between the version that a worker has and the next one, found out beforehand
     loading.py     puts weights into a model by its own loaders: whole tensors in place, or everything anew
-    places.py      where a model keeps the elements of a checkpoint, as its loaders have shown; writes changes there
+    element_map.py where a model keeps the elements of a checkpoint, as its loaders have shown; writes changes there
     read_back.py   reads weights back from a model by the same loaders, and compares
-    agreement.py   all workers do a thing, or none
     cpu.py         on CPUs, keeps vLLM from packing weights where no loader finds them
     routes.py      a client of the server's HTTP routes
     sidecar.py     follows a chain beside a server, and drives it

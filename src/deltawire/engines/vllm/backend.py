@@ -9,7 +9,7 @@
 An update that was not prepared is staged within the pause: slower, and as exact. The first one after the start loads everything, since
 nobody knows which version the server's own loading found; so does one with `"anew": true`, one that changes a tensor that is not in place
 (see read_back.py), and every one of a model that holds tensors derived from its weights (such as the absorbed projections of MLA). All
-others write the elements that changed, where the model's loaders have put them (see places.py).
+others write the elements that changed, where the model's loaders have put them (see element_map.py).
 
 **What is confirmed.** When the server starts, what it has loaded is read back, to learn which tensors are in place. After everything was
 loaded anew, each tensor in place is read back by the model's own loaders and compared, bit for bit, with the mirror, whose digest was
@@ -19,7 +19,7 @@ was written is read and compared; with `confirm="everything"`, every tensor, by 
 not left as loaded, is checked.
 
 **What fails.** All workers stage an update before any writes: a failure until then changes nothing. A failure while writing, or a reading
-that differs, leaves the worker *fenced*: its weights are of no known version. The call fails, the server stays paused for as long as
+that differs, leaves the worker *quarantined*: its weights are of no known version. The call fails, the server stays paused for as long as
 nobody resumes it, and the only update that is accepted is one that loads everything.
 """
 
@@ -35,10 +35,9 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.logger import init_logger
 
-from ...errors import EngineError, EngineFenced, EngineRefused
+from ...errors import EngineError, EngineQuarantined, EngineRefused
 from . import loading
-from .agreement import failed_ranks, is_spokesman
-from .places import PlacedChanges, Places
+from .element_map import ElementMap, MappedChanges
 from .read_back import read_back
 from .staging import Change, HeldVersion, StagedUpdate, Stager
 
@@ -84,11 +83,11 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._stager: Stager | None = None
         self._live: HeldVersion | None = None
         self._in_place: set[str] = set()
-        self._places: Places | None = None
+        self._places: ElementMap | None = None
         self._transformed: set[str] = set()
         self._derived = _tensors_beside_parameters(self.model)
         self._look_at_layout()
-        self._is_fenced = False
+        self._is_quarantined = False
         self._error: str | None = None
         self._last: dict[str, float] = {}
         _offer_to_rpc()
@@ -123,7 +122,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             staged = self._take(update_info)
         except Exception as error:
             self._note(error)
-        if failed := failed_ranks(staged is None):
+        if failed := _failed_ranks(staged is None):
             if staged is not None:
                 staged.target.release()
             self._raise(EngineRefused, f"workers {failed} do not have commit {update_info.version}: nothing was changed")
@@ -136,18 +135,18 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._note(error)
         self._last["stage_ms"] = (taken - began) * 1e3
         self._last["total_ms"] = (time.perf_counter() - began) * 1e3
-        if failed := failed_ranks(self._error is not None):
-            self._fence(staged)
-            self._raise(EngineFenced, f"workers {failed} failed to take commit {update_info.version}")
+        if failed := _failed_ranks(self._error is not None):
+            self._quarantine(staged)
+            self._raise(EngineQuarantined, f"workers {failed} failed to take commit {update_info.version}")
             return
-        before, self._live, self._is_fenced = self._live, staged.target, False
+        before, self._live, self._is_quarantined = self._live, staged.target, False
         if before is not None:
             before.release()
 
     def finish_weight_update(self) -> None:
         """Raises, in the last worker, if the weights are of no known version."""
-        if self._is_fenced:
-            self._raise(EngineFenced, "the last update failed")
+        if self._is_quarantined:
+            self._raise(EngineQuarantined, "the last update failed")
 
     def shutdown(self) -> None:
         """Let go of mirror and store. The weights stay; which version they are is forgotten."""
@@ -159,7 +158,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._live = None
         self._info = None
 
-    # What is called by /collective_rpc. Neither ever raises, for that would confuse vLLM's executor (see agreement.py)
+    # What is called by /collective_rpc. Neither ever raises, for that would confuse vLLM's executor (see `_raises_for_all`)
 
     def prepare(self, version: int) -> dict[str, Any]:
         """Begin to stage a version. Returns the status."""
@@ -175,7 +174,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             "version": None if self._live is None else self._live.seq,
             "staged": None if stager is None else stager.staged,
             "staging_error": None if stager is None else stager.error,
-            "fenced": self._is_fenced,
+            "quarantined": self._is_quarantined,
             "error": self._error,
             "transformed": len(self._transformed),
             "derived": len(self._derived),
@@ -187,8 +186,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def _take(self, info: UpdateInfo) -> StagedUpdate:
         if self._stager is None:
             raise EngineError("the weight transfer was not initialised: POST /init_weight_transfer_engine first.")
-        if self._is_fenced and not info.anew:
-            raise EngineFenced("the last update failed, so only one that loads everything is accepted (`anew`).")
+        if self._is_quarantined and not info.anew:
+            raise EngineQuarantined("the last update failed, so only one that loads everything is accepted (`anew`).")
         return self._stager.take(info.version, self._live)
 
     def _change(self, staged: StagedUpdate, *, anew: bool) -> None:
@@ -206,12 +205,12 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         written = time.perf_counter()
         assert self._info is not None
         if placed is not None and not placed.are_written():
-            raise EngineFenced("after the update, elements that were written are not what they should be.")
+            raise EngineQuarantined("after the update, elements that were written are not what they should be.")
         looked_at = sorted(self._in_place) if self._info.confirm == "everything" else tensors
         with torch.no_grad():
             different = read_back(self.model, loading.whole_tensors(weights, looked_at)).different if looked_at else set()
         if different:
-            raise EngineFenced(f"after the update, {len(different)} tensors are not what they should be, such as {min(different)!r}.")
+            raise EngineQuarantined(f"after the update, {len(different)} tensors are not what they should be, such as {min(different)!r}.")
         self._last = {
             "write_ms": (written - start) * 1e3,
             "confirm_ms": (time.perf_counter() - written) * 1e3,
@@ -229,20 +228,20 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         with torch.no_grad():
             readings = read_back(self.model, loading.whole_tensors(weights, weights))
         if lost := readings.different & self._in_place:
-            raise EngineFenced(f"after loading everything, {len(lost)} tensors are not what they should be, such as {min(lost)!r}.")
+            raise EngineQuarantined(f"after loading everything, {len(lost)} tensors are not what they should be, such as {min(lost)!r}.")
         if raw := readings.equal & self._transformed:
-            raise EngineFenced(f"this vLLM does not transform {len(raw)} tensors as at the start, such as {min(raw)!r}.")
+            raise EngineQuarantined(f"this vLLM does not transform {len(raw)} tensors as at the start, such as {min(raw)!r}.")
         self._in_place = readings.equal | readings.absent
-        self._places = Places(self.model, {**dict.fromkeys(readings.absent, ()), **readings.pieces})
+        self._places = ElementMap(self.model, {**dict.fromkeys(readings.absent, ()), **readings.pieces})
         self._transformed |= readings.different
         self._last = {"write_ms": (loaded - start) * 1e3, "confirm_ms": (time.perf_counter() - loaded) * 1e3, "loaded_anew": 1}
 
-    def _place(self, changes: Mapping[str, Change]) -> PlacedChanges | None:
+    def _place(self, changes: Mapping[str, Change]) -> MappedChanges | None:
         """By the staging thread: for anything but what is known to be in place there is nothing to prepare."""
         places = self._places
         return places.place(changes) if places is not None and changes.keys() <= self._in_place else None
 
-    def _still_placed(self, placed: PlacedChanges | None) -> PlacedChanges | None:
+    def _still_placed(self, placed: MappedChanges | None) -> MappedChanges | None:
         """None unless the model is where it was when its places were learnt."""
         is_good = placed is not None and placed.places is self._places and placed.places.hold(self.model)
         return placed if is_good else None
@@ -265,18 +264,18 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if self._transformed or self._derived:
             logger.info("%d tensors are transformed after loading, %d derived from others", len(self._transformed), len(self._derived))
 
-    def _fence(self, staged: StagedUpdate) -> None:
+    def _quarantine(self, staged: StagedUpdate) -> None:
         staged.target.release()
         if self._live is not None:
             self._live.release()
-        self._live, self._is_fenced = None, True
+        self._live, self._is_quarantined = None, True
 
     def _note(self, error: Exception) -> None:
         logger.exception("deltawire: an update failed")
         self._error = f"{type(error).__name__}: {error}"
 
     def _raise(self, kind: type[EngineError], message: str) -> None:
-        if is_spokesman():
+        if _raises_for_all():
             raise kind(f"{message}. {self._error or ''}".rstrip())
 
 
@@ -288,6 +287,34 @@ def _tensors_beside_parameters(model: Any) -> set[str]:
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
     }
+
+
+def _failed_ranks(failed: bool) -> list[int]:
+    """Tell the other workers whether this one failed. Returns the ranks of all workers that did.
+
+    Every worker of the server must call it, because each call waits for all of them.
+    """
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [0] if failed else []
+    flags = torch.zeros(group.world_size, dtype=torch.int32)
+    flags[group.rank_in_group] = int(failed)
+    torch.distributed.all_reduce(flags, group=group.cpu_group)
+    return [int(rank) for rank in flags.nonzero().flatten()]
+
+
+def _raises_for_all() -> bool:
+    """Return whether this worker raises an error that all workers have agreed on. It is the last worker.
+
+    vLLM's executor reads the answers of its workers in order and stops at the first failure. It would take the answers that it left unread
+    for answers to the next call. If only the last worker fails, no answer is left.
+    """
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    return bool(group.rank_in_group == group.world_size - 1)
 
 
 def _offer_to_rpc() -> None:

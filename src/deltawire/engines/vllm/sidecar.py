@@ -1,12 +1,13 @@
-"""Follow a chain beside a vLLM server, and bring every new version into it.
+"""Follow a chain and bring every new version into a running vLLM server.
 
-For each version: fetch into the mirror, let the workers stage what differs, pause, write, confirm, resume. Sidecar and server may be killed
-at any moment, alone or together. The sidecar keeps nothing of its own: what the mirror holds, what the workers say that they have, and what
-the server calls its weights (`/weight_info`) are all it goes by, so that a new one takes up where the last one was.
+For each version the sidecar fetches it into the mirror, lets the workers stage what differs, pauses the server, lets the workers write and
+confirm, and resumes the server. Sidecar and server may be killed at any moment, alone or together. The sidecar keeps no state between
+runs: it looks at the mirror, asks the workers which version they have, and asks the server for the label of its weights (`/weight_info`).
+A new sidecar therefore continues where the last one stopped.
 
-A server whose update failed half-way stays paused until its weights have been loaded anew from the mirror, and its completions, should
-somebody resume it by hand, are attributed to `FENCED_LABEL`. How the engine fares is told to the publisher's side by a report in the store
-(deltawire/chain/reports.py). The routes that are used ask for no key, so the server belongs on loopback.
+A server whose update failed half-way stays paused until its weights have been loaded anew from the mirror. If someone resumes it by hand
+before that, its completions are attributed to `QUARANTINED_LABEL`. The sidecar writes a report to the store (deltawire/chain/reports.py),
+so that the publisher can see the state of the engine. The routes that it uses ask for no key, so the server belongs on loopback.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 from blake3 import blake3
 
 from ...chain.log import ChainLog
-from ...chain.reports import FENCED, REFUSED, SERVING, put_report
+from ...chain.reports import QUARANTINED, REFUSED, SERVING, put_report
 from ...chain.version import Version
-from ...errors import DeltawireError, EngineError, EngineFenced, EngineRefused, NoChain, StoreError
+from ...errors import DeltawireError, EngineError, EngineQuarantined, EngineRefused, NoChain, StoreError
 from ...events import OnEvent, emit
 from ...store import Store, StoreOptions, open_store
 from ...subscribe import Subscriber
@@ -32,7 +33,7 @@ from ...subscribe.pin_keeper import reader_name
 from ..base import KvCache
 from .routes import EngineUnreachable, PauseMode, RouteFailed, VllmRoutes
 
-FENCED_LABEL = "deltawire-fenced"
+QUARANTINED_LABEL = "deltawire-quarantined"
 """What the server calls its weights while nobody knows what they are."""
 
 _SLOWEST = 5
@@ -151,7 +152,7 @@ class Sidecar:
 
     def _swap(self, version: Version, workers: list[dict[str, Any]]) -> None:
         start = time.monotonic()
-        anew = any(worker["fenced"] for worker in workers)
+        anew = any(worker["quarantined"] for worker in workers)
         if not anew:
             self._stage(version)
         self.routes.settle()
@@ -161,7 +162,7 @@ class Sidecar:
             self._update(version, anew=anew)
         except RouteFailed as failure:
             workers = self.routes.settle()
-            if not any(worker["fenced"] for worker in workers):  # nothing was changed: the old version serves on
+            if not any(worker["quarantined"] for worker in workers):  # nothing was changed: the old version serves on
                 self.routes.resume()
                 self._report(REFUSED, self.served.seq if self.served else None, str(failure))
                 raise EngineRefused(f"the workers did not take {version.describe()}: {_errors(workers) or failure}") from failure
@@ -204,14 +205,14 @@ class Sidecar:
         """Load everything anew. Until that has worked the server stays paused."""
         reason = _errors(workers) or str(failure)
         self.served = None
-        self.routes.label(FENCED_LABEL)
-        emit(self._on_event, "fenced", seq=version.seq, updates=version.updates, reason=reason)
-        self._report(FENCED, None, reason)
+        self.routes.label(QUARANTINED_LABEL)
+        emit(self._on_event, "engine-quarantined", seq=version.seq, updates=version.updates, reason=reason)
+        self._report(QUARANTINED, None, reason)
         try:
             self._update(version, anew=True)
         except RouteFailed as again:
             self.routes.settle()
-            raise EngineFenced(f"an update failed ({reason}), and so did loading {version.describe()} anew ({again}).") from again
+            raise EngineQuarantined(f"an update failed ({reason}), and so did loading {version.describe()} anew ({again}).") from again
         emit(self._on_event, "repaired", seq=version.seq, updates=version.updates)
 
     def _report(self, state: str, seq: int | None, error: str | None = None) -> None:
@@ -233,7 +234,7 @@ def _label(version: Version) -> str:
 
 
 def _have(workers: list[dict[str, Any]], version: Version) -> bool:
-    return all(worker["version"] == version.seq and not worker["fenced"] for worker in workers)
+    return all(worker["version"] == version.seq and not worker["quarantined"] for worker in workers)
 
 
 def _errors(workers: list[dict[str, Any]]) -> str:

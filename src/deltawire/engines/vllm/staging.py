@@ -24,7 +24,7 @@ from ...subscribe.mirror.mirror import HeldSlot
 from ...tensors.state import thread_count
 
 if TYPE_CHECKING:
-    from .places import PlacedChanges
+    from .element_map import MappedChanges
 
 _PIECE = 4 << 20
 """Elements that are compared at a time."""
@@ -62,7 +62,7 @@ class StagedUpdate:
     target: HeldVersion
     base: CommitRef | None
     changes: Mapping[str, Change] | None
-    placed: PlacedChanges | None = None
+    placed: MappedChanges | None = None
     """The changes by their places in the model, as far as these are known."""
 
 
@@ -79,7 +79,7 @@ class Stager:
     run: str | None = None
     trusted_keys: Sequence[str] = ()
     threads: int | None = None
-    place: Callable[[Mapping[str, Change]], PlacedChanges | None] = lambda changes: None
+    place: Callable[[Mapping[str, Change]], MappedChanges | None] = lambda changes: None
     """Finds the places of changes; called on that thread."""
     _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "deltawire-stage"))
     _subscriber: Subscriber | None = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ..chain.version import Version
-from ..errors import EngineFenced, EngineUnavailable, SwapFailed
-from ..events import OnEvent, emit
-from ..format.records.chain_records import Commit
-from .base import Engine, KvCache, PreparedSwap
-from .version_spans import VersionSpans
+from ...chain.version import Version
+from ...errors import EngineQuarantined, EngineUnavailable, SwapFailed
+from ...events import OnEvent, emit
+from ...format.records.chain_records import Commit
+from ..base import Engine, KvCache, PreparedSwap
+from .live_intervals import LiveIntervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +25,38 @@ class SwapRecord:
     full_scan: bool
 
 
-class SwapGate:
-    """Takes an engine from one version to the next, or leaves it where it is, or fenced.
+class SwapController:
+    """Takes an engine from one version to the next, leaves it at its version, or quarantines it.
 
     Every `confirm_every`-th swap, the first among them, is confirmed by reading all weights.
     """
 
-    def __init__(self, engine: Engine, spans: VersionSpans, *, kv_cache: KvCache, confirm_every: int, on_event: OnEvent | None) -> None:
+    def __init__(
+        self, engine: Engine, intervals: LiveIntervals, *, kv_cache: KvCache, confirm_every: int, on_event: OnEvent | None
+    ) -> None:
         if confirm_every < 1:
             raise ValueError(f"confirm_every must be at least 1, not {confirm_every}")
         self._engine = engine
-        self._spans = spans
+        self._intervals = intervals
         self._kv_cache = kv_cache
         self._confirm_every = confirm_every
         self._on_event = on_event
         self._count = 0
         self._is_halted = False
         """Whether it was paused and could not be resumed, though its weights are whole."""
-        self.fenced: EngineFenced | None = None
+        self.quarantined: EngineQuarantined | None = None
         """Why the engine must not generate; None if it may."""
         self.last: SwapRecord | None = None
 
     def swap(self, prepared: PreparedSwap, target: Commit) -> None:
         """See `base.Swap`."""
         version = Version.of(target)
-        full = self.fenced is not None or self._count % self._confirm_every == 0
-        clock = self._spans.clock
+        full = self.quarantined is not None or self._count % self._confirm_every == 0
+        clock = self._intervals.clock
         asked = clock()
-        served = self._spans.all()[-1].version
+        served = self._intervals.all()[-1].version
         self._pause()
-        self._spans.end()
+        self._intervals.end()
         stopped = clock()
         try:
             prepared.apply()
@@ -64,7 +66,7 @@ class SwapGate:
             self._take_back(prepared, error, served, version)
         confirmed = clock()
         self._count += 1
-        self.fenced = None
+        self.quarantined = None
         self._resume(version)
         self.last = SwapRecord(version, stopped - asked, applied - stopped, confirmed - applied, clock() - stopped, full)
         emit(
@@ -83,8 +85,8 @@ class SwapGate:
 
     def ensure_running(self) -> None:
         """Resume an engine that did not resume after its last swap. `EngineUnavailable` if it still does not."""
-        if self._is_halted and self.fenced is None:
-            self._resume(self._spans.all()[-1].version)
+        if self._is_halted and self.quarantined is None:
+            self._resume(self._intervals.all()[-1].version)
             if self._is_halted:
                 raise EngineUnavailable(f"{self._engine.name} is paused, and does not resume.")
 
@@ -92,8 +94,8 @@ class SwapGate:
         try:
             self._engine.pause(self._kv_cache)
         except BaseException as error:
-            if self.fenced is None:
-                self._resume(self._spans.all()[-1].version)  # it may have stopped all the same
+            if self.quarantined is None:
+                self._resume(self._intervals.all()[-1].version)  # it may have stopped all the same
             if not isinstance(error, Exception):
                 raise
             raise EngineUnavailable(f"{self._engine.name} does not pause: {error}") from error
@@ -104,22 +106,22 @@ class SwapGate:
         try:
             prepared.revert()
         except BaseException as second:
-            raise self._fence(f"{what}; and not back either: {second}") from second
-        if self.fenced is not None:  # it is back at what nobody knew
-            raise self._fence(what) from error
+            raise self._quarantine(f"{what}; and not back either: {second}") from second
+        if self.quarantined is not None:  # it is back at what nobody knew
+            raise self._quarantine(what) from error
         self._resume(served)
         if not isinstance(error, Exception):
             raise error
         raise SwapFailed(what) from error
 
-    def _fence(self, message: str) -> EngineFenced:
-        self.fenced = EngineFenced(message)
-        emit(self._on_event, "engine-fenced", engine=self._engine.name, reason=message)
-        return self.fenced
+    def _quarantine(self, message: str) -> EngineQuarantined:
+        self.quarantined = EngineQuarantined(message)
+        emit(self._on_event, "engine-quarantined", engine=self._engine.name, reason=message)
+        return self.quarantined
 
     def _resume(self, version: Version | None) -> None:
         """Its weights are whole. That it does not resume is no reason to doubt that, so it is not raised here."""
-        self._spans.begin(version)
+        self._intervals.begin(version)
         try:
             self._engine.resume()
             self._is_halted = False

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 
-from ..errors import EngineUnavailable
-from .base import KvCache
+from ...errors import EngineUnavailable
+from ..base import KvCache
 
 
 class ForwardGate:

@@ -84,10 +84,10 @@ class Scatter:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedChanges:
+class MappedChanges:
     """Changes by where they go."""
 
-    places: Places
+    places: ElementMap
     scatters: Sequence[Scatter]
     tensors: frozenset[str]
     """Whose changes these are."""
@@ -107,7 +107,7 @@ class PlacedChanges:
         return sum(len(scatter.indices) for scatter in self.scatters)
 
 
-class Places:
+class ElementMap:
     """Where a model keeps the tensors of a checkpoint; good for as long as its parameters stay where they are."""
 
     def __init__(self, model: Any, pieces: Mapping[str, Sequence[Piece]]) -> None:
@@ -118,7 +118,7 @@ class Places:
         """Whether the model's tensors are where they were."""
         return _memory_of(model) == self._memory
 
-    def place(self, changes: Mapping[str, Change]) -> PlacedChanges:
+    def place(self, changes: Mapping[str, Change]) -> MappedChanges:
         """Find the places of changes, and bring these to the device beside everything else that it does."""
         memory: dict[tuple[int, int], torch.Tensor] = {}
         found: dict[tuple[int, int], list[tuple[NDArray[np.int64], NDArray[Any]]]] = {}
@@ -129,7 +129,7 @@ class Places:
                 memory[key] = piece.memory
                 found.setdefault(key, []).append((targets, change.values[here]))
         scatters = [_scatter(memory[key], *map(np.concatenate, zip(*parts, strict=True))) for key, parts in found.items()]
-        return PlacedChanges(self, scatters, frozenset(changes.keys() & self._pieces.keys()))
+        return MappedChanges(self, scatters, frozenset(changes.keys() & self._pieces.keys()))
 
 
 def _scatter(memory: torch.Tensor, targets: NDArray[np.int64], values: NDArray[Any]) -> Scatter:

@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..chain.version import Version
+from ...chain.version import Version
 
 _KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class VersionSpan:
+class LiveInterval:
     """`version` was live from `start` to `end` (seconds by `time.monotonic`; None if it still is). None is a version that is not known."""
 
     version: Version | None
@@ -26,49 +26,49 @@ class VersionSpan:
 class Attribution:
     """What a completion was made by. Filled when the generation has ended."""
 
-    spans: tuple[VersionSpan, ...] = field(default=())
+    intervals: tuple[LiveInterval, ...] = field(default=())
 
     @property
     def versions(self) -> tuple[Version | None, ...]:
         """Oldest first. More than one if weights were swapped in mid-generation."""
-        return tuple(span.version for span in self.spans)
+        return tuple(interval.version for interval in self.intervals)
 
 
-class VersionSpans:
-    """The versions that were live, newest last. Spans do not touch: in between the engine was paused."""
+class LiveIntervals:
+    """The versions that were live, newest last. Intervals do not touch: in between the engine was paused."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        self._spans: deque[VersionSpan] = deque([VersionSpan(None, clock())], maxlen=_KEPT)
+        self._intervals: deque[LiveInterval] = deque([LiveInterval(None, clock())], maxlen=_KEPT)
 
     def end(self) -> None:
         """No version is live from now on. Does nothing if none is."""
         with self._lock:
-            last = self._spans[-1]
+            last = self._intervals[-1]
             if last.end is None:
-                self._spans[-1] = VersionSpan(last.version, last.start, self.clock())
+                self._intervals[-1] = LiveInterval(last.version, last.start, self.clock())
 
     def begin(self, version: Version | None) -> None:
         """This version is live from now on."""
         with self._lock:
-            last = self._spans[-1]
+            last = self._intervals[-1]
             if last.end is None:
-                self._spans[-1] = VersionSpan(last.version, last.start, self.clock())
-            self._spans.append(VersionSpan(version, self.clock()))
+                self._intervals[-1] = LiveInterval(last.version, last.start, self.clock())
+            self._intervals.append(LiveInterval(version, self.clock()))
 
-    def all(self) -> tuple[VersionSpan, ...]:
+    def all(self) -> tuple[LiveInterval, ...]:
         """The newest few thousand."""
         with self._lock:
-            return tuple(self._spans)
+            return tuple(self._intervals)
 
-    def between(self, start: float, end: float) -> tuple[VersionSpan, ...]:
+    def between(self, start: float, end: float) -> tuple[LiveInterval, ...]:
         """Those that were live at some time between, cut to it. `LookupError` for a time that is forgotten."""
-        spans = self.all()
-        if start < spans[0].start:
+        intervals = self.all()
+        if start < intervals[0].start:
             raise LookupError("this was so long ago that it is not known any more which version was live")
         return tuple(
-            VersionSpan(span.version, max(start, span.start), end if span.end is None else min(end, span.end))
-            for span in spans
-            if span.start <= end and (span.end is None or span.end >= start)
+            LiveInterval(interval.version, max(start, interval.start), end if interval.end is None else min(end, interval.end))
+            for interval in intervals
+            if interval.start <= end and (interval.end is None or interval.end >= start)
         )

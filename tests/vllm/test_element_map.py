@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deltawire.engines.vllm.places import Places  # noqa: E402
+from deltawire.engines.vllm.element_map import ElementMap  # noqa: E402
 from deltawire.engines.vllm.read_back import read_back  # noqa: E402
 from deltawire.engines.vllm.staging import Change  # noqa: E402
 
@@ -33,12 +33,12 @@ class Loader(torch.nn.Module):
                 target(self.held.data).copy_(source(tensor))
 
 
-def learn(model: Loader, tensor: torch.Tensor) -> Places:
+def learn(model: Loader, tensor: torch.Tensor) -> ElementMap:
     with torch.no_grad():
         model.load_weights([("w", tensor)])
         readings = read_back(model, [("w", tensor)])
     assert readings.equal == {"w"}
-    return Places(model, readings.pieces)
+    return ElementMap(model, readings.pieces)
 
 
 def changed(tensor: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, Change]:
