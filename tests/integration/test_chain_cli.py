@@ -185,6 +185,17 @@ def test_what_the_run_does_not_allow_is_refused_before_anybody_is_fenced_off(tmp
         assert trainer.publish(small)
 
 
+def test_a_publication_that_must_fail_does_not_fence_off_the_trainer(checkpoints: list[Path], tmp_path: Path) -> None:
+    chain, weights = tmp_path / "chain", state(0)
+    with Publisher(chain, attachments={}) as trainer:
+        trainer.publish(weights)
+        flip_a_bit(data_of(chain, 1)[0])
+        before = sorted(chain.rglob("*"))
+        fail("publish", checkpoints[1], chain, kind="DataDamaged")
+        assert sorted(chain.rglob("*")) == before  # no epoch is claimed, and there is no fence
+        assert trainer.publish(updated(weights)).seq == 2
+
+
 def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
     before = succeed("log", chain)["head"]
     assert "'chain', not 'other'" in fail("publish", checkpoints[0], chain, "--run", "other", kind="RunMismatch")

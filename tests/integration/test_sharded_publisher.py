@@ -323,7 +323,7 @@ def test_a_rank_that_holds_what_is_not_finite_stops_the_publication_at_all_ranks
     def work(ranks):
         with ShardedPublisher(ranks, tmp_path, threads=1, refuse_nonfinite=True) as publisher:
             publisher.publish(shards_of(good, ranks.rank, 2))
-            with pytest.raises(PublishError, match=r"1 weights are NaN or infinite, in 'embed' \(1\)"):
+            with pytest.raises(PublishError, match=r"1 weight is NaN or infinite, in 'embed' \(1\)"):
                 publisher.publish(shards_of(bad, ranks.rank, 2))
             return publisher.publish(shards_of(good, ranks.rank, 2)).updates
 

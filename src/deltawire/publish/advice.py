@@ -94,7 +94,8 @@ def describe_nonfinite(counts: Mapping[str, int]) -> str:
     worst = sorted(counts, key=lambda name: (-counts[name], name))
     listed = ", ".join(f"{name!r} ({counts[name]:,})" for name in worst[:_MOST_NAMES])
     more = f" and {len(worst) - _MOST_NAMES} more tensors" if len(worst) > _MOST_NAMES else ""
-    return f"{sum(counts.values()):,} weights are NaN or infinite, in {listed}{more}"
+    total = sum(counts.values())
+    return f"{total:,} {'weight is' if total == 1 else 'weights are'} NaN or infinite, in {listed}{more}"
 
 
 def warn_if_wide(tensors: Iterable[tuple[DType, int]], on_event: OnEvent | None, *, may_raise: bool = True) -> None:
