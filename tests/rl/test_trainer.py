@@ -127,13 +127,15 @@ def test_an_optimizer_a_schedule_and_an_evaluation_of_ones_own(store: MemoryStor
     policy = model()
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.5, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    norms: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: norms.append(float(torch.cat([p.grad.flatten() for p in policy.parameters()]).norm())))
 
     def evaluate(model: Any, step: int) -> dict[str, float]:
         assert not model.training
         assert not torch.is_grad_enabled()
         return {"accuracy": step / 10}
 
-    settings = replace(SETTINGS, eval_steps=2, num_completions_to_print=2)
+    settings = replace(SETTINGS, eval_steps=2, num_completions_to_print=2, max_grad_norm=1e-3)
     options: dict[str, Any] = {"settings": settings, "fleet": FLEET, "attachments": attachments(), "on_event": events.append}
     options |= {"lr_scheduler": schedule, "evaluate": evaluate}
     with (
@@ -143,6 +145,7 @@ def test_an_optimizer_a_schedule_and_an_evaluation_of_ones_own(store: MemoryStor
         own.train(until=4)
     assert [step["learning_rate"] for step in trained(events)] == [0.25, 0.125, 0.0625, 0.03125]
     assert [(event.fields["step"], event.fields["accuracy"]) for event in events if event.name == "evaluated"] == [(2, 0.2), (4, 0.4)]
+    assert norms == pytest.approx([min(step["grad_norm"], 1e-3) for step in trained(events)], rel=0.01)
     last = trained(events)[-1]
     assert last["rewards/low_words/mean"] == pytest.approx(last["reward"])
     assert last["completions/mean_length"] == last["completions/max_length"] == 6
