@@ -288,6 +288,46 @@ def test_ranks_that_publish_together_take_the_tokenizer_as_it_is() -> None:
     assert read_model_files(store).files == {"chat_template.jinja": b"new"}
 
 
+class TemplatedTokenizer:
+    """Saves its chat template only if it has one, as tokenizers do."""
+
+    template: str | None = "old"
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "tokenizer_config.json").write_text("{}")
+        if self.template is not None:
+            (Path(folder) / "chat_template.jinja").write_text(self.template)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_chat_template_that_the_tokenizer_has_no_more_does_not_stay(resumed: bool) -> None:
+    """What did not come from a tokenizer stays."""
+    store, tokenizer, weights = MemoryStore(), TemplatedTokenizer(), states(2)
+    others = {"README.md": b"text", "vocab.txt": b"words"}
+    with Publisher(store, attachments={**others, "chat_template.jinja": b"older"}, **OPTIONS) as publisher:
+        publisher.publish(weights[0])
+    with Publisher(store, tokenizer=tokenizer, **OPTIONS) as publisher:
+        if not resumed:
+            publisher.publish(weights[0])
+            assert read_model_files(store).files["chat_template.jinja"] == b"old"
+        tokenizer.template = None
+        publisher.publish(weights[1])
+    assert read_model_files(store).files == {**others, "tokenizer_config.json": b"{}"}
+
+
+def test_ranks_do_not_keep_a_chat_template_that_the_tokenizer_has_no_more() -> None:
+    store, tokenizer, weights = MemoryStore(), TemplatedTokenizer(), states(2)
+
+    def work(ranks: Any) -> None:
+        with ShardedPublisher(ranks, store, threads=1, tokenizer=tokenizer) as publisher:
+            for state in weights:
+                publisher.publish(shards_of(state, ranks.rank, ranks.size))
+                tokenizer.template = None
+
+    assert run_ranks(1, work) == [None]
+    assert read_model_files(store).files == {"tokenizer_config.json": b"{}"}
+
+
 @pytest.mark.parametrize("wrong", ["model", Path("model"), 7])
 def test_what_is_no_tokenizer_is_refused_at_once(wrong: Any) -> None:
     store = MemoryStore()

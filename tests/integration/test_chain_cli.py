@@ -136,7 +136,10 @@ def test_changed_attachments_go_with_a_delta_and_full_forces_a_checkpoint(chain:
     assert [version["files_changed"] for version in succeed("log", chain)["versions"]] == [names, [], [], []]
     assert "changed files: chat_template.jinja" in " ".join(run("log", chain).stdout.split())
     (changed / "chat_template.jinja").write_text("{{ messages[0] }}")
-    assert re.search("changed files +chat_template.jinja\n", run("publish", changed, chain).stdout)
+    for options in (["--dry-run"], []):
+        told = run("publish", changed, chain, *options).stdout
+        assert re.search("changed files +chat_template.jinja\n", told)
+        assert re.search("size +files only, no weights changed\n", told)
     succeed("pull", chain, tmp_path / "out")
     beside = {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
     assert beside == {"model.safetensors.index.json", "config.json", "chat_template.jinja"}

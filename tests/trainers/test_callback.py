@@ -19,6 +19,9 @@ from deltawire.subscribe import Subscriber, reading_mirror
 from deltawire.subscribe.model_files import read_model_files
 from deltawire.trainers import DeltaWireCallback
 
+TRAINER_WARNS = pytest.mark.filterwarnings("default", "ignore::deltawire.warnings.DenseUpdates", "ignore::deltawire.warnings.WideWeights")
+"""What the Trainer warns of is not ours. These models are tiny and learn fast, so nearly all of their weights change."""
+
 
 class Tokens(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
@@ -47,7 +50,7 @@ def train(folder: Path, callback: Any, steps: int = 5, others: tuple[Any, ...] =
     return model
 
 
-@pytest.mark.filterwarnings("default")  # what the Trainer warns of is not ours
+@TRAINER_WARNS
 @pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5])])
 def test_a_trainer_publishes_its_steps_and_the_last_one_in_any_case(tmp_path: Path, every: int, steps: list[int]) -> None:
     callback = DeltaWireCallback(tmp_path / "chain", every, dtype=torch.bfloat16, background=False)
@@ -62,7 +65,7 @@ def test_a_trainer_publishes_its_steps_and_the_last_one_in_any_case(tmp_path: Pa
     assert bits(loaded.state_dict()) == bits({name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
 
 
-@pytest.mark.filterwarnings("default")
+@TRAINER_WARNS
 def test_in_the_background_the_last_step_arrives_before_training_returns(tmp_path: Path) -> None:
     class Renamed(transformers.TrainerCallback):
         """Changes the configuration in the middle of training."""
@@ -78,7 +81,7 @@ def test_in_the_background_the_last_step_arrives_before_training_returns(tmp_pat
         assert subscriber.state["model.norm.weight"].tobytes() == expected
 
 
-@pytest.mark.filterwarnings("default")
+@TRAINER_WARNS
 def test_a_trainer_that_is_fenced_off_stops(tmp_path: Path) -> None:
     store = open_store("memory://callback-fenced")
 
@@ -88,10 +91,10 @@ def test_a_trainer_that_is_fenced_off_stops(tmp_path: Path) -> None:
                 Publisher(store).close()
 
     with pytest.raises(Fenced):
-        train(tmp_path / "out", DeltaWireCallback(store, background=False), others=(Usurper(),))
+        train(tmp_path / "out", DeltaWireCallback(store, dtype=torch.float32, background=False), others=(Usurper(),))
 
 
-@pytest.mark.filterwarnings("default")
+@TRAINER_WARNS
 def test_the_last_version_arrives_when_training_raises(tmp_path: Path) -> None:
     gate = threading.Event()
 
@@ -115,7 +118,7 @@ def test_the_last_version_arrives_when_training_raises(tmp_path: Path) -> None:
         assert subscriber.sync().step == 2
 
 
-@pytest.mark.filterwarnings("default")
+@TRAINER_WARNS
 def test_a_callback_that_is_used_again_closes_the_publisher_before(tmp_path: Path) -> None:
     class Breaks(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from deltawire import Publisher
 from deltawire.cli import app
+from deltawire.cli.output.fleet_table import short_name
 from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.format.records.fleet_files import Accepted, AcceptedResult
 from deltawire.format.records.fleet_records import BatchRecord, Board, Heartbeat, ObjectRef, Rejection, Round, Sampling
@@ -127,7 +128,7 @@ def test_members_are_listed_with_what_they_do(run: Run) -> None:
     assert told.startswith("  RewardError: ")
     assert lines[lines.index(told) - 1].startswith("a-machine")
     words = sorted(line.split()[:3] for line in lines if line is not told)
-    assert words == [["a-machine-w…hines-are-17", "left", "4"], ["gpu-7", "working", "4"]]
+    assert words == [["a-machine-...ines-are-17", "left", "4"], ["gpu-7", "working", "4"]]
     found = {each["member"]: each for each in as_json("members", run.url)["members"]}
     assert list(found) == sorted(NAMES)
     assert found["gpu-7"]["working"] == [{"round": 1, "task": 0, "attempt": 0}]
@@ -222,3 +223,11 @@ def test_a_result_that_lies_about_its_place_is_passed_over(run: Run, tmp_path: P
     copy.store.put(fleet_keys.rollout_key(place._replace(task=1, attempt=3)), copy.store.get(found.key, limit=1 << 20))
     done = CliRunner().invoke(app, ["rollouts", copy.url, "-n", "100"])
     assert "2 results could not be read" in done.stderr
+
+
+@pytest.mark.parametrize("width", range(8, 60))
+def test_long_names_keep_their_width_and_their_end_in_terminals_without_other_characters_than_ascii(width: int) -> None:
+    name = short_name(NAMES[1], width)
+    assert name.isascii()
+    assert len(name) == min(width, len(NAMES[1]))
+    assert name[:1] + name[-2:] == "a17"

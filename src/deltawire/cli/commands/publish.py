@@ -182,6 +182,8 @@ def _report_forecast(url: str, plan: Forecast, weight_bytes: int, left_out: list
         )
         return
     of = "" if plan.base is None else f" over version {plan.base}"
+    is_same = plan.kind == "delta" and not plan.changed
+    size = _FILES_ONLY if is_same and plan.files else f"about {figures.size(plan.bytes)}, of {figures.size(weight_bytes)} of weights"
     print_rows(
         f"version {plan.version} would be published, nothing was written",
         [
@@ -189,10 +191,13 @@ def _report_forecast(url: str, plan: Forecast, weight_bytes: int, left_out: list
             ("kind", ("a full checkpoint" if plan.kind == "anchor" else "delta") + of),
             ("changed weights", f"{plan.changed:,}" if plan.kind == "delta" else ""),
             ("changed files", ", ".join(plan.files)),
-            ("size", f"about {figures.size(plan.bytes)}, of {figures.size(weight_bytes)} of weights"),
+            ("size", size),
             ("not published", ", ".join(left_out)),
         ],
     )
+
+
+_FILES_ONLY = "files only, no weights changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +346,7 @@ def _rows(done: Published) -> list[tuple[str, str]]:
         ("step", "" if version.step is None else f"{version.step:,}"),
         ("changed weights", changed if version.kind == "delta" else ""),
         ("changed files", ", ".join(done.files_changed)),
-        ("size", figures.size(version.bytes)),
+        ("size", figures.size(version.bytes) if version.bytes or not done.files_changed else _FILES_ONLY),
         ("compared", compared if version.kind == "delta" and version.bytes else ""),
         ("skips", f"{len(done.shortcuts('skip-made'))} made" if done.shortcuts("skip-made") else ""),
         ("full checkpoint", "made, beside the delta" if done.shortcuts("anchored") else ""),

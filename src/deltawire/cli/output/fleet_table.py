@@ -20,8 +20,11 @@ _ROUND_TITLES = ("round", "for step", "tasks", "leased", "delivered", "")
 
 
 def short_name(name: str, width: int) -> str:
-    """Return the name of a member, or its beginning and its end: members of one fleet differ at the end."""
-    return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-(width - width // 2) :]}"
+    """Return the name of a member, or its beginning and its end: members of one fleet differ at the end.
+
+    Cuts with three dots, not with an ellipsis: that takes more columns in a terminal that shows only ASCII characters.
+    """
+    return name if len(name) <= width else f"{name[: width // 2 - 2]}...{name[-(width - width // 2 - 1) :]}"
 
 
 def member_lines(fleet: SeenFleet, *, width: int, now: float) -> list[str]:
@@ -111,7 +114,7 @@ def _member_row(one: SeenMember, fleet: SeenFleet, now: float) -> tuple[str, ...
 
 
 def _cut(text: str, width: int) -> str:
-    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1)}…"
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 3)}..."
 
 
 def _rate(one: SeenMember) -> float | None:

@@ -19,6 +19,11 @@ _MOST_READ = 256 << 20
 """How many bytes of attachments a publisher reads back when it opens. Beyond that only the sizes of objects are compared."""
 
 
+_ALWAYS_OF_TOKENIZER = "tokenizer_config.json"
+_SOMETIMES_OF_TOKENIZER = ("chat_template.jinja", "chat_template.json", "added_tokens.json", "special_tokens_map.json")
+"""Files that a tokenizer is saved with only if it has something to say in them, and the one that it is always saved with."""
+
+
 class StoredFiles:
     """Knows which attachments in the store are intact, by reading each of them once.
 
@@ -63,7 +68,8 @@ class StoredFiles:
 class AttachedFiles:
     """Knows the attachments of the newest version, `commit`, and names those of the next one. None is the commit of an empty chain.
 
-    With `keeps_others`, attachments of the newest version stay if the next one is not given a file of that name.
+    With `keeps_others`, attachments of the newest version stay if the next one is not given a file of that name. A tokenizer is given as a
+    whole: if the next version has one without a chat template, the chat template of the newest version does not stay.
 
     An object is only referred to again if the newest version refers to it: collection keeps such objects, and may delete any other. It must
     also be intact: `stored` knows that.
@@ -101,7 +107,7 @@ class AttachedFiles:
         in_force = self._in_force()
         if in_force is None and (rewinds or self._keeps_others):
             self.contents()
-        names = {name.casefold() for name in given}
+        names = _replaced(given)
         for entry in in_force or ():
             is_kept = rewinds or (self._keeps_others and str(entry.name).casefold() not in names)
             if not self._stored.is_intact(entry) and is_kept and self._stored.spare(entry) is None:
@@ -126,9 +132,9 @@ class AttachedFiles:
         in_force = self._in_force()
         keeps_others = self._keeps_others or wanted is None
         wanted = dict(wanted or {})
+        names = _replaced(wanted)
         if in_force is None and keeps_others:
-            wanted = {**self.contents(), **wanted}
-        names = {name.casefold() for name in wanted}
+            wanted |= {name: data for name, data in self.contents().items() if name.casefold() not in names}
         others = [entry for entry in in_force or () if keeps_others and str(entry.name).casefold() not in names]
         kept = [entry for entry in others if self._stored.is_intact(entry)]
         wanted |= {str(entry.name): self._spare(entry) for entry in others if not self._stored.is_intact(entry)}
@@ -165,3 +171,9 @@ class AttachedFiles:
     def _in_force(self) -> tuple[FileEntry, ...] | None:
         """The attachments of the newest version; None where its commit does not name them."""
         return () if self._commit is None else self._commit.attachments
+
+
+def _replaced(given: Mapping[str, bytes]) -> set[str]:
+    """Return the names, in lower case, of files that do not stay beside the files `given`."""
+    names = {name.casefold() for name in given}
+    return names.union(_SOMETIMES_OF_TOKENIZER) if _ALWAYS_OF_TOKENIZER in names else names
