@@ -4,6 +4,9 @@ Python ends a process in this order: it runs the hooks of `threading._register_a
 daemons; runs the hooks of `atexit`; and stops daemon threads. Thread pools of `concurrent.futures`, which some parts of a publication use,
 refuse work from their own hook on, which is of the first kind. So ours must be of the first kind too, and must be registered later than
 theirs. Threads that are no daemons may publish after that, so there is a hook of `atexit`, too.
+
+If versions are lost, the process ends with the status 120. Python ignores what hooks raise, and has this status for errors while it cleans
+up: it flushes the standard streams last, and takes it if that fails.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import atexit
 import concurrent.futures.thread  # noqa: F401  # registers its hook, which then runs after ours
 import contextlib
 import os
+import sys
 import threading
 import time
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TextIO, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from ..events import OnEvent
@@ -59,6 +63,8 @@ _given_up: WeakKeyDictionary[Unfinished, str] = WeakKeyDictionary()
 
 _lock = threading.Lock()
 _is_registered = False
+_has_lost = False
+"""Whether the end of this process was told of a version that is not published."""
 
 
 def finish_at_exit(publisher: Unfinished) -> None:
@@ -83,12 +89,14 @@ def forget(publisher: Unfinished) -> None:
 
 def finish_all(seconds: float | None = None) -> None:
     """Wait for all publishers that are open in this process, and warn of each that does not finish in time or fails."""
+    global _has_lost
     deadline = time.monotonic() + (EXIT_SECONDS if seconds is None else seconds)
     for publisher in _of_this_process(_open):
         what = publisher.on_its_way()
         try:
             publisher.flush(max(0.0, deadline - time.monotonic()))
         except BaseException as error:  # also Ctrl-C: nothing may keep the process from ending
+            _has_lost = True
             if publisher not in _given_up or _given_up[publisher] != what:
                 warn_lost(what or "a version", str(error) or type(error).__name__, publisher.on_event)
             if not isinstance(error, Exception) or isinstance(error, TimeoutError):
@@ -104,6 +112,23 @@ def finish_last() -> None:
     finish_all(max(0.0, deadline - time.monotonic()))
     for pool in _of_this_process(_pools):
         pool.wait_until_idle(max(0.0, deadline - time.monotonic()))
+    if _has_lost and sys.stderr is not None:
+        sys.stderr = cast("TextIO", _FailsAtTheEnd(sys.stderr))
+
+
+class _FailsAtTheEnd:
+    """The stream that it wraps, until Python flushes it for the last time: that fails, silently, so the exit status is 120."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("versions were lost")
 
 
 def _register() -> None:
