@@ -403,7 +403,7 @@ def test_a_trainer_whose_members_all_left_because_of_errors_says_so_and_stops() 
         fleet.members.clear()  # from here on they do nothing but say why they leave
         trainer.open(1)
         poll(fleet, trainer)
-        quits(fleet, first, RewardError("the reward 'right' wants the column 'answer'."))
+        quits(fleet, first, RewardError("the reward 'right' needs the column 'answer'."))
         with pytest.raises(FleetTimeout):
             trainer.collect(1, timeout=LEASE / 2)  # the other one lives, and may still be at work
         quits(fleet, second, EngineError("\x1b[2Jno tokenizer."))

@@ -64,7 +64,7 @@ def test_a_fleet_is_kept_running_and_ends_with_the_run(tmp_path: Path, run: Smal
     ("arguments", "message"),
     [
         (["member", "--from", "PLACE", "--env", "reward"], "MODULE:FUNCTION"),
-        (["member", "--from", "PLACE", "--env", "m:f", "--engine", "sglang"], "is no engine"),
+        (["member", "--from", "PLACE", "--env", "m:f", "--engine", "sglang"], "is not an engine"),
         (["member", "--from", "PLACE", "--env", "m:f", "--name", "a/b"], "a name has letters"),
         (["member", "--from", "s3:bucket", "--env", "m:f"], "Did you mean s3://bucket?"),
         (["fleet", "--from", "PLACE", "--env", "m:f"], "say how many"),

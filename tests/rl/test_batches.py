@@ -78,7 +78,7 @@ def test_lags_count_steps_token_by_token():
 
 def test_parts_hold_all_rows_without_the_padding_of_others():
     batch = training_batch([rollouts([[7, 8]], [completion(0, [4]), completion(0, [5]), completion(0, [1, 2, 3])])], for_step=3)
-    first, second = batch.parts(2, torch.device("cpu"))
+    first, second = batch.micro_batches(2, torch.device("cpu"))
     assert first.ids.tolist() == [[7, 8, 4], [7, 8, 5]]
     assert first.mask.shape == first.behaviour.shape == (2, 2)
     assert second.ids.tolist() == [[7, 8, 1, 2, 3]]

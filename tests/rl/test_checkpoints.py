@@ -80,7 +80,7 @@ def test_what_is_no_checkpoint_is_told_of(tmp_path: Path, damage: str):
     else:
         deep = {"trainer-checkpoint": "[" * 100_000} if damage == "deep" else None
         save_file({"x": torch.zeros(1)}, path, metadata=deep)
-    with pytest.raises(CheckpointError, match="no checkpoint of a trainer"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of a trainer"):
         TrainerCheckpoints(tmp_path).load_newest(*trainer(0))
 
 
@@ -139,7 +139,7 @@ def test_a_file_of_another_optimizer_or_scheduler_is_refused_before_anything_is_
     TrainerCheckpoints(tmp_path).save(1, model, optimizer, schedule)
     other, its_optimizer = trainer(1)
     before = bits(other.state_dict())
-    with pytest.raises(CheckpointError, match="of the optimizer SGD, and this trainer has AdamW"):
+    with pytest.raises(CheckpointError, match="to the optimizer SGD, but this trainer has AdamW"):
         TrainerCheckpoints(tmp_path).load_newest(other, its_optimizer)
     with pytest.raises(CheckpointError, match="with an lr_scheduler"):
         TrainerCheckpoints(tmp_path).load_newest(other, torch.optim.SGD(other.parameters(), lr=0.1))

@@ -48,7 +48,7 @@ def test_long_texts_are_whole_and_hostile_ones_are_cleaned() -> None:
 
 def test_what_needs_attention_is_printed() -> None:
     assert printed(("waiting-for-members", {"step": 1}), ("step-skipped", {"step": 2, "why": "the loss is nan"})) == [
-        "step 1  waiting for members: none is alive",
+        "step 1  waiting for members: none is running",
         "step 2  skipped, weights unchanged: the loss is nan",
     ]
     assert printed(("evaluated", {"step": 3, "accuracy": 0.51234})) == ["step 3  evaluated: accuracy 0.5123"]
@@ -64,7 +64,7 @@ class Terminal(io.StringIO):
 def test_nothing_is_cut_and_only_a_terminal_breaks_lines(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "stderr", stream)
-    why = "UnusableReward: the reward 'missing' wants the column 'solution', which the dataset does not have. It has: answer, prompts."
+    why = "UnusableReward: the reward 'missing' needs the column 'solution', which the dataset does not have. It has: answer, prompts."
     StepReporter()(Event("member-left", {"member": "f-0", "why": why}))
     lines = stream.getvalue().splitlines()
     assert " ".join(" ".join(lines).split()) == f"member f-0 left: {why}"
@@ -75,7 +75,7 @@ def test_results_of_an_abandoned_history_are_one_line() -> None:
     rejected = [("rollout-rejected", {"step": step, "reason": "abandoned", "member": "b"}) for step in range(17, 22)]
     lines = printed(*rejected, ("rollout-accepted", {"step": 17}), ("trained", {"step": 17, "bytes": 0}), ("trained", {"step": 18}))
     assert lines == [
-        "5 results are not used: made by versions that were abandoned when the trainer went back to its checkpoint",
+        "5 results are not used, because the trainer went back to its checkpoint and abandoned their versions",
         "step 17  0 MB",
         "step 18  0 MB",
     ]

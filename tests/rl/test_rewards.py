@@ -43,11 +43,11 @@ def test_without_rewards_every_completion_has_an_empty_row():
     ("returned", "message"),
     [
         ([1.0], "returned 1 rewards for 2 completions"),
-        ([1.0, float("nan")], "rewards are finite"),
-        ([1.0, float("inf")], "rewards are finite"),
-        ([1.0, 1e39], r"returned 1e\+39; rewards are from -1e\+09 to 1e\+09"),
-        ([1.0, -1.1e9], r"rewards are from -1e\+09 to 1e\+09"),
-        ([1.0, "good"], "'good', which is no number"),
+        ([1.0, float("nan")], "rewards must be finite"),
+        ([1.0, float("inf")], "rewards must be finite"),
+        ([1.0, 1e39], r"returned 1e\+39; rewards must be from -1e\+09 to 1e\+09"),
+        ([1.0, -1.1e9], r"rewards must be from -1e\+09 to 1e\+09"),
+        ([1.0, "good"], "'good', which is not a number"),
         (3.0, "not a list"),
     ],
 )
@@ -60,7 +60,7 @@ def test_a_reward_that_wants_a_column_that_is_not_there_says_which():
     def right(completions: list[str], answer: list[str], hint: str = "", **_: Any) -> list[float]:
         return [1.0 for _ in completions]
 
-    with pytest.raises(RewardError, match=r"'right' wants the column 'answer', which the dataset does not have\. It has: prompts, sol"):
+    with pytest.raises(RewardError, match=r"'right' needs the column 'answer', which the dataset does not have\. It has: prompts, sol"):
         score([right], ["p"], ["a"], completion_ids=[[1]], columns={"solution": ["a"]})
     assert score([right], ["p"], ["a"], completion_ids=[[1]], columns={"answer": ["a"]}) == [(1.0,)]
 
@@ -83,12 +83,12 @@ def test_a_reward_is_found_by_module_and_name():
     [
         ("math", "write MODULE:FUNCTION"),
         (":sin", "write MODULE:FUNCTION"),
-        ("no_such_module:reward", "there is no module 'no_such_module'"),
-        ("deltawire.nowhere:reward", "there is no module 'deltawire.nowhere'"),
+        ("no_such_module:reward", "the module 'no_such_module' of"),
+        ("deltawire.nowhere:reward", "the module 'deltawire.nowhere' of"),
         ("needs_another:reward", "imports 'no_such_library', which is not installed"),
         ("breaks:reward", "importing 'breaks' failed: ZeroDivisionError"),
         ("math:reward", "has no 'reward'"),
-        ("math:pi", "is no function but a float"),
+        ("math:pi", "is not a function but a float"),
     ],
 )
 def test_a_reward_that_is_not_there_is_told_of_plainly(spec: str, message: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch):

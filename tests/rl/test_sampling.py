@@ -132,7 +132,7 @@ def store() -> MemoryStore:
 
 def test_weights_of_no_version_make_no_rollouts(store: MemoryStore):
     with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served := qwen(1)), pin=False) as policy:
-        with pytest.raises(EngineUnavailable, match="no version of the chain yet"):
+        with pytest.raises(EngineUnavailable, match="does not have a version of the chain yet"):
             sample(served, PROMPTS, Sampling(1, 2), forward_pass=passes_of(policy))
         publisher.publish(qwen(0).state_dict(), step=0)
         policy.sync()

@@ -58,8 +58,8 @@ def failing_member(work: Callable[[threading.Event], None], expected: type[Excep
 @pytest.mark.parametrize(
     ("reward", "error", "told"),
     [
-        (wants_an_answer, UnusableReward, "wants the column 'answer', which the dataset does not have"),
-        (returns_too_much, RewardError, r"returned 1e\+39; rewards are"),
+        (wants_an_answer, UnusableReward, "needs the column 'answer', which the dataset does not have"),
+        (returns_too_much, RewardError, r"returned 1e\+39; rewards must be"),
     ],
 )
 def test_a_reward_that_always_fails_ends_the_run_by_name_and_a_right_one_goes_on(
@@ -91,15 +91,15 @@ def test_a_member_that_cannot_begin_says_why(tmp_path: Path):
     events: list[Event] = []
     with trainer(store, None, fleet=IMPATIENT, on_event=events.append) as learning:
         options = MemberOptions(str(store), "transformers", ("no_such_module:reward",), name="m")
-        with pytest.raises(RewardError, match="there is no module"):
+        with pytest.raises(RewardError, match="does not exist"):
             serve(options, stop=threading.Event())
-        with pytest.raises(FleetDeserted, match="m: UnusableReward: there is no module 'no_such_module'"):
+        with pytest.raises(FleetDeserted, match="m: UnusableReward: the module 'no_such_module' of"):
             learning.train(until=1)
     (left,) = [event.fields for event in events if event.name == "member-left"]
     assert left["member"] == "m"
 
 
 def test_a_member_that_cannot_begin_where_there_is_no_run_only_raises(tmp_path: Path):
-    with pytest.raises(RewardError, match="there is no module"):
+    with pytest.raises(RewardError, match="does not exist"):
         serve(MemberOptions(str(tmp_path), "transformers", ("no_such_module:reward",), name="m"), stop=threading.Event())
     assert not list(tmp_path.iterdir())

@@ -112,7 +112,7 @@ def test_a_trainer_that_was_taken_over_halts(store: MemoryStore, tmp_path: Path)
 def test_a_chain_without_its_checkpoint_is_not_overwritten(store: MemoryStore, tmp_path: Path):
     with trainer(store, tmp_path / "mine") as learning:
         epoch = learning._publisher.epoch
-    with pytest.raises(CheckpointError, match="no checkpoint to go on from"):
+    with pytest.raises(CheckpointError, match="no checkpoint to continue from"):
         trainer(store, tmp_path / "empty")
     with trainer(MemoryStore(), tmp_path / "other", seed=1):
         pass
@@ -153,7 +153,7 @@ def test_an_optimizer_a_schedule_and_an_evaluation_of_ones_own(store: MemoryStor
     shown = [event.fields for event in events if event.name == "completion"]
     assert len(shown) == 2 * 4
     assert all(one["prompt"].startswith("w") and one["completion"].startswith("w") and 0 <= one["rewards/low_words"] <= 1 for one in shown)
-    with pytest.raises(ValueError, match="needs the optimizer"):
+    with pytest.raises(ValueError, match="needs its optimizer"):
         GrpoTrainer(policy, ROWS, store, **options)
 
 
@@ -172,7 +172,7 @@ def rows_with(number: int, row: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"text": "w1"}, "row 3: it has no `prompt`, but text"),
+        ({"text": "w1"}, "row 3: it has no `prompt`; its columns are text"),
         ({"prompt": None}, "row 3: a row has no prompt of text, messages or token ids, but None"),
         ({"prompt": ""}, "row 3: the prompt '' has no tokens"),
         ({"prompt": [1, 96]}, "row 3: its prompt has tokens outside the model's vocabulary of 96"),
@@ -200,7 +200,7 @@ def test_of_many_bad_rows_some_are_named_and_all_counted(store: MemoryStore):
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ("w1", "row 0: it is of the type str; a row is a mapping"),
+        ("w1", "row 0: its type is str, but a row must be a mapping"),
         ({"question": "w1"}, "row 0: it has no `prompt`"),
         ({"prompt": "w1 " * 200}, "leaves no room for a completion in the model's 64 positions"),
     ],
@@ -208,7 +208,7 @@ def test_of_many_bad_rows_some_are_named_and_all_counted(store: MemoryStore):
 def test_rows_are_checked_before_they_are_counted(store: MemoryStore, row: Any, told: str):
     with pytest.raises(UnusableRows, match=re.escape(told)):
         GrpoTrainer(model(), [row], store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
-    with pytest.raises(ValueError, match="1 rows are fewer"):
+    with pytest.raises(ValueError, match="the dataset has 1 rows"):
         GrpoTrainer(model(), [{"prompt": "w1"}], store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
 
 
@@ -254,7 +254,7 @@ def test_settings_that_cannot_work_are_refused(store: MemoryStore, tmp_path: Pat
     for wrong in ({"num_generations": 1}, {"tasks": 9}, {"num_iterations": 0}):
         with pytest.raises(ValueError, match="at least"):
             GrpoSettings(**wrong)
-    with pytest.raises(ValueError, match="fewer than"):
+    with pytest.raises(ValueError, match="one step needs"):
         GrpoTrainer(model(), ROWS[:2], store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
-    with pytest.raises(ValueError, match="would not find its rollouts"):
+    with pytest.raises(ValueError, match="keeps fewer"):
         trainer(store, tmp_path, settings=replace(SETTINGS, save_steps=64))

@@ -1,4 +1,4 @@
-"""What members made of a round's tasks, as tensors to train on."""
+"""The rollouts of a step as tensors to train on."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from .grpo import group_advantages
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Prompts and completions in rows, padded on the right. What is about tokens has one column less than `ids`: the first is given.
+    """Prompts and completions, one per row, padded on the right.
 
-    `mask` is 1 for tokens that the policy drew itself. `lag` is by how many steps, averaged over those tokens, they were made by older
-    weights than the newest that there could be; `mixed` counts completions that more than one version made.
+    Tensors about tokens have one column less than `ids`, because the first token is given.
     """
 
     ids: torch.Tensor
     attention: torch.Tensor
     behaviour: torch.Tensor
     mask: torch.Tensor
+    """1 for tokens that the policy drew itself."""
     rewards: torch.Tensor
     advantages: torch.Tensor
     lag: float
+    """How many steps behind the newest possible weights the policy was, averaged over the tokens in `mask`."""
     mixed: int
+    """Completions that more than one version made."""
     reward_means: Mapping[str, float | None]
-    """The mean of each reward over the completions that it scored; None if it scored none."""
+    """The mean of each reward over the completions that it scored, or None if it scored none."""
     lengths: torch.Tensor
-    """Tokens of each completion that the policy drew."""
+    """How many tokens of each completion the policy drew."""
     unfinished: float
-    """The share of completions that ended at the largest length instead of by themselves."""
+    """The share of completions that were cut at the largest length."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that are trained on."""
+        """How many tokens are trained on."""
         return int(self.mask.sum())
 
-    def parts(self, rows: int, device: torch.device) -> Iterator[TrainingBatch]:
-        """The batch in parts of so many rows, each cut to its own longest row."""
+    def micro_batches(self, rows: int, device: torch.device) -> Iterator[TrainingBatch]:
+        """Yield the batch in pieces of `rows` rows, each cut to its own longest row."""
         for first in range(0, len(self.ids), rows):
             here = slice(first, first + rows)
             width = int(self.attention[here].sum(-1).max())
@@ -62,7 +64,7 @@ class TrainingBatch:
 
 
 def training_batch(results: Sequence[Rollouts], *, for_step: int, weights: Mapping[str, float] | None = None) -> TrainingBatch:
-    """One row for each completion; completions of one prompt are a group. `weights` are those of rewards by name, 1 if not named."""
+    """Return one row per completion. The completions of one prompt form a group. `weights` has reward weights by name (default 1)."""
     made = [(group, result, one) for group, result, one in _with_groups(results)]
     rows = [np.concatenate([result.prompts[one.prompt], one.tokens]) for _, result, one in made]
     height, width = len(rows), max(len(row) for row in rows)
@@ -101,7 +103,7 @@ def _with_groups(results: Collection[Rollouts]) -> Iterator[tuple[int, Rollouts,
 
 
 def _reward(one: Completion, names: Sequence[str], weights: Mapping[str, float]) -> float:
-    """The sum of what its rewards say; NaN if none says anything."""
+    """Return the weighted sum of the rewards, or NaN if no function scored the completion."""
     said = [reward * weights.get(name, 1.0) for name, reward in zip(names, one.rewards, strict=True) if reward is not None]
     return sum(said) if said else math.nan
 

@@ -1,4 +1,4 @@
-"""What a trainer needs to go on after its death: weights, the optimizer's state, the state of chance, the step: one safetensors file."""
+"""A trainer's own checkpoints: weights, optimizer state, random state and step, in one safetensors file."""
 
 from __future__ import annotations
 
@@ -20,24 +20,31 @@ from ..tensors.module_tensors import named_weights, tied_names
 _KIND = "trainer-checkpoint"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _RATES = ("lr", "initial_lr")
-"""What schedulers change in an optimizer's groups."""
+"""The values in an optimizer's groups that schedulers change."""
 
 
 class TrainerCheckpoints:
-    """A directory of `step-….safetensors`, of which the newest `keep` stay. Each is there whole, or not at all.
+    """A directory of files `step-….safetensors`. Each file exists completely or not at all.
 
-    Files hold tensors `model.NAME`, `optimizer.KEY.NAME` and `rng`, and in the metadata a JSON object: version 2, the step, the class of
-    the optimizer, those values of its state that are no tensors, and the state of the scheduler. Version 1, of AdamW alone, is read too.
+    A file has tensors `model.NAME`, `optimizer.KEY.NAME` and `rng`. Its metadata is a JSON object: version 2, the step, the optimizer's
+    class, those values of its state that are not tensors, and the scheduler's state. Version 1, for AdamW only, is read too.
+
+    Parameters
+    ----------
+    directory
+        Where the files are. It is created if necessary.
+    keep
+        How many files to keep. Older ones are deleted.
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 2) -> None:
         if keep < 1:
-            raise ValueError("at least one checkpoint has to be kept")
+            raise ValueError("keep must be at least 1")
         self._directory = Path(directory)
         self._keep = keep
 
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None = None) -> Path:
-        """Write the state after `step`, durably, then delete what is not kept. `CheckpointError` for state that JSON cannot hold."""
+        """Write the state after `step` durably, then delete old files. Raise `CheckpointError` for state that JSON cannot represent."""
         self._directory.mkdir(parents=True, exist_ok=True)
         tensors = {f"model.{name}": tensor.detach().contiguous() for name, tensor in _weights(model).items()}
         plain: dict[str, dict[str, Any]] = {}
@@ -60,7 +67,9 @@ class TrainerCheckpoints:
         try:
             text = json.dumps(facts)
         except TypeError as error:
-            raise CheckpointError(f"the state of optimizer or scheduler cannot be written as JSON ({error}). Use others.") from error
+            raise CheckpointError(
+                f"the state of the optimizer or the scheduler cannot be written as JSON ({error}). Use another one."
+            ) from error
         staged = StagedOutput(self._directory / f"step-{step:010}.safetensors", directory=False, replace=True)
         try:
             save_file(tensors, staged.path, metadata={_KIND: text})
@@ -73,9 +82,9 @@ class TrainerCheckpoints:
         return staged.out
 
     def load_newest(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler | None = None) -> int | None:
-        """Put the newest state back into model, optimizer and scheduler, and return its step; None if there is none.
+        """Load the newest file into model, optimizer and scheduler. Return its step, or None if there is no file.
 
-        `CheckpointError` if it is not one of this model or this optimizer: nothing was changed then.
+        Raises `CheckpointError`, and changes nothing, if the file belongs to another model or optimizer.
         """
         found = sorted(self._directory.glob("step-*.safetensors"))
         return _load(found[-1], model, optimizer, lr_scheduler) if found else None
@@ -83,7 +92,7 @@ class TrainerCheckpoints:
 
 @dataclass(slots=True)
 class _Saved:
-    """What a file holds. `state` is the optimizer's by name of the parameter."""
+    """The content of a file. `state` has the optimizer's state by parameter name."""
 
     step: int
     optimizer: str
@@ -99,19 +108,21 @@ def _load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
         with safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})[_KIND])
             if facts["version"] not in (1, 2):
-                raise CheckpointError(f"{path} is of version {facts['version']!r}; this release reads 1 and 2.")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+                raise CheckpointError(f"{path} has version {facts['version']!r}; this release reads 1 and 2.")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
         saved = _first_version(facts, tensors) if facts["version"] == 1 else _second_version(facts, tensors)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no checkpoint of a trainer ({type(error).__name__}: {error}).") from error
+        raise CheckpointError(f"{path} is not a checkpoint of a trainer ({type(error).__name__}: {error}).") from error
     weights, trained = _weights(model), _trained(model, optimizer)
     shapes = {name: tensor.shape for name, tensor in saved.weights.items()}
     if shapes != {name: tensor.shape for name, tensor in weights.items()} or not saved.state.keys() <= trained.keys():
-        raise CheckpointError(f"{path} is of another model: its tensors have other names or shapes.")
+        raise CheckpointError(f"{path} belongs to another model: its tensors have other names or shapes.")
     if saved.optimizer != type(optimizer).__name__:
-        raise CheckpointError(f"{path} is of the optimizer {saved.optimizer}, and this trainer has {type(optimizer).__name__}.")
+        raise CheckpointError(f"{path} belongs to the optimizer {saved.optimizer}, but this trainer has {type(optimizer).__name__}.")
     if (saved.scheduler is None) is not (lr_scheduler is None):
-        raise CheckpointError(f"{path} was written {'without' if saved.scheduler is None else 'with'} an lr_scheduler. Start as then.")
+        raise CheckpointError(
+            f"{path} was written {'without' if saved.scheduler is None else 'with'} an lr_scheduler. Start the trainer in the same way."
+        )
     with torch.no_grad():
         for name, tensor in weights.items():
             tensor.copy_(saved.weights[name])
@@ -123,7 +134,7 @@ def _load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def _put_back(optimizer: torch.optim.Optimizer, saved: _Saved, trained: Mapping[str, torch.nn.Parameter]) -> None:
-    """By torch's own way, which puts each part of the state where this optimizer wants it."""
+    """Load the state with torch's own method, which moves each part to where this optimizer needs it."""
     names = {id(parameter): name for name, parameter in trained.items()}
     whole = optimizer.state_dict()
     whole["state"] = {
@@ -143,7 +154,7 @@ def _first_version(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     for name, steps in dict(facts["adam_steps"]).items():
         state[name] = {"step": torch.tensor(float(steps)), **{moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}}
     if len(tensors) != len(weights) + 1 + len(_MOMENTS) * len(state):
-        raise ValueError("it holds tensors that belong to nothing")
+        raise ValueError("it has unknown tensors")
     return _Saved(int(facts["step"]), "AdamW", weights, rng, state)
 
 
@@ -155,7 +166,7 @@ def _second_version(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
             _, key, name = title.split(".", 2)
             state[name][key] = tensor
         elif title != "rng" and not title.startswith("model."):
-            raise ValueError(f"the tensor {title!r} belongs to nothing")
+            raise ValueError(f"the tensor {title!r} is unknown")
     return _Saved(int(facts["step"]), str(facts["optimizer"]), weights, rng, state, facts["scheduler"], facts["rates"])
 
 
@@ -168,7 +179,7 @@ def _rates(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
 
 
 def _scheduler_state(lr_scheduler: LRScheduler) -> dict[str, Any]:
-    """Without what `torch` keeps there for itself: functions, which the scheduler was made with and has again."""
+    """Return the state without functions, which the new scheduler has already."""
     return {name: value for name, value in lr_scheduler.state_dict().items() if name != "lr_lambdas"}
 
 
@@ -178,6 +189,6 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
-    """The optimizer's parameters by name."""
+    """Return the optimizer's parameters by name."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return {name: tensor for name, tensor in model.named_parameters() if id(tensor) in own}

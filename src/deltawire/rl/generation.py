@@ -1,4 +1,4 @@
-"""Completions from a transformers model in this process, built from what the chain holds and kept at its newest version."""
+"""Completions from a transformers model in this process that follows the chain."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from .sampling import passes_of, sample
 class TransformersGenerator:
     """A `deltawire.fleet.generation.Generator` that runs the chain's own model, on `device`.
 
-    Everything comes from the chain in `store`: config and tokenizer from its attachments, the weights by following it. A tokenizer that
-    changes is loaded anew; a config that changes needs a new member. They are swapped between two forward passes, so the version of every
-    token is exact; keys and values that older weights made stay, as `KvCache.KEEP` says.
+    The chain in `store` provides everything: config and tokenizer are attachments, and the weights follow the chain. A changed tokenizer is
+    loaded again; a changed config needs a restart of the member. Weights are swapped between two forward passes, so the version of every
+    token is known exactly. The KV cache is kept across swaps (`KvCache.KEEP`).
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class TransformersGenerator:
         self._is_following = False
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """Token ids of the rows' prompts, by the tokenizer of the version at hand."""
+        """Return the token ids of the rows' prompts, by the tokenizer of the current version."""
         return self._prompts.at(self.version).encode(rows)
 
     def decode(self, rows: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]) -> list[Any]:
-        """Completions as rewards see them, by the tokenizer of the version at hand."""
+        """Return completions as rewards see them, by the tokenizer of the current version."""
         return self._prompts.at(self.version).decode(rows, tokens)
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class TransformersGenerator:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Stop = never) -> list[Generated]:
         if self.version is None:
-            raise self.problem or EngineUnavailable("the model has no version of the chain yet.")
+            raise self.problem or EngineUnavailable("the model does not have a version of the chain yet.")
         return sample(self.model, prompts, sampling, forward_pass=self._passes, stop_tokens=self._stop_tokens, stop=stop)
 
     def close(self) -> None:
@@ -88,12 +88,13 @@ class TransformersGenerator:
 
 
 def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[Any, set[int]]:
-    """A causal language model of the form that the chain's config says, with weights of no meaning, and the tokens that end a completion.
+    """Build the causal language model that the chain's config describes. Return it with the tokens that end a completion.
 
-    `EngineError` if config.json is missing, is none that transformers knows, or describes a model that is much larger than the weights.
+    Its weights are arbitrary until the first sync. Raises `EngineError` if config.json is missing, if transformers does not know it, or if
+    it describes a model that is much larger than the published weights.
     """
     if "config.json" not in files.files:
-        raise EngineError("the chain holds no config.json. Publish with `attachments`: the model's directory, or its config and tokenizer.")
+        raise EngineError("the chain has no config.json. Publish with `attachments`: the model's directory, or its config and tokenizer.")
     with tempfile.TemporaryDirectory(prefix="deltawire-config-") as name:
         folder = files.write(Path(name))
         config = load_config(folder)
@@ -107,7 +108,7 @@ def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[
 
 
 def _take_types(model: torch.nn.Module, dtypes: Mapping[str, DType]) -> None:
-    """Cast each weight to the type that it has in the chain: that is what will be written into it."""
+    """Cast each weight to its type in the chain, so that published bits can be written into it."""
     layout = CheckpointLayout(model)
     layout.check_in_place()
     owners = max((layout.owners(), [*layout.own_weights().items()]), key=lambda named: len(dict(named).keys() & dtypes.keys()))
@@ -115,7 +116,7 @@ def _take_types(model: torch.nn.Module, dtypes: Mapping[str, DType]) -> None:
     for name, owner in owners:
         if name in dtypes and types.setdefault(id(owner), (owner, dtypes[name]))[1] != dtypes[name]:
             raise EngineRefused(
-                f"{name!r} is {dtypes[name].name} in the chain, but the model keeps it in one tensor with others that are not."
+                f"{name!r} is {dtypes[name].name} in the chain, but the model stores it in one tensor with others of another type."
             )
     for owner, dtype in types.values():
         owner.data = owner.data.to(to_torch(np.empty(0, dtype.numpy)).dtype)

@@ -1,8 +1,8 @@
 """The GRPO loss: advantages within a group, PPO's clip, and truncated importance sampling for tokens that other weights made.
 
-Three policies meet in it: the *behaviour* policy that drew a token (an older version, in bf16, perhaps two versions within a completion),
-the *old* policy that the training step starts from, and the *current* one that it moves. The step is trusted only near the old policy:
-hence the clip on current/old. That tokens came from elsewhere is corrected by the weight old/behaviour, capped so that no token dominates.
+The loss compares three policies. The *behaviour* policy drew a token. It is an older version in bf16, and a completion may mix versions.
+The training step starts from the *old* policy and changes the *current* one. The ratio current/old is clipped, because the step is reliable
+only near the old policy. The weight old/behaviour corrects for tokens from other weights. It is capped so that no token dominates.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 
 _SMALL = 1e-6
 _LARGEST_LOG_RATIO = 20.0
-"""Ratios of probabilities stay below e^20, far beyond every clip, so that none of them is infinite."""
+"""Ratios of probabilities stay below e^20. That is far beyond every clip, and no ratio becomes infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """A loss, and what happened in it. The shares are sums over tokens, so that parts of a batch add up; `tokens` is what to divide by."""
+    """A loss and its statistics. Counts are sums over tokens, so that micro-batches add up; divide by `tokens` for shares."""
 
     loss: torch.Tensor
     tokens: int
     clipped: int
-    """Tokens whose gradient the clip has cut off."""
+    """Tokens whose gradient the clip removed."""
     truncated: int
     """Tokens whose importance weight is above the cap."""
     weight: float
@@ -33,10 +33,16 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True)
 class GrpoLoss:
-    """The clipped loss. Parameters have the names that TRL gives them.
+    """The clipped loss. Parameters have TRL's names.
 
-    `epsilon`: current/old is clipped at 1−epsilon from below. `epsilon_high`: it is clipped at 1+epsilon_high from above.
-    `importance_sampling_cap`: old/behaviour is cut to this.
+    Parameters
+    ----------
+    epsilon
+        The ratio current/old is clipped to at least 1−epsilon.
+    epsilon_high
+        The ratio current/old is clipped to at most 1+epsilon_high.
+    importance_sampling_cap
+        The largest weight old/behaviour.
     """
 
     epsilon: float = 0.2
@@ -53,13 +59,13 @@ class GrpoLoss:
         old: torch.Tensor | None = None,
         tokens: int | None = None,
     ) -> LossTerms:
-        """The loss of log-probs [completions, tokens] under advantages [completions].
+        """Return the loss of log-probs [completions, tokens] with advantages [completions].
 
-        Only tokens with `mask` count; what the others hold is never looked at. `old` is the current policy if not given: the first update
-        of a step. The loss is the sum over tokens divided by `tokens`, those of the whole batch where this is a part of it.
+        Only tokens in `mask` count; the values of the others are ignored. Without `old` the current policy is the old one, as in the first
+        update of a step. The loss is the sum over tokens divided by `tokens`. Pass the whole batch's number for a micro-batch.
         """
         mask = mask.bool()
-        current = torch.where(mask, current, 0.0)  # padding may hold anything, and infinity times zero is not zero
+        current = torch.where(mask, current, 0.0)  # padding may hold anything, and infinity times zero is NaN
         behaviour = torch.where(mask, behaviour, 0.0)
         old = current.detach() if old is None else torch.where(mask, old, 0.0).detach()
         weights = torch.exp((old - behaviour).clamp(max=_LARGEST_LOG_RATIO))
@@ -80,9 +86,10 @@ class GrpoLoss:
 
 
 def group_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """How much better than its group each completion did, in standard deviations of the group. NaN is a completion without a reward.
+    """Return how much better than its group each completion is, in standard deviations of the group.
 
-    0 where there is nothing to compare: no reward, or all of the group alike. Computed in float64, returned in the type of `rewards`.
+    A reward of NaN means that the completion has none. The advantage is 0 without a reward, and if all rewards of a group are equal. It is
+    computed in float64 and returned in the type of `rewards`.
     """
     exact = rewards.double()
     advantages = torch.zeros_like(exact)
@@ -102,10 +109,10 @@ def token_logprobs(model: Any, ids: torch.Tensor, mask: torch.Tensor, *, tempera
 def logprobs_and_entropy(
     model: Any, ids: torch.Tensor, mask: torch.Tensor, *, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs [rows, columns−1] of every token but the first, given those before it, and the entropies they were drawn with.
+    """Return the log-probs [rows, columns−1] of every token after the first, and the entropies of the distributions.
 
-    Rows are padded on the right; `mask` is 1 where there are tokens. With a `temperature` above 0 other than 1 both are of the
-    distribution that a sampler with it draws from. Entropies have no gradient.
+    Rows are padded on the right; `mask` is 1 for tokens. Logits are divided by `temperature`, as in the sampler, unless it is 0. Entropies
+    have no gradient.
     """
     logits = _logits(model, ids, mask, temperature)
     with torch.no_grad():  # row by row: the probabilities of a whole batch would take as much memory as its logits

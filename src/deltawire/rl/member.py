@@ -1,4 +1,4 @@
-"""A member of the fleet from beginning to end: all that `deltawire member` does, for who wants it in a process of their own."""
+"""A member of the fleet as one function call: `serve` does what `deltawire member` does, in your own process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,28 @@ _CLOSING = 3.0
 
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
-    """What a member needs to know. All of it is plain, so that it can be sent to another machine.
+    """The options of a member. All values are plain, so that they can be sent to another machine.
 
-    `engine` is "transformers", or "vllm=URL" for a server. `env` names the reward functions as MODULE:FUNCTION. `name` is the member's; no
-    two may share one. `device` is where transformers put the model ("auto": a GPU if there is one). `mirror` is the directory that
-    vLLM's workers read. `trust` are public keys, of which one must have signed what the chain holds. `run` is
-    the name of the run that must live there.
+    Parameters
+    ----------
+    source
+        The location of the chain.
+    engine
+        "transformers", or "vllm=URL" for a vLLM server.
+    env
+        The reward functions, each as MODULE:FUNCTION.
+    name
+        The member's name. No two members may share one. By default it is made from the host's name and a random number.
+    device
+        Where transformers puts the model. "auto" means a GPU if there is one.
+    mirror
+        The directory that vLLM's workers read.
+    trust
+        Public keys. One of them must have signed every record of the chain.
+    poll
+        Seconds between two looks at the store.
+    run
+        The name that the run must have.
     """
 
     source: str
@@ -44,33 +60,44 @@ class MemberOptions:
     run: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the options as plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> MemberOptions:
-        """The inverse."""
+        """Return the options that `to_json` wrote."""
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
         return cls(**fields)
 
 
 def parse_engine(text: str) -> str | None:
-    """The URL of the vLLM server that this engine is; None for transformers. ValueError for what is neither."""
+    """Return the URL of a vLLM server, or None for transformers. Raise `ValueError` for anything else."""
     if text == "transformers":
         return None
     kind, _, url = text.partition("=")
     if kind != "vllm" or not url.startswith(("http://", "https://")):
-        raise ValueError(f"{text!r} is no engine: use `transformers`, or `vllm=http://127.0.0.1:8000` for a server on this machine")
+        raise ValueError(f"{text!r} is not an engine: use `transformers`, or `vllm=http://127.0.0.1:8000` for a server on this machine")
     return url
 
 
 def serve(
     options: MemberOptions, *, stop: threading.Event, on_event: OnEvent | None = None, clock: Callable[[], float] = time.time
 ) -> None:
-    """Join the fleet, work until `stop` is set or the trainer says that the run is over, and leave.
+    """Join the fleet and work until `stop` is set or the trainer ends the run.
 
-    Waits for a chain that is not there yet. Raises only what does not heal by itself: a reward that cannot be loaded (`UnusableReward`), a
-    model that cannot be built (`EngineError`), a store that denies access, a chain that is broken.
+    If the chain does not exist yet, the member waits for it. `serve` raises only errors that trying again does not cure: a reward that
+    cannot be loaded (`UnusableReward`), a model that cannot be built (`EngineError`), a store that denies access, a broken chain.
+
+    Parameters
+    ----------
+    options
+        What the member needs to know.
+    stop
+        Set it to end the member. It finishes or gives back its task first.
+    on_event
+        Called with every event. Each event has the field `member`.
+    clock
+        The time that heartbeats carry, in seconds since 1970.
     """
     name = options.name or reader_name()
     on_event = with_fields(on_event, member=name)
@@ -99,17 +126,17 @@ def serve(
         finally:
             closing = threading.Thread(target=generator.close, name="deltawire-member-closing", daemon=True)
             closing.start()
-            closing.join(_CLOSING)  # it may wait for a store that does not answer
+            closing.join(_CLOSING)  # the store may not answer
 
 
 class RewardScorer:
-    """Reward functions as what a `Member` scores with."""
+    """Reward functions in the form that a `Member` calls."""
 
     def __init__(self, functions: Sequence[RewardFunction]) -> None:
         self._functions = functions
         self.names = tuple(reward_name(function) for function in functions)
         if len(set(self.names)) != len(self.names):
-            raise UnusableReward(f"two rewards have one name ({', '.join(self.names)}). Give one of the functions another.")
+            raise UnusableReward(f"two rewards have the same name ({', '.join(self.names)}). Rename one of the functions.")
 
     def __call__(
         self, rows: Sequence[Row], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]
@@ -120,7 +147,7 @@ class RewardScorer:
 
 
 def _open_generator(options: MemberOptions, name: str, store: Store, stop: threading.Event, on_event: OnEvent | None) -> Generator | None:
-    """The engine, as soon as there is a chain; None if `stop` came first."""
+    """Wait for the chain and return the engine, or None if `stop` was set first."""
     failures = 0
     while not stop.is_set():
         try:

@@ -1,4 +1,4 @@
-"""What there is to tell of a training step."""
+"""The metrics of a training step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN = 1000
 
 
 def step_metrics(batch: TrainingBatch) -> dict[str, float | None]:
-    """Return numbers about what was trained on, named as TRL names them where they mean the same. None where there is nothing to count."""
+    """Return the metrics of a batch, under TRL's names where they mean the same. A metric is None if there is nothing to count."""
     scored = batch.rewards[~batch.rewards.isnan()].double()
     return {
         "reward": scored.mean().item() if len(scored) else None,
@@ -29,7 +29,7 @@ def step_metrics(batch: TrainingBatch) -> dict[str, float | None]:
 
 
 def shown(text: Any) -> str:
-    """Return a prompt or a completion as text: of messages the last one's content, cut if it is long."""
+    """Return a prompt or a completion as text, shortened if it is long. For a list of messages this is the content of the last one."""
     if isinstance(text, (list, tuple)) and text and isinstance(text[-1], dict):
         text = text[-1].get("content", "")
     told = str(text)

@@ -1,4 +1,4 @@
-"""What can be checked before a run begins, so that it does not fail, or wait for ever, in the middle: model files, rows, lengths."""
+"""Checks before a run begins: model files, rows and lengths. Without them a run would fail or hang later."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..subscribe.model_files import ModelFiles, read_model_files
 from ..tensors.casting import Casting
 
 _NAMED = 3
-"""Largest number of rows that an error names."""
+"""An error names at most this many rows."""
 
 
 def read_files(store: Store, attachments: Attachments | None, *, run: str | None = None, trusted_keys: Collection[str] = ()) -> ModelFiles:
-    """Return the files that members will build the model from: those that are given, or else those of the chain.
+    """Return the files that members build the model from: `attachments` if given, otherwise those of the chain.
 
     Raises `UnusableModelFiles` if there are none.
     """
@@ -31,26 +31,26 @@ def read_files(store: Store, attachments: Attachments | None, *, run: str | None
     try:
         return read_model_files(store, run=run, trusted_keys=trusted_keys)
     except NoChain:
-        raise UnusableModelFiles("there is no config.json and no tokenizer to publish beside the weights.") from None
+        raise UnusableModelFiles("there is no config.json and no tokenizer to publish with the weights.") from None
 
 
 def files_with_tokenizer(model: Any, tokenizer: Any, attachments: Attachments | None, dtype: Any) -> dict[str, bytes]:
-    """Return the files of the model and of its tokenizer, with `attachments` in place of those of the same names."""
+    """Return the files of the model and of its tokenizer. `attachments` replace files of the same names."""
     own = {**files_of_model(model, Casting(dtype).dtype), **TokenizerFiles(tokenizer).read()}
     return {**own, **(read_attachments(attachments) or {})}
 
 
 def training_limits(model: Any, prompts: Prompts) -> TrainingLimits:
-    """Return what this model can be trained on: its vocabulary, its positions, and the prompts that rows have by this tokenizer."""
+    """Return the limits of this model: its vocabulary, its positions, and how this tokenizer encodes prompts."""
     config = getattr(model, "config", None)
     positions = None if config is None else positions_of(config)
     return TrainingLimits(vocabulary=_vocabulary(model), positions=positions, encode=prompts.encode)
 
 
 def check_rows(rows: Sequence[Row], limits: TrainingLimits, max_completion_length: int) -> None:
-    """Raise `UnusableRows` that names the first rows that cannot be sent to members, have no prompt, or are too long for the model.
+    """Raise `UnusableRows` for rows that are not JSON, have no prompt, or are too long for the model. The error names the first ones.
 
-    Raises `UnusableSettings` if a completion of the largest length does not fit behind any prompt.
+    Raises `UnusableSettings` if a completion of the largest length does not fit after any prompt.
     """
     used = [_tokens_of(row, limits) for row in rows]
     lengths = [(each, number) for number, each in enumerate(used) if isinstance(each, int)]
@@ -81,18 +81,18 @@ def _why_unusable(used: int | str, room: int | None, max_completion_length: int)
 def _tokens_of(row: Row, limits: TrainingLimits) -> int | str:
     """Return how many tokens the prompt of a row has, or why the row cannot be used."""
     if not isinstance(row, Mapping):
-        return f"it is of the type {type(row).__name__}; a row is a mapping with a `prompt`"
+        return f"its type is {type(row).__name__}, but a row must be a mapping with a `prompt`"
     try:
         json.dumps(dict(row), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         return f"it cannot be written as JSON ({error})"
     if "prompt" not in row:
-        return f"it has no `prompt`, but {', '.join(map(str, row)) or 'nothing'}"
+        return f"it has no `prompt`; its columns are {', '.join(map(str, row)) or 'none'}"
     try:
         (ids,) = limits.prompts_of([row]) or ((),)
     except EngineError as error:
         return error.message.rstrip(".")
-    except Exception as error:  # a chat template raises whatever it likes
+    except Exception as error:  # a chat template can raise anything
         return f"its prompt cannot be encoded ({type(error).__name__}: {error})"
     if limits.vocabulary is not None and any(not 0 <= token < limits.vocabulary for token in ids):
         return f"its prompt has tokens outside the model's vocabulary of {limits.vocabulary:,}"
@@ -102,7 +102,7 @@ def _tokens_of(row: Row, limits: TrainingLimits) -> int | str:
 
 
 def _vocabulary(model: Any) -> int | None:
-    """The lower of how many tokens the model can read and how many it can write; None if it tells neither."""
+    """Return the smaller of the input and output vocabularies, or None if the model has neither."""
     sizes = list(_embedding_sizes(model))
     return min(sizes) if sizes else None
 

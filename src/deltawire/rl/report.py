@@ -1,4 +1,4 @@
-"""What a trainer prints when nobody listens to its events: one line for each step, and one for whatever needs attention."""
+"""What a trainer prints without `on_event`: one line per step, and one line per problem."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from ..events import Event, printable
 
 
 class StepReporter:
-    """Prints events of a `GrpoTrainer` as lines, on the standard error unless `write` says otherwise.
+    """Prints events of a `GrpoTrainer` as lines.
 
-    Nothing is cut. In a terminal, lines that are too long break between words; in a file each stays one line. Of rejected rollouts the
-    first of each reason in a step is printed; the line of the step counts them all. Rollouts of versions that the trainer went back behind
-    are counted, and printed as one line.
+    Long lines wrap between words in a terminal and stay whole in a file. For rejected rollouts only the first of each reason in a step is
+    printed; the step's line counts all of them. Rollouts of abandoned versions are counted and printed as one line.
+
+    Parameters
+    ----------
+    write
+        Called with each line. By default lines go to the standard error.
     """
 
     def __init__(self, write: Callable[[str], Any] | None = None) -> None:
@@ -47,7 +51,7 @@ class StepReporter:
             case "rollout-rejected":
                 return self._rejected(fields)
             case "waiting-for-members":
-                return f"step {fields['step']}  waiting for members: none is alive"
+                return f"step {fields['step']}  waiting for members: none is running"
             case "member-left" if fields.get("why"):
                 return f"member {fields['member']} left: {fields['why']}"
             case "fleet-retrying" | "publish-failed" | "sweep-failed":
@@ -75,7 +79,7 @@ def _step_line(fields: Mapping[str, Any]) -> str:
 
 def _abandoned_line(count: int) -> str:
     results = "1 result is" if count == 1 else f"{count:,} results are"
-    return f"{results} not used: made by versions that were abandoned when the trainer went back to its checkpoint"
+    return f"{results} not used, because the trainer went back to its checkpoint and abandoned their versions"
 
 
 def _number(value: Any) -> str:

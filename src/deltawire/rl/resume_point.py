@@ -1,4 +1,4 @@
-"""Where in its chain a trainer goes on from, given the checkpoint that it has."""
+"""Where in its chain a restarted trainer continues, given its checkpoint."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ from ..format.records.chain_records import Commit
 
 
 def resume_point(log: ChainLog, step: int | None, digest: Digest) -> int | None:
-    """The version to rewind to, since it is of `step`, the checkpoint's, and others came after it; None where no rewind is needed.
+    """Return the version to rewind to, or None if no rewind is needed.
 
-    Checkpoints are written before the version of their step is published, so one that is ahead of the chain is fine: it has only to be
-    published. `CheckpointError` where checkpoint (`step` is None if there is none) and chain are not of one run: before anybody is fenced.
+    A rewind is needed if versions follow the one of the checkpoint's `step`. A checkpoint that is ahead of the chain is fine, because
+    checkpoints are written before the version of their step is published. `step` is None if there is no checkpoint.
+
+    Raises `CheckpointError` if checkpoint and chain belong to different runs. Nothing was written by then.
     """
     head = log.head()
     if head is None or (newest := _version(log, log.in_force(head))) is None:
         return None
     if step is None:
         raise CheckpointError(
-            f"{log.store.url} holds a run at step {newest.step}, and there is no checkpoint to go on from. "
-            "Name the directory of its checkpoints, or another place for a new run."
+            f"{log.store.url} holds a run at step {newest.step}, but there is no checkpoint to continue from. "
+            "Pass the directory of its checkpoints, or another location for a new run."
         )
     if newest.step is not None and newest.step < step:
         return None
     found = _of_step(log, newest, step)
     if found is None or found.digest != digest:
-        raise CheckpointError(f"the checkpoint of step {step} is not of the run in {log.store.url}: no version there has its weights.")
+        raise CheckpointError(
+            f"the checkpoint of step {step} does not belong to the run in {log.store.url}: no version there has its weights."
+        )
     return None if found.seq == newest.seq else found.seq
 
 
 def _of_step(log: ChainLog, newest: Commit, step: int) -> Commit | None:
-    """The version of this step in the history that leads to the newest."""
+    """Return the version of this step in the history of the newest version."""
     found: Commit | None = newest
     while found is not None and (found.step is None or found.step > step):
         before = log.previous(found)

@@ -3,9 +3,9 @@
 >>> def brevity(prompts, completions, **columns):
 ...     return [-float(len(completion)) for completion in completions]
 
-It is called with lists as long as the completions: `prompts`, `completions`, `completion_ids` (lists of token ids), and one for each other
-column of the dataset, all by name. It returns as many numbers, each from -10^9 to 10^9; None where it has no opinion. It may be
-asynchronous.
+A reward function gets lists with one item per completion, by name: `prompts`, `completions`, `completion_ids` (lists of token ids), and
+every other column of the dataset. It returns one number per completion, from -10^9 to 10^9, or None for a completion that it does not
+score. It may be asynchronous.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ RewardFunction: TypeAlias = Callable[..., Any]
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The function that `module:name` names (`name` may have dots). `UnusableReward` says which of the two is missing, and why."""
+    """Return the function that `spec` names.
+
+    Raises `UnusableReward` if the module or the function cannot be loaded.
+
+    Parameters
+    ----------
+    spec
+        MODULE:FUNCTION. The function's name may have dots.
+    """
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
         raise UnusableReward(f"{spec!r} does not name a reward function: write MODULE:FUNCTION.")
@@ -32,7 +40,9 @@ def load_reward(spec: str) -> RewardFunction:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise UnusableReward(f"there is no module {error.name!r}, which {spec!r} names. Is its folder on PYTHONPATH?") from error
+            raise UnusableReward(
+                f"the module {error.name!r} of {spec!r} does not exist. Check that its folder is on PYTHONPATH."
+            ) from error
         raise UnusableReward(f"{module_name!r} imports {error.name!r}, which is not installed.") from error
     except Exception as error:
         raise UnusableReward(f"importing {module_name!r} failed: {type(error).__name__}: {error}.") from error
@@ -42,12 +52,12 @@ def load_reward(spec: str) -> RewardFunction:
         except AttributeError:
             raise UnusableReward(f"{module_name!r} has no {name!r}.") from None
     if not callable(found):
-        raise UnusableReward(f"{spec!r} is no function but a {type(found).__name__}.")
+        raise UnusableReward(f"{spec!r} is not a function but a {type(found).__name__}.")
     return found  # type: ignore[no-any-return]
 
 
 def reward_name(function: RewardFunction) -> str:
-    """What its rewards are called: the function's own name."""
+    """Return the name of a reward: the function's own name."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -59,11 +69,11 @@ def score(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[tuple[float | None, ...]]:
-    """For each completion, the reward by each function.
+    """Return the rewards of each completion, one per function.
 
-    `UnusableReward` if one wants a column that the dataset does not have. `RewardError` if one fails, returns another number of rewards
-    than there are completions, or anything but None and numbers from `-LARGEST_REWARD` to `LARGEST_REWARD`: a NaN, or a number that is
-    infinite in float32, would spread through a whole training step.
+    Raises `UnusableReward` if a function needs a column that the dataset lacks. Raises `RewardError` if a function fails, returns a wrong
+    number of rewards, or returns anything other than None and numbers from `-LARGEST_REWARD` to `LARGEST_REWARD`. One NaN, or one number
+    that is infinite in float32, would spoil the whole training step.
     """
     arguments = {**(columns or {}), "prompts": list(prompts), "completions": list(completions), "completion_ids": list(completion_ids)}
     lists = [_ask(function, arguments, len(completions)) for function in functions]
@@ -74,7 +84,7 @@ def _ask(function: RewardFunction, arguments: Mapping[str, Any], count: int) -> 
     name = reward_name(function)
     if missing := _missing_columns(function, arguments):
         have = ", ".join(sorted(arguments.keys() - {"completions", "completion_ids"}))
-        raise UnusableReward(f"the reward {name!r} wants the column {missing[0]!r}, which the dataset does not have. It has: {have}.")
+        raise UnusableReward(f"the reward {name!r} needs the column {missing[0]!r}, which the dataset does not have. It has: {have}.")
     try:
         result = function(**arguments)
         if inspect.isawaitable(result):
@@ -91,7 +101,7 @@ def _ask(function: RewardFunction, arguments: Mapping[str, Any], count: int) -> 
 
 
 def _missing_columns(function: RewardFunction, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the parameters that a function needs and is not given. Empty also where nobody can tell."""
+    """Return the parameters that a function needs but does not get. The list is empty if the signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -110,9 +120,9 @@ def _number(name: str, reward: Any) -> float | None:
     try:
         number = float(reward)
     except (TypeError, ValueError):
-        raise RewardError(f"the reward {name!r} returned {reward!r}, which is no number.") from None
+        raise RewardError(f"the reward {name!r} returned {reward!r}, which is not a number.") from None
     if not math.isfinite(number):
-        raise RewardError(f"the reward {name!r} returned {number}; rewards are finite, or None.")
+        raise RewardError(f"the reward {name!r} returned {number}; rewards must be finite or None.")
     if abs(number) > LARGEST_REWARD:
-        raise RewardError(f"the reward {name!r} returned {number:g}; rewards are from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}.")
+        raise RewardError(f"the reward {name!r} returned {number:g}; rewards must be from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}.")
     return number

@@ -1,7 +1,7 @@
 """Completions from a causal language model whose weights may change between any two of its forward passes.
 
-Every token comes with the log-prob under the distribution that it was drawn from, and with the version of the weights that made it. That is
-all that a trainer needs to correct for a policy which is not the newest, or which was more than one.
+Every token comes with its log-prob under the distribution that it was drawn from, and with the version of the weights that made it. With
+these a trainer can correct for an older policy, and for a completion that several versions made.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ..fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, neve
 from ..format.records.fleet_records import Sampling
 
 ForwardPass = Callable[[], contextlib.AbstractContextManager[Version]]
-"""Entered around every forward pass: says which version's weights make it, and holds them still until it is left."""
+"""Entered around every forward pass. It yields the version of the weights and prevents swaps until it is left."""
 
 
 def passes_of(policy: HotSwap) -> ForwardPass:
-    """The forward passes of a module that follows a chain (`HotSwap` over a `ModuleEngine`).
+    """Return the forward passes of a module that follows a chain (`HotSwap` over a `ModuleEngine`).
 
-    Entering one raises `EngineUnavailable` before the first sync: weights of no version make no rollouts.
+    Entering one before the first sync raises `EngineUnavailable`.
     """
     engine = policy.engine
     if not isinstance(engine, ModuleEngine):
-        raise TypeError(f"{engine.name} does its forward passes elsewhere; a ModuleEngine is needed")
+        raise TypeError(f"{engine.name} does not run forward passes in this process; use a ModuleEngine")
 
     @contextlib.contextmanager
     def one_pass() -> Iterator[Version]:
         with engine.forward_pass():
             version = policy.live
             if version is None:
-                raise EngineUnavailable(f"{engine.name} has no version of the chain yet.")
+                raise EngineUnavailable(f"{engine.name} does not have a version of the chain yet.")
             yield version
 
     return one_pass
@@ -53,10 +53,11 @@ def sample(
     stop_tokens: Collection[int] = (),
     stop: Stop = never,
 ) -> list[Generated]:
-    """`sampling.samples` completions of each prompt (of at least one token), those of the first prompt first, all in one batch.
+    """Return `sampling.samples` completions of each prompt, those of the first prompt first. All are made in one batch.
 
-    A completion ends with the first of `stop_tokens`, included. Temperature 0 takes the most probable token. The KV cache outlives swaps: a
-    completion that a swap falls into is a mix, and its spans say of what. `stop` is asked before each pass; `Interrupted` if it says yes.
+    Prompts need at least one token. A completion ends with the first of `stop_tokens`, which it includes. Temperature 0 takes the most
+    probable token. The KV cache is kept across swaps, so a completion may mix versions; its spans say which. `stop` is asked before each
+    pass; `Interrupted` is raised when it returns true.
     """
     if not all(len(prompt) for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
@@ -85,7 +86,7 @@ def sample(
 def draw(
     logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token of each row of logits, and its log-prob under what it was drawn from."""
+    """Draw a token for each row of logits. Return the tokens and their log-probs under the distribution that they were drawn from."""
     logits = logits.float()
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
@@ -93,7 +94,7 @@ def draw(
     if top_p < 1:
         ordered, order = logprobs.sort(-1, descending=True)
         mass_before = ordered.exp().cumsum(-1) - ordered.exp()
-        ordered = ordered.masked_fill(mass_before >= top_p, -torch.inf)  # the first is always kept: nothing is before it
+        ordered = ordered.masked_fill(mass_before >= top_p, -torch.inf)  # the most probable token is always kept
         logprobs = torch.log_softmax(torch.empty_like(ordered).scatter_(-1, order, ordered), -1)
     tokens = torch.multinomial(logprobs.exp(), 1, generator=generator)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
@@ -101,7 +102,7 @@ def draw(
 
 @dataclass(slots=True)
 class _Row:
-    """A completion in the making."""
+    """A completion that is being made."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -110,22 +111,22 @@ class _Row:
     finished: bool = False
 
     def add(self, token: int, logprob: float, version: Version) -> None:
-        place = len(self.tokens)
+        position = len(self.tokens)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.spans and self.spans[-1].version.seq == version.seq:
-            self.spans[-1] = GeneratedSpan(self.spans[-1].start, place + 1, version)
+            self.spans[-1] = GeneratedSpan(self.spans[-1].start, position + 1, version)
         else:
-            self.spans.append(GeneratedSpan(place, place + 1, version))
+            self.spans.append(GeneratedSpan(position, position + 1, version))
 
     def generated(self) -> Generated:
         return Generated(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), tuple(self.spans), self.finished)
 
 
 class _Batch:
-    """What goes into the next forward pass: left-padded prompts first, then one token a row on top of the KV cache.
+    """The input of the next forward pass: first the left-padded prompts, then one token per row on top of the KV cache.
 
-    Rows that have ended are computed along until half of the batch has: leaving them out copies the cache.
+    Ended rows stay in the batch until half of it has ended, because removing rows copies the cache.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
@@ -142,11 +143,11 @@ class _Batch:
         self._members = list(range(len(prompts)))
 
     def rows(self, rows: Sequence[_Row]) -> list[_Row]:
-        """Those that are in the batch still, in its order."""
+        """Return the rows that are still in the batch, in its order."""
         return [rows[member] for member in self._members]
 
     def forward(self) -> torch.Tensor:
-        """The logits of the next token of each row."""
+        """Return the logits of the next token of each row."""
         out = self._model(
             input_ids=self._input,
             attention_mask=self._mask,
@@ -160,7 +161,7 @@ class _Batch:
         return logits
 
     def advance(self, tokens: torch.Tensor, is_live: Sequence[bool]) -> None:
-        """Put the tokens that were drawn into the next pass."""
+        """Make the drawn tokens the input of the next pass."""
         self._input = tokens[:, None]
         self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
         self._positions = self._positions[:, -1:] + 1

@@ -1,4 +1,4 @@
-"""How a GRPO trainer trains."""
+"""The settings of a GRPO trainer."""
 
 from __future__ import annotations
 
@@ -11,32 +11,49 @@ from .grpo import GrpoLoss
 
 @dataclass(frozen=True, slots=True)
 class GrpoSettings:
-    """How a step is trained. What TRL's `GRPOConfig` has, too, has its name there.
+    """The settings of one training step. Settings that TRL's `GRPOConfig` also has carry the same names.
 
-    Work for the fleet:
-      `prompts`: how many rows of the dataset a step trains on.
-      `num_generations`: how many completions of each prompt are made; they are compared with each other.
-      `tasks`: how many tasks the prompts of a step are divided into. A member takes one at a time.
-      `max_completion_length`: how many tokens a completion has at most.
-      `temperature`, `top_p`: how tokens are drawn.
-      `max_staleness`: how many steps behind the newest version a policy may be that makes a token. 0 is the synchronous mode. With 1 or
-      more the fleet works for the next steps while this one is trained and published.
-
-    Training:
-      `learning_rate`, `warmup_steps`: of the default optimizer, AdamW. The rate rises over the warm-up and then stays.
-      `max_grad_norm`: a larger gradient is scaled down to this norm.
-      `num_iterations`: how many times the optimizer steps on each batch.
-      `per_device_train_batch_size`: how many completions go through the model together. It changes memory and speed, not the result.
-      `loss`: the clip and the cap of importance weights.
-      `reward_weights`: the weight of each reward by its name, 1 if not named.
-      `max_skipped_steps`: how many steps in a row may be skipped because training on their rollouts fails. One more raises
-      `TrainingFailed`.
-
-    Beside training:
-      `save_steps`: a checkpoint is written every so many steps. A trainer that dies goes on from the last one.
-      `eval_steps`: the evaluation hook is called every so many steps.
-      `num_completions_to_print`: how many completions of each step are told of by events "completion".
-      `seed`: of the order of rows, and of sampling.
+    Parameters
+    ----------
+    prompts
+        Rows of the dataset per step.
+    num_generations
+        Completions per prompt. GRPO compares them with each other.
+    tasks
+        Tasks that the prompts of a step are divided into. A member takes one at a time.
+    max_completion_length
+        Largest number of tokens in a completion.
+    temperature
+        The sampling temperature.
+    top_p
+        Tokens are drawn from the most probable ones whose probabilities sum to this.
+    max_staleness
+        How many steps behind the newest version a policy may be when it makes a token. With 0 training is synchronous. With 1 or more the
+        fleet works for the next steps while this one is trained and published.
+    learning_rate
+        The learning rate of the default optimizer, AdamW.
+    warmup_steps
+        Steps over which the learning rate rises from 0. It is constant afterwards.
+    max_grad_norm
+        Larger gradients are scaled down to this norm.
+    num_iterations
+        Optimizer steps per batch.
+    per_device_train_batch_size
+        Completions that go through the model together. It changes memory and speed, not the result.
+    loss
+        The clip and the cap of importance weights.
+    reward_weights
+        The weight of each reward by its name. The default weight is 1.
+    max_skipped_steps
+        How many steps in a row may be skipped because training on their rollouts fails. One more raises `TrainingFailed`.
+    save_steps
+        Steps between two checkpoints. A restarted trainer continues from the last checkpoint.
+    eval_steps
+        Steps between two calls of the evaluation hook.
+    num_completions_to_print
+        Completions per step that are emitted as events "completion".
+    seed
+        The seed of the order of rows and of sampling.
     """
 
     prompts: int = 8
@@ -61,9 +78,9 @@ class GrpoSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.tasks <= self.prompts:
-            raise ValueError("tasks must be at least 1, and prompts at least as many: each task needs a prompt")
+            raise ValueError("tasks must be at least 1 and at most prompts, because each task needs a prompt")
         if self.num_generations < 2:
-            raise ValueError("num_generations must be at least 2: GRPO compares completions of one prompt")
+            raise ValueError("num_generations must be at least 2, because GRPO compares completions of one prompt")
         for name in ("max_completion_length", "num_iterations", "per_device_train_batch_size", "save_steps", "eval_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

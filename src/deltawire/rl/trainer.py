@@ -1,4 +1,4 @@
-"""A small GRPO trainer whose rollouts come from a fleet: open rounds, collect, train, publish, and again."""
+"""A GRPO trainer whose rollouts come from a fleet. Each step opens rounds, collects results, trains and publishes."""
 
 from __future__ import annotations
 
@@ -38,33 +38,59 @@ from .preflight import check_rows, files_with_tokenizer, read_files, training_li
 from .report import StepReporter
 from .resume_point import resume_point
 from .settings import GrpoSettings
-from .update import PolicyUpdate, told
+from .update import PolicyUpdate, one_line
 
 Evaluate: TypeAlias = Callable[[Any, int], Mapping[str, float]]
-"""Called with the model, in evaluation mode and without gradients, and the step; returns numbers by name."""
+"""Called with the model (in evaluation mode, without gradients) and the step. Returns numbers by name."""
 
 
 class GrpoTrainer:
-    """Trains `model` (fp32 weights) on `rows`, with rollouts from whatever members follow the chain at `url`.
+    """Trains a model on rollouts from the members that follow the chain at `url`.
 
     >>> with GrpoTrainer(model, rows, "s3://bucket/run", checkpoints="checkpoints", attachments="model-directory") as trainer:
     ...     trainer.train(until=1000)
     ...     trainer.stop_members()
 
-    Each step's weights are published as `dtype`, under the number of the step; what it started with is step 0. It may be killed at any
-    point. Opened again with the same arguments, it goes on from the newest checkpoint: versions after that are abandoned, rollouts that
-    were acknowledged for later steps and are still valid are used.
+    The trainer publishes the weights after each step as one version with the number of the step. The initial weights are step 0.
+    The trainer may be killed at any time. Open it again with the same arguments: it continues from the newest checkpoint. Versions after
+    that checkpoint are abandoned. Rollouts that were acknowledged for later steps are used if they are still valid.
 
-    `settings`: how to train. `checkpoints`: a directory to resume from. `attachments`: config.json and tokenizer, which members build
-    their model from. `optimizer`: AdamW with the settings' learning rate if not given. `lr_scheduler`: of that optimizer, stepped once
-    after each step that was trained. `evaluate`: called every `eval_steps` steps; its numbers are an event "evaluated". `fleet`,
-    `scheduler`: how the fleet is run. `on_event`: called with every event; without it one line for each step is printed to the
-    standard error. `tokenizer`: instead of its files, published with the model's config. Further arguments go to `Publisher`.
+    The trainer refuses results that it cannot train on, or rejects them later (event "rollout-rejected"). It skips a step for which no
+    result is left (event "step-skipped") and continues. It emits an event "trained" when the version of a step is published.
 
-    Results that cannot be trained on are refused, or rejected after all and named by the event "rollout-rejected"; a step of which nothing
-    is left is skipped ("step-skipped"), and the run goes on. Every step is an event "trained", once its version is out.
+    The constructor raises `UnusableRows`, `UnusableSettings` or `UnusableModelFiles` before it publishes anything.
 
-    Raises `UnusableRows`, `UnusableSettings` and `UnusableModelFiles` before anything is published.
+    Parameters
+    ----------
+    model
+        The model to train, usually with float32 weights.
+    rows
+        The dataset: mappings with a `prompt` and the columns that the rewards need.
+    url
+        The location of the chain: a URL, a directory, or a `Store`.
+    settings
+        How to train.
+    checkpoints
+        The directory of the trainer's own checkpoints. Without it the trainer cannot resume.
+    attachments
+        The model's directory, or its config.json and tokenizer files. Members build their model from these files.
+    optimizer
+        The optimizer of the model's parameters. The default is AdamW with the learning rate of `settings`.
+    lr_scheduler
+        A scheduler of `optimizer`. It is stepped once after each trained step.
+    evaluate
+        Called every `eval_steps` steps. Its numbers become an event "evaluated".
+    fleet
+        How the fleet is run.
+    scheduler
+        How many tasks each member is offered.
+    dtype
+        The type that the fleet serves. Weights are published as this type.
+    on_event
+        Called with every event. Without it the trainer prints one line per step to the standard error.
+    **publisher
+        Further arguments of `Publisher`. With `tokenizer=` the tokenizer's files and the model's config are published, so `attachments`
+        is not needed.
     """
 
     def __init__(
@@ -87,7 +113,7 @@ class GrpoTrainer:
     ) -> None:
         self.settings = settings or GrpoSettings()
         if lr_scheduler is not None and optimizer is None:
-            raise ValueError("an lr_scheduler needs the optimizer that it was made for: pass both")
+            raise ValueError("an lr_scheduler needs its optimizer: pass both")
         self._model = model
         self._rows = rows
         self._on_event = on_event = on_event or StepReporter()
@@ -103,7 +129,9 @@ class GrpoTrainer:
         back = self.settings.save_steps + self.settings.max_staleness + 1
         fleet = fleet or FleetOptions(keep_steps=max(back, FleetOptions().keep_steps))
         if checkpoints is not None and fleet.keep_steps < back:
-            raise ValueError(f"resuming may go back by {back} steps; with keep_steps={fleet.keep_steps} it would not find its rollouts")
+            raise ValueError(
+                f"resuming may go back by {back} steps, but keep_steps={fleet.keep_steps} keeps fewer. Set keep_steps={back} or more"
+            )
         self._patience = fleet.poll_seconds
         if (tokenizer := publisher.pop("tokenizer", None)) is not None:
             attachments = files_with_tokenizer(model, tokenizer, attachments, dtype)
@@ -116,12 +144,12 @@ class GrpoTrainer:
             limits = training_limits(model, self._prompts)
             check_rows(rows, limits, self.settings.max_completion_length)
             if len(rows) < self.settings.prompts:
-                raise ValueError(f"{len(rows)} rows are fewer than the {self.settings.prompts} prompts of one step")
+                raise ValueError(f"the dataset has {len(rows)} rows, but one step needs {self.settings.prompts} prompts")
             step = self._checkpoints.load_newest(model, self._optimizer, lr_scheduler) if self._checkpoints else None
             self.step = step or 0
-            """The last step that was trained."""
+            """The last trained step."""
             if not self._update.weights_are_finite():
-                raise TrainingFailed("the weights to begin with are not finite.")
+                raise TrainingFailed("the initial weights are not finite.")
             digest = state_digest(WeightSource(model, dtype=dtype).snapshot())
             rewind = resume_point(ChainLog(self._store), step, digest)
             if self._checkpoints is not None and step is None:
@@ -139,7 +167,7 @@ class GrpoTrainer:
             )
             version = self._publisher.version
             if rewind is not None or version is None or version.step != self.step or version.digest != digest:
-                version = _landed(self._publish())  # after a rewind too: that is what abandons the versions in between
+                version = _published(self._publish())  # after a rewind too: this commit abandons the versions in between
             self._coordinator = Coordinator(
                 self._store,
                 epoch=self._publisher.epoch,
@@ -154,21 +182,29 @@ class GrpoTrainer:
             )
             opened.callback(self._coordinator.close)
             self.version: Version = version
-            """The newest version that is published."""
-            self._on_its_way: _OnItsWay | None = None
+            """The newest published version."""
+            self._in_flight: _InFlight | None = None
             self._coordinator.resume()
             self._opened = opened.pop_all()
 
     @property
     def coordinator(self) -> Coordinator:
-        """For views: who is in the fleet, and what was rejected."""
+        """The coordinator, which knows the members and the rejected results."""
         return self._coordinator
 
     def train(self, *, until: int, stop: Callable[[], bool] | None = None) -> None:
-        """Train up to step `until`, or until `stop` says so: then what is collected is kept for the next call, or the next trainer.
+        """Train up to step `until`, and wait for members as long as that takes.
 
-        Waits for members as long as it takes. `FleetDeserted` if members leave because of errors and nobody comes back; `TrainingFailed` if
-        nothing can be trained on, or the weights are spoilt; `Fenced` if another trainer has taken over.
+        Raises `FleetDeserted` if members leave because of errors and none comes back, `TrainingFailed` if no result can be trained on or
+        the weights are not finite, and `Fenced` if another trainer has taken over.
+
+        Parameters
+        ----------
+        until
+            The last step to train.
+        stop
+            Asked between requests to the store. When it returns true, training ends early. Collected results are kept for the next call
+            and for the next trainer.
         """
         while self.step < until and not (stop is not None and stop()):
             started = time.monotonic()
@@ -183,7 +219,7 @@ class GrpoTrainer:
         self._coordinator.stop()
 
     def close(self) -> None:
-        """Let go of everything. Members wait for whoever trains next. Doing so twice is fine."""
+        """Close the publisher and the coordinator. Members wait for the next trainer. A second call does nothing."""
         self._opened.close()
 
     def __enter__(self) -> GrpoTrainer:
@@ -193,20 +229,20 @@ class GrpoTrainer:
         self._opened.__exit__(kind, error, trace)
 
     def _collect(self, until: int, stop: Callable[[], bool] | None) -> Batch | None:
-        """What the next step trains on; None if `stop` came first. Meanwhile further rounds are opened as soon as they may be."""
+        """Return the batch of the next step, or None if `stop` ended the wait. Open further rounds as soon as the budget allows."""
         while True:
-            if self._on_its_way is not None and self._on_its_way.version.done():
+            if self._in_flight is not None and self._in_flight.version.done():
                 self._settle()
             self._open_rounds(until)
             try:
-                timeout = None if self._on_its_way is None else self._patience
+                timeout = None if self._in_flight is None else self._patience
                 return self._coordinator.collect(self.step + 1, timeout=timeout, stop=stop)
             except FleetTimeout:
                 if stop is not None and stop():
                     return None
 
     def _open_rounds(self, until: int) -> None:
-        """As many as the staleness budget allows: that is all the difference between synchronous and pipelined training."""
+        """Open as many rounds as the staleness budget allows. With a budget of 0 training is synchronous, with more it is pipelined."""
         settings = self.settings
         assert self.version.step is not None
         for step in range(self.step + 1, min(until, self._budget.newest_open(self.version.step)) + 1):
@@ -217,7 +253,7 @@ class GrpoTrainer:
             self._coordinator.open_round([rows[task :: settings.tasks] for task in range(settings.tasks)], for_step=step, sampling=sampling)
 
     def _rows_of(self, step: int) -> list[Row]:
-        """Drawn anew for each step, and the same for whoever trains it."""
+        """Draw the rows of a step. Every trainer draws the same rows for the same step."""
         return random.Random(f"{self.settings.seed}/{step}").sample(self._rows, self.settings.prompts)
 
     def _step(self, collected: Batch, *, idle: float) -> None:
@@ -225,7 +261,7 @@ class GrpoTrainer:
         collected, batch, measured = self._learn(collected)
         self.step = collected.step
         if self._checkpoints is not None and self.step % self.settings.save_steps == 0:
-            # Before it is published: see resume_point.
+            # The checkpoint comes before the version: see resume_point.
             self._checkpoints.save(self.step, self._model, self._optimizer, self._lr_scheduler)
         facts: dict[str, float | None] = {
             **({"reward": None, "completions": 0, "tokens": 0} if batch is None else step_metrics(batch)),
@@ -235,19 +271,19 @@ class GrpoTrainer:
             "idle_seconds": idle,
             "train_seconds": time.monotonic() - started,
         }
-        self._settle()  # one at a time, so that none is superseded
-        self._on_its_way = _OnItsWay(self._publish(), time.monotonic(), facts)
+        self._settle()  # only one version is in flight, so that none is superseded
+        self._in_flight = _InFlight(self._publish(), time.monotonic(), facts)
         self._tell_completions(collected)
         if self._evaluate is not None and self.step % self.settings.eval_steps == 0:
             self._run_evaluation(self._evaluate)
         if self._budget.newest_open(self.step - 1) == self.step:
-            self._settle()  # synchronous: nothing can be done without it
+            self._settle()  # synchronous: the next round needs this version
 
     def _learn(self, collected: Batch) -> tuple[Batch, TrainingBatch | None, dict[str, float]]:
-        """Train on what was acknowledged, less what fails. What is left out is recorded in the store before the rest is trained on.
+        """Train on the acknowledged results that work. Rejected results are recorded in the store before the others are trained on.
 
-        `TrainingFailed` if nothing could be trained on for too many steps in a row, or the weights themselves are spoilt. Also then the
-        rollouts are rejected first, so that a trainer that is started again goes on without them.
+        Raises `TrainingFailed` if too many steps in a row had no usable result, or if the weights are not finite. The rollouts are rejected
+        first in both cases, so that a restarted trainer continues without them.
         """
         why = "no result was left"
         while collected.rollouts:
@@ -259,7 +295,7 @@ class GrpoTrainer:
                 self._coordinator.reject(collected, range(len(collected.results)), error.message)
                 raise
             except Exception as error:
-                why = told(error)  # and no more of it: a traceback would hold on to the memory of the batch
+                why = one_line(error)  # only the text: a traceback would keep the batch in memory
             else:
                 if self._lr_scheduler is not None:
                     self._lr_scheduler.step()
@@ -278,7 +314,7 @@ class GrpoTrainer:
         return collected, None, {}
 
     def _reject(self, collected: Batch, failing: Mapping[int, str]) -> Batch:
-        """Record that the step leaves results out, given by their indices with what is wrong, and return the rest."""
+        """Record that the step rejects results, given by index and reason. Return the batch without them."""
         rejected = collected.rejected
         for why in sorted(set(failing.values())):
             which = [index for index, each in failing.items() if each == why]
@@ -291,7 +327,7 @@ class GrpoTrainer:
                 group["lr"] = self.settings.learning_rate * min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
 
     def _tell_completions(self, collected: Batch) -> None:
-        """Show some completions, spread over the step's results."""
+        """Emit some completions as events, spread over the step's results."""
         left = self.settings.num_completions_to_print
         for rows, rollouts in zip(collected.rows, collected.rollouts, strict=True):
             for one in rollouts.completions[: max(0, min(1, left))]:
@@ -310,22 +346,22 @@ class GrpoTrainer:
         emit(self._on_event, "evaluated", **{**{name: float(number) for name, number in numbers.items()}, "step": self.step})
 
     def _settle(self) -> None:
-        """Wait until the version that is on its way is out, and tell."""
-        if self._on_its_way is None:
+        """Wait until the version in flight is published, and report the step."""
+        if self._in_flight is None:
             return
-        on_its_way, self._on_its_way = self._on_its_way, None
-        self.version = version = _landed(on_its_way.version)
+        in_flight, self._in_flight = self._in_flight, None
+        self.version = version = _published(in_flight.version)
         self._coordinator.published(version)
         emit(
             self._on_event,
             "trained",
             step=version.step,
             seq=version.seq,
-            **on_its_way.facts,
+            **in_flight.facts,
             changed=version.changed,
             bytes=version.bytes,
             state_bytes=version.state_bytes,
-            publish_seconds=time.monotonic() - on_its_way.since,
+            publish_seconds=time.monotonic() - in_flight.since,
         )
 
     def _publish(self) -> PendingVersion:
@@ -335,8 +371,8 @@ class GrpoTrainer:
 
 
 @dataclass(frozen=True, slots=True)
-class _OnItsWay:
-    """The version of a step that is trained, since when it is being published, and what there is to tell of the step."""
+class _InFlight:
+    """The version of a trained step, when its publication began, and the metrics of the step."""
 
     version: PendingVersion
     since: float
@@ -348,7 +384,7 @@ def _keys_to_trust(*, signing_key: SigningKey | None = None, trusted_keys: Colle
     return {*trusted_keys, *([] if signing_key is None else [signing_key.public])}
 
 
-def _landed(pending: PendingVersion) -> Version:
+def _published(pending: PendingVersion) -> Version:
     version = pending.result()
-    assert version is not None  # only one is ever on its way, so it cannot have been superseded
+    assert version is not None  # only one version is in flight, so it cannot have been superseded
     return version

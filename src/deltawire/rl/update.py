@@ -1,4 +1,4 @@
-"""One update of the policy: gradients first, and the optimizer only where every number is finite."""
+"""One update of the policy. The optimizer steps only if loss and gradients are finite."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .settings import GrpoSettings
 
 
 class NotFinite(ArithmeticError):
-    """A loss or a gradient is not finite. The weights are as they were."""
+    """A loss or a gradient is not finite. The weights are unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What an update measured, averaged over all tokens and iterations. `skipped` says why later iterations were left out, if any were."""
+    """What an update measured, averaged over all tokens and iterations. `skipped` says why later iterations were skipped, if any were."""
 
     measured: dict[str, float]
     skipped: str | None = None
 
 
 class PolicyUpdate:
-    """Changes the weights of `model` by `optimizer`, batch by batch."""
+    """Updates the weights of `model` with `optimizer`, batch by batch."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, settings: GrpoSettings, dtype: torch.dtype) -> None:
         self._model = model
@@ -38,17 +38,17 @@ class PolicyUpdate:
         self._device = next(model.parameters()).device
 
     def batch(self, results: Sequence[Rollouts], for_step: int) -> TrainingBatch:
-        """Return what these results are to train on."""
+        """Return these results as tensors."""
         return training_batch(results, for_step=for_step, weights=self._settings.reward_weights)
 
     def apply(self, batch: TrainingBatch) -> Updated:
         """Step the optimizer `num_iterations` times.
 
-        Raises whatever fails before the optimizer's first step: the weights are then unchanged. If a later iteration fails, it and those
-        after it are left out. Raises `TrainingFailed` if the optimizer itself leaves weights that cannot be published.
+        An error before the optimizer's first step is raised; the weights are then unchanged. If a later iteration fails, it and those after
+        it are skipped. Raises `TrainingFailed` if the optimizer itself leaves weights that cannot be published.
         """
         self._model.train()
-        parts = list(batch.parts(self._settings.per_device_train_batch_size, self._device))
+        parts = list(batch.micro_batches(self._settings.per_device_train_batch_size, self._device))
         olds: list[torch.Tensor | None] = [None] * len(parts)
         if self._settings.num_iterations > 1:
             olds = [self._logprobs(part).detach() for part in parts]
@@ -68,15 +68,15 @@ class PolicyUpdate:
         return Updated(_means(totals, self._settings.num_iterations) | {"entropy": entropy})
 
     def failing_alone(self, results: Sequence[Rollouts], for_step: int) -> dict[int, str]:
-        """Return which of these results fail also when nothing else is trained on, and why. Changes no weights."""
+        """Return which of these results fail when trained on alone, and why. Changes no weights."""
         failing: dict[int, str] = {}
         for index, result in enumerate(results):
             try:
                 batch = self.batch([result], for_step)
-                parts = list(batch.parts(self._settings.per_device_train_batch_size, self._device))
+                parts = list(batch.micro_batches(self._settings.per_device_train_batch_size, self._device))
                 self._gradients(parts, [None] * len(parts), max(1, batch.tokens), with_entropy=False)
             except Exception as error:
-                failing[index] = told(error)
+                failing[index] = one_line(error)
             finally:
                 self._optimizer.zero_grad()
         return failing
@@ -84,7 +84,7 @@ class PolicyUpdate:
     def _gradients(
         self, parts: Sequence[TrainingBatch], olds: Sequence[torch.Tensor | None], tokens: int, *, with_entropy: bool
     ) -> tuple[dict[str, float], float]:
-        """Leave the gradient of the loss in the parameters. Raises `NotFinite`."""
+        """Compute the gradient of the loss in the parameters. Raises `NotFinite`."""
         self._optimizer.zero_grad()
         measured = dict.fromkeys(("loss", "clip_ratio", "truncated_ratio", "importance"), 0.0)
         entropy = 0.0
@@ -112,20 +112,20 @@ class PolicyUpdate:
         try:
             self._optimizer.step()
         except Exception as error:
-            raise TrainingFailed(f"the optimizer failed ({told(error)}), so the weights may be half changed.") from error
+            raise TrainingFailed(f"the optimizer failed ({one_line(error)}), so some weights may be changed and others not.") from error
         if not self.weights_are_finite():
             raise TrainingFailed("the optimizer made weights that are not finite.")
 
     def weights_are_finite(self) -> bool:
-        """Whether all weights are finite, also in the type that they are published in."""
+        """Return whether all weights are finite in the type that they are published in."""
         return all(_all_finite(weights, self._dtype) for weights in self._model.parameters())
 
     def _logprobs(self, part: TrainingBatch) -> torch.Tensor:
         return token_logprobs(self._model, part.ids, part.attention, temperature=self._settings.temperature)
 
 
-def told(error: Exception) -> str:
-    """Say in one line what failed."""
+def one_line(error: Exception) -> str:
+    """Return in one line what failed."""
     text = str(error).strip().partition("\n")[0]
     return text if isinstance(error, NotFinite) else f"{type(error).__name__}: {text}" if text else type(error).__name__
 

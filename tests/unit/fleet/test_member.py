@@ -215,10 +215,10 @@ def test_engines_are_named_as_documented() -> None:
     assert parse_engine("transformers") is None
     assert parse_engine("vllm=http://127.0.0.1:8000") == "http://127.0.0.1:8000"
     for wrong in ("vllm", "vllm=127.0.0.1", "sglang=http://127.0.0.1", ""):
-        with pytest.raises(ValueError, match="is no engine"):
+        with pytest.raises(ValueError, match="is not an engine"):
             parse_engine(wrong)
 
 
 def test_two_rewards_of_one_name_are_refused() -> None:
-    with pytest.raises(RewardError, match="one name"):
+    with pytest.raises(RewardError, match="the same name"):
         RewardScorer([reward, reward])
