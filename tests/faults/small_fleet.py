@@ -25,13 +25,14 @@ from deltawire.events import Event
 from deltawire.fleet import Batch, FleetOptions, StalenessBudget, TrainingLimits
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.fleet.fleet_keyring import FleetKeyring
+from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.fleet.steps.coordinator_steps import CoordinatorSteps
 from deltawire.fleet.steps.member_steps import MemberState, leave_steps, member_steps, tell
-from deltawire.fleet.steps.requests import FindVersion, Generate, KnownVersion, Sleep, Sync, ask_store, run_steps
+from deltawire.fleet.steps.requests import FindVersion, Generate, Sleep, Sync, ask_store, run_steps
 from deltawire.format.records.fleet_files import Accepted
-from deltawire.format.records.fleet_records import BatchRecord, Lease, Round, Sampling
+from deltawire.format.records.fleet_records import AttemptId, BatchRecord, Lease, Round, Sampling
 from deltawire.format.records.signing import SigningKey
-from deltawire.format.rollouts import Completion, Rollouts, Span, VersionRef
+from deltawire.format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
 from deltawire.publish import Publisher
 from deltawire.store import Store, fleet_keys
 from deltawire.store.memory import MemoryStore
@@ -65,7 +66,7 @@ def make_rollouts(record: Round, lease: Lease, rows: Sequence[Any], version: Kno
                     logprobs=np.full(length, -0.5, np.float32),
                     mask=np.ones(length, np.uint8),
                     rewards=(1.0,),
-                    spans=(Span(0, length, version.seq),),
+                    spans=(TokenSpan(0, length, version.seq),),
                     finished=True,
                 )
             )
@@ -297,7 +298,7 @@ def place_result(fleet: Fleet, record: Round, lease: Lease, rollouts: Rollouts, 
 def place_lease(fleet: Fleet, record: Round, task: int = 0, attempt: int = 0, member: str = "x") -> Lease:
     """Take a lease by hand."""
     lease = Lease(record.id, record.round, task, attempt, member, nonce(), 0, 0)
-    fleet.store.put_if_absent(fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, task, attempt)), lease.to_bytes())
+    fleet.store.put_if_absent(fleet_keys.lease_key(AttemptId(record.round, task, attempt)), lease.to_bytes())
     return lease
 
 

@@ -12,7 +12,7 @@ from deltawire.errors import EngineError, FleetDeserted, FleetTimeout, RewardErr
 from deltawire.fleet import FleetOptions, StalenessBudget
 from deltawire.fleet.steps.member_steps import tell
 from deltawire.fleet.steps.requests import Generate, Sync
-from deltawire.format.records.fleet_records import Board, Heartbeat
+from deltawire.format.records.fleet_records import AttemptId, Board, Heartbeat
 from deltawire.store import Store, fleet_keys
 from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, Reading, call
 from deltawire.testing.faulty_store import Failure
@@ -307,7 +307,7 @@ def test_a_lease_whose_creation_was_in_doubt_is_recognised_when_it_is_offered_ag
         trainer.go(trainer.steps.poll())
         for _ in range(9):
             member.move()
-        assert [info.key for info in fleet.inner.list(fleet_keys.LEASES)] == [fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, 0, 0))]
+        assert [info.key for info in fleet.inner.list(fleet_keys.LEASES)] == [fleet_keys.lease_key(AttemptId(record.round, 0, 0))]
         assert [one.attempt for one in trainer.collect(1, timeout=5).rollouts] == [0]
 
 

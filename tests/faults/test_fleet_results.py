@@ -10,9 +10,9 @@ import pytest
 from small_fleet import Fleet, Trainer, make_rollouts, nonce, other_digest, place_lease, place_result, rows_for
 
 from deltawire.fleet import FleetOptions, Rollouts, StalenessBudget
+from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.fleet.steps import intake_steps
-from deltawire.fleet.steps.requests import KnownVersion
-from deltawire.format.records.fleet_records import Lease, Round
+from deltawire.format.records.fleet_records import AttemptId, Lease, Round
 from deltawire.format.rollouts import VersionRef
 from deltawire.store import fleet_keys
 from deltawire.testing import FaultyStore, Reading, call
@@ -212,9 +212,9 @@ def test_objects_that_are_no_leases_heartbeats_or_results_are_passed_over() -> N
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
         record = trainer.open(1)
-        fleet.store.put(fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, 0, 0)), b"{}")
-        fleet.store.put(fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, 1, 0)), b"x" * 100_000)
-        fleet.store.put(fleet_keys.lease_key(fleet_keys.LeaseKey(record.round, 99, 0)), b"{}")
+        fleet.store.put(fleet_keys.lease_key(AttemptId(record.round, 0, 0)), b"{}")
+        fleet.store.put(fleet_keys.lease_key(AttemptId(record.round, 1, 0)), b"x" * 100_000)
+        fleet.store.put(fleet_keys.lease_key(AttemptId(record.round, 99, 0)), b"{}")
         fleet.store.put(fleet_keys.rollout_key(fleet_keys.RolloutKey(record.round, 99, 0, "00" * 32)), b"{}")
         fleet.store.put(f"{fleet_keys.ROLLOUTS}whatever", b"{}")
         fleet.store.put(f"{fleet_keys.MEMBERS}liar.json", b"{}")

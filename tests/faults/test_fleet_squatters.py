@@ -10,9 +10,9 @@ from test_fleet_members import LAST, offers, poll
 
 from deltawire.fleet import FleetOptions
 from deltawire.fleet.rules.board import _MOST_OFFERS, _Offers
-from deltawire.format.records.fleet_records import MAX_BOARD_BYTES, Board, Heartbeat, Lease, Round
+from deltawire.format.records.fleet_records import MAX_BOARD_BYTES, AttemptId, Board, Heartbeat, Lease, Round
 from deltawire.store import fleet_keys
-from deltawire.store.fleet_keys import FIRST_FREE_ATTEMPT, MOST_ATTEMPTS, LeaseKey
+from deltawire.store.fleet_keys import FIRST_FREE_ATTEMPT, MOST_ATTEMPTS
 
 SQUATTERS: dict[str, Callable[[Round, int, int], bytes]] = {
     "junk": lambda record, task, attempt: b"{}",
@@ -26,7 +26,7 @@ def squat(fleet: Fleet, record: Round, make: Callable[[Round, int, int], bytes])
     for task in range(record.tasks):
         for attempt in range(MOST_ATTEMPTS):
             data = make(record, task, attempt) if attempt < FIRST_FREE_ATTEMPT + 2 else b"{}"
-            fleet.inner.put_if_absent(fleet_keys.lease_key(LeaseKey(record.round, task, attempt)), data)
+            fleet.inner.put_if_absent(fleet_keys.lease_key(AttemptId(record.round, task, attempt)), data)
 
 
 @pytest.mark.parametrize("make", SQUATTERS.values(), ids=SQUATTERS.keys())

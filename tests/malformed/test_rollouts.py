@@ -18,20 +18,20 @@ from safetensors.numpy import load, save
 from deltawire import Digest
 from deltawire.dtypes import dtype_of_numpy
 from deltawire.errors import CorruptRollouts, UnsupportedVersion
-from deltawire.format.rollouts import _DTYPES, Completion, RolloutLimits, Rollouts, Span, VersionRef
+from deltawire.format.rollouts import _DTYPES, Completion, RolloutLimits, Rollouts, TokenSpan, VersionRef
 from deltawire.format.safetensors_header import build_header, place_in_order
 
 RUN, NONCE = "ab" * 16, "cd" * 16
 
 
-def completion(prompt: int, length: int, *spans: Span, reward: float | None = 1.0) -> Completion:
+def completion(prompt: int, length: int, *spans: TokenSpan, reward: float | None = 1.0) -> Completion:
     return Completion(
         prompt=prompt,
         tokens=np.arange(length, dtype=np.int32) + 7,
         logprobs=-np.arange(length, dtype=np.float32),
         mask=np.array([1] * (length - 1) + [0], np.uint8),
         rewards=(reward, None),
-        spans=spans or (Span(0, length, 5),),
+        spans=spans or (TokenSpan(0, length, 5),),
         finished=prompt == 0,
     )
 
@@ -44,7 +44,7 @@ GOOD = Rollouts(
     member="gpu-7.west",
     nonce=NONCE,
     prompts=(np.array([1, 2, 3], np.int32), np.array([4], np.int32)),
-    completions=(completion(0, 4), completion(1, 3, Span(0, 1, 5), Span(1, 3, 9), reward=-0.25), completion(0, 2)),
+    completions=(completion(0, 4), completion(1, 3, TokenSpan(0, 1, 5), TokenSpan(1, 3, 9), reward=-0.25), completion(0, 2)),
     reward_names=("right", "größer"),
     versions={5: VersionRef(2, Digest((1, 2, 3, 4))), 9: VersionRef(3, Digest())},
     seconds={"generate": 0.1, "sync": 1e-9},
@@ -291,7 +291,7 @@ def test_whatever_can_be_written_comes_back(made: list[tuple[list[int], float, b
             logprobs=np.full(len(tokens), -1.5, np.float32),
             mask=np.ones(len(tokens), np.uint8),
             rewards=(reward, reward if finished else None),
-            spans=(Span(0, len(tokens), 5),),
+            spans=(TokenSpan(0, len(tokens), 5),),
             finished=finished,
         )
         for tokens, reward, finished in made

@@ -65,7 +65,7 @@ def blind_to(reason: str) -> Callable[[pytest.MonkeyPatch], None]:
     """A trainer that does not mind results of one sort."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        for judge in ("judge_place", "judge_origin", "judge_versions"):
+        for judge in ("judge_key", "judge_origin", "judge_versions"):
             honest = getattr(intake_steps, judge)
             monkeypatch.setattr(intake_steps, judge, lambda *a, honest=honest, **k: None if (r := honest(*a, **k)) == reason else r)
 
@@ -79,7 +79,7 @@ def take_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_several_results_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake_steps, "judge_place", lambda *arguments, **options: None)
+    monkeypatch.setattr(intake_steps, "judge_key", lambda *arguments, **options: None)
 
 
 def begin_anew_when_resumed(monkeypatch: pytest.MonkeyPatch) -> None:

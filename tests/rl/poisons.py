@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from deltawire.format.rollouts import Completion, Rollouts, Span
+from deltawire.format.rollouts import Completion, Rollouts, TokenSpan
 from deltawire.store import fleet_keys
 from deltawire.store.memory import MemoryStore
 
@@ -64,7 +64,7 @@ def longer(by: int, mask: int) -> Poison:
             tokens=np.concatenate([one.tokens, np.ones(by, np.int32)]),
             logprobs=np.concatenate([one.logprobs, np.zeros(by, np.float32)]),
             mask=np.concatenate([one.mask, np.full(by, mask, np.uint8)]),
-            spans=(*one.spans[:-1], Span(one.spans[-1].start, one.spans[-1].end + by, one.spans[-1].seq)),
+            spans=(*one.spans[:-1], TokenSpan(one.spans[-1].start, one.spans[-1].end + by, one.spans[-1].seq)),
         )
 
     return on_first(change)

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import torch
 
 from deltawire.format.digest import Digest
-from deltawire.format.rollouts import Completion, Rollouts, Span, VersionRef
+from deltawire.format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
 from deltawire.rl.batches import training_batch
 from deltawire.rl.metrics import step_metrics
 
@@ -22,7 +22,7 @@ def completion(prompt: int, tokens: list[int], *, rewards: Any = (1.0,), mask: A
         logprobs=-np.array(tokens, np.float32) / 10,
         mask=np.array(mask or [1] * len(tokens), np.uint8),
         rewards=tuple(rewards),
-        spans=tuple(spans or [Span(0, len(tokens), 4)]),
+        spans=tuple(spans or [TokenSpan(0, len(tokens), 4)]),
         finished=True,
     )
 
@@ -70,7 +70,7 @@ def test_rewards_add_up_by_their_weights_and_none_says_nothing():
 
 
 def test_lags_count_steps_token_by_token():
-    mixed = completion(0, [1, 2, 3, 4], spans=[Span(0, 3, 4), Span(3, 4, 5)])  # steps 2, 2, 2 and 3
+    mixed = completion(0, [1, 2, 3, 4], spans=[TokenSpan(0, 3, 4), TokenSpan(3, 4, 5)])  # steps 2, 2, 2 and 3
     batch = training_batch([rollouts([[1]], [mixed, completion(0, [1])])], for_step=4)
     assert batch.lag == pytest.approx((1 + 1 + 1 + 0 + 1) / 5)
     assert batch.mixed == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..format.records.fleet_records import Round, Sampling
-from ..format.rollouts import Completion, Rollouts, Span, VersionRef
+from ..format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
 from .batch import Batch
 from .coordinator import Coordinator
 from .options import FleetOptions
@@ -22,8 +22,8 @@ __all__ = [
     "Round",
     "Sampling",
     "Scheduler",
-    "Span",
     "StalenessBudget",
+    "TokenSpan",
     "TrainingLimits",
     "VersionRef",
 ]

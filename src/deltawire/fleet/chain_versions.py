@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..chain.log import ChainLog
 from ..errors import NoChain
 from ..format.records.chain_records import Commit
-from .steps.requests import KnownVersion
+from .rules.staleness import KnownVersion
 
 
 class ChainVersions:

@@ -26,10 +26,10 @@ from .options import FleetOptions
 from .rules.admission import Reason
 from .rules.roster import MemberStatus
 from .rules.scheduler import Scheduler
-from .rules.staleness import StalenessBudget
+from .rules.staleness import KnownVersion, StalenessBudget
 from .rules.training_limits import TrainingLimits
 from .steps.coordinator_steps import CoordinatorSteps
-from .steps.requests import MOST_TOGETHER, FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
+from .steps.requests import MOST_TOGETHER, FindVersion, Generate, Steps, Sync, run_steps
 
 T = TypeVar("T")
 

@@ -23,15 +23,16 @@ from ..chain.version import Version
 from ..errors import DeltawireError, EngineError, EngineUnavailable, RewardError, UnusableReward
 from ..events import OnEvent, emit, with_fields
 from ..format.records.fleet_files import Row
-from ..format.records.fleet_records import Place, Sampling
-from ..format.rollouts import Completion, Rollouts, Span, VersionRef
+from ..format.records.fleet_records import AttemptId, Sampling
+from ..format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
 from ..store.base import Store
 from ..store.fleet_keys import member_key
 from .fleet_keyring import FleetKeyring
 from .generation import Generated, Generator, Interrupted
+from .rules.staleness import KnownVersion
 from .rules.training_limits import LARGEST_REWARD
 from .steps.member_steps import MemberState, TaskFailed, heartbeat_steps, leave_steps, member_steps
-from .steps.requests import FindVersion, Generate, KnownVersion, Steps, Sync, run_steps
+from .steps.requests import FindVersion, Generate, Steps, Sync, run_steps
 
 _LOOK = 0.02
 _SHORTEST_REST = 1.0
@@ -207,7 +208,7 @@ class Member:
 
     def _generate(self, request: Generate) -> Rollouts:
         record, lease, rows = request.round, request.lease, request.rows
-        place: Place = (lease.round, lease.task, lease.attempt)
+        place = AttemptId(lease.round, lease.task, lease.attempt)
         version = self._generator.version
         if version is None or not record.oldest_step <= _step(version) < record.for_step:  # it may have moved since it was asked
             raise EngineUnavailable(f"the engine has no version that round {record.round} may be done by.")
@@ -253,7 +254,7 @@ def tell_failure(store: Store, name: str, error: BaseException, *, clock: Callab
 
 
 def _completion(prompt: int, made: Generated, rewards: tuple[float | None, ...]) -> Completion:
-    spans = tuple(Span(span.start, span.end, span.version.seq) for span in made.spans)
+    spans = tuple(TokenSpan(span.start, span.end, span.version.seq) for span in made.spans)
     return Completion(prompt, made.tokens, made.logprobs, np.ones(len(made.tokens), np.uint8), rewards, spans, made.finished)
 
 
@@ -269,7 +270,7 @@ def _traceback(error: DeltawireError) -> str | None:
     return None if cause is None else "".join(traceback.format_exception(cause))[-_LONGEST_TRACEBACK:].rstrip()
 
 
-def _seed(seed: int, place: Place) -> int:
+def _seed(seed: int, place: AttemptId) -> int:
     """Different for every attempt at every task, and the same whoever makes it."""
     text = "/".join(map(str, (seed, *place)))
     return int.from_bytes(blake3(text.encode()).digest()[:6], "little")

@@ -23,7 +23,7 @@ from ..dtypes import dtype_named
 from ..errors import CorruptRecord, CorruptRollouts
 from .digest import Digest
 from .records.canonical import MAX_RECORD_BYTES, Fields, dump
-from .records.fleet_records import read_number, read_place
+from .records.fleet_records import read_attempt, read_number
 from .records.record_parts import NONCE, READER
 from .safetensors_header import LENGTH_BYTES, MalformedHeader, TensorEntry, build_header, header_length, parse_header, place_in_order
 
@@ -57,7 +57,7 @@ class RolloutLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Tokens `start` to `end` (exclusive) of a completion were made by version `seq`."""
 
     start: int
@@ -86,7 +86,7 @@ class Completion:
     logprobs: NDArray[np.float32]
     mask: NDArray[np.uint8]
     rewards: tuple[float | None, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     finished: bool
 
 
@@ -158,11 +158,11 @@ class Rollouts:
         }
 
     def _facts(self) -> dict[str, Any]:
-        place = {"run": self.run, "round": self.round, "task": self.task, "attempt": self.attempt}
+        attempt = {"run": self.run, "round": self.round, "task": self.task, "attempt": self.attempt}
         versions = [[seq, ref.step, ref.digest.hex()] for seq, ref in sorted(self.versions.items())]
         who = {"member": self.member, "nonce": self.nonce, "reward_names": list(self.reward_names), "versions": versions}
         seconds = {name: repr(float(value)) for name, value in self.seconds.items()}
-        return {"deltawire": "rollouts", "version": 1, **place, **who, "seconds": seconds}
+        return {"deltawire": "rollouts", "version": 1, **attempt, **who, "seconds": seconds}
 
 
 def _parse(data: bytes, limits: RolloutLimits) -> Rollouts:
@@ -186,7 +186,7 @@ def _parse(data: bytes, limits: RolloutLimits) -> Rollouts:
 
 def _rollouts(facts: Fields, arrays: Mapping[str, NDArray[Any]], limits: RolloutLimits) -> Rollouts:
     run = facts.matching("run", NONCE)
-    place = read_place(facts)
+    attempt = read_attempt(facts)
     member, nonce = facts.matching("member", READER), facts.matching("nonce", NONCE)
     names = tuple(_text(facts, name) for name in facts.items("reward_names"))
     versions = _versions(facts, limits)
@@ -215,7 +215,7 @@ def _rollouts(facts: Fields, arrays: Mapping[str, NDArray[Any]], limits: Rollout
         )
         for index in range(len(tokens))
     )
-    return Rollouts(run, *place, member, nonce, tuple(prompts), completions, names, versions, seconds)
+    return Rollouts(run, *attempt, member, nonce, tuple(prompts), completions, names, versions, seconds)
 
 
 def _versions(facts: Fields, limits: RolloutLimits) -> dict[int, VersionRef]:
@@ -273,9 +273,9 @@ def _check_values(arrays: Mapping[str, NDArray[Any]], prompts: int) -> None:
         raise MalformedHeader("a reward is not finite, or there is one that is not there.")
 
 
-def _spans(table: NDArray[np.int64], lengths: NDArray[np.int32]) -> list[tuple[Span, ...]]:
+def _spans(table: NDArray[np.int64], lengths: NDArray[np.int32]) -> list[tuple[TokenSpan, ...]]:
     """The spans of each completion, which must cover it without gap or overlap, in order."""
-    found: list[list[Span]] = [[] for _ in lengths]
+    found: list[list[TokenSpan]] = [[] for _ in lengths]
     last = 0
     for index, start, end, seq in table.tolist():
         if not last <= index < len(found):
@@ -283,7 +283,7 @@ def _spans(table: NDArray[np.int64], lengths: NDArray[np.int32]) -> list[tuple[S
         before = found[index][-1].end if found[index] else 0
         if start != before or end <= start or seq < 0:
             raise MalformedHeader("its spans do not follow each other.")
-        found[index].append(Span(start, end, seq))
+        found[index].append(TokenSpan(start, end, seq))
         last = index
     for spans, length in zip(found, lengths.tolist(), strict=True):
         if not spans or spans[-1].end != length:

@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from ..format.records.chain_records import is_reader_name
+from ..format.records.fleet_records import AttemptId
 
 FLEET = "fleet/"
 BOARD = "fleet/board.json"
@@ -32,14 +33,6 @@ _REJECTED = re.compile(rf"fleet/rejected/{_SHORT}/{_SHORT}/{_HASH}\.json")
 _MEMBER = re.compile(r"fleet/member/(.+)\.json")
 
 
-class LeaseKey(NamedTuple):
-    """What the key of a lease says."""
-
-    round: int
-    task: int
-    attempt: int
-
-
 class RolloutKey(NamedTuple):
     """What the key of a result says."""
 
@@ -49,9 +42,9 @@ class RolloutKey(NamedTuple):
     blake3: str
 
     @property
-    def lease(self) -> LeaseKey:
-        """The lease that the result must have."""
-        return LeaseKey(self.round, self.task, self.attempt)
+    def attempt_id(self) -> AttemptId:
+        """The attempt that the result belongs to."""
+        return AttemptId(self.round, self.task, self.attempt)
 
 
 class BatchKey(NamedTuple):
@@ -81,13 +74,12 @@ def accepted_key(number: int, blake3: str) -> str:
     return f"{ACCEPTED}{_digits(number, 10)}/{blake3}.json"
 
 
-def lease_key(lease: LeaseKey) -> str:
-    return f"{LEASES}{_digits(lease.round, 10)}/{_digits(lease.task, 5)}/{_digits(lease.attempt, 3)}.json"
+def lease_key(attempt: AttemptId) -> str:
+    return f"{LEASES}{_attempt_digits(attempt)}.json"
 
 
 def rollout_key(rollout: RolloutKey) -> str:
-    place = f"{_digits(rollout.round, 10)}/{_digits(rollout.task, 5)}/{_digits(rollout.attempt, 3)}"
-    return f"{ROLLOUTS}{place}-{rollout.blake3}.safetensors"
+    return f"{ROLLOUTS}{_attempt_digits(rollout.attempt_id)}-{rollout.blake3}.safetensors"
 
 
 def batch_key(epoch: int, step: int) -> str:
@@ -136,9 +128,9 @@ def parse_accepted_key(key: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2]) if found else None
 
 
-def parse_lease_key(key: str) -> LeaseKey | None:
+def parse_lease_key(key: str) -> AttemptId | None:
     found = _LEASE.fullmatch(key)
-    return LeaseKey(int(found[1]), int(found[2]), int(found[3])) if found else None
+    return AttemptId(int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
 def parse_rollout_key(key: str) -> RolloutKey | None:
@@ -159,6 +151,10 @@ def parse_rejected_key(key: str) -> RejectedKey | None:
 def parse_member_key(key: str) -> str | None:
     found = _MEMBER.fullmatch(key)
     return found[1] if found and is_reader_name(found[1]) else None
+
+
+def _attempt_digits(attempt: AttemptId) -> str:
+    return f"{_digits(attempt.round, 10)}/{_digits(attempt.task, 5)}/{_digits(attempt.attempt, 3)}"
 
 
 def _digits(number: int, width: int) -> str:

@@ -8,6 +8,7 @@ import pytest
 from servers import Server
 
 from deltawire.errors import StoreUnsuitable
+from deltawire.format.records.fleet_records import AttemptId
 from deltawire.store import Store, StoreOptions, fleet_keys, probe
 from deltawire.testing import StoreConformance
 
@@ -50,7 +51,7 @@ def test_a_listing_from_a_round_on_begins_with_that_round(server: str, request: 
     rounds = (0, 1, 9, 10, 11)
     with request.getfixturevalue(server).open() as store:
         for number in rounds:
-            store.put(fleet_keys.lease_key(fleet_keys.LeaseKey(number, 0, 0)), b"{}")
+            store.put(fleet_keys.lease_key(AttemptId(number, 0, 0)), b"{}")
         for first in range(12):
             listed = store.list(fleet_keys.LEASES, after=fleet_keys.first_key_of(fleet_keys.LEASES, first))
             found = [key.round for info in listed if (key := fleet_keys.parse_lease_key(info.key)) is not None]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from deltawire import Digest
-from deltawire.fleet import Completion, Rollouts, Round, Sampling, Span, StalenessBudget, VersionRef
-from deltawire.fleet.rules.admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions, most_bytes
+from deltawire.fleet import Completion, Rollouts, Round, Sampling, StalenessBudget, TokenSpan, VersionRef
+from deltawire.fleet.rules.admission import Demand, Reason, Refusal, judge_content, judge_key, judge_origin, judge_versions, most_bytes
+from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.fleet.rules.training_limits import LARGEST_REWARD, TrainingLimits, why_untrainable
-from deltawire.fleet.steps.requests import KnownVersion
 from deltawire.format.records.fleet_files import AcceptedResult
 from deltawire.format.records.fleet_records import Lease, ObjectRef
 from deltawire.store.fleet_keys import RolloutKey
@@ -27,7 +27,7 @@ DIGEST = Digest((1, 2, 3, 4))
 def completion(prompt: int = 0, length: int = 3, own: int | None = None) -> Completion:
     mask = np.array([1] * (length if own is None else own) + [0] * (0 if own is None else length - own), np.uint8)
     return Completion(
-        prompt, np.ones(length, np.int32), np.zeros(length, np.float32), mask, (1.0,), (Span(0, 1, 8), Span(1, length, 9)), True
+        prompt, np.ones(length, np.int32), np.zeros(length, np.float32), mask, (1.0,), (TokenSpan(0, 1, 8), TokenSpan(1, length, 9)), True
     )
 
 
@@ -52,7 +52,7 @@ def reason_of(refusal: Refusal | None) -> Reason | None:
 
 
 def test_a_good_result_passes_every_test() -> None:
-    assert judge_place(PLACE, None, closed=False) is None
+    assert judge_key(PLACE, None, closed=False) is None
     assert judge_origin(GOOD, PLACE, LEASE, RUN) is None
     assert judge_content(GOOD, DEMAND) is None
     assert judge_versions(GOOD, DEMAND, CHAIN) is None
@@ -68,7 +68,7 @@ def test_a_good_result_passes_every_test() -> None:
     ],
 )
 def test_only_the_first_result_of_a_task_is_looked_at(accepted: AcceptedResult | None, closed: bool, reason: Reason) -> None:
-    assert judge_place(PLACE, accepted, closed=closed) == reason
+    assert judge_key(PLACE, accepted, closed=closed) == reason
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_no_result_that_is_allowed_is_larger_than_what_is_read() -> None:
     demand = replace(DEMAND, prompt_ids=[[1] * 50] * 2, prompts=2, environment_tokens=60)
     length = ROUND.sampling.max_tokens + 60
     versions = {seq: VersionRef(3, DIGEST) for seq in range(10**6, 10**6 + length)}
-    spans = tuple(Span(place, place + 1, 10**6 + place) for place in range(length))
+    spans = tuple(TokenSpan(place, place + 1, 10**6 + place) for place in range(length))
     one = replace(completion(length=length, own=4), rewards=(1.0,) * 64, spans=spans)
     largest = replace(
         GOOD,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.fleet.rules.shares import fill, largest_remainders
+from deltawire.fleet.rules.scheduler import fill, largest_remainders
 
 WEIGHTS = st.floats(1e-3, 1e3)
 VESSELS = st.lists(st.tuples(WEIGHTS, st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12)

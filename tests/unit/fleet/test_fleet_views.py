@@ -28,7 +28,7 @@ from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.format.records.fleet_files import Accepted, AcceptedResult
 from deltawire.format.records.fleet_records import BatchRecord, Board, Heartbeat, ObjectRef, Rejection, Round, Sampling
 from deltawire.format.records.signing import SigningKey
-from deltawire.format.rollouts import Completion, Rollouts, Span, VersionRef
+from deltawire.format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
 from deltawire.store import Store, fleet_keys, open_store
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -87,7 +87,7 @@ class Run:
 
         def completion(tokens: list[int]) -> Completion:
             count = len(tokens)
-            spans = (Span(0, count, seq),)
+            spans = (TokenSpan(0, count, seq),)
             arrays = np.array(tokens, np.int32), np.full(count, -0.5, np.float32), np.ones(count, np.uint8)
             return Completion(0, *arrays, rewards, spans, count < 3)
 

@@ -6,7 +6,6 @@ staleness        how old a policy may be
 round_state      one round as the trainer knows it
 board            which task is offered to which member
 scheduler        how many tasks each member is offered
-shares           dividing work in proportion to speed
 roster           which members there are, by their heartbeats
 desertion        whether all members left because of errors
 fleet_clock      how old things are, by a clock that no member can set

@@ -24,8 +24,7 @@ from ...format.records.fleet_files import AcceptedResult
 from ...format.records.fleet_records import Lease, Round
 from ...format.rollouts import Rollouts
 from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
-from ..steps.requests import KnownVersion
-from .staleness import StalenessBudget
+from .staleness import KnownVersion, StalenessBudget
 
 Reason: TypeAlias = Literal[
     "malformed", "wrong-run", "unleased", "duplicate", "late", "future", "abandoned", "wrong-digest", "stale", "untrainable"
@@ -72,7 +71,7 @@ def most_bytes(demand: Demand) -> int | None:
     return _BYTES_OF_HEADER + prompts * 4 + demand.prompts * 4 + tokens * _BYTES_OF_TOKEN + completions * _BYTES_OF_COMPLETION
 
 
-def judge_place(place: RolloutKey, accepted: AcceptedResult | None, *, closed: bool) -> Reason | None:
+def judge_key(place: RolloutKey, accepted: AcceptedResult | None, *, closed: bool) -> Reason | None:
     """What the name of a result says already, so that it need not be read; None if it must be."""
     if accepted is not None:
         return "duplicate" if accepted.attempt == place.attempt else "late"

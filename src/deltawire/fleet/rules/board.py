@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from zlib import crc32
 
-from ...format.records.fleet_records import Board, Place
-from ..steps.requests import KnownVersion
+from ...format.records.fleet_records import AttemptId, Board
 from .roster import Roster
 from .round_state import RoundState
 from .scheduler import Candidate, OpenTask, Scheduler
+from .staleness import KnownVersion
 
 _AHEAD = 16
 """So many offers a member is shown at most. More would only make the board larger: it is written anew long before they are done."""
@@ -65,7 +65,7 @@ def build_board(
         state.offer(placed, now)
         for task, member in sorted(placed.items()):
             holding[member] += 1
-            offers.add(member, (state.record.round, task, state.tasks[task].next_attempt()))
+            offers.add(member, AttemptId(state.record.round, task, state.tasks[task].next_attempt()))
     for state, opened, _ in surveys:
         if not stop and state.record.for_step <= newest_open:
             able = [name for name, beat in alive.items() if beat.step is not None and beat.step >= state.record.oldest_step]
@@ -77,10 +77,10 @@ class _Offers:
     """What each member is offered, within bounds."""
 
     def __init__(self) -> None:
-        self._places: dict[str, list[Place]] = defaultdict(list)
+        self._places: dict[str, list[AttemptId]] = defaultdict(list)
         self._left = _MOST_OFFERS
 
-    def add(self, member: str, place: Place) -> bool:
+    def add(self, member: str, place: AttemptId) -> bool:
         """Returns whether the member is shown this place."""
         places = self._places[member]
         if place in places:
@@ -91,7 +91,7 @@ class _Offers:
         self._left -= 1
         return True
 
-    def shown(self) -> dict[str, tuple[Place, ...]]:
+    def shown(self) -> dict[str, tuple[AttemptId, ...]]:
         return {member: tuple(places) for member, places in self._places.items() if places}
 
 
@@ -103,7 +103,7 @@ def _offer_to_everybody(state: RoundState, opened: Sequence[OpenTask], members: 
             continue
         attempt = task.next_attempt()
         for member in members:
-            if member not in one.busy and offers.add(member, (state.record.round, one.task, attempt)):
+            if member not in one.busy and offers.add(member, AttemptId(state.record.round, one.task, attempt)):
                 task.invited.setdefault(attempt, set()).add(member)
 
 

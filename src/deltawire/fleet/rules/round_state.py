@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...format.records.fleet_files import AcceptedResult, Row
-from ...format.records.fleet_records import Lease, Round
+from ...format.records.fleet_records import AttemptId, Lease, Round
 from ...format.rollouts import Rollouts
-from ...store.fleet_keys import FIRST_FREE_ATTEMPT, MOST_ATTEMPTS, LeaseKey, RolloutKey
+from ...store.fleet_keys import FIRST_FREE_ATTEMPT, MOST_ATTEMPTS, RolloutKey
 from .admission import Reason
 from .roster import Roster
 from .scheduler import OpenTask, Scheduler
@@ -121,7 +121,7 @@ class RoundState:
         """Whether results are still accepted: a round takes no more than it was acknowledged with."""
         return not self.closed and self.sealed is None
 
-    def unknown_leases(self, listed: Iterable[LeaseKey]) -> list[LeaseKey]:
+    def unknown_leases(self, listed: Iterable[AttemptId]) -> list[AttemptId]:
         """Those that are not known yet, of tasks that there are, and of attempts that need a lease."""
         return [
             key
@@ -129,7 +129,7 @@ class RoundState:
             if key.task < len(self.tasks) and key.attempt < FIRST_FREE_ATTEMPT and key.attempt not in self.tasks[key.task].leases
         ]
 
-    def leased(self, key: LeaseKey, lease: Lease | None, since: float) -> None:
+    def leased(self, key: AttemptId, lease: Lease | None, since: float) -> None:
         """A lease was read."""
         task = self.tasks[key.task]
         offered = task.offered_at if lease is not None and lease.member == task.offered_to else since
@@ -145,20 +145,20 @@ class RoundState:
                 state = self.tasks[task]
                 invited = member in state.invited.get(attempt, ()) or (self.adopted and not self.looked)
                 if invited and attempt not in state.leases:
-                    self.hold_free_attempt(LeaseKey(self.record.round, task, attempt), member, now)
+                    self.hold_free_attempt(AttemptId(self.record.round, task, attempt), member, now)
         self.looked = True
 
-    def hold_free_attempt(self, key: LeaseKey, member: str, now: float) -> None:
+    def hold_free_attempt(self, key: AttemptId, member: str, now: float) -> None:
         """A member works on a free attempt: what a lease would say is known without one."""
         lease = Lease(self.record.id, *key, member, "0" * 32, 0, 0)
         offered = self.tasks[key.task].offered_at if member == self.tasks[key.task].offered_to else now
         self.tasks[key.task].leases[key.attempt] = HeldLease(lease, now, min(offered, now))
 
-    def may_be_leased(self, key: LeaseKey) -> bool:
+    def may_be_leased(self, key: AttemptId) -> bool:
         """Returns whether a result of this attempt need be read at all: something lies under its lease's key, or it needs no lease."""
         return key.attempt in self.tasks[key.task].leases or (key.attempt >= FIRST_FREE_ATTEMPT and self.tasks[key.task].is_free)
 
-    def may_deliver_freely(self, key: LeaseKey, member: str) -> bool:
+    def may_deliver_freely(self, key: AttemptId, member: str) -> bool:
         """Returns whether a result of this free attempt by this member was asked for, by this trainer or perhaps by an earlier one."""
         task = self.tasks[key.task]
         held = task.leases.get(key.attempt)

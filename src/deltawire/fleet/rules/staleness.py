@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...format.digest import Digest
+
+
+@dataclass(frozen=True, slots=True)
+class KnownVersion:
+    """A version as the chain has it. `live`: it is in the history that leads to the head; else a rewind has abandoned it."""
+
+    seq: int
+    step: int
+    digest: Digest
+    live: bool = True
+
 
 @dataclass(frozen=True, slots=True)
 class StalenessBudget:

@@ -28,12 +28,12 @@ from ..rules.fleet_clock import FleetClock
 from ..rules.roster import MemberStatus
 from ..rules.round_state import RoundState
 from ..rules.scheduler import Scheduler
-from ..rules.staleness import StalenessBudget
+from ..rules.staleness import KnownVersion, StalenessBudget
 from ..rules.training_limits import TrainingLimits
 from .create_steps import create_and_look
 from .intake_steps import Intake
 from .rejection_steps import read_rejections, write_rejections
-from .requests import Get, Head, KnownVersion, List, Put, Sleep, Steps, Together
+from .requests import Get, Head, List, Put, Sleep, Steps, Together
 from .resume_steps import Acknowledged, Found, parsed_answer, read_acknowledged, read_rounds
 from .sweep_steps import sweep
 

@@ -17,15 +17,15 @@ from ...store import fleet_keys
 from ...store.base import ObjectInfo
 from ...store.fleet_keys import RolloutKey
 from ..options import FleetOptions
-from ..rules.admission import Demand, Reason, Refusal, judge_content, judge_origin, judge_place, judge_versions, most_bytes
+from ..rules.admission import Demand, Reason, Refusal, judge_content, judge_key, judge_origin, judge_versions, most_bytes
 from ..rules.desertion import Desertion
 from ..rules.fleet_clock import FleetClock
 from ..rules.roster import Roster
 from ..rules.round_state import RoundState
 from ..rules.scheduler import Scheduler
-from ..rules.staleness import StalenessBudget
+from ..rules.staleness import KnownVersion, StalenessBudget
 from ..rules.training_limits import TrainingLimits, why_untrainable
-from .requests import MOST_TOGETHER, FindVersion, Get, KnownVersion, Steps, Together
+from .requests import MOST_TOGETHER, FindVersion, Get, Steps, Together
 from .resume_steps import parsed_answer
 
 _FILES_A_LOOK = 512
@@ -108,7 +108,7 @@ class Intake:
         for info in rollouts:
             place = fleet_keys.parse_rollout_key(info.key)
             if place is not None and place.round in rounds and place not in rounds[place.round].seen:
-                times.setdefault(place.lease, info.modified.timestamp())
+                times.setdefault(place.attempt_id, info.modified.timestamp())
         wanted = [key for key in times if key.round in rounds and rounds[key.round].unknown_leases([key])]
         for start in range(0, len(wanted), MOST_TOGETHER):
             part = wanted[start : start + MOST_TOGETHER]
@@ -152,7 +152,7 @@ class Intake:
             part = []
             for arrived, place, size in fresh[start : start + _FILES_AT_ONCE]:
                 refusal = self._judge_unread(rounds[place.round], place, size)
-                if refusal is None and not rounds[place.round].may_be_leased(place.lease):
+                if refusal is None and not rounds[place.round].may_be_leased(place.attempt_id):
                     refusal = Refusal("unleased")
                 if refusal is None:
                     part.append((arrived, place))
@@ -179,7 +179,7 @@ class Intake:
                 self.scheduler.delivered(lost.lease.member, tokens=0, offered=lost.offered, leased=lost.since, finished=self.clock.now)
 
     def _judge_unread(self, state: RoundState, place: RolloutKey, size: int) -> Refusal | None:
-        reason = judge_place(place, state.tasks[place.task].accepted, closed=not state.taking)
+        reason = judge_key(place, state.tasks[place.task].accepted, closed=not state.taking)
         if reason is not None:
             return Refusal(reason)
         most = self._most_bytes(state, place)
@@ -208,9 +208,9 @@ class Intake:
         refusal: Refusal | None = Refusal("malformed")
         if rollouts is not None:
             # Two results of one task may have been read side by side.
-            is_free = place.attempt >= fleet_keys.FIRST_FREE_ATTEMPT and state.may_deliver_freely(place.lease, rollouts.member)
+            is_free = place.attempt >= fleet_keys.FIRST_FREE_ATTEMPT and state.may_deliver_freely(place.attempt_id, rollouts.member)
             if is_free and held is None:  # it was faster than its heartbeat
-                state.hold_free_attempt(place.lease, rollouts.member, arrived)
+                state.hold_free_attempt(place.attempt_id, rollouts.member, arrived)
                 held = state.tasks[place.task].leases[place.attempt]
                 lease = held.lease
             refusal = self._judge_unread(state, place, len(data))

@@ -27,13 +27,14 @@ from ...errors import (
 from ...events import OnEvent, emit
 from ...format.records.chain_records import MAX_RECORD_BYTES
 from ...format.records.fleet_files import MAX_TASKS_BYTES, Row, Tasks
-from ...format.records.fleet_records import MAX_BOARD_BYTES, MAX_WHY, MAX_WORKING, Board, Heartbeat, Lease, Place, Round
+from ...format.records.fleet_records import MAX_BOARD_BYTES, MAX_WHY, MAX_WORKING, AttemptId, Board, Heartbeat, Lease, Round
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys, keys
-from ...store.fleet_keys import FIRST_FREE_ATTEMPT, LeaseKey, RolloutKey
+from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
 from ..fleet_keyring import FleetKeyring
+from ..rules.staleness import KnownVersion
 from .create_steps import create_and_look
-from .requests import Generate, Get, KnownVersion, Put, Sleep, Steps, Sync
+from .requests import Generate, Get, Put, Sleep, Steps, Sync
 
 _KEPT_ROUNDS = 4
 _LONGEST_SILENCE = 60.0
@@ -73,10 +74,10 @@ class MemberState:
     left: bool = False
     reason: str | None = None
     distrusted: bool = False
-    working: set[Place] = field(default_factory=set)
-    told: tuple[str, tuple[Place, ...]] | None = None
-    tried: OrderedDict[Place, None] = field(default_factory=OrderedDict)
-    doubtful: dict[Place, Lease] = field(default_factory=dict)
+    working: set[AttemptId] = field(default_factory=set)
+    told: tuple[str, tuple[AttemptId, ...]] | None = None
+    tried: OrderedDict[AttemptId, None] = field(default_factory=OrderedDict)
+    doubtful: dict[AttemptId, Lease] = field(default_factory=dict)
     rounds: OrderedDict[int, tuple[Round, tuple[tuple[Row, ...], ...]]] = field(default_factory=OrderedDict)
 
     def heartbeat(self) -> Heartbeat:
@@ -243,7 +244,7 @@ def _sync(me: MemberState, step: int) -> Steps[KnownVersion | None]:
     return policy
 
 
-def _task(me: MemberState, place: Place) -> Steps[tuple[Round, tuple[Row, ...]] | None]:
+def _task(me: MemberState, place: AttemptId) -> Steps[tuple[Round, tuple[Row, ...]] | None]:
     """The round that is offered, and the rows of the task; None if the board is wrong. Both are immutable, and kept."""
     number, task, _ = place
     if number not in me.rounds:
@@ -264,7 +265,7 @@ def _task(me: MemberState, place: Place) -> Steps[tuple[Round, tuple[Row, ...]] 
     return (record, every[task]) if task < len(every) else None
 
 
-def _claim(me: MemberState, place: Place, policy: KnownVersion) -> Steps[Lease | None]:
+def _claim(me: MemberState, place: AttemptId, policy: KnownVersion) -> Steps[Lease | None]:
     """The lease, if it is ours; None if another was faster. After `OutcomeUnknown` the same bytes are tried when it is offered again."""
     lease = me.doubtful.get(place) or Lease(me.run, *place, me.member, me.draw_nonce(), policy.seq, me.clock())
     me.working.add(place)
@@ -276,7 +277,7 @@ def _claim(me: MemberState, place: Place, policy: KnownVersion) -> Steps[Lease |
     ours = False
     try:
         data = lease.to_bytes()
-        ours = (yield from create_and_look(fleet_keys.lease_key(LeaseKey(*place)), data)) == data
+        ours = (yield from create_and_look(fleet_keys.lease_key(AttemptId(*place)), data)) == data
     except OutcomeUnknown:
         raise
     except BaseException:
@@ -291,7 +292,7 @@ def _claim(me: MemberState, place: Place, policy: KnownVersion) -> Steps[Lease |
     return lease if ours else None
 
 
-def _work(me: MemberState, place: Place, record: Round, lease: Lease, rows: tuple[Row, ...]) -> Steps[None]:
+def _work(me: MemberState, place: AttemptId, record: Round, lease: Lease, rows: tuple[Row, ...]) -> Steps[None]:
     """Generate and upload. Whatever goes wrong, the lease is let go of: it then expires, and the task goes to another."""
     started = me.clock()
     try:
@@ -328,7 +329,7 @@ def _upload(me: MemberState, key: str, data: bytes) -> Steps[None]:
         yield Sleep(me.pause(failures))
 
 
-def _remember(me: MemberState, place: Place) -> None:
+def _remember(me: MemberState, place: AttemptId) -> None:
     """Do not try this place again. Numbers of free attempts come round again, so only the last one of each task is remembered."""
     if place[2] >= FIRST_FREE_ATTEMPT:
         for other in [each for each in me.tried if each[:2] == place[:2] and each[2] >= FIRST_FREE_ATTEMPT]:

@@ -14,7 +14,6 @@ from itertools import takewhile
 from typing import Any, TypeAlias, TypeVar
 
 from ...errors import DeltawireError
-from ...format.digest import Digest
 from ...format.records.fleet_files import Row
 from ...format.records.fleet_records import Lease, Round
 from ...store.base import ObjectInfo, Store
@@ -82,16 +81,6 @@ class FindVersion:
     """→ KnownVersion, or None if the chain, looked at anew, has no such version. Trainer only."""
 
     seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class KnownVersion:
-    """A version as the chain has it. `live`: it is in the history that leads to the head; else a rewind has abandoned it."""
-
-    seq: int
-    step: int
-    digest: Digest
-    live: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ...errors import LimitExceeded
 from .canonical import MAX_RECORD_BYTES, Fields, dump
@@ -23,13 +23,19 @@ MAX_WORKING = 256
 STATES = ("joining", "idle", "working", "leaving", "left")
 """What a member says of itself. One that has `left` holds no lease any more."""
 
-Place: TypeAlias = tuple[int, int, int]
-"""(round, task, attempt)."""
 
 _OBJECT_KEY = re.compile(r"fleet/(tasks|accepted)/[0-9]{10}/([0-9a-f]{64})\.json")
 _MOST_TASKS, _MOST_ATTEMPTS = 10**5, 10**3
 _SIGNABLE = (1, 2)
 """The versions of records that a trainer writes: since version 2 they can be signed, and boards are numbered."""
+
+
+class AttemptId(NamedTuple):
+    """Names one attempt at a task. An attempt has at most one lease, and should have one result."""
+
+    round: int
+    task: int
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +168,10 @@ class Lease:
     def parse(cls, data: bytes) -> Lease:
         """The record with these bytes."""
         fields = Fields.parse(data, "lease")
-        place = read_place(fields)
+        attempt = read_attempt(fields)
         lease = cls(
             fields.matching("id", NONCE),
-            *place,
+            *attempt,
             member=fields.matching("member", READER),
             nonce=fields.matching("nonce", NONCE),
             seq=fields.integer("seq"),
@@ -286,7 +292,7 @@ class Heartbeat:
     lag: int
     tokens: int
     busy_ms: int
-    working: tuple[Place, ...]
+    working: tuple[AttemptId, ...]
     time: int
     reason: str | None = None
 
@@ -295,7 +301,7 @@ class Heartbeat:
             name: getattr(self, name) for name in ("id", "member", "session", "state", "seq", "step", "lag", "tokens", "busy_ms", "time")
         }
         added: dict[str, Any] = {"version": 1} if self.reason is None else {"version": 2, "reason": self.reason}
-        return _checked(Heartbeat, {"deltawire": "member", **own, **added, "working": [list(place) for place in self.working]})
+        return _checked(Heartbeat, {"deltawire": "member", **own, **added, "working": [list(attempt) for attempt in self.working]})
 
     @classmethod
     def parse(cls, data: bytes) -> Heartbeat:
@@ -311,7 +317,7 @@ class Heartbeat:
             lag=fields.integer("lag"),
             tokens=fields.integer("tokens"),
             busy_ms=fields.integer("busy_ms"),
-            working=_places(fields, "working", fields.items("working")),
+            working=_attempts(fields, "working", fields.items("working")),
             time=fields.integer("time"),
             reason=fields.text("reason") if fields.version == 2 else None,
         )
@@ -340,7 +346,7 @@ class Board:
     seq: int
     step: int
     lease_seconds: int
-    offers: Mapping[str, tuple[Place, ...]]
+    offers: Mapping[str, tuple[AttemptId, ...]]
     stop: bool
     number: int = 0
     signature: Signature | None = None
@@ -351,7 +357,7 @@ class Board:
 
     def to_bytes(self) -> bytes:
         own: dict[str, Any] = {name: getattr(self, name) for name in ("id", "epoch", "seq", "step", "lease_seconds", "number")}
-        offers = {member: [list(place) for place in places] for member, places in self.offers.items()}
+        offers = {member: [list(attempt) for attempt in attempts] for member, attempts in self.offers.items()}
         rest = {"offers": offers, "stop": int(self.stop), **_signature(self.signature)}
         return _checked(Board, {"deltawire": "board", "version": 2, **own, **rest}, MAX_BOARD_BYTES)
 
@@ -366,7 +372,7 @@ class Board:
             seq=fields.integer("seq"),
             step=read_short(fields, "step"),
             lease_seconds=fields.integer("lease_seconds"),
-            offers={member: _places(fields, "offers", places) for member, places in offers.items()},
+            offers={member: _attempts(fields, "offers", attempts) for member, attempts in offers.items()},
             stop=bool(stop := fields.integer("stop")),
             number=0 if fields.version == 1 else fields.integer("number"),
             signature=_read_signature(fields),
@@ -398,24 +404,24 @@ def read_number(fields: Fields, name: str) -> float:
     return number
 
 
-def read_place(fields: Fields) -> Place:
-    """The fields round, task and attempt."""
-    place = fields.integer("round"), fields.integer("task"), fields.integer("attempt")
-    _check_place(fields, place)
-    return place
+def read_attempt(fields: Fields) -> AttemptId:
+    """Return what the fields round, task and attempt say."""
+    attempt = AttemptId(fields.integer("round"), fields.integer("task"), fields.integer("attempt"))
+    _check_attempt(fields, attempt)
+    return attempt
 
 
-def _places(fields: Fields, name: str, values: Any) -> tuple[Place, ...]:
+def _attempts(fields: Fields, name: str, values: Any) -> tuple[AttemptId, ...]:
     if not isinstance(values, list):
-        fields.refuse(f"{name} must be a list of places")
-    places = []
+        fields.refuse(f"{name} must be a list of attempts")
+    attempts = []
     for value in values:
         if not isinstance(value, list) or len(value) != 3 or any(type(number) is not int or number < 0 for number in value):
             fields.refuse(f"{name} must hold [round, task, attempt]")
-        place = value[0], value[1], value[2]
-        _check_place(fields, place)
-        places.append(place)
-    return tuple(places)
+        attempt = AttemptId(*value)
+        _check_attempt(fields, attempt)
+        attempts.append(attempt)
+    return tuple(attempts)
 
 
 def _rejected_result(fields: Fields, value: Any) -> RejectedResult:
@@ -427,9 +433,9 @@ def _rejected_result(fields: Fields, value: Any) -> RejectedResult:
     return task, attempt, digest
 
 
-def _check_place(fields: Fields, place: Place) -> None:
-    if place[0] >= 10**10 - 1 or place[1] >= _MOST_TASKS or place[2] >= _MOST_ATTEMPTS:
-        fields.refuse(f"{place} has no key")
+def _check_attempt(fields: Fields, attempt: AttemptId) -> None:
+    if attempt.round >= 10**10 - 1 or attempt.task >= _MOST_TASKS or attempt.attempt >= _MOST_ATTEMPTS:
+        fields.refuse(f"attempt {attempt.attempt} at task {attempt.task} of round {attempt.round} has no key")
 
 
 def _checked(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from ...errors import Fenced
-from ...fleet.steps.requests import KnownVersion
+from ...fleet.rules.staleness import KnownVersion
 from ...format.digest import Digest
 
 

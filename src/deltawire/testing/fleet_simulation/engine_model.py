@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...fleet.steps.requests import Generate, KnownVersion, Sync
-from ...format.rollouts import Completion, Rollouts, Span, VersionRef
+from ...fleet.rules.staleness import KnownVersion
+from ...fleet.steps.requests import Generate, Sync
+from ...format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
 from .chain_model import ChainModel
 from .kernel import Kernel, Strand
 
@@ -80,8 +81,8 @@ class EngineModel:
 
     def _completion(self, prompt: int, length: int, made_by: list[KnownVersion], *, swapped: bool) -> Completion:
         first, last = made_by
-        spans: tuple[Span, ...] = (Span(0, length, first.seq),)
+        spans: tuple[TokenSpan, ...] = (TokenSpan(0, length, first.seq),)
         if swapped and length > 1 and first.seq != last.seq:
-            spans = (Span(0, length // 2, first.seq), Span(length // 2, length, last.seq))
+            spans = (TokenSpan(0, length // 2, first.seq), TokenSpan(length // 2, length, last.seq))
         tokens: Any = np.array([self._random.getrandbits(31) for _ in range(length)], np.int32)
         return Completion(prompt, tokens, np.zeros(length, np.float32), np.ones(length, np.uint8), (0.0,), spans, True)

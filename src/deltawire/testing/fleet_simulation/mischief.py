@@ -12,10 +12,10 @@ from blake3 import blake3
 
 from ...fleet.steps.requests import Create, Put
 from ...format.digest import Digest
-from ...format.records.fleet_records import Heartbeat, Lease
-from ...format.rollouts import Rollouts, Span, VersionRef
+from ...format.records.fleet_records import AttemptId, Heartbeat, Lease
+from ...format.rollouts import Rollouts, TokenSpan, VersionRef
 from ...store import fleet_keys
-from ...store.fleet_keys import LeaseKey, RolloutKey
+from ...store.fleet_keys import RolloutKey
 from .chain_model import ChainModel
 from .store_model import Dated, Objects
 
@@ -69,7 +69,7 @@ class Mischief:
             if number is None or number in self._squatted:
                 continue
             self._squatted.add(number)
-            for place in (LeaseKey(number, task, attempt) for task in range(5) for attempt in range(18)):
+            for place in (AttemptId(number, task, attempt) for task in range(5) for attempt in range(18)):
                 member = self._random.choice([beat.member, *names])
                 lease = Lease(beat.id, *place, member, f"{self._random.getrandbits(128):032x}", 0, 0).to_bytes()
                 sent.append(Create(fleet_keys.lease_key(place), lease if self._random.random() < 0.7 else b"{}"))
@@ -138,5 +138,5 @@ def _put(rollouts: Rollouts) -> Put:
 
 
 def _relabelled(rollouts: Rollouts, seq: int, version: VersionRef) -> Rollouts:
-    completions = tuple(replace(one, spans=(Span(0, len(one.tokens), seq),)) for one in rollouts.completions)
+    completions = tuple(replace(one, spans=(TokenSpan(0, len(one.tokens), seq),)) for one in rollouts.completions)
     return replace(rollouts, completions=completions, versions={seq: version})

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from ...fleet.rules.staleness import StalenessBudget
 from ...format.records.fleet_files import Accepted, AcceptedResult
-from ...format.records.fleet_records import BatchRecord, Lease, Rejection, Round
+from ...format.records.fleet_records import AttemptId, BatchRecord, Lease, Rejection, Round
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys
-from ...store.fleet_keys import LeaseKey, RolloutKey
+from ...store.fleet_keys import RolloutKey
 from .chain_model import ChainModel
 from .store_model import Objects
 
@@ -128,9 +128,9 @@ class Oracle:
             raise Violation(f"{what} trains on something else than lies in the store for {place}.")
         if rollouts.run != self._run:
             raise Violation(f"{what} trains on a rollout of another run: {place}.")
-        lease = self._objects.read(fleet_keys.lease_key(LeaseKey(ack.round, result.task, result.attempt)))
+        lease = self._objects.read(fleet_keys.lease_key(AttemptId(ack.round, result.task, result.attempt)))
         if result.attempt >= 16:  # needs no lease, but only once all leases of the task are taken
-            taken = [self._objects.read(fleet_keys.lease_key(LeaseKey(ack.round, result.task, attempt))) for attempt in range(16)]
+            taken = [self._objects.read(fleet_keys.lease_key(AttemptId(ack.round, result.task, attempt))) for attempt in range(16)]
             if None in taken and not zombie:
                 raise Violation(f"{what} trains on {place}, which has no lease and did not have to do without.")
             lease = None

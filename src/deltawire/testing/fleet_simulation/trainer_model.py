@@ -11,9 +11,9 @@ from typing import Any
 from ...errors import DeltawireError
 from ...fleet.options import FleetOptions
 from ...fleet.rules.scheduler import Scheduler
-from ...fleet.rules.staleness import StalenessBudget
+from ...fleet.rules.staleness import KnownVersion, StalenessBudget
 from ...fleet.steps.coordinator_steps import CoordinatorSteps
-from ...fleet.steps.requests import Create, KnownVersion, Sleep
+from ...fleet.steps.requests import Create, Sleep
 from ...format.records.fleet_records import Sampling
 from ...store import keys
 from .chain_model import ChainModel
