@@ -12,6 +12,7 @@ from chain_updates import training_run
 from report import Table
 
 import deltawire
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import ObjectMissing
 from deltawire.store import open_store
 from deltawire.store.base import ObjectInfo, Progress, Store
@@ -62,8 +63,8 @@ def measure(
         publisher = deltawire.Publisher(store, run="benchmark")
         run = training_run(elements, 0.01, tensors=8)
         publisher.publish(next(run), step=0)
-        laggard = deltawire.Subscriber(store, pin=False)
-        replaying = deltawire.Subscriber(store, pin=False)
+        laggard = deltawire.Subscriber(store, options=ReaderOptions(pin=False))
+        replaying = deltawire.Subscriber(store, options=ReaderOptions(pin=False))
         laggard.sync()
         replaying.sync()
         data: dict[str, tuple[int, float]] = {}
@@ -93,7 +94,7 @@ def measure(
             replay_seconds += time.perf_counter() - start
             replay = [a + b for a, b in zip(replay, [store.files, store.records, store.lists, store.bytes], strict=True)]
         catch_up(f"{versions} versions behind", laggard)
-        catch_up("with nothing", deltawire.Subscriber(store, pin=False))
+        catch_up("with nothing", deltawire.Subscriber(store, options=ReaderOptions(pin=False)))
         store.files, store.records, store.lists, store.bytes = replay
         report("replaying every version", replay_seconds)
         publisher.close()

@@ -24,6 +24,7 @@ import weight_broadcast
 from report import Table
 
 from deltawire import Publisher, Subscriber, Version
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines.vllm.sidecar import Sidecar
 from deltawire.events import Event
 
@@ -126,7 +127,7 @@ def _ways(server: LiveServer, state: State, folder: Path, url: str, opened: Exit
         paused, place = pause(), f"everything-{next(numbers)}"
         with Publisher(f"{url}/{place}", skips=False) as publisher:
             version = _published(publisher, state)
-        with Subscriber(f"{url}/{place}", folder / place, pin=False) as subscriber:
+        with Subscriber(f"{url}/{place}", folder / place, options=ReaderOptions(pin=False)) as subscriber:
             subscriber.sync()
         load(folder / place, version)
         return paused, resume(), version.bytes

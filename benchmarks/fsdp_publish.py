@@ -141,7 +141,10 @@ def _rank(rank: int, ranks: int, port: int, elements: int, steps: int, folder: s
     own.close()
     if alone:
         alone.close()
-        with deltawire.Subscriber(Path(folder, "own"), pin=False) as a, deltawire.Subscriber(Path(folder, "gather"), pin=False) as b:
+        with (
+            deltawire.Subscriber(Path(folder, "own"), options=deltawire.ReaderOptions(pin=False)) as a,
+            deltawire.Subscriber(Path(folder, "gather"), options=deltawire.ReaderOptions(pin=False)) as b,
+        ):
             if a.sync().digest != b.sync().digest:
                 raise AssertionError("both ways must lead to the same weights")
     Path(folder, f"{rank}.json").write_text(json.dumps(result))

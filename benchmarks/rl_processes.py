@@ -17,6 +17,7 @@ from emulated_link import EmulatedLink
 from train import SETTINGS, model_files
 from transformers import LlamaForCausalLM
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import DeltawireError
 from deltawire.events import Event
 from deltawire.fleet.generation import Generated, Stop, never
@@ -87,7 +88,7 @@ def serve(settings: dict[str, Any]) -> None:
     store, stop, generator = linked(settings), threading.Event(), None
     while generator is None:
         try:
-            generator = HeldGenerator(store, reader=settings["name"], poll=POLL, on_event=tell)
+            generator = HeldGenerator(store, options=ReaderOptions(reader=settings["name"]), poll=POLL, on_event=tell)
         except DeltawireError as error:  # the trainer has not published yet
             if not error.retryable:
                 raise

@@ -41,6 +41,7 @@ from deltawire.chain.find import find_step, find_version
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.routes import Routes
 from deltawire.cli.chain_history import read_history
 from deltawire.errors import DeltawireError
@@ -583,7 +584,7 @@ def _sync(subscriber: Subscriber, target: int | None = None) -> None:
 
 
 def sync_memory(store: Store, folder: Path) -> None:
-    with Subscriber(store, patience=0.0, reader="memory") as subscriber:
+    with Subscriber(store, options=ReaderOptions(patience=0.0, reader="memory")) as subscriber:
         for seq in _seqs(store)[::3]:
             with contextlib.suppress(DeltawireError):
                 _sync(subscriber, seq)
@@ -597,7 +598,7 @@ def sync_memory(store: Store, folder: Path) -> None:
 def sync_mirror(store: Store, folder: Path) -> None:
     """To the newest version from the one before it, and from an early one, twice in a row: the second finds what the first left."""
     for targets in ((_seqs(store)[-4], None, None), (3, None, None)):
-        with Subscriber(store, folder / "mirror", patience=0.0, reader="mirror") as subscriber:
+        with Subscriber(store, folder / "mirror", options=ReaderOptions(patience=0.0, reader="mirror")) as subscriber:
             for target in targets:
                 with contextlib.suppress(DeltawireError):
                     _sync(subscriber, target)
@@ -606,7 +607,7 @@ def sync_mirror(store: Store, folder: Path) -> None:
 
 
 def pull_newest(store: Store, folder: Path) -> None:
-    version = pull(store, folder / "pulled", patience=0.0, pin=False)
+    version = pull(store, folder / "pulled", options=ReaderOptions(patience=0.0, pin=False))
     _check(Checkpoint(folder / "pulled"), version.digest)
 
 
@@ -621,7 +622,7 @@ def collect_garbage(store: Store, folder: Path) -> None:
     with contextlib.suppress(DeltawireError):
         for _ in range(2):
             collect(store, grace=0.0, now=datetime(2100, 1, 1, tzinfo=timezone.utc))
-    with Subscriber(store, patience=0.0, pin=False) as subscriber:
+    with Subscriber(store, options=ReaderOptions(patience=0.0, pin=False)) as subscriber:
         _sync(subscriber)
 
 
@@ -631,7 +632,7 @@ def _publish(store: Store, **options: Any) -> None:
             state = next_state(first_state(), 1000 + number)
             published = publisher.publish(state, step=1000 + number)
             assert published is not None
-    with Subscriber(store, patience=0.0, pin=False) as subscriber:
+    with Subscriber(store, options=ReaderOptions(patience=0.0, pin=False)) as subscriber:
         version = subscriber.sync()
         if version.seq == published.seq:
             _check(subscriber.state, version.digest, bits_of(state))

@@ -17,6 +17,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 - now, while there is nothing to do yet
 from child import tell, tell_event, told_to_stop
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import DeltawireError
 from deltawire.fleet.generation import Generated, Stop, never
 from deltawire.fleet.member import Member
@@ -81,7 +82,7 @@ def serve(url: str, name: str, stop: threading.Event, **pace: Any) -> None:
     with open_store(url) as store:
         while not stop.is_set():
             try:
-                generator = PacedGenerator(store, reader=name, poll=POLL, on_event=tell_event, **pace)
+                generator = PacedGenerator(store, options=ReaderOptions(reader=name), poll=POLL, on_event=tell_event, **pace)
                 break
             except DeltawireError as error:  # the trainer has published nothing yet
                 if not error.retryable:

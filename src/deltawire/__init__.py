@@ -20,6 +20,7 @@ from .format.digest import Digest
 from .tensors.state import state_digest
 
 if typing.TYPE_CHECKING:
+    from .chain.reader_options import ReaderOptions as ReaderOptions
     from .chain.version import Version as Version
     from .delta.background_encode import PendingDelta as PendingDelta
     from .delta.background_encode import start_delta as start_delta
@@ -36,6 +37,7 @@ __all__ = [
     "Event",
     "PendingDelta",
     "Publisher",
+    "ReaderOptions",
     "ResolvedPatch",
     "Subscriber",
     "TensorPatch",
@@ -55,6 +57,7 @@ _LATER = {
     "Event": ".events",
     "PendingDelta": ".delta.background_encode",
     "Publisher": ".publish",
+    "ReaderOptions": ".chain.reader_options",
     "Subscriber": ".subscribe",
     "Version": ".chain.version",
     "pull": ".subscribe",

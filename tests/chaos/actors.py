@@ -21,6 +21,7 @@ from small_model import Journal, bits, state_of
 
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.version import Version
 from deltawire.errors import DeltawireError, Fenced, MirrorError
 from deltawire.format.records.signing import SigningKey
@@ -139,14 +140,16 @@ def _follow(subscriber: Subscriber, journal: Journal, until: int | None) -> None
 def read(place: Place, name: str, seed: int, until: int | None = None) -> None:
     """Follow the chain in memory, and compare all of every version with its step."""
     journal = Journal(place.folder / f"read-{name}")
-    with Subscriber(place.url, trusted_keys=place.trusted, reader=name, store_options=place.options) as subscriber:
+    with Subscriber(place.url, options=ReaderOptions(trusted_keys=place.trusted, reader=name, store=place.options)) as subscriber:
         _follow(subscriber, journal, until)
 
 
 def mirror(place: Place, name: str, seed: int, until: int | None = None) -> None:
     """Keep a mirror, which others share, at the newest version."""
     journal = Journal(place.folder / f"read-{name}")
-    with Subscriber(place.url, place.folder / "mirror", trusted_keys=place.trusted, reader=name, store_options=place.options) as subscriber:
+    with Subscriber(
+        place.url, place.folder / "mirror", options=ReaderOptions(trusted_keys=place.trusted, reader=name, store=place.options)
+    ) as subscriber:
         _follow(subscriber, journal, until)
 
 

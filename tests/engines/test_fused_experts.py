@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from threads_as_ranks import ThreadRank, run_ranks, shards_of
 from tiny_models import SIZES, bits, qwen, step, torch, transformers
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.dtypes import dtype_named
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.engines.device_weights import DeviceReplica
@@ -93,10 +94,10 @@ def test_live_models_are_what_from_pretrained_loads_after_every_sync(
     trainer, on_a_device = fresh(tmp_path / "first"), fresh(tmp_path / "first")
     source = WeightSource(trainer)
     served, _ = build_model(model_files(trainer))
-    swaps = [HotSwap(store, ModuleEngine(served), pin=False)]
+    swaps = [HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False))]
     with monkeypatch.context() as context:
         context.setattr("deltawire.engines.module.LiveReplica", DeviceReplica)
-        swaps.append(HotSwap(store, ModuleEngine(on_a_device), pin=False))
+        swaps.append(HotSwap(store, ModuleEngine(on_a_device), options=ReaderOptions(pin=False)))
     states = []
     for number in range(4):
         folder = tmp_path / str(number)
@@ -126,7 +127,7 @@ def test_fused_experts_stay_the_same_parameters_and_nothing_is_copied(store: Mem
     experts = [name for name in weights if ".experts." in name]
     assert len(experts) == 3 * 4
     assert all(engine.weights()[name] is weights[name] for name in weights)  # swaps can tell that nothing was replaced
-    with HotSwap(store, engine, pin=False) as swap:
+    with HotSwap(store, engine, options=ReaderOptions(pin=False)) as swap:
         for number in range(2):
             WeightSource(trainer).publish(publisher, step=number)
             swap.sync()
@@ -139,7 +140,7 @@ def test_fused_experts_stay_the_same_parameters_and_nothing_is_copied(store: Mem
 
 def test_a_parameter_that_is_replaced_is_seen(store: MemoryStore, publisher: Publisher) -> None:
     trainer, served = made("mixtral"), made("mixtral", seed=1)
-    with HotSwap(store, ModuleEngine(served), pin=False) as swap:
+    with HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False)) as swap:
         for number in range(3):
             WeightSource(trainer).publish(publisher, step=number)
             swap.sync()
@@ -152,7 +153,7 @@ def test_a_parameter_that_is_replaced_is_seen(store: MemoryStore, publisher: Pub
 @pytest.mark.parametrize("at_start", ["other weights", "the same weights"])
 def test_a_chain_of_the_modules_own_names_is_followed(at_start: str, store: MemoryStore, publisher: Publisher) -> None:
     trainer, served = made("qwen3_moe"), made("qwen3_moe", seed=int(at_start == "other weights"))
-    with HotSwap(store, ModuleEngine(served), pin=False) as swap:
+    with HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False)) as swap:
         for number in range(3):
             publisher.publish(trainer.state_dict(), step=number)
             swap.sync()
@@ -169,7 +170,7 @@ def test_members_build_fused_models_of_the_chains_types(own_names: bool, store: 
     with Publisher(store, attachments={"config.json": trainer.config.to_json_string().encode()}) as publisher:
         publisher.publish(trainer.state_dict() if own_names else WeightSource(trainer).snapshot())
     member, _ = build_model(read_model_files(store))
-    with HotSwap(store, ModuleEngine(member), pin=False) as swap:
+    with HotSwap(store, ModuleEngine(member), options=ReaderOptions(pin=False)) as swap:
         swap.sync()
     assert bits(named_weights(member)) == bits(named_weights(trainer))
 
@@ -210,7 +211,7 @@ def test_parameters_that_are_one_tensor_in_checkpoints_get_one_memory(store: Mem
     joined = engine.weights()["model.layers.0.mlp.gate_up_proj.weight"]
     assert joined is engine.weights()["model.layers.0.mlp.gate_up_proj.weight"]
     assert joined.data_ptr() == served.model.layers[0].mlp.gate_proj.weight.data_ptr()
-    with HotSwap(store, engine, pin=False) as swap:
+    with HotSwap(store, engine, options=ReaderOptions(pin=False)) as swap:
         for number in range(3):
             WeightSource(trainer).publish(publisher, step=number)
             swap.sync()
@@ -241,7 +242,7 @@ def test_a_name_with_two_meanings_means_what_a_checkpoint_means_by_it(store: Mem
         model._weight_conversions = [core.WeightConverter("o_proj.weight", "o_proj.weight", [core.Transpose()])]
     assert not CheckpointLayout(served).accepts_own_names
     trainer.save_pretrained(tmp_path)
-    with HotSwap(store, ModuleEngine(served), pin=False) as swap:
+    with HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False)) as swap:
         for number in range(3):
             source = WeightSource(trainer)
             source.publish(publisher, step=number)
@@ -279,7 +280,7 @@ def test_ranks_that_hold_shards_of_fused_experts_publish_what_save_pretrained_wr
 
     assert run_ranks(3, publish) == [None] * 3  # two ranks have two experts each, one has none
     trainer.save_pretrained(tmp_path)
-    with Subscriber(store, pin=False) as subscriber:
+    with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         subscriber.sync()
         published = {name: to_torch(array.copy()) for name, array in subscriber.state.items()}
     assert bits(published) == bits(load_file(tmp_path / "model.safetensors"))
@@ -302,7 +303,7 @@ def test_what_trl_sends_of_fused_experts_is_published_as_save_pretrained_writes_
     transfer.send_weights(iter(trainer.named_parameters()))  # as TRL does, under the live model's names
     transfer.destroy()
     trainer.bfloat16().save_pretrained(tmp_path)
-    with Subscriber(store, pin=False) as subscriber:
+    with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         subscriber.sync()
         published = {name: to_torch(array.copy()) for name, array in subscriber.state.items()}
     assert bits(published) == bits(load_file(tmp_path / "model.safetensors"))
@@ -311,7 +312,10 @@ def test_what_trl_sends_of_fused_experts_is_published_as_save_pretrained_writes_
 def test_a_published_model_is_a_checkpoint_that_loads(store: MemoryStore, tmp_path: Path) -> None:
     trainer = made("mixtral")
     files = {"config.json": trainer.config.to_json_string().encode()}
-    with Publisher(store, attachments=files) as publisher, Subscriber(store, tmp_path / "mirror", pin=False) as subscriber:
+    with (
+        Publisher(store, attachments=files) as publisher,
+        Subscriber(store, tmp_path / "mirror", options=ReaderOptions(pin=False)) as subscriber,
+    ):
         for number in range(2):
             publisher.publish(trainer, step=number)
             subscriber.sync()

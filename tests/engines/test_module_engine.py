@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tiny_models import bits, clone, logits, qwen, step, torch
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines import HotSwap, KvCache, ModuleEngine
 from deltawire.engines.device_weights import DeviceReplica
 from deltawire.errors import EngineQuarantined, EngineRefused, EngineUnavailable, SwapFailed
@@ -38,7 +39,7 @@ def follow(request: pytest.FixtureRequest, store: MemoryStore, monkeypatch: pyte
     opened: list[HotSwap] = []
 
     def make(module: Any, *, engine: dict[str, Any] | None = None, **options: Any) -> HotSwap:
-        opened.append(HotSwap(store, ModuleEngine(module, **(engine or {})), pin=False, **options))
+        opened.append(HotSwap(store, ModuleEngine(module, **(engine or {})), options=ReaderOptions(pin=False), **options))
         return opened[-1]
 
     yield make
@@ -202,7 +203,7 @@ def test_a_reader_takes_one_bundle_of_several(publisher: Publisher, follow: Foll
 def test_weights_that_somebody_else_changed_are_mended(store: MemoryStore, publisher: Publisher) -> None:
     """Before anything is written, where the next delta reaches."""
     trainer, served = qwen(0), qwen(1)
-    with HotSwap(store, ModuleEngine(served), pin=False) as swap:
+    with HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False)) as swap:
         publisher.publish(trainer.state_dict())
         swap.sync()
         with torch.no_grad():

@@ -14,6 +14,7 @@ from toy_chain import State, first_state, next_state
 import deltawire
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.version import Version
 from deltawire.errors import DeltawireError, NoChain
 from deltawire.events import Event
@@ -52,7 +53,8 @@ def open_publisher(store: Store, **options: Any) -> Publisher:
 
 
 def open_subscriber(store: Store, mirror: Any = None, **options: Any) -> Subscriber:
-    return Subscriber(store, mirror, **({"patience": 0.0, "pin": False, "threads": 1} | options))
+    others = {name: options.pop(name) for name in ("threads", "on_event", "undo_bytes") if name in options}
+    return Subscriber(store, mirror, options=ReaderOptions(**({"patience": 0.0, "pin": False} | options)), **({"threads": 1} | others))
 
 
 @dataclass

@@ -17,6 +17,7 @@ from support import bits_of
 
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines.disk import DiskEngine
 from deltawire.engines.hot_swap import HotSwap
 from deltawire.format.checkpoints.checkpoint import Checkpoint
@@ -116,7 +117,7 @@ def test_an_engine_goes_on_with_the_newest_wherever_a_collection_passes_it(tmp_p
     def read(chain: Chain, index: int) -> None:
         loaded: list[Any] = []
         engine = DiskEngine(tmp_path / str(index), reload=lambda path, version: loaded.append(bits_of(Checkpoint(path))))
-        with HotSwap(chain, engine, pin=False, patience=0.0) as swap:
+        with HotSwap(chain, engine, options=ReaderOptions(pin=False, patience=0.0)) as swap:
             follow_to_the_end(swap, chain)
         assert loaded[-1] == bits_at(chain.newest)
 
@@ -127,7 +128,7 @@ def test_a_pull_of_the_newest_takes_what_is_newest_wherever_a_collection_passes_
     def read(chain: Chain, index: int) -> None:
         out = tmp_path / str(index)
         chain.begin()
-        version = pull(chain, out, pin=False, patience=0.0, threads=1)
+        version = pull(chain, out, options=ReaderOptions(pin=False, patience=0.0), threads=1)
         assert version.step is not None
         assert bits_of(Checkpoint(out)) == bits_at(version.step)
 

@@ -18,6 +18,7 @@ from toy_chain import ToyChain, first_state
 from deltawire.chain import log
 from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines.disk import DiskEngine
 from deltawire.engines.hot_swap import HotSwap
 from deltawire.errors import (
@@ -335,7 +336,7 @@ def test_a_running_follower_notices_that_its_store_was_set_back(
     loaded: list[Any] = []
     restore(store, newer)
     engine = DiskEngine(tmp_path / "engine", reload=lambda path, version: loaded.append(bits_of(Checkpoint(path))))
-    with HotSwap(store, engine, pin=False, patience=0.0) as swap:
+    with HotSwap(store, engine, options=ReaderOptions(pin=False, patience=0.0)) as swap:
         following = swap.follow(poll=1e-4)
         assert next(following).step == 4
         restore(store, older)

@@ -114,6 +114,7 @@ from collections import Counter
 from pathlib import Path
 from publications import bits_at
 from support import bits_of
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import MirrorError
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.store.local import LocalStore
@@ -145,7 +146,8 @@ def stopping_at(point, mirror):
                 if point == (str(what), passed[str(what)]):
                     os.kill(os.getpid(), signal.SIGKILL)
         calls = Before(lambda call: passing(call.op + " " + call.key.split("/")[0]), "crash", times=None)
-        with Subscriber(FaultyStore(LocalStore(store), [calls]), mirror, patience=0.0, threads=1, pin=False) as subscriber:
+        faulty = FaultyStore(LocalStore(store), [calls])
+        with Subscriber(faulty, mirror, options=ReaderOptions(patience=0.0, pin=False), threads=1) as subscriber:
             subscriber._mirrored._mirror.step = passing
             subscriber.sync()
         (work / "passed").write_text(json.dumps(passed))
@@ -159,7 +161,7 @@ def sound(mirror, must_serve):
                 assert bits_of(Checkpoint(path)) == bits_at(step)
         except MirrorError:
             assert not must_serve
-        with Subscriber(LocalStore(store), mirror, patience=0.0, threads=1, pin=False) as subscriber:
+        with Subscriber(LocalStore(store), mirror, options=ReaderOptions(patience=0.0, pin=False), threads=1) as subscriber:
             assert subscriber.version is not None or not must_serve
             assert subscriber.sync().step == newest
             assert bits_of(subscriber.state) == bits_at(newest)

@@ -15,6 +15,7 @@ from threads_as_ranks import run_ranks
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import ChainBroken, DataMissing, RunMismatch, SignatureInvalid, WrongRun
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.format.records.chain_records import Epoch
@@ -53,9 +54,9 @@ def test_another_run_of_the_same_key_is_refused(tmp_path: Path) -> None:
                 assert reader.version is None
         assert not (tmp_path / "mirror").exists()
         with pytest.raises(error):
-            pull(prod, tmp_path / "out", pin=False, **trust)
+            pull(prod, tmp_path / "out", options=ReaderOptions(pin=False, **trust))
         with pytest.raises(error):
-            read_model_files(prod, **trust)
+            read_model_files(prod, options=ReaderOptions(**trust))
         with pytest.raises(error):
             open_publisher(prod, signing_key=key)
         with open_subscriber(prod, run="prod", **trust) as reader, pytest.raises(RunMismatch):

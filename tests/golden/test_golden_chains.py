@@ -13,6 +13,7 @@ from support import bits_of
 
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import SignatureInvalid
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.publish.publisher import Publisher
@@ -54,15 +55,15 @@ def test_golden_chains_are_sound(chain: LocalStore) -> None:
 def test_every_version_of_a_golden_chain_can_be_read(chain: LocalStore, tmp_path: Path) -> None:
     signed = chain.url.endswith("signed")
     steps = {1: 0, 2: 1} if signed else STEPS
-    options = {"trusted_keys": [KEY] if signed else [], "pin": False}
-    with Subscriber(chain, tmp_path / "mirror", **options) as mirror, Subscriber(chain, **options) as memory:
+    options = ReaderOptions(trusted_keys=[KEY] if signed else [], pin=False)
+    with Subscriber(chain, tmp_path / "mirror", options=options) as mirror, Subscriber(chain, options=options) as memory:
         for seq, step in steps.items():
             for reader in (mirror, memory):
                 assert reader.sync(seq).step == step
                 assert bits_of(reader.state) == bits_of(state_at(step))
             assert mirror.path is not None
             assert (mirror.path / "config.json").read_bytes() == CONFIG["config.json"]
-            pull(chain, tmp_path / str(seq), at=seq, **options)
+            pull(chain, tmp_path / str(seq), at=seq, options=options)
             assert (tmp_path / str(seq) / "config.json").read_bytes() == CONFIG["config.json"]
     assert read_model_files(chain).files == CONFIG
     versions = ChainVersions(ChainLog(chain))
@@ -74,7 +75,7 @@ def test_a_golden_chain_goes_on(chain: LocalStore, tmp_path: Path) -> None:
         with pytest.raises(SignatureInvalid):
             Publisher(chain, **OPTIONS)
         return
-    with Subscriber(chain, tmp_path / "mirror", pin=False) as reader:
+    with Subscriber(chain, tmp_path / "mirror", options=ReaderOptions(pin=False)) as reader:
         reader.sync()
         with Publisher(chain, **OPTIONS) as publisher:
             publisher.publish(state_at(5), step=5)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from emulator.build import compiler
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines import HotSwap
 from deltawire.engines.live_weights import LiveReplica
 from deltawire.engines.module import ModuleEngine
@@ -93,7 +94,10 @@ def test_weights_on_a_gpu_are_changed_where_they_are():
     store = MemoryStore()
     trainer, served = Net(0).to(DEVICE), Net(1).to(DEVICE)
     addresses = [p.data_ptr() for p in served.parameters()]
-    with Publisher(store, snapshot="device") as publisher, contextlib.closing(HotSwap(store, ModuleEngine(served), pin=False)) as swap:
+    with (
+        Publisher(store, snapshot="device") as publisher,
+        contextlib.closing(HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False))) as swap,
+    ):
         for step in range(3):
             publisher.publish(trainer.state_dict(), step=step)
             swap.sync()
@@ -108,7 +112,10 @@ def test_memory_of_a_gpu_is_kept_for_the_way_back_only_if_one_says_so(undo_bytes
     store = MemoryStore()
     trainer, served = Net(0).to(DEVICE), Net(1).to(DEVICE)
     engine = ModuleEngine(served, undo_bytes=undo_bytes)
-    with Publisher(store, snapshot="device") as publisher, contextlib.closing(HotSwap(store, engine, pin=False)) as swap:
+    with (
+        Publisher(store, snapshot="device") as publisher,
+        contextlib.closing(HotSwap(store, engine, options=ReaderOptions(pin=False))) as swap,
+    ):
         for _ in range(3):
             publisher.publish(trainer.state_dict())
             swap.sync()
@@ -125,7 +132,7 @@ def test_tensors_that_the_module_has_not_are_kept_on_the_host_beside_it():
     others = {"a": torch.arange(50.0, device=DEVICE), "head2": torch.arange(30.0, device=DEVICE), "z": torch.arange(9.0, device=DEVICE)}
     with (
         Publisher(store, snapshot="device", segment_bytes=200) as publisher,
-        contextlib.closing(HotSwap(store, engine, pin=False)) as swap,
+        contextlib.closing(HotSwap(store, engine, options=ReaderOptions(pin=False))) as swap,
     ):
         for _ in range(3):
             publisher.publish({**trainer.state_dict(), **others})
@@ -147,7 +154,10 @@ def test_fused_experts_on_a_gpu_are_changed_where_they_are():
     source, store = WeightSource(trainer), MemoryStore()
     assert any(tensor.data_ptr() % 16 for tensor in source.snapshot().values())
     addresses = [parameter.data_ptr() for parameter in served.parameters()]
-    with Publisher(store, snapshot="device") as publisher, contextlib.closing(HotSwap(store, ModuleEngine(served), pin=False)) as swap:
+    with (
+        Publisher(store, snapshot="device") as publisher,
+        contextlib.closing(HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False))) as swap,
+    ):
         for step in range(2):
             source.publish(publisher, step=step)
             swap.sync()

@@ -14,6 +14,7 @@ import pytest
 from emulator.build import compiler
 
 import deltawire
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.codec import using_codec
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.format.records.chain_records import CommitRef
@@ -194,7 +195,7 @@ def test_an_engine_generates_while_an_update_is_decoded(tmp_path, gpu):
     waits = []
     with (
         deltawire.Publisher(tmp_path, snapshot="device") as publisher,
-        contextlib.closing(HotSwap(tmp_path, Engine(served), pin=False)) as swap,
+        contextlib.closing(HotSwap(tmp_path, Engine(served), options=ReaderOptions(pin=False))) as swap,
     ):
         for _ in range(3):
             publisher.publish(trainer.state_dict())

@@ -25,6 +25,7 @@ import numpy as np
 from safetensors.numpy import load_file
 from support import PACKAGE, bits_of
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import MirrorError, NoChain
 from deltawire.events import Event
 from deltawire.publish import AnchorPolicy, Publisher
@@ -138,7 +139,7 @@ def mirror(url: str, directory: str, journal: str) -> None:
         if event.name in ("synced", "resynced"):
             events.write(event.name, event.fields["seq"], event.fields["bytes"])
 
-    subscriber = Subscriber(url, directory, reader="mirror", on_event=note)
+    subscriber = Subscriber(url, directory, options=ReaderOptions(reader="mirror"), on_event=note)
     events.write("opened", -1 if subscriber.version is None else subscriber.version.seq, 0)
     while True:
         with contextlib.suppress(NoChain):

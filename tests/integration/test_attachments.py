@@ -14,6 +14,7 @@ from toy_chain import ToyChain, first_state, next_state
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.version import Version
 from deltawire.errors import CheckpointError, CorruptRecord, DataDamaged, DataMissing, LimitExceeded
 from deltawire.events import Event
@@ -84,11 +85,11 @@ def test_pull_gives_every_version_its_own_attachments(changing: Any, tmp_path: P
     store, weights, wanted = changing
     assert [commit.kind for commit in ChainLog(store).tail(0)] == ["anchor"] + ["delta"] * 4
     for seq, (state, files) in enumerate(zip(weights, wanted, strict=True), 1):
-        pull(store, tmp_path / str(seq), at=seq, pin=False)
+        pull(store, tmp_path / str(seq), at=seq, options=ReaderOptions(pin=False))
         assert files_in(tmp_path / str(seq)) == files
         assert {path.name for path in (tmp_path / str(seq)).iterdir()} == {*files, "model.safetensors"}
         assert read_model_files(store, at=seq).files == files
-        with Subscriber(store, pin=False) as reader:
+        with Subscriber(store, options=ReaderOptions(pin=False)) as reader:
             reader.sync(seq)
             assert bits_of(reader.state) == bits_of(state)
     assert read_model_files(store).files == wanted[-1]
@@ -117,7 +118,7 @@ def test_only_what_changed_is_uploaded(changing: Any) -> None:
 
 def test_a_mirror_has_the_attachments_of_the_version_that_it_serves(changing: Any, tmp_path: Path) -> None:
     store, _, wanted = changing
-    with Subscriber(store, tmp_path / "mirror", pin=False) as reader:
+    with Subscriber(store, tmp_path / "mirror", options=ReaderOptions(pin=False)) as reader:
         for seq in (1, 2, 3, 4, 5, 4, 3, 1, 5, 2):
             reader.sync(seq)
             assert files_in(reader.path) == wanted[seq - 1]
@@ -132,7 +133,7 @@ def test_a_version_whose_attachment_is_lost_is_not_served_half(changing: Any, tm
     assert commit.attachments is not None
     lost = next(entry for entry in commit.attachments if entry.name == "chat.jinja")
     data = store.get(lost.key, limit=100)
-    with Subscriber(store, tmp_path / "mirror", pin=False, patience=0.0) as reader:
+    with Subscriber(store, tmp_path / "mirror", options=ReaderOptions(pin=False, patience=0.0)) as reader:
         reader.sync(3)
         for damage, error in (((), DataMissing), ((b"x" * len(data),), DataDamaged)):
             store.delete([lost.key])
@@ -145,7 +146,7 @@ def test_a_version_whose_attachment_is_lost_is_not_served_half(changing: Any, tm
                 assert reader.version.seq == 3
                 assert files_in(reader.path) == wanted[2]
             with pytest.raises(error):
-                pull(store, tmp_path / "out", pin=False, patience=0.0)
+                pull(store, tmp_path / "out", options=ReaderOptions(pin=False, patience=0.0))
             assert not (tmp_path / "out").exists()
             assert [problem.where for problem in verify(store, deep=True).problems] == ["versions 4 to 5"]
             assert verify(store, deep=True).problems[0].what.startswith("chat.jinja, which these versions need: data/")
@@ -159,13 +160,13 @@ def test_a_slot_whose_attachments_were_torn_by_a_power_failure_is_made_anew(
     changing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, _, wanted = changing
-    with Subscriber(store, tmp_path / "mirror", pin=False) as reader:
+    with Subscriber(store, tmp_path / "mirror", options=ReaderOptions(pin=False)) as reader:
         reader.sync()
         assert reader.path is not None
         (reader.path / "config.json").write_bytes(b"")
     monkeypatch.setattr("deltawire.subscribe.mirror.slot.boot_id", lambda: "another boot")
     monkeypatch.setattr("deltawire.subscribe.mirror.mirror.boot_id", lambda: "another boot")
-    with Subscriber(store, tmp_path / "mirror", pin=False) as reader:
+    with Subscriber(store, tmp_path / "mirror", options=ReaderOptions(pin=False)) as reader:
         assert reader.version is None
         reader.sync()
         assert files_in(reader.path) == wanted[-1]
@@ -372,7 +373,7 @@ def test_ranks_that_publish_together_ship_changed_attachments(tmp_path: Path) ->
 
     assert run_ranks(2, work) == [None, None]
     for seq, config in ((1, OLD), (2, NEW), (3, NEW)):
-        pull(tmp_path / "chain", tmp_path / str(seq), at=seq, pin=False)
+        pull(tmp_path / "chain", tmp_path / str(seq), at=seq, options=ReaderOptions(pin=False))
         assert files_in(tmp_path / str(seq)) == {"config.json": config}
     assert verify(open_store(tmp_path / "chain"), deep=True).problems == []
 
@@ -388,7 +389,7 @@ def test_a_full_checkpoint_can_be_asked_for_and_repairs_a_damaged_chain() -> Non
         assert version.kind == "anchor"  # type: ignore[union-attr]
         assert publisher.publish(weights[1]).kind == "delta"  # type: ignore[union-attr]
     assert read_model_files(store).files == {"config.json": OLD}
-    with Subscriber(store, pin=False, patience=0.0) as reader:
+    with Subscriber(store, options=ReaderOptions(pin=False, patience=0.0)) as reader:
         reader.sync()
         assert bits_of(reader.state) == bits_of(weights[1])
 
@@ -514,7 +515,7 @@ def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> No
     chain.delta()
     old = {"config.json": b'{"model_type": "toy"}', "tokenizer.json": b"[]"}
     assert read_model_files(store).files == old
-    with Subscriber(store, tmp_path / "mirror", pin=False) as reader:
+    with Subscriber(store, tmp_path / "mirror", options=ReaderOptions(pin=False)) as reader:
         reader.sync()
         with Publisher(store, **OPTIONS) as publisher:
             publisher.publish(next_state(chain.state, 7))
@@ -528,7 +529,7 @@ def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> No
             publisher.publish(next_state(chain.state, 8))
         reader.sync()
         assert files_in(reader.path) == {"config.json": NEW}
-    pull(store, tmp_path / "pulled", pin=False)
+    pull(store, tmp_path / "pulled", options=ReaderOptions(pin=False))
     assert files_in(tmp_path / "pulled") == {"config.json": NEW}  # and not those of the checkpoint that its weights come from
     assert bits_of(Checkpoint(tmp_path / "pulled")) == bits_of(next_state(chain.state, 8))
 

@@ -18,6 +18,7 @@ from support import bits_of
 
 import deltawire
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.publish import AnchorPolicy, Publisher
 from deltawire.store import Store, open_store
@@ -58,7 +59,7 @@ def assert_nothing_acknowledged_is_lost(store: Store, journal: Path, kills: int)
         if commit["kind"] != "fence":
             assert commit["digest"] == deltawire.state_digest(state_of(commit["step"], restructure=True)).hex()
     assert verify(store, deep=True).problems == []
-    with Subscriber(store, pin=False) as subscriber:
+    with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         version = subscriber.sync()
         assert version.seq >= max(acknowledged)
         assert version.step is not None

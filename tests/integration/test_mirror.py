@@ -17,6 +17,7 @@ from support import PACKAGE, bits_of
 from toy_chain import ToyChain, first_state
 
 import deltawire
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import (
     CheckpointError,
     MirrorError,
@@ -59,12 +60,13 @@ def served(mirror: Path) -> Any:
 
 
 def synced(chain: ToyChain, mirror: Path, **options: Any) -> int:
-    with Subscriber(chain.store, mirror, patience=0.0, **options) as subscriber:
+    with Subscriber(chain.store, mirror, options=ReaderOptions(patience=0.0, **options)) as subscriber:
         return subscriber.sync().seq
 
 
 CHILD = """
 import os, signal, sys
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.subscribe import Subscriber
 
 store, mirror, step, nth = sys.argv[1:]
@@ -75,7 +77,7 @@ def die(reached):
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-subscriber = Subscriber(store, mirror, patience=0.0)
+subscriber = Subscriber(store, mirror, options=ReaderOptions(patience=0.0))
 subscriber._mirrored._mirror.step = die
 subscriber.sync()
 """
@@ -292,7 +294,7 @@ def test_a_mirror_is_not_opened_if_no_trusted_key_signed_its_version(mirror: Pat
     synced(chain, mirror, trusted_keys=[key.public])
     synced(chain, mirror, trusted_keys=[key.public])
     with pytest.raises(SignatureInvalid):
-        Subscriber(chain.store, mirror, trusted_keys=[SigningKey.generate().public])
+        Subscriber(chain.store, mirror, options=ReaderOptions(trusted_keys=[SigningKey.generate().public]))
 
 
 def test_a_mirror_of_another_run_is_refused(chain: ToyChain, mirror: Path) -> None:
@@ -411,7 +413,7 @@ def test_pull_does_not_overwrite_unless_it_is_told_to(any_chain: ToyChain, tmp_p
 def test_pull_finds_another_way_round_damage(any_chain: ToyChain, tmp_path: Path) -> None:
     any_chain.damage(any_chain.add_anchor(4).files[1])
     any_chain.lose(any_chain.add_skip(5, 1).files[0])
-    pull(any_chain.store, tmp_path / "out", patience=0.0)
+    pull(any_chain.store, tmp_path / "out", options=ReaderOptions(patience=0.0))
     assert bits_of(Checkpoint(tmp_path / "out")) == bits_of(any_chain.state)
 
 

@@ -10,6 +10,7 @@ from threads_as_ranks import run_ranks, shards_of
 
 from deltawire import Publisher, Subscriber, pull
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import (
     CommitOutcomeUnknown,
     DataDamaged,
@@ -66,7 +67,7 @@ def publish_all(url, size, versions, **options):
 
 
 def follow(url, **options):
-    with Subscriber(url, pin=False, threads=1, **options) as subscriber:
+    with Subscriber(url, options=ReaderOptions(pin=False, **options), threads=1) as subscriber:
         subscriber.sync()
         return bits_of(subscriber.state), subscriber.version
 
@@ -78,7 +79,10 @@ def test_readers_get_every_version_bit_for_bit(tmp_path, tmp_path_factory, size)
     found = publish_all(tmp_path, size, versions)
     assert all(answer == found[0] for answer in found)
     assert [version.kind for version in found[0]] == ["anchor", "delta", "delta", "delta", "delta"]
-    with Subscriber(tmp_path, pin=False) as reader, Subscriber(tmp_path, mirror_path, pin=False) as mirrored:
+    with (
+        Subscriber(tmp_path, options=ReaderOptions(pin=False)) as reader,
+        Subscriber(tmp_path, mirror_path, options=ReaderOptions(pin=False)) as mirrored,
+    ):
         for version, state in zip(found[0], versions, strict=True):
             assert reader.sync(version.seq).digest == version.digest
             assert bits_of(reader.state) == bits_of(state)

@@ -15,6 +15,7 @@ from threads_as_ranks import run_ranks, shards_of
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import CommitOutcomeUnknown, DataDamaged, SignatureInvalid, VersionUnknown
 from deltawire.format.records.signing import SigningKey
 from deltawire.publish.sharded import ShardedPublisher
@@ -33,7 +34,7 @@ def kinds(url):
 def test_an_older_version_is_taken_up_and_those_after_it_are_abandoned(tmp_path, size):
     before, after = states(4), states(6, seed=0)[4:]
     publish_all(tmp_path, 2, before)
-    with Subscriber(tmp_path, pin=False, threads=1) as reader:
+    with Subscriber(tmp_path, options=ReaderOptions(pin=False), threads=1) as reader:
         reader.sync()
         ((first, second), *_) = publish_all(tmp_path, size, after, resume_from=OLDER)
         assert kinds(tmp_path) == ["fence", "anchor", *["delta"] * 3, "fence", "rewind", "delta", "delta"]
@@ -159,7 +160,7 @@ def test_a_signed_checkpoint_that_was_changed_without_changing_its_digest_is_not
     first, second = ({name: np.full(768, value, np.float16) for name in ("a", "b")} for value in (1, 2))
     second["a"] = first["a"].copy()
     publish_all(tmp_path, 2, [first], signing_key=key)
-    with Subscriber(tmp_path, pin=False, threads=1, trusted_keys=[key.public]) as reader:
+    with Subscriber(tmp_path, options=ReaderOptions(pin=False, trusted_keys=[key.public]), threads=1) as reader:
         reader.sync()
         file = next(file for file in read_commits(open_store(tmp_path))[1]["files"] if file["raw"])
         shard = tmp_path / file["key"]

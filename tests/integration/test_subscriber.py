@@ -13,6 +13,7 @@ import pytest
 from support import bits_of
 from toy_chain import ToyChain, first_state, next_state
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import (
     ChainBroken,
     ChainStale,
@@ -52,10 +53,10 @@ def subscribe(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subscr
 
     def make(chain: ToyChain | Store, **options: Any) -> Subscriber:
         store = chain.store if isinstance(chain, ToyChain) else chain
-        options = {"patience": 0.0} | options
+        others = {name: options.pop(name) for name in ("mirror", "threads", "on_event", "undo_bytes", "replica") if name in options}
         if request.param == "mirror":
-            options = {"mirror": tmp_path / "mirror"} | options
-        made.append(Subscriber(store, **options))
+            others = {"mirror": tmp_path / "mirror"} | others
+        made.append(Subscriber(store, options=ReaderOptions(**({"patience": 0.0} | options)), **others))
         return made[-1]
 
     yield make

@@ -10,6 +10,7 @@ import chain_fuzz
 import pytest
 from toy_chain import ToyChain, first_state
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import DataMissing
 from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore
@@ -54,7 +55,7 @@ def greedy(store: Store, folder: Path) -> None:
 
 
 def mistaken(store: Store, folder: Path) -> None:
-    with Subscriber(store, pin=False) as subscriber:
+    with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         version = subscriber.sync()
         state = {name: array.copy() for name, array in subscriber.state.items()}
         state["d.norm"].reshape(-1)[3] ^= 1
@@ -79,7 +80,7 @@ def test_a_skip_that_leads_back_is_passed_over() -> None:
     chain.anchor(first_state())
     chain.grow(20)
     chain.store.put(f"{keys.SKIPS}{7:020}-{17:020}.json", b"{}")
-    with Subscriber(chain.store, pin=False) as subscriber:
+    with Subscriber(chain.store, options=ReaderOptions(pin=False)) as subscriber:
         subscriber.sync(1)
         assert subscriber.sync().seq == 21
     assert keys.parse_skip_key(keys.skip_key(7, 17)) is None

@@ -32,6 +32,7 @@ from deltawire import Publisher
 from deltawire.chain.fetch import Fetcher
 from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import (
     CommitOutcomeUnknown,
     DataMissing,
@@ -255,7 +256,7 @@ class ChainMachine(RuleBasedStateMachine):
         process = Process(self.world.store)
         mirror = None if number == 0 else self.folder / f"mirror-{1 if number == 3 else number}"
         reader = self.readers[number] = Reader(process, mirror)
-        reader.subscriber = Subscriber(process.store, mirror, patience=0.0, reader=f"reader-{number}", threads=1)
+        reader.subscriber = Subscriber(process.store, mirror, options=ReaderOptions(patience=0.0, reader=f"reader-{number}"), threads=1)
         return reader
 
     def _reader_came_to(self, number: int, outcome: Outcome | None) -> None:
@@ -343,7 +344,7 @@ class ChainMachine(RuleBasedStateMachine):
 
     def _read_from_nothing(self, seq: int) -> None:
         is_reachable = seq in self.world.reachable()
-        with Subscriber(self.world.store, pin=False, patience=0.0, threads=1) as subscriber:
+        with Subscriber(self.world.store, options=ReaderOptions(pin=False, patience=0.0), threads=1) as subscriber:
             try:
                 version = subscriber.sync(seq)
             except (VersionGone, DataMissing):
@@ -448,6 +449,6 @@ def test_collector_that_hung_takes_nothing_that_a_resumed_version_rests_on() -> 
         assert outcome.value.outcome == "collected"
         world.read_new_commits()
         assert seqs[1] not in world.reachable()
-        with Subscriber(world.store, patience=0.0) as subscriber:
+        with Subscriber(world.store, options=ReaderOptions(patience=0.0)) as subscriber:
             world.assert_is_version(subscriber.sync(), subscriber.state)
             assert bits_of(subscriber.state) == bits_of(world.published[1])

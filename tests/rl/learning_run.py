@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tiny_models import SIZES, qwen, torch
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.fleet.member import Member
 from deltawire.fleet.options import FleetOptions
 from deltawire.rl.generation import TransformersGenerator
@@ -98,7 +99,7 @@ def open_generator(store: Store, name: str, stop: threading.Event) -> Transforme
 
     while not stop.wait(0.01):
         try:
-            return TransformersGenerator(store, reader=name, poll=0.01)
+            return TransformersGenerator(store, options=ReaderOptions(reader=name), poll=0.01)
         except DeltawireError as error:  # there is no chain yet
             if not error.retryable:
                 raise

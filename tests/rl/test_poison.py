@@ -15,6 +15,7 @@ from poisons import MARK, MARKED, Poison, PoisonedStore, logprob, longer, on_fir
 from tiny_models import torch
 
 from deltawire import Subscriber
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines.model_limits import limits_of_files, load_prompts
 from deltawire.errors import TrainingFailed
 from deltawire.events import Event
@@ -98,7 +99,7 @@ def makes_infinite_gradients(out: Any) -> Any:
 
 
 def assert_finite(store: MemoryStore, step: int) -> None:
-    with Subscriber(store, pin=False) as reader:
+    with Subscriber(store, options=ReaderOptions(pin=False)) as reader:
         assert reader.sync().step == step
         for name, array in reader.state.items():
             bits = array.view(np.uint16).astype(np.uint32) << 16

@@ -14,6 +14,7 @@ import pytest
 from tiny_models import llama, qwen, step, torch
 
 from deltawire import Publisher
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.version import Version
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.errors import EngineUnavailable
@@ -131,7 +132,7 @@ def store() -> MemoryStore:
 
 
 def test_weights_of_no_version_make_no_rollouts(store: MemoryStore):
-    with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served := qwen(1)), pin=False) as policy:
+    with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served := qwen(1)), options=ReaderOptions(pin=False)) as policy:
         with pytest.raises(EngineUnavailable, match="does not have a version of the chain yet"):
             sample(served, PROMPTS, Sampling(1, 2), forward_pass=passes_of(policy))
         publisher.publish(qwen(0).state_dict(), step=0)
@@ -142,7 +143,7 @@ def test_weights_of_no_version_make_no_rollouts(store: MemoryStore):
 
 def test_a_completion_goes_on_across_a_swap_with_the_old_versions_cache(store: MemoryStore):
     trainer, served = qwen(0, dtype=torch.float32), qwen(1, dtype=torch.float32)
-    with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served), pin=False) as policy:
+    with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False)) as policy:
         old = publisher.publish(trainer.state_dict(), step=0)
         before = copy.deepcopy(trainer)
         policy.sync()
@@ -188,7 +189,7 @@ def test_each_token_is_attributed_to_the_version_that_made_it_while_swaps_race_w
         return {"says": says}
 
     served, is_mixed = Parrot(), threading.Event()
-    with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served), pin=False) as policy:
+    with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False)) as policy:
         publisher.publish(weights(0), step=0)
         policy.sync()
         policy.start(poll=0.001)

@@ -13,6 +13,7 @@ from learning_run import FLEET, ROWS, SETTINGS, attachments, members, model, tok
 from tiny_models import bits, torch
 
 from deltawire import Subscriber
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import CheckpointError, Fenced, SignatureInvalid, UnusableModelFiles, UnusableRows, UnusableSettings
 from deltawire.events import Event
 from deltawire.format.records.signing import SigningKey
@@ -48,7 +49,7 @@ def test_a_reward_that_can_be_learned_rises(store: MemoryStore, tmp_path: Path):
 def test_what_is_published_is_what_the_trainer_has(store: MemoryStore, tmp_path: Path):
     with members(store), trainer(store, tmp_path) as learning:
         learning.train(until=3)
-        with Subscriber(store, pin=False) as reader:
+        with Subscriber(store, options=ReaderOptions(pin=False)) as reader:
             assert reader.sync().step == 3
             held = {name: bytes_ for name, (_, _, bytes_) in bits(learning._model.to(torch.bfloat16).state_dict()).items()}
             del held["lm_head.weight"]  # tied

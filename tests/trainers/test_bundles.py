@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tiny_models import bits, qwen, step, torch
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.format.bundle_names import BundleView, bundle_names, join_name, split_name
 from deltawire.publish import Publisher
@@ -30,7 +31,7 @@ def test_a_reader_sees_each_bundle_under_its_own_names() -> None:
     policy, scales = torch.nn.Linear(3, 3), {"weight": torch.ones(3)}
     with Publisher(store) as publisher:
         publisher.publish(join_bundles(policy.state_dict(), scales=scales))
-    with Subscriber(store, pin=False) as subscriber:
+    with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         subscriber.sync()
         assert bundle_names(subscriber.state) == ["", "scales"]
         assert set(BundleView(subscriber.state)) == {"weight", "bias"}
@@ -50,7 +51,7 @@ def test_an_adapter_is_published_by_itself_and_followed() -> None:
 
     assert {wire(name) for name in names} == set(adapter_weights(trainer))
     engine = ModuleEngine(served, names=wire, bundle="adapter")
-    with Publisher(store) as publisher, HotSwap(store, engine, pin=False) as swap:
+    with Publisher(store) as publisher, HotSwap(store, engine, options=ReaderOptions(pin=False)) as swap:
         for number in range(3):
             publisher.publish(join_bundles(adapter=adapter_weights(trainer)), step=number)
             version = swap.sync()
@@ -66,7 +67,7 @@ def test_policy_and_draft_model_are_one_version() -> None:
     store = MemoryStore()
     policy, draft = qwen(0), qwen(1, tied=False)
     sources = {"policy": WeightSource(policy), "draft": WeightSource(draft)}
-    with Publisher(store) as publisher, Subscriber(store, pin=False) as subscriber:
+    with Publisher(store) as publisher, Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         for number in range(3):
             publisher.publish(join_bundles(sources["policy"].snapshot(), draft=sources["draft"].snapshot()), step=number)
             assert subscriber.sync().step == number

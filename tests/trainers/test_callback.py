@@ -11,6 +11,7 @@ from tiny_models import bits, new_tokenizer, qwen, torch, transformers
 
 pytest.importorskip("accelerate", reason="accelerate is not installed, which the Trainer needs")
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import Fenced, PublisherClosed
 from deltawire.publish import Publisher
 from deltawire.store import open_store
@@ -75,7 +76,7 @@ def test_in_the_background_the_last_step_arrives_before_training_returns(tmp_pat
 
     model = train(tmp_path / "out", DeltaWireCallback("memory://callback-background", dtype=torch.bfloat16), others=(Renamed(),))
     assert b'"rope_note": "after step 4"' in read_model_files(open_store("memory://callback-background")).files["config.json"]
-    with Subscriber("memory://callback-background", pin=False) as subscriber:
+    with Subscriber("memory://callback-background", options=ReaderOptions(pin=False)) as subscriber:
         assert subscriber.sync().step == 5
         expected = model.model.norm.weight.detach().bfloat16().view(torch.uint8).numpy().tobytes()
         assert subscriber.state["model.norm.weight"].tobytes() == expected
@@ -114,7 +115,7 @@ def test_the_last_version_arrives_when_training_raises(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), DeltaWireCallback(store, dtype=torch.bfloat16) as callback:
         train(tmp_path / "out", callback, others=(Breaks(),))
     assert callback.publisher is None
-    with Subscriber(store, pin=False) as subscriber:
+    with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         assert subscriber.sync().step == 2
 
 

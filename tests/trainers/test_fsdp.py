@@ -18,6 +18,7 @@ from support import PACKAGE
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import StoreUnavailable
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore
@@ -68,7 +69,7 @@ def train(job):
 def compare(url, states):
     """Every version in memory, bit for bit."""
     assert states
-    with Subscriber(url, pin=False, threads=1) as subscriber:
+    with Subscriber(url, options=ReaderOptions(pin=False), threads=1) as subscriber:
         for seq, state in sorted(states.items()):
             subscriber.sync(seq)
             assert subscriber.state.keys() == state.keys()
@@ -99,7 +100,7 @@ def test_masters_are_cast_shard_by_shard(train, tmp_path):
     states = train(2, tmp_path / "run", tmp_path / "out", [0, 3], bf16=True)
     assert all(array.dtype == np.float32 for name, array in states[1].items() if name != "steps")
     compare(tmp_path / "run", states)
-    with Subscriber(tmp_path / "run", pin=False) as subscriber:
+    with Subscriber(tmp_path / "run", options=ReaderOptions(pin=False)) as subscriber:
         subscriber.sync()
         assert str(subscriber.state["norm.weight"].dtype) == "bfloat16"
 
@@ -131,7 +132,7 @@ def test_a_late_joiner_reads_few_objects_and_has_the_full_state_dict(train, tmp_
     states = train(2, url, tmp_path / "out", [0, 38], anchors=False)
     compare(url, {seq: states[seq] for seq in (5, 17, 33, 38)})
     store = FaultyStore(open_store(url))
-    with Subscriber(store, pin=False, threads=1) as joiner:
+    with Subscriber(store, options=ReaderOptions(pin=False), threads=1) as joiner:
         joiner.sync()
         assert {name: array.tobytes() for name, array in joiner.state.items()} == {
             name: array.tobytes() for name, array in states[38].items()
@@ -211,7 +212,7 @@ def test_fused_experts_are_published_as_checkpoints_have_them(tmp_path):
     store = MemoryStore()
     with FSDPPublisher(store, threads=1) as publisher:
         publisher.publish(model)
-    with Subscriber(store, pin=False) as subscriber:
+    with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         subscriber.sync()
         expected = load_file(tmp_path / "model.safetensors")
         assert {name: array.tobytes() for name, array in subscriber.state.items()} == {
@@ -246,7 +247,7 @@ def test_leaving_by_an_error_publishes_the_version_that_all_ranks_have_begun(tmp
 
         with pytest.raises(ZeroDivisionError):
             train()
-        with Subscriber(store, pin=False) as subscriber:
+        with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
             assert subscriber.sync().step == 5
     finally:
         dist.destroy_process_group()

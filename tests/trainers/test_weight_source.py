@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from tiny_models import bits, moe, qwen, step, torch, transformers
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.version import Version
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.publish import Publisher
@@ -64,7 +65,7 @@ def test_what_is_published_in_the_background_is_what_it_was_at_the_call() -> Non
     store = MemoryStore()
     model, served = qwen(0, dtype=torch.float32), qwen(1)
     source = WeightSource(model, dtype=torch.bfloat16)
-    with Publisher(store, background=True) as publisher, HotSwap(store, ModuleEngine(served), pin=False) as swap:
+    with Publisher(store, background=True) as publisher, HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False)) as swap:
         for number in range(4):
             pending: Any = source.publish(publisher, step=number)
             expected = bits({name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
@@ -106,7 +107,7 @@ def test_a_model_is_published_as_its_checkpoint_is(tmp_path: Path) -> None:
         assert version.kind == "delta"
         publisher.publish(model, step=3)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "saved")
-    with Subscriber(tmp_path / "chain", pin=False) as subscriber:
+    with Subscriber(tmp_path / "chain", options=ReaderOptions(pin=False)) as subscriber:
         assert subscriber.sync().step == 3
         found = bits({name: to_torch(array.copy()) for name, array in subscriber.state.items()})
     assert "lm_head.weight" not in found

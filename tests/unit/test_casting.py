@@ -8,6 +8,7 @@ import pytest
 from support import bits_of
 
 import deltawire
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.dtypes import dtype_named
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
@@ -59,7 +60,7 @@ def test_all_wide_floats_are_cast_and_nothing_else():
     for to in (np.float16, BF16, np.float32, np.float64):
         with Publisher(store := MemoryStore(), dtype=to, attachments={}) as publisher:
             publisher.publish(state)
-        with Subscriber(store, pin=False) as subscriber:
+        with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
             subscriber.sync()
             expected = {name: array.astype(to) for name, array in wide.items()} | {name: state[name] for name in ("ids", "fp8")}
             assert bits_of(subscriber.state) == bits_of(expected)
@@ -82,7 +83,7 @@ def test_what_is_published_is_cast_at_every_step_and_the_trainers_own_weights_st
             publisher.publish(state, step=step)
             publisher.flush()
             kept = state["w"].copy()
-            with Subscriber(store, pin=False) as subscriber:
+            with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
                 subscriber.sync()
                 assert bits_of(subscriber.state) == bits_of({name: state["w"].astype(BF16) for name in state})
             assert np.array_equal(state["w"], kept)

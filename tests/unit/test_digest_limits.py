@@ -12,6 +12,7 @@ from support import DIGEST_NEUTRAL as DIFFERENCE
 from toy_chain import ToyChain, first_state
 
 import deltawire
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.codec import using_codec
 from deltawire.errors import DataDamaged
 from deltawire.format.records.signing import SigningKey
@@ -67,5 +68,8 @@ def test_a_file_that_was_changed_without_changing_the_digest_is_refused_by_its_h
     assert deltawire.state_digest({"a.weight": tampered}) == chain.commits[1].digest
     assert bits_of({"a.weight": tampered}) != bits_of(chain.state)
     chain.store.put(file.key, bytes(data))
-    with Subscriber(chain.store, trusted_keys=[key.public], patience=0.0, threads=1) as reader, pytest.raises(DataDamaged):
+    with (
+        Subscriber(chain.store, options=ReaderOptions(trusted_keys=[key.public], patience=0.0), threads=1) as reader,
+        pytest.raises(DataDamaged),
+    ):
         reader.sync()

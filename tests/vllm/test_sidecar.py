@@ -11,6 +11,7 @@ import pytest
 
 from deltawire import Publisher
 from deltawire.chain.log import ChainLog
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING, Report, read_reports
 from deltawire.engines.vllm.routes import RouteFailed
 from deltawire.engines.vllm.sidecar import QUARANTINED_LABEL, Sidecar
@@ -101,7 +102,13 @@ class Scene:
         self.sidecar = self.start()
 
     def start(self) -> Sidecar:
-        sidecar = Sidecar("http://127.0.0.1:1", self.folder / "store", self.folder / "mirror", reader="engine", on_event=self.events.append)
+        sidecar = Sidecar(
+            "http://127.0.0.1:1",
+            self.folder / "store",
+            self.folder / "mirror",
+            options=ReaderOptions(reader="engine"),
+            on_event=self.events.append,
+        )
         sidecar.routes = self.server  # type: ignore[assignment]
         return sidecar
 

@@ -9,10 +9,10 @@ from typing import Any
 from ..chain.version import Version
 from ..errors import EngineQuarantined, SwapFailed
 from ..format.records.chain_records import Commit
-from ..subscribe.journey import Journey
 from ..subscribe.mirror.mirror import HeldSlot
 from ..subscribe.mirror.mirror_replica import MirrorReplica
 from ..subscribe.replica import Replica
+from ..subscribe.sync_context import SyncContext
 from .base import Engine, KvCache, Swap
 
 Reload = Callable[[Path, Version], Any]
@@ -74,8 +74,8 @@ class ReloadingReplica(MirrorReplica):
     def commit(self) -> Commit | None:
         return None if self._loaded is None else self._loaded.record.commit
 
-    def move(self, target: Commit, journey: Journey) -> None:
-        super().move(target, journey)
+    def move(self, target: Commit, context: SyncContext) -> None:
+        super().move(target, context)
         held = self._held
         assert held is not None
         try:

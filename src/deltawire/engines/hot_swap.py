@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from ..chain.reader_options import ReaderOptions
 from ..chain.version import Version
 from ..events import OnEvent, emit
-from ..format.records.chain_records import Limits
-from ..store import Store, StoreOptions
+from ..store import Store
 from ..subscribe import Subscriber
 from ..subscribe.follow import follow_chain
-from ..subscribe.journey import PATIENCE
 from .base import Engine, KvCache
 from .swap.live_intervals import Attribution, LiveInterval, LiveIntervals
 from .swap.swap_controller import SwapController, SwapRecord
@@ -34,7 +33,7 @@ class HotSwap:
     on with the last good version, or, where nobody knows what its weights are, stays paused until the next sync repairs them.
 
     `kv_cache` says what becomes of caches that old weights made. Every `confirm_every`-th swap is confirmed by reading all weights, in the
-    pause; the others by what each engine checks in less time. The rest are options of `Subscriber`.
+    pause; the others by what each engine checks in less time. `options` say which chain to accept and how to read it.
     """
 
     def __init__(
@@ -44,34 +43,15 @@ class HotSwap:
         *,
         kv_cache: KvCache = KvCache.KEEP,
         confirm_every: int = 1,
-        run: str | None = None,
-        trusted_keys: Collection[str] = (),
-        max_silence: float | None = None,
-        reader: str | None = None,
-        pin: bool = True,
-        limits: Limits | None = None,
-        patience: float = PATIENCE,
+        options: ReaderOptions | None = None,
         on_event: OnEvent | None = None,
-        store_options: StoreOptions | None = None,
     ) -> None:
         self.engine = engine
         self._on_event = on_event
         self._intervals = LiveIntervals()
         self._controller = SwapController(engine, self._intervals, kv_cache=kv_cache, confirm_every=confirm_every, on_event=on_event)
         self._replica = engine.replica(self._controller.swap)
-        self._subscriber = Subscriber(
-            url,
-            replica=self._replica,
-            run=run,
-            trusted_keys=trusted_keys,
-            max_silence=max_silence,
-            reader=reader,
-            pin=pin,
-            limits=limits,
-            patience=patience,
-            on_event=on_event,
-            store_options=store_options,
-        )
+        self._subscriber = Subscriber(url, replica=self._replica, options=options, on_event=on_event)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.last_error: Exception | None = None

@@ -15,8 +15,8 @@ from ..errors import BaseMismatch, EngineDtypeDiffers, EngineQuarantined, Engine
 from ..format.delta_file import DeltaBytes
 from ..format.digest import Digest
 from ..format.records.chain_records import Commit
-from ..subscribe.journey import Journey
 from ..subscribe.memory_replica import MemoryReplica
+from ..subscribe.sync_context import SyncContext
 from ..tensors.bits import tensor_bits, to_torch
 from ..tensors.gpu_handover import Handover
 from ..tensors.module_tensors import tied_names
@@ -64,11 +64,11 @@ class LiveReplica(MemoryReplica):
         self._is_unknown = False
         """Whether a swap failed and could not be taken back."""
 
-    def move(self, target: Commit, journey: Journey) -> None:
+    def move(self, target: Commit, context: SyncContext) -> None:
         if self._commit is None and not self._is_unknown:
-            self._recognise(target, journey)
+            self._recognise(target, context)
         self._look_again()
-        super().move(target, journey)
+        super().move(target, context)
 
     def change(self, update: Update, target: Commit) -> Undo:
         assert self._state.commit is not None
@@ -135,11 +135,11 @@ class LiveReplica(MemoryReplica):
             self._take_on(live, dict(arrays), self._state.commit)
             self._undo.clear()
 
-    def _recognise(self, target: Commit, journey: Journey) -> None:
+    def _recognise(self, target: Commit, context: SyncContext) -> None:
         """Find out whether the module is at the target, or where it is said to be: then nothing whole needs to be fetched."""
         candidates = [target]
         if self._at is not None and self._at != target.seq:
-            known = journey.log.state_commit(journey.log.ancestor(target, self._at)) if self._at < target.seq else None
+            known = context.log.state_commit(context.log.ancestor(target, self._at)) if self._at < target.seq else None
             candidates += [known] if known is not None else []
         for naming in self._namings:
             if self._recognise_named(naming, candidates):

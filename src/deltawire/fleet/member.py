@@ -12,13 +12,14 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from blake3 import blake3
 
 from ..chain.log import ChainLog
+from ..chain.reader_options import ReaderOptions
 from ..chain.version import Version
 from ..errors import DeltawireError, EngineError, EngineUnavailable, RewardError, UnusableReward
 from ..events import OnEvent, emit, with_fields
@@ -68,8 +69,7 @@ class Member:
         score: Score,
         *,
         name: str,
-        run: str | None = None,
-        trusted_keys: Collection[str] = (),
+        options: ReaderOptions | None = None,
         poll: float = 0.5,
         patience: float = 1.0,
         grace: float = 5.0,
@@ -81,7 +81,7 @@ class Member:
         self._generator = generator
         self._score = score
         self._name = name
-        self._log = ChainLog(store, run=run, trusted_keys=trusted_keys)
+        self._log = (options or ReaderOptions()).open_log(store)
         self._poll = poll
         self._patience = patience
         self._grace = grace

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..chain.reader_options import ReaderOptions
 from ..chain.version import Version
 from ..dtypes import DType
 from ..engines import HotSwap, ModuleEngine
@@ -39,20 +40,16 @@ class TransformersGenerator:
         store: Store,
         *,
         device: str | torch.device = "cpu",
-        run: str | None = None,
-        trusted_keys: Collection[str] = (),
-        reader: str | None = None,
+        options: ReaderOptions | None = None,
         poll: float = 0.5,
         on_event: OnEvent | None = None,
     ) -> None:
-        self._prompts = FollowedFiles(store, Prompts.of, run=run, trusted_keys=trusted_keys)
+        self._prompts = FollowedFiles(store, Prompts.of, options=options)
         self.model, self._stop_tokens = build_model(self._prompts.first, device)
         end = self._prompts.at(None).tokenizer.eos_token_id
         if end is not None:
             self._stop_tokens.add(end)
-        self._policy = HotSwap(
-            store, ModuleEngine(self.model, name="transformers"), run=run, trusted_keys=trusted_keys, reader=reader, on_event=on_event
-        )
+        self._policy = HotSwap(store, ModuleEngine(self.model, name="transformers"), options=options, on_event=on_event)
         self._passes = passes_of(self._policy)
         self._poll = poll
         self._is_following = False

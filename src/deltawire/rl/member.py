@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..chain.reader_options import ReaderOptions
 from ..errors import DeltawireError, UnusableReward
 from ..events import OnEvent, emit, with_fields
 from ..fleet.generation import Generator
@@ -115,8 +116,7 @@ def serve(
             generator,
             scorer,
             name=name,
-            run=options.run,
-            trusted_keys=options.trust,
+            options=_reader_options(options, name),
             poll=options.poll,
             clock=clock,
             on_event=on_event,
@@ -168,21 +168,21 @@ def _generator(options: MemberOptions, name: str, store: Store, on_event: OnEven
         from ..engines.vllm.sidecar import default_mirror
 
         mirror = Path(options.mirror) if options.mirror else default_mirror(options.source)
-        return VllmGenerator(
-            store, url, mirror, run=options.run, trusted_keys=options.trust, reader=name, poll=options.poll, on_event=on_event
-        )
+        return VllmGenerator(store, url, mirror, options=_reader_options(options, name), poll=options.poll, on_event=on_event)
     _require_transformers()
     from .generation import TransformersGenerator
 
     return TransformersGenerator(
         store,
         device=_device(options.device),
-        run=options.run,
-        trusted_keys=options.trust,
-        reader=name,
+        options=_reader_options(options, name),
         poll=options.poll,
         on_event=on_event,
     )
+
+
+def _reader_options(options: MemberOptions, name: str) -> ReaderOptions:
+    return ReaderOptions(run=options.run, trusted_keys=options.trust, reader=name)
 
 
 def _require_transformers() -> None:

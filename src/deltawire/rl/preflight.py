@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..chain.reader_options import ReaderOptions
 from ..engines.model_limits import positions_of
 from ..engines.prompts import Prompts
 from ..errors import EngineError, NoChain, UnusableModelFiles, UnusableRows, UnusableSettings
@@ -21,7 +22,7 @@ _NAMED = 3
 """An error names at most this many rows."""
 
 
-def read_files(store: Store, attachments: Attachments | None, *, run: str | None = None, trusted_keys: Collection[str] = ()) -> ModelFiles:
+def read_files(store: Store, attachments: Attachments | None, *, options: ReaderOptions | None = None) -> ModelFiles:
     """Return the files that members build the model from: `attachments` if given, otherwise those of the chain.
 
     Raises `UnusableModelFiles` if there are none.
@@ -29,7 +30,7 @@ def read_files(store: Store, attachments: Attachments | None, *, run: str | None
     if attachments is not None:
         return ModelFiles(read_attachments(attachments) or {}, {})
     try:
-        return read_model_files(store, run=run, trusted_keys=trusted_keys)
+        return read_model_files(store, options=options)
     except NoChain:
         raise UnusableModelFiles("there is no config.json and no tokenizer to publish with the weights.") from None
 

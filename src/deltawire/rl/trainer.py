@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..chain.log import ChainLog
+from ..chain.reader_options import ReaderOptions
 from ..chain.version import Version
 from ..engines.model_limits import load_prompts
 from ..errors import FleetTimeout, TrainingFailed
@@ -139,7 +140,8 @@ class GrpoTrainer:
             self._store = open_store(url, on_event=on_event)
             if self._store is not url:
                 opened.callback(self._store.close)
-            files = read_files(self._store, attachments, run=publisher.get("run"), trusted_keys=_keys_to_trust(**publisher))
+            options = ReaderOptions(run=publisher.get("run"), trusted_keys=_keys_to_trust(**publisher))
+            files = read_files(self._store, attachments, options=options)
             self._prompts = load_prompts(files)
             limits = training_limits(model, self._prompts)
             check_rows(rows, limits, self.settings.max_completion_length)

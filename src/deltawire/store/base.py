@@ -38,19 +38,34 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How to reach a store. The defaults suit a data centre and survive a slow line.
+    """Say how to reach a store. The defaults suit a data centre and also work over a slow line.
 
-    `timeout` bounds, in seconds, a small request, and the silence in the middle of a large one; uploads get more, by their size.
-    `retries` is how many times a request is repeated after the first, with growing, jittered pauses. `streams` bounds the parts in
-    flight of a transfer, and `part_bytes` their size, so it holds at most `streams` × `part_bytes` beside the caller's own buffers.
-    `endpoint` overrides the service's address (else AWS_ENDPOINT_URL and its like); plain http:// is accepted for loopback addresses, for
-    others only with `allow_http`. `region` and `virtual_hosted` matter to S3 alone.
+    A transfer holds at most `streams` times `multipart_bytes` in memory, in addition to the caller's own buffers.
+
+    Parameters
+    ----------
+    timeout
+        Seconds that a small request may take, and that a large one may stay without progress. Uploads get more time, by their size.
+    retries
+        How many times a failed request is repeated, with growing random pauses.
+    streams
+        How many pieces of one large transfer are sent or fetched at the same time.
+    multipart_bytes
+        The size of these pieces, in bytes. At least 5 MiB, the smallest that S3 accepts.
+    endpoint
+        The address of the service. None uses AWS_ENDPOINT_URL and similar variables, then the provider's own address.
+    region
+        The region of an S3 bucket.
+    virtual_hosted
+        Whether S3 requests name the bucket in the host name. None chooses by the endpoint.
+    allow_http
+        Whether to accept a plain http:// endpoint that is not a loopback address.
     """
 
     timeout: float = 30.0
     retries: int = 6
     streams: int = 16
-    part_bytes: int = 8 * 1024 * 1024
+    multipart_bytes: int = 8 * 1024 * 1024
     endpoint: str | None = None
     region: str | None = None
     virtual_hosted: bool | None = None
@@ -59,8 +74,8 @@ class StoreOptions:
     def __post_init__(self) -> None:
         if self.timeout <= 0 or self.retries < 0 or self.streams < 1:
             raise ValueError("timeout must be positive, retries at least 0 and streams at least 1")
-        if self.part_bytes < 5 * 1024 * 1024:
-            raise ValueError("part_bytes must be at least 5 MiB, the smallest part that S3 accepts")
+        if self.multipart_bytes < 5 * 1024 * 1024:
+            raise ValueError("multipart_bytes must be at least 5 MiB, the smallest piece that S3 accepts")
 
 
 class Store(ABC):

@@ -105,7 +105,7 @@ def _remote(
 ) -> RemoteStore:
     common: ClientConfig = {"allow_http": _plain_http(endpoint, options), **_without_proxy(endpoint)}
     timeout = timedelta(seconds=options.timeout)
-    upload = timedelta(seconds=options.timeout + options.streams * options.part_bytes / _SLOWEST)
+    upload = timedelta(seconds=options.timeout + options.streams * options.multipart_bytes / _SLOWEST)
     once: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     parts: RetryConfig = {"max_retries": options.retries, "retry_timeout": upload * (options.retries + 1)}
     place = f"{url}/{prefix}" if prefix else url

@@ -92,7 +92,7 @@ class RemoteStore(Store):
         if not target:
             self.head(key)  # no service has empty ranges
             return
-        step = self._options.part_bytes
+        step = self._options.multipart_bytes
         parts = [(offset + start, target[start : start + step]) for start in range(0, len(target), step)]
         if len(parts) == 1:
             self._read_part(key, *parts[0], progress)
@@ -131,8 +131,8 @@ class RemoteStore(Store):
         check_key(key)
         whole, pieces = as_pieces(data)
         if whole is None:
-            head = _take(pieces, self._options.part_bytes + 1)
-            if sum(map(len, head)) > self._options.part_bytes:
+            head = _take(pieces, self._options.multipart_bytes + 1)
+            if sum(map(len, head)) > self._options.multipart_bytes:
                 self._put_parts(key, _counted(itertools.chain(head, pieces), size, key, self.url, progress), size)
                 return
             whole = memoryview(b"".join(head))
@@ -185,7 +185,7 @@ class RemoteStore(Store):
     def _put_whole(self, key: str, whole: memoryview, progress: Progress | None) -> None:
         """Data that are at hand as a whole can be sent again as a whole."""
         path = self._path(key)
-        step = self._options.part_bytes
+        step = self._options.multipart_bytes
 
         def send() -> None:
             with self._translating("put", key):
@@ -203,14 +203,14 @@ class RemoteStore(Store):
             progress(len(whole))
 
     def _put_parts(self, key: str, pieces: Iterator[memoryview], size: int | None) -> None:
-        part_bytes = max(self._options.part_bytes, -(-(size or 0) // _MOST_PARTS))
+        multipart_bytes = max(self._options.multipart_bytes, -(-(size or 0) // _MOST_PARTS))
         with self._translating("put", key):
             obstore.put(
                 self._clients.multipart,
                 self._path(key),
                 pieces,
                 use_multipart=True,
-                chunk_size=part_bytes,
+                chunk_size=multipart_bytes,
                 max_concurrency=self._options.streams,
             )
 

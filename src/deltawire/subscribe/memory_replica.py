@@ -13,7 +13,7 @@ from ..chain.routes import HopFailed, was_collected
 from ..errors import ChainError, DataDamaged, DataMissing, DeltaError, StateError, VersionGone
 from ..events import emit
 from ..format.records.chain_records import Commit
-from .journey import Journey, RouteFetcher
+from .sync_context import RouteFetcher, SyncContext
 from .undo import UndoLog
 
 
@@ -43,28 +43,28 @@ class MemoryReplica:
     def state(self) -> Mapping[str, NDArray[Any]]:
         return self._state
 
-    def move(self, target: Commit, journey: Journey) -> None:
+    def move(self, target: Commit, context: SyncContext) -> None:
         spoilt = False
         self._commit = self.commit
         while True:
             back = None if spoilt else self._undo.way_back(self._state.digest, target)
             if back is not None:
-                with journey.report.watch.phase("apply"):
+                with context.report.watch.phase("apply"):
                     self.take_back(back, target)
                 return
-            have = None if spoilt or self._state.commit is None else journey.log.ref(self._state.commit)
-            with journey.report.watch.phase("find"):
-                hops = journey.routes.find(have, target)
+            have = None if spoilt or self._state.commit is None else context.log.ref(self._state.commit)
+            with context.report.watch.phase("find"):
+                hops = context.routes.find(have, target)
             try:
-                self._walk(hops, journey)
+                self._walk(hops, context)
             except HopFailed as failure:
                 if isinstance(failure.error, StateError) and failure.hop.source != "skip" and hops[0].base is not None:
                     spoilt = True  # not what its commit says: memory rots, and arrays can be written to
-                    emit(journey.on_event, "state-refused", seq=failure.hop.base, reason=str(failure.error))
+                    emit(context.on_event, "state-refused", seq=failure.hop.base, reason=str(failure.error))
                 else:
-                    journey.routes.avoid(failure)
+                    context.routes.avoid(failure)
                 continue
-            journey.report.hops += len(hops)
+            context.report.hops += len(hops)
             return
 
     def close(self) -> None:
@@ -93,14 +93,14 @@ class MemoryReplica:
     def _nothing(self) -> MemoryState:
         return MemoryState(threads=self._threads, new_update=self._new_update)
 
-    def _walk(self, hops: Sequence[Hop], journey: Journey) -> None:
+    def _walk(self, hops: Sequence[Hop], context: SyncContext) -> None:
         from_nothing = bool(hops) and hops[0].base is None
         state = MemoryState(threads=self._threads) if from_nothing else self._state
-        fetcher = journey.route_fetcher(hops)
+        fetcher = context.route_fetcher(hops)
         try:
             for hop in hops:
-                update = self._prepare(state, hop, fetcher, journey)
-                with journey.report.watch.phase("apply"):
+                update = self._prepare(state, hop, fetcher, context)
+                with context.report.watch.phase("apply"):
                     if update is not None and from_nothing:
                         state.apply(update, hop.target)
                     elif update is not None:
@@ -110,24 +110,24 @@ class MemoryReplica:
         finally:
             fetcher.close()
         if from_nothing:
-            journey.report.resynced = self._commit is not None
+            context.report.resynced = self._commit is not None
             self.replace(state, hops[-1].target)
             self._undo.clear()
             self._commit = hops[-1].target
 
     @staticmethod
-    def _prepare(state: MemoryState, hop: Hop, fetcher: RouteFetcher, journey: Journey) -> Update | None:
+    def _prepare(state: MemoryState, hop: Hop, fetcher: RouteFetcher, context: SyncContext) -> Update | None:
         """One hop, but for the change that it makes to the arrays of `state`, if it makes one."""
         try:
             if hop.base is None:
-                state.load_anchor(hop, fetcher, collected=was_collected(journey.log, hop), progress=journey.progress)
-                journey.report.fetched(entry for entry in hop.files if (entry.name or "").endswith(".safetensors"))
+                state.load_anchor(hop, fetcher, collected=was_collected(context.log, hop), progress=context.progress)
+                context.report.fetched(entry for entry in hop.files if (entry.name or "").endswith(".safetensors"))
                 return None
             if not hop.files:
                 state.relabel(hop.target)
                 return None
             update = state.resolve(hop, fetcher)
-            journey.report.fetched(hop.files)
+            context.report.fetched(hop.files)
             return update
         except (DataDamaged, DataMissing, VersionGone) as error:
             raise HopFailed(hop, error, is_data_lost=True) from error

@@ -6,7 +6,7 @@ Enough to build an empty model of the right form, which then gets its weights by
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from ..chain.attachments import attachments_hop, attachments_of, fetch_attachments
 from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
+from ..chain.reader_options import ReaderOptions
 from ..chain.restore import Hop
 from ..chain.routes import HopFailed, Routes, was_collected
 from ..chain.version import Version
@@ -59,15 +60,12 @@ class FollowedFiles(Generic[_Loaded]):
     It is made anew when a version has other attachments than the one before. Safe for use from several threads.
     """
 
-    def __init__(
-        self, store: Store, load: Callable[[ModelFiles], _Loaded], *, run: str | None = None, trusted_keys: Collection[str] = ()
-    ) -> None:
+    def __init__(self, store: Store, load: Callable[[ModelFiles], _Loaded], *, options: ReaderOptions | None = None) -> None:
         self._store = store
         self._load = load
-        self._run = run
-        self._trusted_keys = trusted_keys
+        self._options = options
         self._lock = threading.Lock()
-        self.first = read_model_files(store, run=run, trusted_keys=trusted_keys)
+        self.first = read_model_files(store, options=options)
         """The files of the version that was newest at first."""
         self._hashes = {name: content_hash(data) for name, data in self.first.files.items()}
         self._loaded = load(self.first)
@@ -79,18 +77,18 @@ class FollowedFiles(Generic[_Loaded]):
         """
         with self._lock:
             if version is not None and version.attachments and version.attachments != self._hashes:
-                files = read_model_files(self._store, run=self._run, trusted_keys=self._trusted_keys, at=version.seq)
+                files = read_model_files(self._store, options=self._options, at=version.seq)
                 self._loaded = self._load(files)
                 self._hashes = dict(version.attachments)
             return self._loaded
 
 
-def read_model_files(store: Store, *, run: str | None = None, trusted_keys: Collection[str] = (), at: int | None = None) -> ModelFiles:
+def read_model_files(store: Store, *, at: int | None = None, options: ReaderOptions | None = None) -> ModelFiles:
     """Read those of version `at`, or of the newest. Raises as `Subscriber.sync` does: `NoChain` before the first version.
 
     No weights are fetched but the first bytes of each file.
     """
-    chain = ChainView(ChainLog(store, run=run, trusted_keys=trusted_keys))
+    chain = ChainView((options or ReaderOptions()).open_log(store))
     return chain.reach(at, lambda target: _read(chain.log, target))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..chain.log import ChainLog
+from ..chain.reader_options import ReaderOptions
 from ..chain.restore import Hop, fetched_hops
 from ..chain.routes import HopFailed, Routes
 from ..chain.version import Version
@@ -15,16 +15,16 @@ from ..events import OnEvent, emit
 from ..format.checkpoints.checkpoint import Checkpoint
 from ..format.checkpoints.shard_layout import restore_layout
 from ..format.checkpoints.staged_output import StagedOutput
-from ..format.records.chain_records import Commit, Limits, holds_weights
+from ..format.records.chain_records import Commit, holds_weights
 from ..store import Progress, Store, StoreOptions, open_store
 from ..store.occupancy import misplaced
 from ..tensors.state import state_digest
 from .chain_view import ChainView
-from .journey import PATIENCE, Journey
 from .mirror.checkpoint_in_place import CheckpointInPlace
 from .mirror.delta_cache import DeltaCache
 from .mirror.hops_on_disk import HopsOnDisk
 from .pin_keeper import PinKeeper
+from .sync_context import SyncContext
 
 _DELTAS = ".deltas"
 """Hidden, so that no file of a checkpoint has this name."""
@@ -35,32 +35,46 @@ def pull(
     out_dir: Path | str,
     *,
     at: int | None = None,
-    run: str | None = None,
-    trusted_keys: Collection[str] = (),
     replace: bool = False,
-    pin: bool = True,
+    options: ReaderOptions | None = None,
     threads: int | None = None,
-    limits: Limits | None = None,
-    patience: float = PATIENCE,
     progress: Progress | None = None,
     on_event: OnEvent | None = None,
-    store_options: StoreOptions | None = None,
 ) -> Version:
-    """Write version `at` of a chain, the newest if None, to a new directory that any library loads as a checkpoint.
+    """Write one version of a chain to a new directory that any library loads as a checkpoint. Return the version.
 
     The directory appears only when it is complete, on disk, and its digest is that of the version. Files are changed in place, so memory
-    does not grow with the model. What `deltawire publish` was given as several files is written to the same files again, byte for byte;
-    that takes the space of the model twice while it runs. Refuses an `out_dir` that exists (`CheckpointError`), unless `replace` is given
-    and it is a checkpoint that holds nothing but weights and files of the version.
-    `progress` gets the bytes fetched since its last call, from any thread; an event "planned" says beforehand how many there will be.
-    Raises as `Subscriber.sync` does.
+    does not grow with the model. A checkpoint that `deltawire publish` read from several files is written to the same files again, byte
+    for byte; this takes the space of the model twice while it runs. Raises the errors that `Subscriber.sync` raises, and `CheckpointError`
+    if the directory cannot be written.
+
+    Parameters
+    ----------
+    url
+        The location of the chain: a URL, a path, or an open store.
+    out_dir
+        The directory to write. It must not exist, unless `replace` is set.
+    at
+        The commit number (`Version.seq`) of the version to write. None writes the newest version.
+    replace
+        Whether to replace an existing checkpoint in `out_dir`. A directory that also holds other files than weights and attachments is
+        refused all the same.
+    options
+        Which chain to accept and how to read it.
+    threads
+        How many threads decode and check. None uses all processors.
+    progress
+        Called with the number of bytes fetched since its last call, from any thread. The event "planned" announces the total.
+    on_event
+        Called with each event.
     """
+    options = options or ReaderOptions()
     out = Path(out_dir)
     if why := misplaced(out):
         raise CheckpointError(f"{out} {why}. Name another directory for the checkpoint: `deltawire pull URL DIR`.")
-    with _opened(url, store_options, on_event) as store:
-        chain = ChainView(ChainLog(store, run=run, trusted_keys=trusted_keys, limits=limits))
-        pins = PinKeeper(store, None, enabled=pin, on_event=on_event)
+    with _opened(url, options.store, on_event) as store:
+        chain = ChainView(options.open_log(store), max_silence=options.max_silence)
+        pins = PinKeeper(store, options.reader, enabled=options.pin, on_event=on_event)
 
         def arrived(count: int) -> None:
             pins.renew()
@@ -71,9 +85,9 @@ def pull(
 
         def build(target: Commit) -> Commit:
             routes = Routes(chain.log, on_event=on_event)
-            journey = Journey(chain.log, routes, patience=patience, progress=arrived, on_event=on_event)
+            context = SyncContext(chain.log, routes, patience=options.patience, progress=arrived, on_event=on_event)
             while True:
-                hops = journey.routes.find(None, target)
+                hops = context.routes.find(None, target)
                 pins.hold_way(chain.log.run, hops)
                 unwanted = _unwanted_files(target, hops[0])
                 entries = [*(target.attachments or ()), *(entry for hop in hops for entry in hop.files if entry.name not in unwanted)]
@@ -81,15 +95,16 @@ def pull(
                 staged.refuse_losses({entry.name for entry in entries if entry.name is not None})  # at the end again, but then it is late
                 emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=fetched_hops(hops), bytes=size)
                 try:
-                    _build(staged.path, hops, journey, threads)
+                    _build(staged.path, hops, context, threads)
                     return target
                 except HopFailed as failure:
                     shutil.rmtree(staged.path)
                     staged.path.mkdir()
-                    journey.routes.avoid(failure)
+                    context.routes.avoid(failure)
 
         try:
             target = chain.reach(at, build)
+            chain.check_silence()
             if restore_layout(staged.path) and state_digest(Checkpoint(staged.path), threads=threads) != target.digest:
                 raise CheckpointError(f"{target.describe()} was damaged while it was written to {out}. Are disk and memory sound?")
             staged.commit()
@@ -101,10 +116,10 @@ def pull(
         return Version.of(target)
 
 
-def _build(folder: Path, hops: Sequence[Hop], journey: Journey, threads: int | None) -> None:
+def _build(folder: Path, hops: Sequence[Hop], context: SyncContext, threads: int | None) -> None:
     (folder / _DELTAS).mkdir()
     deltas = DeltaCache(folder / _DELTAS)
-    on_disk = HopsOnDisk(journey, deltas, journey.report, threads=threads)
+    on_disk = HopsOnDisk(context, deltas, context.report, threads=threads)
     target = hops[-1].target
     on_disk.fetch_attachments(target, folder)
     on_disk.place_attachments(target, folder)

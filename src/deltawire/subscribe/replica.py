@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from ..format.records.chain_records import Commit
-from .journey import Journey
+from .sync_context import SyncContext
 
 
 class Replica(Protocol):
@@ -24,7 +24,7 @@ class Replica(Protocol):
         """The weights, read-only; empty while there are none."""
         ...
 
-    def move(self, target: Commit, journey: Journey) -> None:
+    def move(self, target: Commit, context: SyncContext) -> None:
         """Get to the version of `target`."""
         ...
 

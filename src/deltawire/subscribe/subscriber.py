@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from numpy.typing import NDArray
 
-from ..chain.log import ChainLog
+from ..chain.reader_options import ReaderOptions
 from ..chain.routes import Routes
 from ..chain.version import Version
 from ..errors import ChainError, ChainStale, DeltawireError
 from ..events import OnEvent, emit
-from ..format.records.chain_records import Commit, Limits, Run
-from ..store import Store, StoreOptions, open_store
+from ..format.records.chain_records import Commit, Run
+from ..store import Store, open_store
 from .chain_view import ChainView
 from .follow import follow_chain
-from .journey import PATIENCE, Journey
 from .memory_replica import MemoryReplica
 from .mirror.mirror_replica import MirrorReplica
 from .pin_keeper import PinKeeper
 from .replica import Replica
+from .sync_context import SyncContext
 from .sync_report import SyncReport
 
 
@@ -41,13 +41,23 @@ class Subscriber:
 
     Whatever fails, the last good version goes on being served: `version` and `state` say what it is, `last_error` why it is not newer.
 
-    `run` refuses a chain of another name, `trusted_keys` what none of them signed. With `trusted_keys` and without `run`, the run's name
-    must be the last part of the URL (`WrongRun`), since one key may sign several runs; a mirror goes on with the run that it has.
-    `max_silence` is how many seconds the newest commit may be old. `reader` names the pin that keeps what this reader needs from being
-    collected; `pin=False` writes none (for credentials that may only read). `undo_bytes` bounds the memory for going back to earlier
-    versions without the store (a quarter of the state if None; of no use with a mirror). `replica` is what to keep up to date in place of
-    memory or mirror, such as the live weights of an engine. `limits` bounds what records may claim. `patience` is how many seconds to wait
-    for data that arrive after their commit.
+    Parameters
+    ----------
+    url
+        The location of the chain: a URL, a path, or an open store, which stays open after `close`.
+    mirror
+        The directory of the mirror. None keeps the weights in memory.
+    options
+        Which chain to accept and how to read it.
+    threads
+        How many threads decode and check. None uses all processors.
+    undo_bytes
+        Bytes of memory for going back to earlier versions without the store. None uses a quarter of the state's size. A mirror does not
+        use it.
+    replica
+        The replica to keep up to date instead of memory or a mirror, such as the live weights of an engine.
+    on_event
+        Called with each event, from the thread in which it happens.
     """
 
     def __init__(
@@ -55,29 +65,22 @@ class Subscriber:
         url: str | Path | Store,
         mirror: Path | str | None = None,
         *,
-        run: str | None = None,
-        trusted_keys: Collection[str] = (),
-        max_silence: float | None = None,
-        reader: str | None = None,
-        pin: bool = True,
+        options: ReaderOptions | None = None,
         threads: int | None = None,
         undo_bytes: int | None = None,
         replica: Replica | None = None,
-        limits: Limits | None = None,
-        patience: float = PATIENCE,
         on_event: OnEvent | None = None,
-        store_options: StoreOptions | None = None,
     ) -> None:
+        self._options = options = options or ReaderOptions()
         self.last_error: Exception | None = None
         """Why the last sync failed; None if it did not."""
         self._on_event = on_event
-        self._patience = patience
         self._busy = threading.RLock()
         self._closed = threading.Event()
         self._owns_store = not isinstance(url, Store)
-        self._store = open_store(url, options=store_options, on_event=on_event)
-        log = ChainLog(self._store, run=run, trusted_keys=trusted_keys, limits=limits)
-        self._pins = PinKeeper(self._store, reader, enabled=pin, on_event=on_event)
+        self._store = open_store(url, options=options.store, on_event=on_event)
+        log = options.open_log(self._store)
+        self._pins = PinKeeper(self._store, options.reader, enabled=options.pin, on_event=on_event)
         self._replica: Replica
         self._mirrored: MirrorReplica | None = None
         if replica is not None:
@@ -86,9 +89,9 @@ class Subscriber:
         elif mirror is None:
             self._replica = MemoryReplica(threads=threads, undo_bytes=undo_bytes)
         else:  # after all that can fail, for it holds a lock from here on
-            self._replica = self._mirrored = MirrorReplica(Path(mirror), threads=threads, trusted_keys=trusted_keys)
+            self._replica = self._mirrored = MirrorReplica(Path(mirror), threads=threads, trusted_keys=options.trusted_keys)
         log.followed_run = None if self._mirrored is None else self._mirrored.run_id
-        self._chain = ChainView(log, seen=self._mirrored.seen if self._mirrored else None, max_silence=max_silence)
+        self._chain = ChainView(log, seen=self._mirrored.seen if self._mirrored else None, max_silence=options.max_silence)
 
     @property
     def state(self) -> Mapping[str, NDArray[Any]]:
@@ -196,17 +199,17 @@ class Subscriber:
             self._pins.hold_way(run, routes.find(None, commit))
         else:
             self._pins.hold(run, have.seq)
-        journey = Journey(
+        context = SyncContext(
             self._chain.log,
             routes,
             report,
             newest=newest,
-            patience=self._patience,
+            patience=self._options.patience,
             progress=self._pins.renew,
             on_event=self._on_event,
             is_halted=self._closed.is_set,
         )
-        self._replica.move(commit, journey)
+        self._replica.move(commit, context)
 
     def _look(self) -> bool:
         """For `follow`: whether there may be something new. Keeps the pin alive, and reports what goes wrong."""

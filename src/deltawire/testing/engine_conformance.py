@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ..chain.reader_options import ReaderOptions
 from ..engines import Engine, HotSwap, KvCache, PreparedSwap, Swap
 from ..errors import EngineQuarantined, EngineUnavailable, SwapFailed
 from ..format.records.chain_records import Commit
@@ -210,7 +211,7 @@ class Run:
         self.faults = Faults(rig.engine)
         self.store = MemoryStore()
         self.publisher = Publisher(self.store)
-        self.swap = HotSwap(self.store, self.faults, pin=False)
+        self.swap = HotSwap(self.store, self.faults, options=ReaderOptions(pin=False))
         self.published: list[tuple[int, int]] = []
         """Sequence numbers, and which state it was."""
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chain.reader_options import ReaderOptions
 from ..chain.version import Version
 from ..engines.model_limits import limits_of_files
 from ..errors import FleetTimeout
@@ -125,7 +126,8 @@ class FleetRolloutWorker:
 
     def _run(self) -> None:
         try:
-            limits = limits_of_files(read_model_files(self._transfer.store, trusted_keys=self._transfer.publisher.trusted_keys))
+            options = ReaderOptions(trusted_keys=self._transfer.publisher.trusted_keys)
+            limits = limits_of_files(read_model_files(self._transfer.store, options=options))
             with Coordinator(
                 self._transfer.store,
                 epoch=self._transfer.publisher.epoch,

@@ -26,7 +26,7 @@ def test_an_upload_that_fails_half_way_is_aborted(moto: Server, client: Any) -> 
         yield bytes(12 << 20)
         raise KeyError("the source failed")
 
-    with moto.open(options=StoreOptions(part_bytes=5 << 20, retries=0)) as store:
+    with moto.open(options=StoreOptions(multipart_bytes=5 << 20, retries=0)) as store:
         with pytest.raises(KeyError):
             store.put("object", pieces())
         with pytest.raises(StoreError):
@@ -36,7 +36,7 @@ def test_an_upload_that_fails_half_way_is_aborted(moto: Server, client: Any) -> 
 
 def test_a_large_object_really_goes_in_parts(moto: Server, client: Any) -> None:
     url = moto.fresh_url()
-    with moto.open(url, StoreOptions(part_bytes=5 << 20)) as store:
+    with moto.open(url, StoreOptions(multipart_bytes=5 << 20)) as store:
         store.put("object", bytes(12 << 20))
     tag = client.head_object(Bucket=BUCKET, Key=f"{url.rsplit('/', 1)[1]}/object")["ETag"]
     assert tag.strip('"').endswith("-3")

@@ -12,7 +12,7 @@ from deltawire.format.records.fleet_records import AttemptId
 from deltawire.store import Store, StoreOptions, fleet_keys, probe
 from deltawire.testing import StoreConformance
 
-OPTIONS = StoreOptions(retries=2, part_bytes=5 << 20)
+OPTIONS = StoreOptions(retries=2, multipart_bytes=5 << 20)
 
 
 def _place(server: Server) -> Callable[[], Store]:

@@ -8,6 +8,7 @@ from hand_made_chain import RUN_ID, HandMadeChain, make_state, replaced, trained
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import NoChain
 from deltawire.format.records.chain_records import Mark
 from deltawire.format.records.signing import SigningKey
@@ -33,7 +34,7 @@ def chain():
 
 
 def problems(chain, deep=False, **options):
-    return problem_pairs(verify(chain.store, deep, threads=1, **options).problems)
+    return problem_pairs(verify(chain.store, deep, threads=1, options=ReaderOptions(**options)).problems)
 
 
 def problem_pairs(found):
@@ -115,7 +116,7 @@ def test_a_mark_that_anybody_wrote_hides_no_damage(floor, deep):
     chain = trained_chain(2, sign=key.sign)
     chain.store.put(keys.mark_key(0), Mark(RUN_ID, 0, 1, floor, "0" * 32, 0).to_bytes())
     chain.store.delete([info.key for info in list(chain.store.list(keys.DATA))])
-    report = verify(chain.store, deep, threads=1, trusted_keys=[key.public])
+    report = verify(chain.store, deep, threads=1, options=ReaderOptions(trusted_keys=[key.public]))
     assert ("version 3 (commit 3)", NO_WAY) in problem_pairs(report.problems)
     assert (floor > 3) == any("no collector wrote it" in what for _, what in problem_pairs(report.problems))
 

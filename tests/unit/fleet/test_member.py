@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from deltawire import Publisher, Version
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import EngineError, EngineRefused, EngineUnavailable, RewardError
 from deltawire.events import Event
 from deltawire.fleet import Coordinator, FleetOptions, Sampling
@@ -171,7 +172,9 @@ def test_a_member_works_until_the_run_is_over(store: Store, engine: FakeGenerato
     events: list[Event] = []
     keys = publisher.trusted_keys
     assert len(keys) == signed
-    member = Member(store, engine, RewardScorer([reward]), name="m", trusted_keys=keys, poll=0.01, on_event=events.append)
+    member = Member(
+        store, engine, RewardScorer([reward]), name="m", options=ReaderOptions(trusted_keys=keys), poll=0.01, on_event=events.append
+    )
     thread = threading.Thread(target=member.run, args=(threading.Event(),))
     options = FleetOptions(poll_seconds=0.01)
     with Coordinator(store, epoch=publisher.epoch, signing_key=publisher.signing_key, trusted_keys=keys, options=options) as fleet:

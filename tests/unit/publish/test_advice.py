@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import NonFiniteWeights
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
@@ -46,7 +47,7 @@ def test_float32_is_published_as_it_is_with_a_warning_that_names_the_remedy():
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert [event.name for event in events].count("wide-weights") == 1
-    with Subscriber(store, pin=False) as subscriber:
+    with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         subscriber.sync()
         assert subscriber.state["w"].dtype == np.float32
 

@@ -54,7 +54,9 @@ SHORT = 1.5
 
 
 def _open(endpoint: str, timeout: float = 120) -> Store:
-    return open_store("s3://bucket/prefix", options=StoreOptions(endpoint=endpoint, retries=RETRIES, timeout=timeout, part_bytes=5 << 20))
+    return open_store(
+        "s3://bucket/prefix", options=StoreOptions(endpoint=endpoint, retries=RETRIES, timeout=timeout, multipart_bytes=5 << 20)
+    )
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -42,7 +42,9 @@ class TestRemoteStoreOverMemory(StoreConformance):
     def open_place(self) -> Callable[[], Store]:
         memory = obstore.store.MemoryStore()
         clients = Clients(memory, memory, memory, memory)
-        return lambda: RemoteStore(clients, url="test://bucket/some/prefix", prefix="some/prefix", options=StoreOptions(part_bytes=5 << 20))
+        return lambda: RemoteStore(
+            clients, url="test://bucket/some/prefix", prefix="some/prefix", options=StoreOptions(multipart_bytes=5 << 20)
+        )
 
 
 def test_a_memory_store_is_shared_by_name() -> None:

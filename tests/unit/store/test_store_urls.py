@@ -193,7 +193,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
     assert "hunter2" not in str(raised.value)
 
 
-@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"retries": -1}, {"streams": 0}, {"part_bytes": 1024}])
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"retries": -1}, {"streams": 0}, {"multipart_bytes": 1024}])
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be"):
         StoreOptions(**wrong)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from toy_chain import ToyChain, first_state
 
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import DeltawireError, MirrorBusy, MirrorError
 from deltawire.events import Event
 from deltawire.store.memory import MemoryStore
@@ -150,7 +151,7 @@ def test_a_subscriber_that_cannot_be_made_holds_nothing(tmp_path: Path) -> None:
     with pytest.raises(DeltawireError):
         Subscriber("nowhere://x", tmp_path / "mirror")
     with pytest.raises(ValueError, match="reader"):
-        Subscriber(chain.store, tmp_path / "mirror", reader="..")
+        Subscriber(chain.store, tmp_path / "mirror", options=ReaderOptions(reader=".."))
     assert len(os.listdir("/proc/self/fd")) == before
 
 

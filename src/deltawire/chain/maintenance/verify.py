@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...errors import (
@@ -20,12 +20,13 @@ from ...errors import (
     VersionGone,
     WrongRun,
 )
-from ...format.records.chain_records import Commit, FileEntry, Limits, Shortcut
+from ...format.records.chain_records import Commit, FileEntry, Shortcut
 from ...store import keys
 from ...store.base import Store
 from ..fetch import Fetcher
 from ..log import ChainLog
 from ..memory_state import MemoryState
+from ..reader_options import ReaderOptions
 from ..rebuild import rebuild
 from ..restore import Hop, Way, find_route
 from .superseded import Record, find_needed, live_checkpoints
@@ -79,9 +80,7 @@ def verify(
     deep: bool = False,
     progress: ReportProgress | None = None,
     *,
-    run: str | None = None,
-    trusted_keys: Collection[str] = (),
-    limits: Limits | None = None,
+    options: ReaderOptions | None = None,
     threads: int | None = None,
 ) -> Report:
     """Check every commit, link, epoch and signature, and that all files above the floor exist with their size.
@@ -89,13 +88,14 @@ def verify(
     The checkpoint that the floor stands on must exist too, and whatever else a new reader needs to get to the newest version.
 
     `deep` reads every one of them, rebuilds each version above the floor that can be, and resolves each shortcut; it needs memory for one
-    state. Without `trusted_keys`, a chain whose first commit is signed must be signed by that key throughout. What is wrong with the
-    chain is reported, not raised; what is wrong with the store is raised. `NoChain` where there is none.
+    state. Only `run`, `trusted_keys` and `limits` of the options matter here. Without `trusted_keys`, a chain whose first commit is signed
+    must be signed by that key throughout. What is wrong with the chain is reported, not raised; what is wrong with the store is raised.
+    `NoChain` where there is none.
 
     Damaged data that no reader of the newest version needs any more are reported as superseded: a chain that was repaired is sound again.
     Damaged commits are never superseded, as readers follow hashes through them.
     """
-    return _Check(ChainLog(store, run=run, trusted_keys=trusted_keys, limits=limits), progress, threads).run(deep)
+    return _Check((options or ReaderOptions()).open_log(store), progress, threads).run(deep)
 
 
 class _Check:

@@ -56,6 +56,7 @@ def follow(
     for the next version, or when `follow` starts again. With --once the exit code is then 1.
     """
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending, ExitStack() as stack:
+        from ...chain.reader_options import ReaderOptions
         from ...subscribe.mirror.mirror import Mirror
         from ...subscribe.subscriber import Subscriber
         from ..exec_hook import ExecHook
@@ -69,10 +70,7 @@ def follow(
             Subscriber(
                 MeteredStore(stack.enter_context(opened(url, verbose=verbose)), progress),
                 directory,
-                run=run,
-                trusted_keys=trust or (),
-                max_silence=max_silence,
-                pin=pin,
+                options=ReaderOptions(run=run, trusted_keys=trust or (), max_silence=max_silence, pin=pin),
                 threads=threads,
                 on_event=ending.with_output(listener),
             )

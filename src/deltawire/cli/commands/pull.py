@@ -55,7 +55,7 @@ def pull(
     """
     refuse_several(at=at, step=step)
     with exit_codes(json):
-        from ...chain.log import ChainLog
+        from ...chain.reader_options import ReaderOptions
         from ...subscribe.pull import pull as pull_version
 
         started = time.perf_counter()
@@ -74,7 +74,8 @@ def pull(
                 elif not json:
                     tell_of_waiting(event, waited_for)
 
-            chain = ChainLog(store, run=run, trusted_keys=trust or ())
+            options = ReaderOptions(run=run, trusted_keys=trust or (), pin=pin)
+            chain = options.open_log(store)
             seq = find_seq(chain, at, step)
             if dry_run:
                 plan = plan_pull(chain, directory, seq, replace=force)
@@ -85,10 +86,8 @@ def pull(
                 store,
                 directory,
                 at=seq,
-                run=run,
-                trusted_keys=trust or (),
                 replace=force,
-                pin=pin,
+                options=options,
                 threads=threads,
                 progress=progress,
                 on_event=on_event,

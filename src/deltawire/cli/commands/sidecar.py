@@ -76,6 +76,7 @@ def sidecar(
     per swap; ends with Ctrl-C or SIGTERM, and then with code 0. With --json prints one JSON object per line.
     """
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
+        from ...chain.reader_options import ReaderOptions
         from ...engines.base import KvCache
         from ...engines.vllm.sidecar import Sidecar, default_mirror
 
@@ -86,10 +87,7 @@ def sidecar(
             pause=pause.value,
             kv_cache=KvCache(kv_cache.value),
             confirm=confirm.value,
-            run=run,
-            trusted_keys=trust or (),
-            reader=name,
-            pin=pin,
+            options=ReaderOptions(run=run, trusted_keys=trust or (), reader=name, pin=pin),
             threads=threads,
             on_event=ending.with_output(_print_as_json if json else _Listener(verbose)),
         )

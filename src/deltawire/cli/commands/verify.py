@@ -38,9 +38,10 @@ def verify(
     """
     with exit_codes(json):
         from ...chain.maintenance.verify import verify as verify_chain
+        from ...chain.reader_options import ReaderOptions
 
         with opened(url, verbose=verbose) as store, count_bar("rebuild versions", quiet=json or verbose or not deep) as progress:
-            report = verify_chain(store, deep, progress, run=run, trusted_keys=trust or (), threads=threads)
+            report = verify_chain(store, deep, progress, options=ReaderOptions(run=run, trusted_keys=trust or ()), threads=threads)
         if json:
             print_json(_as_json(store.url, deep, report))
         else:

@@ -13,13 +13,14 @@ Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 def open_decoder(store: Store, run: str | None, trusted_keys: Collection[str]) -> tuple[Decode | None, str]:
     """Return what makes text of token ids; or None and the reason why there is nothing."""
+    from ...chain.reader_options import ReaderOptions
     from ...subscribe.model_files import read_model_files
 
     try:
         import tokenizers
     except ImportError:
         return None, "the package tokenizers is not installed: pip install tokenizers"
-    data = read_model_files(store, run=run, trusted_keys=trusted_keys).files.get("tokenizer.json")
+    data = read_model_files(store, options=ReaderOptions(run=run, trusted_keys=trusted_keys)).files.get("tokenizer.json")
     if data is None:
         return None, "no tokenizer.json is published beside the weights: publish with attachments"
     try:

@@ -35,6 +35,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.logger import init_logger
 
+from ...chain.reader_options import ReaderOptions
 from ...errors import EngineError, EngineQuarantined, EngineRefused
 from . import loading
 from .element_map import ElementMap, MappedChanges
@@ -102,8 +103,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if init_info == self._info:
             return
         self.shutdown()
-        keys = tuple(init_info.trusted_keys)
-        self._stager = Stager(Path(init_info.mirror), init_info.url, init_info.run, keys, init_info.threads, self._place)
+        options = ReaderOptions(run=init_info.run, trusted_keys=tuple(init_info.trusted_keys))
+        self._stager = Stager(Path(init_info.mirror), init_info.url, options, init_info.threads, self._place)
         self._info = init_info
 
     def start_weight_update(self) -> None:

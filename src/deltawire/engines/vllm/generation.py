@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...chain.log import ChainLog
+from ...chain.reader_options import ReaderOptions
 from ...chain.version import Version
 from ...errors import DeltawireError, EngineError, EngineRefused, EngineUnavailable, VersionUnknown
 from ...events import OnEvent
@@ -53,16 +53,14 @@ class VllmGenerator:
         url: str,
         mirror: Path | str,
         *,
-        run: str | None = None,
-        trusted_keys: Collection[str] = (),
-        reader: str | None = None,
+        options: ReaderOptions | None = None,
         poll: float = 0.5,
         on_event: OnEvent | None = None,
     ) -> None:
-        self._log = ChainLog(store, run=run, trusted_keys=trusted_keys)
+        self._log = (options or ReaderOptions()).open_log(store)
         self._routes = VllmRoutes(url)
-        self._prompts = FollowedFiles(store, Prompts.of, run=run, trusted_keys=trusted_keys)
-        self._sidecar = Sidecar(url, store, mirror, run=run, trusted_keys=tuple(trusted_keys), reader=reader, on_event=on_event)
+        self._prompts = FollowedFiles(store, Prompts.of, options=options)
+        self._sidecar = Sidecar(url, store, mirror, options=options, on_event=on_event)
         self._poll = poll
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

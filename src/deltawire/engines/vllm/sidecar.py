@@ -15,18 +15,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
-from ...chain.log import ChainLog
+from ...chain.reader_options import ReaderOptions
 from ...chain.reports import QUARANTINED, REFUSED, SERVING, put_report
 from ...chain.version import Version
 from ...errors import DeltawireError, EngineError, EngineQuarantined, EngineRefused, NoChain, StoreError
 from ...events import OnEvent, emit
-from ...store import Store, StoreOptions, open_store
+from ...store import Store, open_store
 from ...subscribe import Subscriber
 from ...subscribe.follow import pause as pace
 from ...subscribe.pin_keeper import reader_name
@@ -59,17 +59,15 @@ class Sidecar:
         pause: PauseMode = "keep",
         kv_cache: KvCache = KvCache.DROP,
         confirm: str = "written",
-        run: str | None = None,
-        trusted_keys: Sequence[str] = (),
-        reader: str | None = None,
-        pin: bool = True,
+        options: ReaderOptions | None = None,
         threads: int | None = None,
         staging_patience: float = 600.0,
         on_event: OnEvent | None = None,
-        store_options: StoreOptions | None = None,
     ) -> None:
+        options = options or ReaderOptions()
+        self.reader = options.reader or reader_name()
+        options = replace(options, reader=self.reader)
         self.routes = VllmRoutes(engine)
-        self.reader = reader or reader_name()
         self.served: Version | None = None
         """The version that the server has by this sidecar's doing; None if it is not known to have any."""
         self._pause: PauseMode = pause
@@ -78,11 +76,9 @@ class Sidecar:
         self._staging_patience = staging_patience
         self._on_event = on_event
         self._owns_store = not isinstance(url, Store)
-        self._store = open_store(url, options=store_options, on_event=on_event)
-        self._log = ChainLog(self._store, run=run, trusted_keys=trusted_keys)
-        self._subscriber = Subscriber(
-            self._store, mirror, run=run, trusted_keys=trusted_keys, reader=self.reader, pin=pin, threads=threads, on_event=on_event
-        )
+        self._store = open_store(url, options=options.store, on_event=on_event)
+        self._log = options.open_log(self._store)
+        self._subscriber = Subscriber(self._store, mirror, options=options, threads=threads, on_event=on_event)
 
     def run(self, *, poll: float = 0.5, stop: threading.Event | None = None) -> None:
         """Keep the server at the newest version until `stop` is set. Raises only what does not heal by itself."""

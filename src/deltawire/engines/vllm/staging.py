@@ -7,7 +7,7 @@ versions, however far apart and by whatever way the mirror came there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...chain.reader_options import ReaderOptions
 from ...errors import MirrorError
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...format.records.chain_records import CommitRef
@@ -76,8 +77,7 @@ class Stager:
 
     mirror: Path
     url: str | None = None
-    run: str | None = None
-    trusted_keys: Sequence[str] = ()
+    options: ReaderOptions | None = None
     threads: int | None = None
     place: Callable[[Mapping[str, Change]], MappedChanges | None] = lambda changes: None
     """Finds the places of changes; called on that thread."""
@@ -131,7 +131,7 @@ class Stager:
     def _stage(self, seq: int, live: HeldVersion | None) -> StagedUpdate:
         if self.url is not None:
             if self._subscriber is None:
-                self._subscriber = Subscriber(self.url, self.mirror, run=self.run, trusted_keys=self.trusted_keys, threads=self.threads)
+                self._subscriber = Subscriber(self.url, self.mirror, options=self.options, threads=self.threads)
             self._subscriber.sync(seq)
         held = Mirror(self.mirror, threads=self.threads).open_current()
         if held is None:

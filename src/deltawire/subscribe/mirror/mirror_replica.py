@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...format.records.chain_records import Commit
 from ...format.records.signing import check_signature
-from ..journey import Journey
 from ..seen import SeenFile
+from ..sync_context import SyncContext
 from .locks import FileLock
 from .mirror import HeldSlot, Mirror
 from .mirror_errors import as_mirror_errors, retryable_error
@@ -61,25 +61,25 @@ class MirrorReplica:
         with as_mirror_errors(self._mirror.path):
             self._mirror.create(run_id)
 
-    def move(self, target: Commit, journey: Journey) -> None:
+    def move(self, target: Commit, context: SyncContext) -> None:
         with as_mirror_errors(self._mirror.path):
             writer: FileLock | None = None
             watch = self._mirror.watch_writer()
             while writer is None:
-                if self._adopt(target, journey):
+                if self._adopt(target, context):
                     return
                 writer = self._mirror.try_writer()
                 if writer is None:
-                    if journey.is_halted():
+                    if context.is_halted():
                         raise retryable_error(f"{self._mirror.path}: stopped while another process updates the mirror.")
                     watch.check()
                     time.sleep(_PAUSE)
             with writer, writer.showing_life():
-                if not self._adopt(target, journey):
+                if not self._adopt(target, context):
                     had = self._held
-                    update = MirrorUpdate(self._mirror, journey.routes, journey, journey.report, on_event=journey.on_event)
+                    update = MirrorUpdate(self._mirror, context.routes, context, context.report, on_event=context.on_event)
                     self._switch(update.run(target, replacing=had))
-                    journey.report.resynced &= had is not None
+                    context.report.resynced &= had is not None
 
     def close(self) -> None:
         """Let go of the slot. Arrays taken from `state` must not be used any more."""
@@ -103,21 +103,21 @@ class MirrorReplica:
                 raise
             self._switch(held)
 
-    def _adopt(self, target: Commit, journey: Journey) -> bool:
+    def _adopt(self, target: Commit, context: SyncContext) -> bool:
         """Take what is served, if another process has brought it to the target already."""
         name = self._mirror.current_name()
         record = None if name is None else self._mirror.slot(name).record()
-        if record is None or not (record.seq == target.seq or (journey.newest and record.seq > target.seq)):
+        if record is None or not (record.seq == target.seq or (context.newest and record.seq > target.seq)):
             return False
         held = self._mirror.open_current()
         if held is None:
             return False
         try:
-            journey.vouch(held.record.ref)
+            context.vouch(held.record.ref)
         except BaseException:
             held.release()
             raise
-        if not (held.record.seq == target.seq or (journey.newest and held.record.seq > target.seq)):
+        if not (held.record.seq == target.seq or (context.newest and held.record.seq > target.seq)):
             held.release()
             return False
         self._switch(held)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from ..chain.fetch import Fetcher, WasCollected
 from ..chain.log import ChainLog
+from ..chain.reader_options import PATIENCE
 from ..chain.restore import Hop
 from ..chain.routes import Routes, was_collected
 from ..errors import RollbackDetected
@@ -18,12 +19,9 @@ from ..format.records.chain_records import CommitRef, FileEntry
 from ..store.base import Progress
 from .sync_report import SyncReport
 
-PATIENCE = 30.0
-"""Seconds to wait for data whose commit has arrived before them, as happens where a store is replicated."""
-
 
 @dataclass
-class Journey:
+class SyncContext:
     """One sync. `newest` says that the target is whatever is newest, so that a version beyond it is welcome too."""
 
     log: ChainLog
