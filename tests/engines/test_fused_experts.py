@@ -15,7 +15,7 @@ from tiny_models import SIZES, bits, qwen, step, torch, transformers
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.dtypes import dtype_named
 from deltawire.engines import HotSwap, ModuleEngine
-from deltawire.engines.device_weights import DeviceReplica
+from deltawire.engines.weights.host_copy import HostCopyWeights
 from deltawire.errors import EngineRefused, UnsupportedLayout
 from deltawire.publish import Publisher
 from deltawire.publish.sharded import ShardedPublisher
@@ -96,7 +96,7 @@ def test_live_models_are_what_from_pretrained_loads_after_every_sync(
     served, _ = build_model(model_files(trainer))
     swaps = [HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False))]
     with monkeypatch.context() as context:
-        context.setattr("deltawire.engines.module.LiveReplica", DeviceReplica)
+        context.setattr("deltawire.engines.module.InPlaceWeights", HostCopyWeights)
         swaps.append(HotSwap(store, ModuleEngine(on_a_device), options=ReaderOptions(pin=False)))
     states = []
     for number in range(4):

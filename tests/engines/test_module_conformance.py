@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tiny_models import clone, llama, logits, moe, qwen, step, torch
 
-from deltawire.engines.device_weights import DeviceReplica
 from deltawire.engines.module import ModuleEngine
+from deltawire.engines.weights.host_copy import HostCopyWeights
 from deltawire.testing import EngineConformance, EngineRig
 
 
@@ -54,7 +54,7 @@ class TestDevicePath(EngineConformance):
 
     @pytest.fixture
     def rig(self, monkeypatch: pytest.MonkeyPatch) -> ModuleRig:
-        monkeypatch.setattr("deltawire.engines.module.LiveReplica", DeviceReplica)
+        monkeypatch.setattr("deltawire.engines.module.InPlaceWeights", HostCopyWeights)
         return ModuleRig(qwen)
 
 
@@ -87,5 +87,5 @@ class TestOddModule(EngineConformance):
 class TestOddModuleOnADevice(EngineConformance):
     @pytest.fixture
     def rig(self, monkeypatch: pytest.MonkeyPatch) -> ModuleRig:
-        monkeypatch.setattr("deltawire.engines.module.LiveReplica", DeviceReplica)
+        monkeypatch.setattr("deltawire.engines.module.InPlaceWeights", HostCopyWeights)
         return ModuleRig(Odd)

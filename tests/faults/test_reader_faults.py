@@ -254,7 +254,7 @@ def test_weights_that_rot_in_a_readers_memory_are_found_and_fetched_again() -> N
     events = Listener()
     with open_subscriber(store, on_event=events) as reader:
         reader.sync()
-        reader._replica._state.writable["c.bias"][0] += 1
+        reader._replica._weights.state.writable["c.bias"][0] += 1
         with open_publisher(store) as publisher:
             ledger.publish(publisher)
         assert reader.sync().step == ledger.newest

@@ -10,8 +10,8 @@ from emulator.build import compiler
 
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines import HotSwap
-from deltawire.engines.live_weights import LiveReplica
 from deltawire.engines.module import ModuleEngine
+from deltawire.engines.weights.in_place import InPlaceWeights
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import EngineConformance, EngineRig
@@ -103,7 +103,7 @@ def test_weights_on_a_gpu_are_changed_where_they_are():
             swap.sync()
             assert all(torch.equal(a, b) for a, b in zip(trainer.state_dict().values(), served.state_dict().values(), strict=True))
             changed(trainer)
-        assert type(swap._replica) is LiveReplica
+        assert type(swap._replica._weights) is InPlaceWeights
     assert addresses == [p.data_ptr() for p in served.parameters()]
 
 
@@ -138,7 +138,7 @@ def test_tensors_that_the_module_has_not_are_kept_on_the_host_beside_it():
             publisher.publish({**trainer.state_dict(), **others})
             swap.sync()
             assert all(torch.equal(a, b) for a, b in zip(trainer.state_dict().values(), served.state_dict().values(), strict=True))
-            kept = swap._replica.live()
+            kept = swap._replica._weights.live()
             assert all(kept[name].tolist() == others[name].tolist() for name in others)
             changed(trainer)
             for other in others.values():
@@ -163,5 +163,5 @@ def test_fused_experts_on_a_gpu_are_changed_where_they_are():
             swap.sync()
             assert all(torch.equal(a, b) for a, b in zip(trainer.state_dict().values(), served.state_dict().values(), strict=True))
             changed(trainer)
-        assert type(swap._replica) is LiveReplica
+        assert type(swap._replica._weights) is InPlaceWeights
     assert addresses == [parameter.data_ptr() for parameter in served.parameters()]

@@ -359,7 +359,7 @@ def test_rot_in_memory_leads_to_a_resync(chain: ToyChain) -> None:
     events: list[Event] = []
     with Subscriber(chain.store, on_event=events.append) as subscriber:
         subscriber.sync()
-        subscriber._replica._state.writable["b.weight"][3] = 7  # type: ignore[attr-defined]
+        subscriber._replica._weights.state.writable["b.weight"][3] = 7  # type: ignore[attr-defined]
         chain.delta()
         subscriber.sync()
         assert bits_of(subscriber.state) == bits_of(chain.state)

@@ -1,8 +1,8 @@
-"""A version of the model in memory, changed whole or not at all."""
+"""A version of the model in memory. Each change is made completely or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -25,29 +25,38 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Update(Protocol):
-    """A change that is decoded and checked part by part, then made and taken back at will: a `PreparedUpdate`, or what an engine has."""
+    """New values for some elements, decoded and checked. It can be applied and reverted any number of times.
+
+    `PreparedUpdate` is one. Engines have their own for weights that are not arrays in memory.
+    """
 
     nbytes: int
+    """Memory that the update occupies."""
     is_applied: bool
-    """True from the moment that the new values are written until the old ones are back: what tells after Ctrl-C which are there."""
+    """True from the moment the new values are written until the old ones are back. After Ctrl-C it tells which of them are there."""
 
-    def add(self, state: Any, delta: DeltaBytes) -> tuple[Digest, Digest]: ...
+    def add(self, state: Any, delta: DeltaBytes) -> tuple[Digest, Digest]:
+        """Decode a delta against the part of the state that it changes. Returns the digests before and after. Changes nothing."""
+        ...
 
-    def apply(self) -> None: ...
+    def apply(self) -> None:
+        """Write the new values."""
+        ...
 
-    def revert(self) -> None: ...
-
-
-NewUpdate = Callable[[], Update]
+    def revert(self) -> None:
+        """Write the old values back."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Undo:
-    """What a change overwrote. It leads back from `after` to `before`, once; `nbytes` is the memory it holds on to."""
+class UpdateStep:
+    """An update that leads from the state of the commit `before` to that of `after`, and back."""
 
     before: Commit
     after: Commit
     update: Update
+    version_before: Commit | None = None
+    """The version of the state before: `before` itself, or an earlier commit if `before` is a fence."""
 
     @property
     def nbytes(self) -> int:
@@ -55,19 +64,25 @@ class Undo:
 
 
 class MemoryState(Mapping[str, NDArray[Any]]):
-    """Arrays by name (bf16 and fp8 as `ml_dtypes`) at a version of the chain; empty at first. As a mapping it is read-only.
+    """Arrays by name (bf16 and fp8 as `ml_dtypes`) at a version of the chain. It is empty at first, and read-only as a mapping.
 
-    Its methods are for one thread at a time. While `apply` or `undo` runs, other threads that read arrays may see a mix of two versions;
-    after it, whether it succeeded or not, they see one. `new_update` makes the updates that `resolve` fills.
+    Only one thread at a time may call its methods. While `apply`, `redo` or `undo` runs, other threads that read the arrays may see a mix
+    of two versions. Afterwards they see one version, whether the call succeeded or not.
+
+    Parameters
+    ----------
+    threads:
+        Number of threads for decoding and digests. None means one per core.
     """
 
-    def __init__(self, *, threads: int | None = None, new_update: NewUpdate | None = None) -> None:
+    def __init__(self, *, threads: int | None = None) -> None:
         self.commit: Commit | None = None
-        """The commit whose state this is."""
+        """The commit whose state this is. It may be a fence."""
+        self.version: Commit | None = None
+        """The version whose state this is: `commit`, or the version that the fence `commit` carries on. None while the state is empty."""
         self._arrays: Arrays = {}
         self._names: list[str] = []
         self._threads = threads
-        self._new_update: NewUpdate = new_update or (lambda: PreparedUpdate(threads=threads))
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         array = self._arrays[name].view()
@@ -85,38 +100,43 @@ class MemoryState(Mapping[str, NDArray[Any]]):
 
     @property
     def writable(self) -> Mapping[str, NDArray[Any]]:
-        """The arrays themselves. Who writes to them answers for it."""
+        """The arrays themselves. A caller that writes to them must keep them equal to the state of `commit`."""
         return MappingProxyType(self._arrays)
 
     @property
     def digest(self) -> Digest | None:
-        """What the state's digest must be, by its commit; None while it is empty."""
+        """The digest that the commit declares for this state. None while the state is empty."""
         return None if self.commit is None else self.commit.digest
 
     def segment(self, entry: FileEntry) -> Arrays:
-        """The part of the state that a file of a delta covers: a run of tensors in the order of their names."""
+        """Return the tensors that a file of a delta covers: a run of tensors in the order of their names."""
         if entry.first is None or entry.count is None or entry.first + entry.count > len(self._names):
             raise ChainBroken(f"{entry.key} is said to cover tensors that this state does not have.")
         return {name: self._arrays[name] for name in self._names[entry.first : entry.first + entry.count]}
 
     def check(self) -> None:
-        """Scan the whole state and compare it with its digest. `BaseMismatch` if memory has rotted, or somebody wrote to it."""
+        """Read the whole state and compare it with its digest.
+
+        Raises `BaseMismatch` if memory is damaged or other code has written to the arrays.
+        """
         found = state_digest(self._arrays, threads=self._threads)
         if self.commit is not None and found != self.commit.digest:
             raise BaseMismatch(f"the state in memory has digest {found}; that of {self.commit.describe()} is {self.commit.digest}.")
 
     def clear(self) -> None:
-        """Forget everything."""
-        self.commit, self._arrays, self._names = None, {}, []
+        """Make the state empty."""
+        self.commit = self.version = None
+        self._arrays, self._names = {}, []
 
     def adopt(self, arrays: Arrays, commit: Commit) -> None:
-        """Take over memory that holds the state of `commit`. The caller has checked that it does."""
-        self.commit, self._arrays, self._names = commit, arrays, sorted(arrays)
+        """Use these arrays, which hold the state of `commit`, from now on. The caller has checked that they do."""
+        self._arrays, self._names, self.version = arrays, sorted(arrays), None
+        self._label(commit)
 
     def load_anchor(self, hop: Hop, fetcher: Fetcher, *, collected: WasCollected | None = None, progress: Progress | None = None) -> None:
-        """Take on the state of a checkpoint in the store. Files are read straight into the memory that arrays are views of.
+        """Load a checkpoint from the store. Files are read directly into the memory of which the arrays are views.
 
-        Checked are every file's BLAKE3, then the digest. Until all is well the old state stays.
+        Each file is compared with its BLAKE3 hash, then the whole state with its digest. If a check fails, the old state stays.
         """
         arrays: Arrays = {}
         shards = [entry for entry in hop.files if entry.name is not None and entry.name.endswith(".safetensors")]
@@ -134,15 +154,24 @@ class MemoryState(Mapping[str, NDArray[Any]]):
             raise ResultMismatch(f"the checkpoint of {hop.target.describe()} has digest {digest}, not {hop.target.digest}.")
         self.adopt(arrays, hop.target)
 
-    def resolve(self, hop: Hop, fetcher: Fetcher, *, collected: WasCollected | None = None, progress: Progress | None = None) -> Update:
-        """Fetch the files of a delta and decode them against this state, the next on its way while one is decoded. Changes nothing.
+    def resolve(
+        self,
+        hop: Hop,
+        fetcher: Fetcher,
+        *,
+        update: Update | None = None,
+        collected: WasCollected | None = None,
+        progress: Progress | None = None,
+    ) -> Update:
+        """Fetch the files of a delta and decode them against this state. The next file is fetched while one is decoded. Changes nothing.
 
-        Each part is compared with the digests in its file, and their sum with the commits'. Raises as `PreparedUpdate.add` and `fetch` do.
+        Each part is compared with the digests in its file, and their sum with the digests in the commits. Fills and returns `update`, or
+        a new `PreparedUpdate`. Raises as `Update.add` and `Fetcher.fetch` do.
         """
         base = self.digest
         if base is None or base != hop.base_digest:
-            raise BaseMismatch(f"{hop.target.describe()} is to be made from commit {hop.base}, which is not the state at hand.")
-        update = self._new_update()
+            raise BaseMismatch(f"{hop.target.describe()} is relative to commit {hop.base}, which is not the current state.")
+        update = PreparedUpdate(threads=self._threads) if update is None else update
         difference = Digest()
         for entry, data in fetcher.prefetch(hop.files, collected=collected, progress=progress):
             with fetcher.watch.phase("resolve"):
@@ -152,37 +181,50 @@ class MemoryState(Mapping[str, NDArray[Any]]):
             raise ResultMismatch(f"the files of {hop.target.describe()} do not lead to its digest {hop.target.digest}.")
         return update
 
-    def apply(self, update: Update, target: Commit) -> Undo:
-        """Write what was resolved, and be at `target`. Returns what leads back. It cannot fail half-way."""
+    def step(self, update: Update, target: Commit) -> UpdateStep:
+        """Return the step from this state to that of `target`, which `update` makes. Changes nothing."""
         if self.commit is None:
             raise BaseMismatch("there is no state that an update could change.")
-        undo = Undo(self.commit, target, update)
-        try:
-            update.apply()
-        finally:  # Ctrl-C that came while values were written is raised when they are
-            if update.is_applied:
-                self.commit = target
-        return undo
+        return UpdateStep(self.commit, target, update, self.version)
 
-    def undo(self, undo: Undo) -> None:
-        """Go back by what `apply` returned; only from where it led to (`BaseMismatch`)."""
-        if self.commit is None or self.commit.seq != undo.after.seq:
-            raise BaseMismatch(f"this leads back from commit {undo.after.seq}, which is not the state at hand.")
+    def apply(self, update: Update, target: Commit) -> UpdateStep:
+        """Write what was resolved, so that this is the state of `target`. Returns the step, for `undo`. It cannot fail half-way."""
+        step = self.step(update, target)
+        self.redo(step)
+        return step
+
+    def redo(self, step: UpdateStep) -> None:
+        """Write the new values of a step that leads away from this state."""
         try:
-            undo.update.revert()
+            step.update.apply()
+        finally:  # if Ctrl-C arrives while values are written, it is raised after they are written
+            if step.update.is_applied:
+                self._label(step.after)
+
+    def undo(self, step: UpdateStep) -> None:
+        """Write the old values of a step back. Raises `BaseMismatch` unless this is the state that the step led to."""
+        if self.commit is None or self.commit.seq != step.after.seq:
+            raise BaseMismatch(f"this leads back from commit {step.after.seq}, which is not the current state.")
+        try:
+            step.update.revert()
         finally:
-            if not undo.update.is_applied:
-                self.commit = undo.before
+            if not step.update.is_applied:
+                self.commit, self.version = step.before, step.version_before
 
     def relabel(self, target: Commit) -> None:
-        """Be at another commit that has the same state: a fence or a rewind, or back from one."""
+        """Record another commit that has the same state, such as a fence or a rewind. Raises `BaseMismatch` if its state differs."""
         if self.commit is None or self.commit.digest != target.digest:
-            raise BaseMismatch(f"commit {target.seq} has not the state at hand.")
-        self.commit = target
+            raise BaseMismatch(f"commit {target.seq} does not have the current state.")
+        self._label(target)
+
+    def _label(self, commit: Commit) -> None:
+        self.commit = commit
+        if commit.kind != "fence":
+            self.version = commit
 
 
 def _shard_arrays(entry: FileEntry, data: memoryview, most_tensors: int) -> Arrays:
-    """The tensors of one safetensors file, as views of its bytes."""
+    """Return the tensors of one safetensors file, as views of its bytes."""
     try:
         length = header_length(bytes(data[:LENGTH_BYTES]), len(data))
         header = parse_header(bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]), len(data), most_tensors=most_tensors)

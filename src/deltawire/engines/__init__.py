@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .base import Engine, KvCache, PreparedSwap, Swap
+from ..subscribe.prepared_swap import PreparedSwap, Swap
+from .base import Engine, KvCache
 from .hot_swap import HotSwap
 from .swap.live_intervals import Attribution, LiveInterval
 from .swap.swap_controller import SwapRecord

@@ -21,10 +21,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import enum
-from collections.abc import Callable
-from typing import Protocol
 
-from ..format.records.chain_records import Commit
+from ..subscribe.prepared_swap import Swap
 from ..subscribe.replica import Replica
 
 
@@ -35,33 +33,6 @@ class KvCache(enum.Enum):
     """Generation goes on with them: fastest, and a completion may be a mix (`HotSwap.generation` says of which versions)."""
     DROP = "drop"
     """Nothing that the old weights made is used with the new ones."""
-
-
-class PreparedSwap(Protocol):
-    """A change of live weights that is ready to be made: all that can be fetched, decoded and checked beforehand has been.
-
-    Nothing else may write to the weights between preparing and `apply`.
-    """
-
-    def apply(self) -> None:
-        """Write the new weights. The engine is paused. It may fail half-way."""
-        ...
-
-    def confirm(self, *, full: bool) -> None:
-        """Raise a `DeltawireError` unless the live weights are those of the new version.
-
-        With `full`, every weight is read; without, an engine may look at no more than what was written.
-        """
-        ...
-
-    def revert(self) -> None:
-        """Put the old weights back, whatever `apply` had done by the time it failed, and confirm that. Raises if that cannot be done."""
-        ...
-
-
-Swap = Callable[[PreparedSwap, Commit], None]
-"""Makes a change, to the version of this commit. Returns when it is made and confirmed; if it raises, the weights are what they were,
-but for `EngineQuarantined`: then nobody knows what they are, and the replica MUST start from a whole checkpoint at its next move."""
 
 
 class Engine(abc.ABC):

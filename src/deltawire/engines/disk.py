@@ -11,9 +11,10 @@ from ..errors import EngineQuarantined, SwapFailed
 from ..format.records.chain_records import Commit
 from ..subscribe.mirror.mirror import HeldSlot
 from ..subscribe.mirror.mirror_replica import MirrorReplica
+from ..subscribe.prepared_swap import Swap
 from ..subscribe.replica import Replica
 from ..subscribe.sync_context import SyncContext
-from .base import Engine, KvCache, Swap
+from .base import Engine, KvCache
 
 Reload = Callable[[Path, Version], Any]
 """Loads the checkpoint in a directory, which is of this version, into an engine. It raises if the engine does not have it then."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..subscribe.memory_replica import MemoryReplica
+from ..subscribe.prepared_swap import Swap
 from ..subscribe.replica import Replica
 from ..tensors import bits as tensors
 from ..tensors.checkpoint_layout import CheckpointLayout
 from ..tensors.gpu_handover import finish
 from ..tensors.module_tensors import NameMap
-from .base import Engine, KvCache, Swap
-from .device_weights import DeviceReplica
-from .live_weights import LiveReplica
+from .base import Engine, KvCache
 from .swap.forward_gate import ForwardGate
+from .weights.host_copy import HostCopyWeights
+from .weights.in_place import InPlaceWeights
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +64,10 @@ class ModuleEngine(Engine):
         self._layout = CheckpointLayout(module, names, bundle=bundle)
         self._layout.weights(in_place=True)
         self._pause_timeout = pause_timeout
-        self._options: dict[str, Any] = {"at": at, "keep_others": keep_others, "threads": threads, "undo_bytes": undo_bytes}
+        self._at = at
+        self._keep_others = keep_others
+        self._threads = threads
+        self._undo_bytes = undo_bytes
         self._gate = ForwardGate()
         self._hooks = [
             module.register_forward_pre_hook(self._enter, prepend=True),
@@ -74,12 +79,18 @@ class ModuleEngine(Engine):
         return self._layout.weights(in_place=True)
 
     def replica(self, swap: Swap) -> Replica:
-        weights = list(self.weights().values())
-        options = dict(self._options)
-        if options["undo_bytes"] is None and any(tensors.is_on_gpu(tensor) for tensor in weights):
-            options["undo_bytes"] = 0
-        options["otherwise_named"] = (self._layout.own_weights,) if self._layout.accepts_own_names else ()
-        return (LiveReplica if _are_plain(weights) else DeviceReplica)(self.weights, swap, **options)
+        tensors_now = list(self.weights().values())
+        undo_bytes = self._undo_bytes
+        if undo_bytes is None and any(tensors.is_on_gpu(tensor) for tensor in tensors_now):
+            undo_bytes = 0
+        weights = (InPlaceWeights if _codec_reaches(tensors_now) else HostCopyWeights)(
+            self.weights,
+            at=self._at,
+            keep_others=self._keep_others,
+            threads=self._threads,
+            other_namings=(self._layout.own_weights,) if self._layout.accepts_own_names else (),
+        )
+        return MemoryReplica(weights, swap, threads=self._threads, undo_bytes=undo_bytes)
 
     def pause(self, kv_cache: KvCache) -> None:
         of_each_device = {str(tensor.device): tensor for tensor in self.weights().values()}
@@ -113,7 +124,7 @@ class ModuleEngine(Engine):
         self._gate.leave()
 
 
-def _are_plain(weights: list[torch.Tensor]) -> bool:
+def _codec_reaches(weights: list[torch.Tensor]) -> bool:
     """Whether the codec can work on them where they are: all on the CPU, or all on one GPU that it has kernels for."""
     import torch
 

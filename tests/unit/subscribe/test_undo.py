@@ -6,7 +6,7 @@ import pytest
 from support import bits_of
 from toy_chain import ToyChain, first_state
 
-from deltawire.chain.memory_state import Undo
+from deltawire.chain.memory_state import UpdateStep
 from deltawire.delta.prepared import PreparedUpdate
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
@@ -21,37 +21,37 @@ def chain() -> ToyChain:
     return chain
 
 
-def step(chain: ToyChain, after: int) -> Undo:
+def step(chain: ToyChain, after: int) -> UpdateStep:
     """A step from one version back to the one before."""
     update = PreparedUpdate(threads=1)
     for entry in chain.commits[after].files:
         names = sorted(chain.states[after] or {})[entry.first : (entry.first or 0) + (entry.count or 0)]
         update.add({name: (chain.states[after - 1] or {})[name].copy() for name in names}, chain.store.get(entry.key, limit=entry.size))
     update.apply()
-    return Undo(chain.commits[after - 1], chain.commits[after], update)
+    return UpdateStep(chain.commits[after - 1], chain.commits[after], update)
 
 
-def test_the_way_back_is_found_by_the_state_it_leads_to(chain: ToyChain) -> None:
+def test_the_steps_back_is_found_by_the_state_it_leads_to(chain: ToyChain) -> None:
     log = UndoLog(1 << 20)
     steps = [step(chain, seq) for seq in (2, 3, 4)]
     for made in steps:
         log.push(made)
     here = chain.commits[4].digest
-    assert log.way_back(here, chain.commits[4]) is None
-    assert log.way_back(here, chain.commits[2]) == [steps[2], steps[1]]
-    assert log.way_back(here, chain.rewind(2)) == [steps[2], steps[1]]
-    assert log.way_back(here, chain.commits[5]) is None
+    assert log.steps_back(here, chain.commits[4]) is None
+    assert log.steps_back(here, chain.commits[2]) == [steps[2], steps[1]]
+    assert log.steps_back(here, chain.rewind(2)) == [steps[2], steps[1]]
+    assert log.steps_back(here, chain.commits[5]) is None
 
 
-def test_there_is_no_way_back_over_a_gap(chain: ToyChain) -> None:
+def test_there_is_no_steps_back_over_a_gap(chain: ToyChain) -> None:
     log = UndoLog(1 << 20)
     steps = [step(chain, seq) for seq in (2, 3, 4)]
     for made in steps:
         log.push(made)
-    assert log.way_back(chain.commits[5].digest, chain.commits[2]) is None  # the step 4 → 5 was never noted
+    assert log.steps_back(chain.commits[5].digest, chain.commits[2]) is None  # the step 4 → 5 was never noted
     steps[1].update.revert()  # but not taken out
-    assert log.way_back(chain.commits[4].digest, chain.commits[3]) == [steps[2]]
-    assert log.way_back(chain.commits[4].digest, chain.commits[2]) is None
+    assert log.steps_back(chain.commits[4].digest, chain.commits[3]) == [steps[2]]
+    assert log.steps_back(chain.commits[4].digest, chain.commits[2]) is None
 
 
 @pytest.mark.parametrize("direction", ["forth", "back"])
@@ -86,8 +86,8 @@ def test_the_oldest_steps_are_forgotten_first(chain: ToyChain) -> None:
         log.push(made)
     assert len(log) == 2
     here = chain.commits[5].digest
-    assert log.way_back(here, chain.commits[3]) is not None
-    assert log.way_back(here, chain.commits[2]) is None
+    assert log.steps_back(here, chain.commits[3]) is not None
+    assert log.steps_back(here, chain.commits[2]) is None
 
 
 def test_without_a_budget_nothing_is_kept(chain: ToyChain) -> None:
@@ -101,7 +101,7 @@ def test_without_a_budget_nothing_is_kept(chain: ToyChain) -> None:
 def test_there_is_a_most_number_of_steps(chain: ToyChain) -> None:
     log = UndoLog(1 << 30)
     for _ in range(MOST_STEPS + 5):
-        log.push(Undo(chain.commits[1], chain.commits[2], PreparedUpdate(threads=1)))
+        log.push(UpdateStep(chain.commits[1], chain.commits[2], PreparedUpdate(threads=1)))
     assert len(log) == MOST_STEPS
 
 

@@ -9,7 +9,8 @@ from ...chain.version import Version
 from ...errors import EngineQuarantined, EngineUnavailable, SwapFailed
 from ...events import OnEvent, emit
 from ...format.records.chain_records import Commit
-from ..base import Engine, KvCache, PreparedSwap
+from ...subscribe.prepared_swap import PreparedSwap
+from ..base import Engine, KvCache
 from .live_intervals import LiveIntervals
 
 

@@ -1,0 +1,61 @@
+"""Whether a module can hold the weights of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import EngineDtypeDiffers, EngineRefused
+from ...tensors.bits import tensor_bits, to_torch
+from ...tensors.module_tensors import tied_names
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_fits(live: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[Any]], *, keep_others: bool) -> None:
+    """Raise `EngineRefused` unless the module can hold these weights and they set all of its tensors.
+
+    Parameters
+    ----------
+    live:
+        The module's tensors by the names of the chain.
+    arrays:
+        The weights of the chain.
+    keep_others:
+        True to allow tensors in the chain that the module does not have.
+    """
+    tied = tied_names(live)
+    for name, tensor in live.items():
+        owner = tied.get(name, name)
+        if name not in arrays and not ({owner, *(other for other in tied if tied[other] == owner)} & arrays.keys()):
+            raise EngineRefused(f"the module has a tensor {name!r}, which the chain does not have.")
+        if name in tied and name in arrays and owner in arrays and not _same_bits(arrays[name], arrays[owner]):
+            raise EngineRefused(f"{name!r} and {owner!r} are tied in the module, but differ in the chain.")
+        if name in arrays:
+            _check_kind(name, tensor, arrays[name])
+    others = arrays.keys() - live.keys()
+    if others and not keep_others:
+        raise EngineRefused(f"the chain has a tensor {min(others)!r}, which the module does not have ({len(others)} such tensors in all).")
+
+
+def _check_kind(name: str, tensor: torch.Tensor, array: NDArray[Any]) -> None:
+    if tuple(tensor.shape) != array.shape:
+        raise EngineRefused(f"the shapes of {name!r} differ: {list(tensor.shape)} in the module, {list(array.shape)} in the chain.")
+    dtype = to_torch(np.empty(0, array.dtype)).dtype
+    if tensor.dtype != dtype:
+        raise EngineDtypeDiffers(
+            f"{name!r} is {_plain(tensor.dtype)} in the module, {_plain(dtype)} in the chain. "
+            f"Load the model with dtype={_plain(dtype)!r}, or cast it before you make the engine: model.to({dtype})."
+        )
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and np.array_equal(tensor_bits("a", a).bits, tensor_bits("b", b).bits)
