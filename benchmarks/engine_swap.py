@@ -27,6 +27,7 @@ from deltawire import Publisher, Subscriber, Version
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines.vllm.sidecar import Sidecar
 from deltawire.events import Event
+from deltawire.publish.writer_options import WriterOptions
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))
 
@@ -125,7 +126,7 @@ def _ways(server: LiveServer, state: State, folder: Path, url: str, opened: Exit
 
     def everything_by_the_store() -> tuple[float, float, int]:
         paused, place = pause(), f"everything-{next(numbers)}"
-        with Publisher(f"{url}/{place}", skips=False) as publisher:
+        with Publisher(f"{url}/{place}", options=WriterOptions(skips=False)) as publisher:
             version = _published(publisher, state)
         with Subscriber(f"{url}/{place}", folder / place, options=ReaderOptions(pin=False)) as subscriber:
             subscriber.sync()

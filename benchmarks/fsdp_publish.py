@@ -17,6 +17,8 @@ from typing import Any
 
 from report import Table
 
+from deltawire.publish.writer_options import WriterOptions
+
 RANKS = 4
 _ROWS = 4096
 
@@ -111,8 +113,8 @@ def _rank(rank: int, ranks: int, port: int, elements: int, steps: int, folder: s
         if event.name == "rank-published":
             sent.append(event.fields["bytes"])
 
-    own = FSDPPublisher(Path(folder, "own"), threads=threads, on_event=note)
-    alone = deltawire.Publisher(Path(folder, "gather"), threads=threads * ranks) if rank == 0 else None
+    own = FSDPPublisher(Path(folder, "own"), options=WriterOptions(threads=threads), on_event=note)
+    alone = deltawire.Publisher(Path(folder, "gather"), options=deltawire.WriterOptions(threads=threads * ranks)) if rank == 0 else None
     for step in range(steps + 1):
         for tensor in local.values():  # a step of the optimizer: 1% of the weights move by one ULP
             flat = tensor.view(torch.int16).view(-1)

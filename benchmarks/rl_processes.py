@@ -26,6 +26,7 @@ from deltawire.fleet.options import FleetOptions
 from deltawire.fleet.rules.scheduler import Candidate, OpenTask, Scheduler
 from deltawire.format.records.fleet_records import Sampling
 from deltawire.publish.append import Appender
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.rl.generation import TransformersGenerator
 from deltawire.rl.member import RewardScorer
 from deltawire.rl.trainer import GrpoTrainer
@@ -76,7 +77,7 @@ def train(settings: dict[str, Any]) -> None:
         fleet=FleetOptions(lease_seconds=30, poll_seconds=POLL),
         scheduler=EqualShares() if settings["equal"] else Scheduler(),
         on_event=tell,
-        skips=not settings["full"],
+        options=WriterOptions(skips=not settings["full"]),
     ) as trainer:
         trainer.train(until=1)  # from here on everything is warm
         start = time.monotonic()

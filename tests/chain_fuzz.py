@@ -49,6 +49,7 @@ from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.format.records.chain_records import Mark, Pin, link_targets
 from deltawire.publish import AnchorPolicy, Publisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
@@ -152,12 +153,12 @@ def _published() -> Template:
     states = [first_state()]
     for number in range(14):
         states.append(next_state(states[-1], number))
-    options: dict[str, Any] = {"segment_bytes": 500, "anchor_policy": AnchorPolicy(4, 6)}
-    with Publisher(store, attachments={"config.json": b"{}", "chat_template.jinja": b"a"}, **options) as publisher:
+    options = WriterOptions(segment_bytes=500, anchor_policy=AnchorPolicy(4, 6))
+    with Publisher(store, attachments={"config.json": b"{}", "chat_template.jinja": b"a"}, options=options) as publisher:
         versions: list[Any] = [publisher.publish(state, step=step) for step, state in enumerate(states[:8])]
-    with Publisher(store, attachments={"config.json": b"{}", "chat_template.jinja": b"b"}, **options) as publisher:
+    with Publisher(store, attachments={"config.json": b"{}", "chat_template.jinja": b"b"}, options=options) as publisher:
         versions += [publisher.publish(state, step=8 + step) for step, state in enumerate(states[8:11])]
-    with Publisher(store, resume_from=versions[-2].seq, **options) as publisher:
+    with Publisher(store, resume_from=versions[-2].seq, options=options) as publisher:
         versions += [publisher.publish(state, step=10 + step) for step, state in enumerate(states[11:])]
     store.put(keys.pin_key("reader"), Pin(ChainLog(store).run.id, "reader", 8, 3600).to_bytes())
     weights = {deltawire.state_digest(state).hex(): bits_of(state) for state in states}
@@ -626,8 +627,8 @@ def collect_garbage(store: Store, folder: Path) -> None:
         _sync(subscriber)
 
 
-def _publish(store: Store, **options: Any) -> None:
-    with Publisher(store, segment_bytes=500, **options) as publisher:
+def _publish(store: Store, resume_from: int | None = None) -> None:
+    with Publisher(store, options=WriterOptions(segment_bytes=500), resume_from=resume_from) as publisher:
         for number in range(2):
             state = next_state(first_state(), 1000 + number)
             published = publisher.publish(state, step=1000 + number)

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deltawire import Publisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.rl.checkpoints import TrainerCheckpoints
 from deltawire.store import Store, open_store
 from deltawire.testing import Before, Call, FaultyStore
@@ -42,7 +43,7 @@ def train(
     done = saved.load_newest(model, optimizer) or 0
     source = WeightSource(model, dtype=torch.bfloat16)
     files = {path.name: path for path in model_dir.iterdir() if path.suffix == ".json"}
-    with Publisher(store, background=True, attachments=files, threads=1, segment_bytes=1 << 14) as publisher:
+    with Publisher(store, background=True, attachments=files, options=WriterOptions(threads=1, segment_bytes=1 << 14)) as publisher:
         for step in range(done, steps + 1):
             if step > done:
                 batch = torch.randint(0, model.config.vocab_size, (2, 8), generator=torch.Generator().manual_seed(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from blake3 import blake3
 import deltawire
 from deltawire.codec.native import instruction_sets
 from deltawire.dtypes import DType
+from deltawire.publish.writer_options import WriterOptions
 
 NATIVE = instruction_sets()
 CODECS = ["reference", *NATIVE]
@@ -29,6 +31,13 @@ PACKAGE = Path(deltawire.__file__).resolve().parent.parent  # the source or the 
 def bits_of(state: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """All there is to compare of a state: no floats, so that NaNs and signed zeros count."""
     return {name: (str(array.dtype), tuple(array.shape), array.tobytes()) for name, array in state.items()}
+
+
+def publisher_arguments(**given: Any) -> dict[str, Any]:
+    """Return the arguments of a publisher, with those that are fields of `WriterOptions` moved into `options`."""
+    fields = {field.name for field in dataclasses.fields(WriterOptions)}
+    options = WriterOptions(**{name: given.pop(name) for name in fields & given.keys()})
+    return {**given, "options": options}
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ if typing.TYPE_CHECKING:
     from .events import Event as Event
     from .publish import AnchorPolicy as AnchorPolicy
     from .publish import Publisher as Publisher
+    from .publish import WriterOptions as WriterOptions
     from .subscribe import Subscriber as Subscriber
     from .subscribe.pull import pull as pull
 
@@ -42,6 +43,7 @@ __all__ = [
     "Subscriber",
     "TensorPatch",
     "Version",
+    "WriterOptions",
     "apply_delta",
     "encode_delta",
     "pull",
@@ -60,6 +62,7 @@ _LATER = {
     "ReaderOptions": ".chain.reader_options",
     "Subscriber": ".subscribe",
     "Version": ".chain.version",
+    "WriterOptions": ".publish",
     "pull": ".subscribe",
     "start_delta": ".delta.background_encode",
 }

@@ -26,6 +26,7 @@ from deltawire.chain.version import Version
 from deltawire.errors import DeltawireError, Fenced, MirrorError
 from deltawire.format.records.signing import SigningKey
 from deltawire.publish import AnchorPolicy, PendingVersion, Publisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import StoreOptions, open_store
 from deltawire.subscribe import Subscriber, reading_mirror
 
@@ -92,13 +93,15 @@ def publish(place: Place, name: str, seed: int, last: int | None = None) -> None
                 resume_from = chance.choice(versions[-4:]) if versions else None
         return Publisher(
             place.url,
-            segment_bytes=6000,
-            anchor_policy=AnchorPolicy(min_versions=4, max_versions=9),
-            auto_collect=GRACE if chance.random() < 0.5 else None,
-            signing_key=place.key,
+            options=WriterOptions(
+                segment_bytes=6000,
+                anchor_policy=AnchorPolicy(min_versions=4, max_versions=9),
+                auto_collect=GRACE if chance.random() < 0.5 else None,
+                signing_key=place.key,
+                store=place.options,
+            ),
             resume_from=resume_from,
             background=chance.random() < 0.3,
-            store_options=place.options,
         )
 
     publisher: Publisher = patiently(take_over)

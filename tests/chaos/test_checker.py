@@ -11,6 +11,7 @@ from checker import Seen, check
 from small_model import state_of
 
 from deltawire.publish import AnchorPolicy, Publisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store.memory import MemoryStore
 
 Objects = dict[str, bytes]
@@ -23,9 +24,9 @@ def sound() -> tuple[Objects, list[Seen]]:
     """A chain that two publishers wrote, the second from an older version on; and what they acknowledged."""
     store = MemoryStore()
     versions: list[Any] = []
-    with Publisher(store, segment_bytes=6000, anchor_policy=AnchorPolicy(4, 9)) as publisher:
+    with Publisher(store, options=WriterOptions(segment_bytes=6000, anchor_policy=AnchorPolicy(4, 9))) as publisher:
         versions += [publisher.publish(state_of(step), step=step) for step in range(LAST)]
-    with Publisher(store, segment_bytes=6000, resume_from=versions[-2].seq) as publisher:
+    with Publisher(store, options=WriterOptions(segment_bytes=6000), resume_from=versions[-2].seq) as publisher:
         versions += [publisher.publish(state_of(step), step=step) for step in (LAST - 1, LAST)]
     assert any(store.list("anchor/"))
     assert any(store.list("skip/"))

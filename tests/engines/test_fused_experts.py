@@ -19,6 +19,7 @@ from deltawire.engines.weights.host_copy import HostCopyWeights
 from deltawire.errors import EngineRefused, UnsupportedLayout
 from deltawire.publish import Publisher
 from deltawire.publish.sharded import ShardedPublisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.rl.generation import build_model
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
@@ -82,7 +83,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def publisher(store: MemoryStore) -> Iterator[Publisher]:
-    with Publisher(store, segment_bytes=4096) as publisher:
+    with Publisher(store, options=WriterOptions(segment_bytes=4096)) as publisher:
         yield publisher
 
 
@@ -275,7 +276,7 @@ def test_ranks_that_hold_shards_of_fused_experts_publish_what_save_pretrained_wr
 
     def publish(ranks: ThreadRank) -> None:
         own = {name: tensor.detach().view(torch.int16).numpy().view(bfloat16) for name, tensor in layout.own_weights().items()}
-        with ShardedPublisher(ranks, store, threads=1) as publisher:
+        with ShardedPublisher(ranks, store, options=WriterOptions(threads=1)) as publisher:
             publisher.publish(layout.split(shards_of(own, ranks.rank, ranks.size)))
 
     assert run_ranks(3, publish) == [None] * 3  # two ranks have two experts each, one has none

@@ -16,6 +16,7 @@ from deltawire.engines.weights.host_copy import HostCopyUpdate, HostCopyWeights
 from deltawire.errors import EngineQuarantined, EngineRefused, EngineUnavailable, SwapFailed
 from deltawire.events import Event
 from deltawire.publish import Publisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store.memory import MemoryStore
 from deltawire.trainers import WeightSource, join_bundles
 
@@ -29,7 +30,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def publisher(store: MemoryStore) -> Iterator[Publisher]:
-    with Publisher(store, segment_bytes=1024) as publisher:  # many segments: tied weights lie in different ones
+    with Publisher(store, options=WriterOptions(segment_bytes=1024)) as publisher:  # many segments: tied weights lie in different ones
         yield publisher
 
 

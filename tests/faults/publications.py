@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from support import bits_of
+from support import bits_of, publisher_arguments
 from toy_chain import State, first_state, next_state
 
 import deltawire
@@ -48,8 +48,9 @@ def bits_at(step: int) -> Any:
     return bits_of(state_at(step))
 
 
-def open_publisher(store: Store, **options: Any) -> Publisher:
-    return Publisher(store, **({"segment_bytes": 800, "anchor_policy": EVERY_FOURTH, "threads": 1} | options))
+def open_publisher(store: Store, **given: Any) -> Publisher:
+    """Open a publisher. `given` are its parameters and fields of `WriterOptions`."""
+    return Publisher(store, **publisher_arguments(**({"segment_bytes": 800, "anchor_policy": EVERY_FOURTH, "threads": 1} | given)))
 
 
 def open_subscriber(store: Store, mirror: Any = None, **options: Any) -> Subscriber:

@@ -21,6 +21,7 @@ from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.format.records.chain_records import Epoch
 from deltawire.format.records.signing import SigningKey
 from deltawire.publish.sharded import ShardedPublisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe.model_files import read_model_files
@@ -125,7 +126,7 @@ def test_a_publisher_that_cannot_go_on_fences_nobody_off(waiting: Any) -> None:
             before = [info.key for info in store.list("")]
             with pytest.raises(DataMissing):
                 open_publisher(store)
-            failed = run_ranks(1, lambda ranks: ShardedPublisher(ranks, store, threads=1))
+            failed = run_ranks(1, lambda ranks: ShardedPublisher(ranks, store, options=WriterOptions(threads=1)))
             assert isinstance(failed[0], DataMissing)
             with pytest.raises(DataMissing):
                 open_publisher(store, resume_from=1)

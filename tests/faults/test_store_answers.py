@@ -28,6 +28,7 @@ from support import bits_of
 
 from deltawire.errors import CommitOutcomeUnknown, MirrorError, ObjectExists, OutcomeUnknown, StoreFull, StoreUnavailable
 from deltawire.format.records.canonical import dump
+from deltawire.publish import AnchorPolicy
 from deltawire.store import local
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
@@ -248,7 +249,7 @@ def test_a_mirror_on_a_full_disk_serves_on_and_goes_on_when_there_is_room(tmp_pa
     store, ledger = published(2)
     with open_subscriber(store, tmp_path / "mirror") as reader:
         reader.sync()
-        with open_publisher(store, anchor_policy=None) as publisher:
+        with open_publisher(store, anchor_policy=AnchorPolicy()) as publisher:
             ledger.publish(publisher)
             publisher.publish({**state_at(ledger.next_step), "new": state_at(ledger.next_step)["c.bias"]}, step=99)  # a whole checkpoint
         disk.stays_full, disk.full_at = True, disk.writes + 1

@@ -11,9 +11,10 @@ from pathlib import Path
 from toy_chain import State, first_state, next_state
 
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
+from deltawire.publish.writer_options import WriterOptions
 
 HERE = Path(__file__).resolve().parent / "chains"
-OPTIONS = {"segment_bytes": 800, "anchor_policy": AnchorPolicy(min_versions=4, max_versions=4), "threads": 1}
+OPTIONS = WriterOptions(segment_bytes=800, anchor_policy=AnchorPolicy(min_versions=4, max_versions=4), threads=1)
 CONFIG = {"config.json": b'{"model_type": "toy"}'}
 
 

@@ -73,11 +73,11 @@ def test_every_version_of_a_golden_chain_can_be_read(chain: LocalStore, tmp_path
 def test_a_golden_chain_goes_on(chain: LocalStore, tmp_path: Path) -> None:
     if chain.url.endswith("signed"):  # its secret key is forgotten, so nobody can
         with pytest.raises(SignatureInvalid):
-            Publisher(chain, **OPTIONS)
+            Publisher(chain, options=OPTIONS)
         return
     with Subscriber(chain, tmp_path / "mirror", options=ReaderOptions(pin=False)) as reader:
         reader.sync()
-        with Publisher(chain, **OPTIONS) as publisher:
+        with Publisher(chain, options=OPTIONS) as publisher:
             publisher.publish(state_at(5), step=5)
         assert reader.sync().seq == 11
         assert bits_of(reader.state) == bits_of(state_at(5))

@@ -13,6 +13,7 @@ from deltawire.engines import HotSwap
 from deltawire.engines.module import ModuleEngine
 from deltawire.engines.weights.in_place import InPlaceWeights
 from deltawire.publish import Publisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import EngineConformance, EngineRig
 from deltawire.trainers import WeightSource
@@ -131,7 +132,7 @@ def test_tensors_that_the_module_has_not_are_kept_on_the_host_beside_it():
     engine = ModuleEngine(served, keep_others=True)
     others = {"a": torch.arange(50.0, device=DEVICE), "head2": torch.arange(30.0, device=DEVICE), "z": torch.arange(9.0, device=DEVICE)}
     with (
-        Publisher(store, snapshot="device", segment_bytes=200) as publisher,
+        Publisher(store, snapshot="device", options=WriterOptions(segment_bytes=200)) as publisher,
         contextlib.closing(HotSwap(store, engine, options=ReaderOptions(pin=False))) as swap,
     ):
         for _ in range(3):

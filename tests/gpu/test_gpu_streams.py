@@ -108,9 +108,8 @@ def test_a_publisher_in_the_background_works_on_no_stream_of_training(tmp_path, 
         tmp_path,
         background=True,
         snapshot="device",
-        anchor_policy=policy,
+        options=deltawire.WriterOptions(anchor_policy=policy, shard_bytes=2000),
         on_event=lambda event: events.append(event.name),
-        shard_bytes=2000,
     ) as publisher:
         for _ in range(6):
             publisher.publish(state)
@@ -250,7 +249,7 @@ def test_versions_and_anchors_are_published_while_training_s_stream_is_busy(tmp_
         tmp_path,
         background=True,
         snapshot="device",
-        anchor_policy=policy,
+        options=deltawire.WriterOptions(anchor_policy=policy),
         on_event=lambda event: anchors.release() if event.name == "anchored" else None,
     ) as publisher:
         for version in range(6):

@@ -29,6 +29,7 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import MirrorError, NoChain
 from deltawire.events import Event
 from deltawire.publish import AnchorPolicy, Publisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.subscribe import Subscriber, reading_mirror
 
 MOST_SECONDS = 900.0
@@ -120,7 +121,7 @@ def publish(url: str, journal: str) -> None:
     """Take the run over and publish version after version."""
     acknowledged = Journal(journal)
     policy = AnchorPolicy(min_versions=3, max_versions=6)
-    publisher = Publisher(url, segment_bytes=60_000, anchor_policy=policy, auto_collect=0.5)
+    publisher = Publisher(url, options=WriterOptions(segment_bytes=60_000, anchor_policy=policy, auto_collect=0.5))
     step = 0
     if publisher.version is not None:
         assert publisher.version.step is not None

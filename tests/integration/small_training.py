@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 from plain_reader import read_states
-from support import bits_of, copied
+from support import bits_of, copied, publisher_arguments
 
 from deltawire.chain.maintenance.verify import verify
 from deltawire.publish.publisher import Publisher
@@ -33,8 +33,9 @@ class Training:
         return copied(self.state)
 
 
-def publisher(store, **options) -> Publisher:
-    return Publisher(store, **({"segment_bytes": 1000, "anchor_policy": NEVER} | options))
+def publisher(store, **given) -> Publisher:
+    """Open a publisher. `given` are its parameters and fields of `WriterOptions`."""
+    return Publisher(store, **publisher_arguments(**({"segment_bytes": 1000, "anchor_policy": NEVER} | given)))
 
 
 def published(store, count: int = 3, training: Training | None = None, **options) -> dict[int, dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from deltawire.publish.publisher import Publisher
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.publish.sharded.parts import MOST_FILES as MOST_DELTAS
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import Store, keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
@@ -33,7 +35,7 @@ from deltawire.subscribe.model_files import FollowedFiles, read_model_files
 from deltawire.subscribe.pull import pull
 from deltawire.warnings import AttachmentLeftOut
 
-OPTIONS: dict[str, Any] = {"segment_bytes": 800, "threads": 1, "anchor_policy": AnchorPolicy(min_versions=100, max_versions=100)}
+OPTIONS = WriterOptions(segment_bytes=800, threads=1, anchor_policy=AnchorPolicy(min_versions=100, max_versions=100))
 OLD, NEW = b'{"rope": 1}', b'{"rope": 2}'
 
 
@@ -69,7 +71,7 @@ def changing(tmp_path: Path) -> tuple[Store, list[Any], list[dict[str, bytes]]]:
     weights = states(4)
     weights.insert(3, weights[2])  # version 4 has the weights of version 3
     wanted = []
-    with Publisher(store, attachments=write(folder, config_json=OLD, tokenizer_json=b"[]"), **OPTIONS) as publisher:
+    with Publisher(store, attachments=write(folder, config_json=OLD, tokenizer_json=b"[]"), options=OPTIONS) as publisher:
         for step, state in enumerate(weights):
             if step == 1:
                 write(folder, config_json=NEW)
@@ -174,9 +176,9 @@ def test_a_slot_whose_attachments_were_torn_by_a_power_failure_is_made_anew(
 
 def test_collection_keeps_what_kept_versions_refer_to_wherever_it_lies() -> None:
     store, weights = MemoryStore(), states(9)
-    options = OPTIONS | {"anchor_policy": AnchorPolicy(min_versions=3, max_versions=3)}
+    options = replace(OPTIONS, anchor_policy=AnchorPolicy(min_versions=3, max_versions=3))
     files = {"config.json": OLD, "old.json": b"gone soon"}
-    with Publisher(store, attachments=files, **options) as publisher:
+    with Publisher(store, attachments=files, options=options) as publisher:
         for step, state in enumerate(weights):
             if step == 2:
                 del files["old.json"]
@@ -196,15 +198,15 @@ def store_has_weights(store: Store, seq: int) -> bool:
 
 def test_a_publisher_without_attachments_keeps_those_in_force_and_an_empty_mapping_removes_them(tmp_path: Path) -> None:
     store, weights = MemoryStore(), states(5)
-    with Publisher(store, attachments={"config.json": OLD}, **OPTIONS) as publisher:
+    with Publisher(store, attachments={"config.json": OLD}, options=OPTIONS) as publisher:
         publisher.publish(weights[0])
-    with Publisher(store, **OPTIONS) as publisher:
+    with Publisher(store, options=OPTIONS) as publisher:
         publisher.publish(weights[1])
         assert read_model_files(store).files == {"config.json": OLD}
-    with Publisher(store, attachments={}, **OPTIONS) as publisher:
+    with Publisher(store, attachments={}, options=OPTIONS) as publisher:
         publisher.publish(weights[2])
         assert read_model_files(store).files == {}
-    with Publisher(store, resume_from=1, **OPTIONS) as publisher:
+    with Publisher(store, resume_from=1, options=OPTIONS) as publisher:
         assert read_model_files(store).files == {"config.json": OLD}  # those of the version that it went back to
         publisher.publish(weights[3])
     assert read_model_files(store).files == {"config.json": OLD}
@@ -216,15 +218,15 @@ def test_a_publisher_without_attachments_keeps_those_in_force_and_an_empty_mappi
 def test_going_back_to_a_version_leaves_the_files_of_abandoned_ones_behind(is_marked: bool, is_sharded: bool) -> None:
     """Also where a collection has announced to delete the version's data, so that a checkpoint takes the place of the rewind."""
     store, weights = MemoryStore(), states(4)
-    with Publisher(store, attachments={"config.json": OLD, "tokenizer.json": b"[]"}, **OPTIONS) as publisher:
+    with Publisher(store, attachments={"config.json": OLD, "tokenizer.json": b"[]"}, options=OPTIONS) as publisher:
         publisher.publish(weights[0])
         publisher.publish(weights[1])
-    with Publisher(store, attachments={"config.json": NEW, "bad.jinja": b"?"}, starts_full=True, **OPTIONS) as publisher:
+    with Publisher(store, attachments={"config.json": NEW, "bad.jinja": b"?"}, starts_full=True, options=OPTIONS) as publisher:
         publisher.publish(weights[2])
     if is_marked:
         assert collect(store, grace=1e9, keep_anchors=1).floor == 4
     if not is_sharded:
-        with Publisher(store, resume_from=2, **OPTIONS) as publisher:
+        with Publisher(store, resume_from=2, options=OPTIONS) as publisher:
             assert publisher.version is not None
             assert publisher.version.kind == ("anchor" if is_marked else "rewind")
             assert read_model_files(store).files == {"config.json": OLD, "tokenizer.json": b"[]"}
@@ -232,7 +234,7 @@ def test_going_back_to_a_version_leaves_the_files_of_abandoned_ones_behind(is_ma
     else:
 
         def work(ranks: Any) -> None:
-            with ShardedPublisher(ranks, store, threads=1, resume_from=2) as publisher:
+            with ShardedPublisher(ranks, store, options=WriterOptions(threads=1), resume_from=2) as publisher:
                 publisher.publish(shards_of(weights[3], 0, 1), files={"config.json": b"model's"})
 
         run_ranks(1, work)
@@ -242,9 +244,9 @@ def test_going_back_to_a_version_leaves_the_files_of_abandoned_ones_behind(is_ma
 
 def test_files_that_a_publisher_takes_from_the_model_replace_their_like_and_leave_others() -> None:
     store, weights = MemoryStore(), states(2)
-    with Publisher(store, attachments={"config.json": OLD, "tokenizer.json": b"[]"}, **OPTIONS) as publisher:
+    with Publisher(store, attachments={"config.json": OLD, "tokenizer.json": b"[]"}, options=OPTIONS) as publisher:
         publisher.publish(weights[0])
-    with Publisher(store, **OPTIONS) as publisher:
+    with Publisher(store, options=OPTIONS) as publisher:
         publisher._attachments.taken["config.json"] = NEW  # as it does when it is given a model
         publisher.publish(weights[1])
     assert read_model_files(store).files == {"config.json": NEW, "tokenizer.json": b"[]"}
@@ -266,7 +268,7 @@ class FakeTokenizer:
 @pytest.mark.parametrize("background", [False, True])
 def test_the_tokenizer_is_taken_as_it_is_at_every_version(tmp_path: Path, opaque: bool, background: bool) -> None:
     store, tokenizer = MemoryStore(), FakeTokenizer(opaque=opaque)
-    with Publisher(store, tokenizer=tokenizer, background=background, **OPTIONS) as publisher:
+    with Publisher(store, tokenizer=tokenizer, background=background, options=OPTIONS) as publisher:
         for number, state in enumerate(states(3)):
             tokenizer.template = f"template {number}"
             publisher.publish(state)
@@ -279,7 +281,7 @@ def test_ranks_that_publish_together_take_the_tokenizer_as_it_is() -> None:
     store, tokenizer, weights = MemoryStore(), FakeTokenizer(), states(2)
 
     def work(ranks: Any) -> None:
-        with ShardedPublisher(ranks, store, threads=1, tokenizer=tokenizer) as publisher:
+        with ShardedPublisher(ranks, store, options=WriterOptions(threads=1), tokenizer=tokenizer) as publisher:
             for state in weights:
                 publisher.publish(shards_of(state, ranks.rank, ranks.size))
                 if ranks.rank == 0:
@@ -305,9 +307,9 @@ def test_a_chat_template_that_the_tokenizer_has_no_more_does_not_stay(resumed: b
     """What did not come from a tokenizer stays."""
     store, tokenizer, weights = MemoryStore(), TemplatedTokenizer(), states(2)
     others = {"README.md": b"text", "vocab.txt": b"words"}
-    with Publisher(store, attachments={**others, "chat_template.jinja": b"older"}, **OPTIONS) as publisher:
+    with Publisher(store, attachments={**others, "chat_template.jinja": b"older"}, options=OPTIONS) as publisher:
         publisher.publish(weights[0])
-    with Publisher(store, tokenizer=tokenizer, **OPTIONS) as publisher:
+    with Publisher(store, tokenizer=tokenizer, options=OPTIONS) as publisher:
         if not resumed:
             publisher.publish(weights[0])
             assert read_model_files(store).files["chat_template.jinja"] == b"old"
@@ -320,7 +322,7 @@ def test_ranks_do_not_keep_a_chat_template_that_the_tokenizer_has_no_more() -> N
     store, tokenizer, weights = MemoryStore(), TemplatedTokenizer(), states(2)
 
     def work(ranks: Any) -> None:
-        with ShardedPublisher(ranks, store, threads=1, tokenizer=tokenizer) as publisher:
+        with ShardedPublisher(ranks, store, options=WriterOptions(threads=1), tokenizer=tokenizer) as publisher:
             for state in weights:
                 publisher.publish(shards_of(state, ranks.rank, ranks.size))
                 tokenizer.template = None
@@ -339,7 +341,7 @@ def test_what_is_no_tokenizer_is_refused_at_once(wrong: Any) -> None:
 
 def test_a_publisher_in_the_background_takes_attachments_as_they_are_when_publish_is_called(tmp_path: Path) -> None:
     store, weights, folder = MemoryStore(), states(3), write(tmp_path / "attached", config_json=OLD)
-    with Publisher(store, attachments=folder, background=True, **OPTIONS) as publisher:
+    with Publisher(store, attachments=folder, background=True, options=OPTIONS) as publisher:
         for number, state in enumerate(weights):
             handle = publisher.publish(state)
             write(folder, config_json=b"%d" % number)
@@ -351,7 +353,7 @@ def test_a_publisher_in_the_background_takes_attachments_as_they_are_when_publis
 def test_a_version_is_told_of_when_its_attachments_change() -> None:
     events: list[Event] = []
     files = {"a.json": b"1", "b.json": b"2"}
-    with Publisher(MemoryStore(), attachments=files, on_event=events.append, **OPTIONS) as publisher:
+    with Publisher(MemoryStore(), attachments=files, on_event=events.append, options=OPTIONS) as publisher:
         for state in states(2):
             publisher.publish(state)
         files |= {"a.json": b"3"}
@@ -365,7 +367,9 @@ def test_ranks_that_publish_together_ship_changed_attachments(tmp_path: Path) ->
     weights, folder = states(3), write(tmp_path / "attached", config_json=OLD)
 
     def work(ranks: Any) -> None:
-        with ShardedPublisher(ranks, tmp_path / "chain", threads=1, attachments=folder if ranks.rank == 0 else None) as publisher:
+        with ShardedPublisher(
+            ranks, tmp_path / "chain", options=WriterOptions(threads=1), attachments=folder if ranks.rank == 0 else None
+        ) as publisher:
             for number, state in enumerate(weights):
                 publisher.publish(shards_of(state, ranks.rank, ranks.size), step=number)
                 if ranks.rank == 0 and number == 0:
@@ -380,11 +384,11 @@ def test_ranks_that_publish_together_ship_changed_attachments(tmp_path: Path) ->
 
 def test_a_full_checkpoint_can_be_asked_for_and_repairs_a_damaged_chain() -> None:
     store, weights = MemoryStore(), states(3)
-    with Publisher(store, attachments={"config.json": OLD}, **OPTIONS) as publisher:
+    with Publisher(store, attachments={"config.json": OLD}, options=OPTIONS) as publisher:
         for state in weights[:2]:
             publisher.publish(state)
     store.delete([info.key for info in store.list(keys.DATA)])
-    with Publisher(store, attachments={"config.json": OLD}, starts_full=True, **OPTIONS) as publisher:
+    with Publisher(store, attachments={"config.json": OLD}, starts_full=True, options=OPTIONS) as publisher:
         version = publisher.publish(weights[2])
         assert version.kind == "anchor"  # type: ignore[union-attr]
         assert publisher.publish(weights[1]).kind == "delta"  # type: ignore[union-attr]
@@ -407,7 +411,7 @@ def flip(store: Store, key: str) -> None:
 def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has_it(resume_from: int | None, is_lost: bool) -> None:
     store, weights = MemoryStore(), states(4)
     files = {"config.json": OLD, "tokenizer.json": b"[1, 2]"}
-    with Publisher(store, attachments=files, **OPTIONS) as publisher:
+    with Publisher(store, attachments=files, options=OPTIONS) as publisher:
         for state in weights[:3]:
             publisher.publish(state)
     tokenizer = next(entry for entry in ChainLog(store).read(3).attachments or () if entry.name == "tokenizer.json")  # type: ignore[union-attr]
@@ -415,7 +419,7 @@ def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has
         store.delete([tokenizer.key])
     else:
         flip(store, tokenizer.key)
-    with Publisher(store, attachments=files, resume_from=resume_from, **OPTIONS) as publisher:
+    with Publisher(store, attachments=files, resume_from=resume_from, options=OPTIONS) as publisher:
         assert publisher.version is not None
         opened_at = publisher.version.seq
         version = publisher.publish(weights[3])
@@ -434,15 +438,15 @@ def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has
 )
 def test_a_publisher_without_the_bytes_of_a_damaged_attachment_fences_nobody(options: Any) -> None:
     store, weights = MemoryStore(), states(3)
-    with Publisher(store, attachments={"config.json": OLD}, **OPTIONS) as publisher:
+    with Publisher(store, attachments={"config.json": OLD}, options=OPTIONS) as publisher:
         for state in weights[:2]:
             publisher.publish(state)
         flip(store, next(iter(objects(store))))
         with pytest.raises(DataDamaged, match=r"config\.json, a file of version [12] in .*damaged"):
-            Publisher(store, **options, **OPTIONS)
+            Publisher(store, **options, options=OPTIONS)
         assert [info.key for info in store.list(keys.EPOCHS)] == [keys.epoch_key(1)]
         publisher.publish(weights[2])  # it is not fenced off
-    with Publisher(store, attachments={"config.json": NEW}, **OPTIONS) as publisher:  # what replaces the damaged file goes on
+    with Publisher(store, attachments={"config.json": NEW}, options=OPTIONS) as publisher:  # what replaces the damaged file goes on
         publisher.publish(weights[0])
     assert read_model_files(store).files == {"config.json": NEW}
 
@@ -455,7 +459,7 @@ def test_going_back_to_a_version_1_whose_attachment_is_damaged_fences_nobody() -
     chain.damage(next(entry for entry in first.files if entry.name == "config.json"))
     before = {info.key for info in store.list("")}
     with pytest.raises(DataDamaged):
-        Publisher(store, resume_from=first.seq, attachments={"config.json": NEW}, **OPTIONS)
+        Publisher(store, resume_from=first.seq, attachments={"config.json": NEW}, options=OPTIONS)
     assert {info.key for info in store.list("")} == before
 
 
@@ -465,8 +469,8 @@ def test_ranks_that_publish_together_upload_a_damaged_attachment_again(tmp_path:
 
     def work(attachments: Any, numbers: range) -> Any:
         def publish(ranks: Any) -> None:
-            options = {"attachments": attachments if ranks.rank == 0 else None}
-            with ShardedPublisher(ranks, tmp_path / "chain", threads=1, **options) as publisher:
+            own = attachments if ranks.rank == 0 else None
+            with ShardedPublisher(ranks, tmp_path / "chain", options=WriterOptions(threads=1), attachments=own) as publisher:
                 for number in numbers:
                     publisher.publish(shards_of(weights[number], ranks.rank, ranks.size), step=number)
 
@@ -517,7 +521,7 @@ def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> No
     assert read_model_files(store).files == old
     with Subscriber(store, tmp_path / "mirror", options=ReaderOptions(pin=False)) as reader:
         reader.sync()
-        with Publisher(store, **OPTIONS) as publisher:
+        with Publisher(store, options=OPTIONS) as publisher:
             publisher.publish(next_state(chain.state, 7))
         newest = ChainLog(store).head()
         assert newest is not None
@@ -525,7 +529,7 @@ def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> No
         assert read_model_files(store).files == old
         reader.sync()
         assert files_in(reader.path) == old
-        with Publisher(store, attachments={"config.json": NEW}, **OPTIONS) as publisher:
+        with Publisher(store, attachments={"config.json": NEW}, options=OPTIONS) as publisher:
             publisher.publish(next_state(chain.state, 8))
         reader.sync()
         assert files_in(reader.path) == {"config.json": NEW}
@@ -537,12 +541,12 @@ def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> No
 def test_no_attachment_has_the_name_of_a_mirror_s_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     with pytest.raises(CheckpointError, match="record that mirrors keep"):
-        Publisher(store, attachments={"DeltaWire.json": OLD}, **OPTIONS)
+        Publisher(store, attachments={"DeltaWire.json": OLD}, options=OPTIONS)
     folder = write(tmp_path / "slot", config_json=OLD, deltawire_json=b"of a mirror")
-    with Publisher(store, attachments=folder, **OPTIONS) as publisher:
+    with Publisher(store, attachments=folder, options=OPTIONS) as publisher:
         assert set(publisher.publish(first_state()).attachments) == {"config.json"}
     monkeypatch.setattr("deltawire.publish.attachments.read_files.MIRROR_RECORD_FILE", "-")  # as earlier releases did
-    with Publisher(store, attachments={"config.json": OLD, "deltawire.json": NEW}, **OPTIONS) as publisher:
+    with Publisher(store, attachments={"config.json": OLD, "deltawire.json": NEW}, options=OPTIONS) as publisher:
         publisher.publish(next_state(first_state(), 1))
     with Subscriber(store, tmp_path / "mirror") as subscriber:
         with pytest.warns(AttachmentLeftOut, match=r"deltawire\.json of version 2"):
@@ -554,7 +558,7 @@ def test_no_attachment_has_the_name_of_a_mirror_s_record(tmp_path: Path, monkeyp
 
 def test_a_name_that_the_locale_cannot_write_is_a_named_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    with Publisher(store, attachments={"config.json": OLD, "\u65e5\u672c.txt": NEW}, **OPTIONS) as publisher:
+    with Publisher(store, attachments={"config.json": OLD, "\u65e5\u672c.txt": NEW}, options=OPTIONS) as publisher:
         publisher.publish(first_state())
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
     told = r"'\\u65e5\\u672c\.txt' cannot be written, since this process encodes file names as ascii"
@@ -569,7 +573,7 @@ def test_a_name_that_the_locale_cannot_write_is_a_named_error(tmp_path: Path, mo
 
 def test_an_attachment_cannot_stand_for_weights() -> None:
     store = MemoryStore()
-    with Publisher(store, attachments={"config.json": OLD}, **OPTIONS) as publisher:
+    with Publisher(store, attachments={"config.json": OLD}, options=OPTIONS) as publisher:
         publisher.publish(first_state())
     commit = ChainLog(store).read(1)
     assert commit is not None

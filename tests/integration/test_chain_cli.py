@@ -23,6 +23,7 @@ from test_cli import FIRST, INDEX, SECOND, Tensors, assert_same, environment, fa
 from deltawire.errors import LimitExceeded
 from deltawire.format.records.chain_records import Limits
 from deltawire.publish import Publisher
+from deltawire.publish.writer_options import WriterOptions
 
 VERSIONS = 3
 
@@ -177,7 +178,7 @@ def test_weights_that_are_not_finite_are_refused_before_anybody_is_fenced_off(ch
 def test_what_the_run_does_not_allow_is_refused_before_anybody_is_fenced_off(tmp_path: Path) -> None:
     small = {"w": np.zeros(99, np.float16)}
     limits = Limits(state_bytes=1000, tensors=1, file_bytes=1000)
-    with Publisher(tmp_path / "chain", attachments={}, limits=limits) as trainer:
+    with Publisher(tmp_path / "chain", attachments={}, options=WriterOptions(limits=limits)) as trainer:
         trainer.publish(small)
         save_file({"w": np.zeros(501, np.float16)}, tmp_path / "large.safetensors")
         assert "1,002 bytes of weights; this run allows 1,000" in fail(

@@ -21,6 +21,7 @@ from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.publish import AnchorPolicy, Publisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import Store, open_store
 from deltawire.subscribe import Subscriber, reading_mirror
 
@@ -93,7 +94,7 @@ def test_a_mirror_whose_subscribers_are_killed_serves_whole_versions_and_fetches
     store, mirror, events, loaded = (tmp_path / name for name in ("store", "mirror", "events", "loaded"))
     moments = random.Random(2)
     served = step = -1
-    with Nursery(tmp_path / "log") as nursery, Publisher(store, anchor_policy=AnchorPolicy(8, 16)) as publisher:
+    with Nursery(tmp_path / "log") as nursery, Publisher(store, options=WriterOptions(anchor_policy=AnchorPolicy(8, 16))) as publisher:
         engine = nursery.start("load", mirror, loaded)
         for number in range(KILLS):
             child = nursery.start("mirror", store, mirror, events)

@@ -17,7 +17,6 @@ from deltawire.publish.upload.segments import TensorTable
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import Before, FaultyStore, call
-from deltawire.trainers.trl import DeltaWireTransfer
 from deltawire.warnings import VersionsLost
 
 
@@ -296,8 +295,3 @@ def test_a_background_publisher_resumes_too():
                 states[chain.publish(state).result(PATIENCE).seq] = state
     assert_chain_holds(store, states)
     assert [commit["kind"] for commit in read_commits(store)].count("anchor") == 1
-
-
-def test_a_transfer_that_waits_for_its_versions_takes_no_background():
-    with pytest.raises(ValueError, match="background=True"):
-        DeltaWireTransfer("memory://transfer", background=True)

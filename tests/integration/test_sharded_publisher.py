@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from plain_reader import read_commits, read_states
-from support import bits_of, copied
+from support import bits_of, copied, publisher_arguments
 from threads_as_ranks import run_ranks, shards_of
 
 from deltawire import Publisher, Subscriber, pull
@@ -23,6 +23,7 @@ from deltawire.errors import (
 )
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import open_store
 from deltawire.tensors.bits import TensorPart, tensor_bits
 from deltawire.testing import After, Before, FaultyStore, call
@@ -52,11 +53,12 @@ def states(count, seed=0):
     return found
 
 
-def publish_all(url, size, versions, **options):
-    """Publish these states from so many ranks; what each rank returned."""
+def publish_all(url, size, versions, **given):
+    """Publish these states from `size` ranks and return what each rank returned. `given` is as in `publisher_arguments`."""
+    arguments = publisher_arguments(threads=1, **given)
 
     def work(ranks):
-        with ShardedPublisher(ranks, url, threads=1, **options) as publisher:
+        with ShardedPublisher(ranks, url, **arguments) as publisher:
             return [publisher.publish(shards_of(state, ranks.rank, size), step=step) for step, state in enumerate(versions)]
 
     found = run_ranks(size, work)
@@ -105,7 +107,7 @@ def test_only_edges_change_hands_for_a_delta(tmp_path):
     versions, moved = states(3), []
 
     def work(ranks):
-        with ShardedPublisher(ranks, tmp_path, threads=1) as publisher:
+        with ShardedPublisher(ranks, tmp_path, options=WriterOptions(threads=1)) as publisher:
             publisher.publish(shards_of(versions[0], ranks.rank, 3))
             before = ranks.moved
             publisher.publish(shards_of(versions[1], ranks.rank, 3))
@@ -122,11 +124,11 @@ def test_a_chain_is_taken_up_by_any_number_of_ranks(tmp_path):
         if start:
             assert [version.kind for version in found[0]] == ["delta", "delta"]
         assert follow(tmp_path)[0] == bits_of(versions[start + 1])
-    with Publisher(tmp_path, threads=1) as publisher:
+    with Publisher(tmp_path, options=WriterOptions(threads=1)) as publisher:
         assert publisher.publish(versions[8]).kind == "delta"
         rewound = publisher.version.seq
         publisher.publish(versions[3])
-    with Publisher(tmp_path, threads=1, resume_from=rewound):
+    with Publisher(tmp_path, options=WriterOptions(threads=1), resume_from=rewound):
         pass
     assert publish_all(tmp_path, 2, [versions[9]])[0][0].kind == "delta"
     assert follow(tmp_path)[0] == bits_of(versions[9])
@@ -138,6 +140,16 @@ def test_other_tensors_are_published_as_a_checkpoint(tmp_path):
     other = first_state(5, {"embed": (301, 96), "head": (5, 5)})
     assert publish_all(tmp_path, 3, [other])[0][0].kind == "anchor"
     assert follow(tmp_path)[0] == bits_of(other)
+
+
+def test_the_first_rank_collects_garbage_after_an_anchor(tmp_path):
+    versions, events = states(9), []
+    options = {"anchor_policy": AnchorPolicy(min_versions=2, max_versions=2), "auto_collect": 0.0, "on_event": events.append}
+    publish_all(tmp_path, 2, versions, **options)
+    assert any(event.name == "collected" and event.fields["deleted"] for event in events), {event.name for event in events}
+    assert not [event for event in events if event.name == "shortcut-failed"]
+    assert follow(tmp_path)[0] == bits_of(versions[-1])
+    assert verify(open_store(tmp_path), deep=True).problems == []
 
 
 def test_anchors_are_ordinary_checkpoints_written_by_all(tmp_path):
@@ -159,7 +171,7 @@ def publish_through(stores, versions, size=2, failing=1, error=StoreUnavailable)
 
     def work(ranks):
         messages, found = [], []
-        with ShardedPublisher(ranks, stores[ranks.rank], threads=1) as publisher:
+        with ShardedPublisher(ranks, stores[ranks.rank], options=WriterOptions(threads=1)) as publisher:
             for step, state in enumerate(versions):
                 if step == failing:
                     with pytest.raises(error) as caught:
@@ -215,10 +227,10 @@ def test_a_takeover_is_reported_to_all_ranks(tmp_path):
     versions = states(4)
 
     def work(ranks):
-        publisher = ShardedPublisher(ranks, tmp_path, threads=1)
+        publisher = ShardedPublisher(ranks, tmp_path, options=WriterOptions(threads=1))
         publisher.publish(shards_of(versions[0], ranks.rank, 2))
         if ranks.rank == 0:
-            with Publisher(tmp_path, threads=1) as other:
+            with Publisher(tmp_path, options=WriterOptions(threads=1)) as other:
                 other.publish(versions[1])
         for _ in range(2):
             with pytest.raises(Fenced):
@@ -234,7 +246,7 @@ def test_a_bit_that_flips_in_a_ranks_own_copy_is_found_and_the_copy_rebuilt(tmp_
     versions = states(3)
 
     def work(ranks):
-        with ShardedPublisher(ranks, tmp_path, threads=1) as publisher:
+        with ShardedPublisher(ranks, tmp_path, options=WriterOptions(threads=1)) as publisher:
             publisher.publish(shards_of(versions[0], ranks.rank, 2))
             if ranks.rank == 1:
                 publisher._baseline.parts["embed"].elements.view(np.uint32)[5] ^= 1
@@ -308,7 +320,9 @@ def test_processes_that_do_not_see_the_same_store_are_refused(tmp_path):
 
 def test_the_files_of_the_model_go_with_every_version_and_what_the_user_attached_replaces_them(tmp_path):
     def work(ranks):
-        with ShardedPublisher(ranks, tmp_path / "chain", threads=1, attachments={"config.json": b"mine"}) as publisher:
+        with ShardedPublisher(
+            ranks, tmp_path / "chain", options=WriterOptions(threads=1), attachments={"config.json": b"mine"}
+        ) as publisher:
             for state, theirs in zip(states(2), [b"1", b"2"], strict=True):
                 held = shards_of(state, ranks.rank, 2)
                 publisher.publish(held, files={"config.json": b"theirs", "generation_config.json": theirs} if ranks.rank == 0 else None)
@@ -325,7 +339,7 @@ def test_a_rank_that_holds_what_is_not_finite_stops_the_publication_at_all_ranks
     bad["embed"].reshape(-1)[-1] = np.nan
 
     def work(ranks):
-        with ShardedPublisher(ranks, tmp_path, threads=1, refuse_nonfinite=True) as publisher:
+        with ShardedPublisher(ranks, tmp_path, options=WriterOptions(threads=1), refuse_nonfinite=True) as publisher:
             publisher.publish(shards_of(good, ranks.rank, 2))
             with pytest.raises(PublishError, match=r"1 weight is NaN or infinite, in 'embed' \(1\)"):
                 publisher.publish(shards_of(bad, ranks.rank, 2))

@@ -19,6 +19,7 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import CommitOutcomeUnknown, DataDamaged, SignatureInvalid, VersionUnknown
 from deltawire.format.records.signing import SigningKey
 from deltawire.publish.sharded import ShardedPublisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import open_store
 from deltawire.testing import After, Before, FaultyStore, call
 
@@ -132,7 +133,7 @@ def test_a_rewind_whose_outcome_is_unknown_is_found_out_at_the_next_call(tmp_pat
     stores = [FaultyStore(open_store(tmp_path), [lost, Before(call("get", slot), "unavailable", times=5)]), open_store(tmp_path)]
 
     def work(ranks):
-        with ShardedPublisher(ranks, stores[ranks.rank], threads=1, resume_from=OLDER) as publisher:
+        with ShardedPublisher(ranks, stores[ranks.rank], options=WriterOptions(threads=1), resume_from=OLDER) as publisher:
             with pytest.raises(CommitOutcomeUnknown):
                 publisher.publish(shards_of(versions[3], ranks.rank, 2))
             publisher.publish(shards_of(versions[3], ranks.rank, 2))

@@ -13,6 +13,7 @@ from deltawire.chain.maintenance.verify import verify
 from deltawire.publish import history
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import open_store
 from deltawire.testing import Before, FaultyStore, call
 
@@ -83,7 +84,9 @@ def test_a_skip_that_fails_at_one_rank_is_reported_and_publishing_goes_on(tmp_pa
 
     def work(ranks):
         report = events.append if ranks.rank == 0 else None
-        with ShardedPublisher(ranks, stores[ranks.rank], threads=1, anchor_policy=NO_ANCHORS, on_event=report) as publisher:
+        with ShardedPublisher(
+            ranks, stores[ranks.rank], options=WriterOptions(threads=1, anchor_policy=NO_ANCHORS), on_event=report
+        ) as publisher:
             for state in versions:
                 publisher.publish(shards_of(state, ranks.rank, 2))
 

@@ -48,6 +48,7 @@ from deltawire.format.records.chain_records import Commit, link_targets
 from deltawire.publish import create
 from deltawire.publish.commits import ChainWriter
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import keys
 from deltawire.subscribe import Subscriber, reading_mirror
 from deltawire.subscribe.chain_view import ChainView
@@ -131,8 +132,7 @@ class ChainMachine(RuleBasedStateMachine):
         process = Process(self.world.store)
         process.mishap = mishap
         writer = self.writers[number] = Writer(process, first_state(), began_in=self.world.epoch, resumed_from=resume_from)
-        options: dict[str, Any] = {"segment_bytes": 300, "anchor_policy": OFTEN_ANCHORED, "threads": 1, "resume_from": resume_from}
-        self._writer_came_to(number, process.do(lambda: self._opened(writer, options)))
+        self._writer_came_to(number, process.do(lambda: self._opened(writer, resume_from)))
 
     @rule(
         number=st.integers(0, 2),
@@ -173,8 +173,9 @@ class ChainMachine(RuleBasedStateMachine):
         assert outcome.error is None or (isinstance(outcome.error, Fenced) and publisher.epoch < self.world.epoch), outcome
         del self.writers[number]
 
-    def _opened(self, writer: Writer, options: dict[str, Any]) -> None:
-        writer.publisher = Publisher(writer.process.store, **options)
+    def _opened(self, writer: Writer, resume_from: int | None) -> None:
+        options = WriterOptions(segment_bytes=300, anchor_policy=OFTEN_ANCHORED, threads=1)
+        writer.publisher = Publisher(writer.process.store, resume_from=resume_from, options=options)
 
     def _writer_came_to(self, number: int, outcome: Outcome | None) -> None:
         """Judge how a writer's work ended, if it has."""
@@ -434,7 +435,7 @@ class HungCollector(Process):
 
 def test_collector_that_hung_takes_nothing_that_a_resumed_version_rests_on() -> None:
     world, state, seqs = World(), first_state(), []
-    with Publisher(world.store, anchor_policy=OFTEN_ANCHORED) as publisher:
+    with Publisher(world.store, options=WriterOptions(anchor_policy=OFTEN_ANCHORED)) as publisher:
         for step in range(10):
             state = changed_state(state, "few", step)
             world.published.append(state)

@@ -13,6 +13,7 @@ from threads_as_ranks import run_ranks, shards_of
 
 from deltawire.dtypes import DTYPES
 from deltawire.publish.sharded import ShardedPublisher
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import open_store
 from deltawire.tensors.bits import tensor_bits
 
@@ -43,7 +44,7 @@ def test_readers_have_every_version_whatever_the_ranks(model, sizes, seed, segme
     for turn, size in enumerate(sizes):
 
         def work(ranks, size=size, turn=turn):
-            with ShardedPublisher(ranks, url, threads=1, segment_bytes=segment_bytes, shard_bytes=1000) as publisher:
+            with ShardedPublisher(ranks, url, options=WriterOptions(threads=1, segment_bytes=segment_bytes, shard_bytes=1000)) as publisher:
                 for state in published[2 * turn : 2 * turn + 2]:
                     publisher.publish(shards_of(state, ranks.rank, size))
 

@@ -17,6 +17,7 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import CheckpointError, Fenced, SignatureInvalid, UnusableModelFiles, UnusableRows, UnusableSettings
 from deltawire.events import Event
 from deltawire.format.records.signing import SigningKey
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.rl.settings import GrpoSettings
 from deltawire.rl.trainer import GrpoTrainer
 from deltawire.store.memory import MemoryStore
@@ -248,7 +249,7 @@ def test_a_trainer_that_signs_takes_files_from_nobody_else(store: MemoryStore, t
     with trainer(store, tmp_path):  # unsigned
         pass
     with pytest.raises(SignatureInvalid):
-        trainer(store, tmp_path, attachments=None, signing_key=SigningKey.generate())
+        trainer(store, tmp_path, attachments=None, options=WriterOptions(signing_key=SigningKey.generate()))
 
 
 def test_settings_that_cannot_work_are_refused(store: MemoryStore, tmp_path: Path):

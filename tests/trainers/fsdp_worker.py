@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from deltawire.publish import PendingVersion
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.trainers.fsdp import FSDPPublisher
 
 
@@ -115,11 +116,11 @@ def _run(rank: int, task: dict[str, object]) -> None:
     model = None if task["mesh"] == "all placements" else sharded(task["mesh"], task.get("wrapping", "blocks"))
     if task.get("load"):
         load(model, np.load(task["load"]))
-    options = {name: task[name] for name in ("background", "resume_from") if name in task}
-    if task.get("anchors") is False:
-        options["anchor_policy"] = AnchorPolicy(min_versions=10**6, max_versions=None)
+    given = {name: task[name] for name in ("background", "resume_from") if name in task}
+    policy = AnchorPolicy(min_versions=10**6, max_versions=None) if task.get("anchors") is False else AnchorPolicy()
+    options = WriterOptions(threads=1, anchor_policy=policy)
     on_event = lambda event: events.append(event.to_json())  # noqa: E731
-    with FSDPPublisher(task["url"], dtype=dtype, threads=1, on_event=on_event, **options) as publisher:
+    with FSDPPublisher(task["url"], dtype=dtype, options=options, on_event=on_event, **given) as publisher:
         if task.get("die") == rank:
             kill_at(publisher, 2)
         for step in range(*task["steps"]):

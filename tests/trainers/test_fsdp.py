@@ -20,6 +20,7 @@ from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import StoreUnavailable
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import Before, FaultyStore, call
@@ -186,7 +187,7 @@ def test_what_fails_in_the_background_is_raised_once(seen):
 
     weights = {"x": torch.arange(300.0)}
     store = FaultyStore(MemoryStore(), [Before(call("put", "data/"), "unavailable")])
-    with FSDPPublisher(store, background=True, threads=1) as publisher:
+    with FSDPPublisher(store, background=True, options=WriterOptions(threads=1)) as publisher:
         pending = publisher.publish(weights, step=0)
         with pytest.raises(StoreUnavailable):
             pending.result(60) if seen else publisher.publish(weights, step=0)
@@ -210,7 +211,7 @@ def test_fused_experts_are_published_as_checkpoints_have_them(tmp_path):
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     assert any(isinstance(weight, DTensor) for weight in model.parameters())
     store = MemoryStore()
-    with FSDPPublisher(store, threads=1) as publisher:
+    with FSDPPublisher(store, options=WriterOptions(threads=1)) as publisher:
         publisher.publish(model)
     with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         subscriber.sync()

@@ -5,5 +5,6 @@ from __future__ import annotations
 from .background import PendingVersion
 from .publisher import Publisher
 from .shortcuts.cadence import AnchorPolicy
+from .writer_options import WriterOptions
 
-__all__ = ["AnchorPolicy", "PendingVersion", "Publisher"]
+__all__ = ["AnchorPolicy", "PendingVersion", "Publisher", "WriterOptions"]

@@ -25,10 +25,11 @@ from .baseline import Baseline
 from .commits import Attempt, ChainWriter, emit_published
 from .resume import Resumed, read_state, version_commit
 from .shortcuts.cadence import ChainCost, Speed
-from .snapshots import Arrays, Place, copy_tensors, new_arrays
-from .upload.checkpoint_files import SHARD_BYTES, lay_out
+from .snapshots import Arrays, SnapshotDevice, copy_tensors, new_arrays
+from .upload.checkpoint_files import lay_out
 from .upload.data_objects import DataPlace, upload_checkpoint, upload_update
-from .upload.segments import SEGMENT_BYTES, TensorTable, cut_segments
+from .upload.segments import TensorTable, cut_segments
+from .writer_options import WriterOptions
 
 Recycle = Callable[[Arrays], None]
 
@@ -63,30 +64,25 @@ class Appender:
         log: ChainLog,
         writer: ChainWriter,
         pool: Executor,
+        options: WriterOptions,
         *,
-        threads: int | None = None,
-        remember: bool = True,
         starts_full: bool = False,
         keeps_attachments: bool = False,
         stored_files: StoredFiles | None = None,
         on_event: OnEvent | None = None,
         recycle: Recycle = lambda arrays: None,
-        snapshot: Place = "host",
-        segment_bytes: int = SEGMENT_BYTES,
-        shard_bytes: int = SHARD_BYTES,
+        snapshot: SnapshotDevice = "host",
     ) -> None:
         self._store = store
         self._log = log
         self._writer = writer
         self._pool = pool
-        self._threads = threads
-        self._remember = remember
+        self._options = options
+        self._threads = options.threads
         self._starts_full = starts_full
         self._on_event = on_event
         self._recycle = recycle
-        self._place_of_copies: Place = snapshot
-        self._segment_bytes = segment_bytes
-        self._shard_bytes = shard_bytes
+        self._place_of_copies: SnapshotDevice = snapshot
         self._unsettled: Unsettled | None = None
         self.baseline: Baseline | None = None
         self.version: Version | None = None
@@ -228,8 +224,8 @@ class Appender:
             arrays = new_arrays(table, state, self._place_of_copies)
             copy_tensors(state, arrays)
         own = arrays
-        segments = cut_segments(table.sizes, segment_bytes=self._segment_bytes)
-        layout = lay_out(table, segments, shard_bytes=self._shard_bytes)
+        segments = cut_segments(table.sizes, segment_bytes=self._options.segment_bytes)
+        layout = lay_out(table, segments, shard_bytes=self._options.shard_bytes)
 
         def segment(index: int) -> Arrays:
             return {name: own[name] for name in table.names_of(segments[index])}
@@ -273,9 +269,9 @@ class Appender:
         assert landed.deltas is not None
         size = landed.attempt.commit.stored_bytes
         if landed.arrays is not None:
-            self._recycle(baseline.move_by_swap(landed.arrays, landed.deltas, at, landed.digest, size, remember=self._remember))
+            self._recycle(baseline.move_by_swap(landed.arrays, landed.deltas, at, landed.digest, size, remember=self._options.skips))
         elif landed.state is not None:
-            baseline.move_by_copy(landed.state, landed.deltas, at, landed.digest, size, remember=self._remember)
+            baseline.move_by_copy(landed.state, landed.deltas, at, landed.digest, size, remember=self._options.skips)
         else:
             with contextlib.suppress(DeltaError, StateError):  # then it is not intact any more, and is rebuilt before it is used
                 baseline.move_by_deltas(landed.deltas, at, landed.digest)
@@ -332,7 +328,7 @@ class Appender:
     def _take(self, arrays: Arrays, at: CommitRef, digest: Digest) -> None:
         """Start the baseline, or start it again."""
         if self.baseline is None:
-            self.baseline = Baseline(arrays, at, digest, threads=self._threads, segment_bytes=self._segment_bytes)
+            self.baseline = Baseline(arrays, at, digest, threads=self._threads, segment_bytes=self._options.segment_bytes)
         else:
             self.baseline.replace(arrays, at, digest)
 

@@ -16,7 +16,7 @@ from ..events import OnEvent, emit
 from ..tensors.bits import State
 from ..tensors.gpu_handover import Handover
 from .at_exit import finish_at_exit, forget, wait_at_exit
-from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
+from .snapshots import Arrays, SnapshotDevice, copy_tensors, is_kept_like, new_arrays
 from .upload.segments import TensorTable
 
 Append = Callable[[Arrays, TensorTable, "int | None", Mapping[str, str], "Mapping[str, bytes] | None"], Version]
@@ -85,13 +85,13 @@ class BackgroundPublisher:
         keeps: Callable[[Arrays], bool],
         afterwards: Callable[[], None],
         *,
-        snapshot: Place = "host",
+        snapshot: SnapshotDevice = "host",
         on_event: OnEvent | None = None,
     ) -> None:
         self._append = append
         self._keeps = keeps
         self._afterwards = afterwards
-        self._place: Place = snapshot
+        self._place: SnapshotDevice = snapshot
         self.on_event = on_event
         self._changed = threading.Condition()
         self._waiting: _Snapshot | None = None

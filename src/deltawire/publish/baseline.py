@@ -18,7 +18,7 @@ from ..tensors.bits import State
 from ..tensors.gpu_handover import Handover, beside
 from .history import History, budget_for, span_of
 from .shortcuts.compose import compose
-from .snapshots import Arrays, Place, copy_of, copy_tensors, is_kept_like, new_arrays
+from .snapshots import Arrays, SnapshotDevice, copy_of, copy_tensors, is_kept_like, new_arrays
 from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
 
 
@@ -108,7 +108,7 @@ class Baseline:
             self._history = History(at, budget_for(self.table.state_bytes))
             self.intact = True
 
-    def settle_beside(self, state: State, place: Place) -> None:
+    def settle_beside(self, state: State, place: SnapshotDevice) -> None:
         """Bring the arrays to where they are kept for such a state: after a resume they are on the host."""
         if not is_kept_like(self.arrays, state, place):
             arrays = new_arrays(self.table, state, place)

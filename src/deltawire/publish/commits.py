@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -44,6 +44,7 @@ from ..store import keys
 from ..store.base import Store
 from ..store.urls import default_run_name
 from .create import Sleep, create_and_look
+from .writer_options import WriterOptions
 
 Clock = Callable[[], float]
 
@@ -65,12 +66,12 @@ class Attempt:
         return self.commit.ref(record_hash(self.data))
 
 
-def open_run(store: Store, name: str | None, limits: Limits | None, *, clock: Clock = time.time, sleep: Sleep = time.sleep) -> Run:
+def open_run(store: Store, name: str | None, limits: Limits, *, clock: Clock = time.time, sleep: Sleep = time.sleep) -> Run:
     """Read the run that lives at the store, or begin one. `RunMismatch` if it is another than `name`.
 
     `limits` are those of a new run; an existing one keeps its own. A new run without a name gets the one that its URL suggests.
     """
-    new = Run(name or default_run_name(store.url), secrets.token_hex(16), int(clock() * 1000), limits or Limits())
+    new = Run(name or default_run_name(store.url), secrets.token_hex(16), int(clock() * 1000), limits)
     try:
         data = new.to_bytes()
     except CorruptRecord as error:
@@ -82,28 +83,26 @@ def open_run(store: Store, name: str | None, limits: Limits | None, *, clock: Cl
 
 
 _SIGN_AS_BEFORE = (
-    "Sign with the key that signed the chain: `--sign KEYFILE`, or `signing_key`. "
+    "Sign with the key that signed the chain: `--sign KEYFILE`, or `WriterOptions(signing_key=…)`. "
     "To change keys, sign with the new one and trust the old one (`--trust`, `trusted_keys`)."
 )
 
 
-def open_log(store: Store, run: str | None, signing_key: SigningKey | None, trusted_keys: Collection[str] = ()) -> ChainLog:
-    """The chain, for who is going to write to it. Writes nothing.
+def open_log(store: Store, run: str | None, options: WriterOptions) -> ChainLog:
+    """Return the chain as a writer with these options reads it. Writes nothing.
 
-    A chain is signed from its beginning or not at all, else readers that trust its keys could not follow it any more. So who signs trusts
-    its own key and `trusted_keys` alone: `SignatureInvalid` for a chain that somebody else signed, or nobody; and for one that is signed,
-    to who does not sign.
+    A chain is signed from its beginning or not at all, because readers that trust its keys could not follow it otherwise. Therefore this
+    raises `SignatureInvalid` in two cases: the writer signs, and the chain is unsigned or signed by a key that `options` does not name;
+    or the writer does not sign, and the chain is signed.
     """
-    if signing_key is None and trusted_keys:
-        raise ValueError("trusted_keys are for a publisher that signs: give it a signing_key")
-    log = ChainLog(store, run=run, trusted_keys=() if signing_key is None else {signing_key.public, *trusted_keys})
+    log = ChainLog(store, run=run, trusted_keys=options.accepted_keys)
     try:
         head = log.head()
         if head is not None:
             log.read(0)  # links will lead down to it, and to others in between
     except SignatureInvalid as error:
         raise SignatureInvalid(error.message, hint=_SIGN_AS_BEFORE) from None
-    if head is not None and head.signature is not None and signing_key is None:
+    if head is not None and head.signature is not None and options.signing_key is None:
         raise SignatureInvalid(f"{head.describe()} in {store.url} is signed, so an unsigned one must not follow it.", hint=_SIGN_AS_BEFORE)
     return log
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +14,8 @@ from ..chain.maintenance.collect import Collected, collect
 from ..chain.version import Version
 from ..errors import Fenced, PublisherClosed, PublishError
 from ..events import OnEvent, emit
-from ..format.records.chain_records import Limits
 from ..format.records.signing import SigningKey
-from ..store import Store, StoreOptions, open_store, probe
+from ..store import Store, open_store, probe
 from ..store.occupancy import refuse_occupied
 from ..tensors.bits import State, is_module
 from ..tensors.casting import Casting, WireDType
@@ -29,14 +28,13 @@ from .attachments.stored_files import AttachedFiles, StoredFiles
 from .background import BackgroundPublisher, PendingVersion
 from .commits import ChainWriter, check_meta, check_step, open_log, open_run
 from .resume import Resumed, find_start, read_state
-from .shortcuts.cadence import AnchorPolicy
 from .shortcuts.shortcut_writer import ShortcutWriter
 from .shortcuts.upkeep import Helper, Upkeep
-from .snapshots import Arrays, Place, copy_tensors, is_kept_like, new_arrays
-from .upload.checkpoint_files import SHARD_BYTES
-from .upload.segments import SEGMENT_BYTES, TensorTable
+from .snapshots import Arrays, SnapshotDevice, copy_tensors, is_kept_like, new_arrays
+from .upload.segments import TensorTable
 from .upload.upload_pool import UploadPool
 from .weight_source import WeightSource
+from .writer_options import WriterOptions
 
 if TYPE_CHECKING:
     import torch
@@ -99,34 +97,25 @@ class Publisher:
         run: str | None = None,
         *,
         background: bool = False,
-        snapshot: Place = "host",
+        snapshot: SnapshotDevice = "host",
         dtype: WireDType | None = None,
         refuse_nonfinite: bool = False,
-        threads: int | None = None,
-        signing_key: SigningKey | None = None,
-        trusted_keys: Collection[str] = (),
         attachments: Attachments | None = None,
         tokenizer: Any = None,
-        anchor_policy: AnchorPolicy | None = None,
-        skips: bool = True,
         resume_from: int | None = None,
         starts_full: bool = False,
-        auto_collect: float | None = None,
-        limits: Limits | None = None,
+        options: WriterOptions | None = None,
         on_event: OnEvent | None = None,
-        store_options: StoreOptions | None = None,
-        segment_bytes: int = SEGMENT_BYTES,
-        shard_bytes: int = SHARD_BYTES,
     ) -> None:
+        self._options = options = options or WriterOptions()
         self._attachments = CollectedFiles(attachments)
         self._tokenizer = None if tokenizer is None else TokenizerFiles(tokenizer)
         given = self._read_attachments()  # what is wrong with them should show now, not hours later
         self._keeps_attachments = attachments is None
         self._on_event = on_event
-        self._auto_collect = auto_collect
-        self._place: Place = snapshot
+        self._place: SnapshotDevice = snapshot
         self._casting = Casting(dtype)
-        self._advice = Advice(on_event, has_dtype=self._casting.is_given, refuse_nonfinite=refuse_nonfinite, threads=threads)
+        self._advice = Advice(on_event, has_dtype=self._casting.is_given, refuse_nonfinite=refuse_nonfinite, threads=options.threads)
         self._wants_no_attachments = attachments == {}
         self._source: tuple[Module, WeightSource] | None = None
         """The model that was published last, and how its weights are read."""
@@ -140,34 +129,30 @@ class Publisher:
         self._background: BackgroundPublisher | None = None
         self._last_error: BaseException | None = None
         with ExitStack() as opened:  # undone in reverse if anything below fails, and by close()
-            self._store = open_store(url, options=store_options, on_event=on_event)
+            self._store = open_store(url, options=options.store, on_event=on_event)
             if self._store is not url:
                 opened.callback(self._store.close)
             refuse_occupied(self._store)
             probe(self._store)
-            open_run(self._store, run, limits)
-            log = open_log(self._store, run, signing_key, trusted_keys)
-            self._signing_key, self._trusted_keys = signing_key, log.trusted_keys
+            open_run(self._store, run, options.limits)
+            log = open_log(self._store, run, options)
             check_sizes(given, log.limits)
             stored = StoredFiles(log, given)
-            ready = self._read_start(log, stored, given, resume_from, threads, starts_full)  # before anybody is fenced off
-            self._writer = ChainWriter(self._store, log, signing_key=signing_key, resumed_from=resume_from)
+            ready = self._read_start(log, stored, given, resume_from, starts_full)  # before anybody is fenced off
+            self._writer = ChainWriter(self._store, log, signing_key=options.signing_key, resumed_from=resume_from)
             pool = opened.enter_context(UploadPool(_STREAMS, "deltawire-upload"))
             self._appender = Appender(
                 self._store,
                 log,
                 self._writer,
                 pool,
-                threads=threads,
+                options,
                 keeps_attachments=self._keeps_attachments,
                 stored_files=stored,
-                remember=skips,
                 starts_full=starts_full,
                 on_event=on_event,
                 recycle=self._recycle,
                 snapshot=snapshot,
-                segment_bytes=segment_bytes,
-                shard_bytes=shard_bytes,
             )
             if not starts_full or resume_from is not None:
                 self._appender.resume(resume_from, ready)
@@ -177,15 +162,15 @@ class Publisher:
                 pool = opened.enter_context(UploadPool(2, "deltawire-anchor"))
                 helper = Helper("deltawire-upkeep")
                 opened.callback(helper.close)
-            shortcuts = ShortcutWriter(self._store, pool, self._writer.run, self.epoch, signing_key, threads, shard_bytes)
+            shortcuts = ShortcutWriter(self._store, pool, self._writer.run, self.epoch, options)
             self._upkeep = Upkeep(
                 self._appender,
                 shortcuts,
-                policy=anchor_policy or AnchorPolicy(),
-                skips=skips,
+                policy=options.anchor_policy,
+                skips=options.skips,
                 on_event=on_event,
                 helper=helper,
-                collect=None if auto_collect is None else self._collect_garbage,
+                collect=None if options.auto_collect is None else self._collect_garbage,
             )
             if background:
                 self._background = BackgroundPublisher(
@@ -211,12 +196,12 @@ class Publisher:
     @property
     def signing_key(self) -> SigningKey | None:
         """The key that versions are signed with; None if they are not."""
-        return self._signing_key
+        return self._options.signing_key
 
     @property
     def trusted_keys(self) -> frozenset[str]:
         """The public keys that what this publisher builds on is signed with: its own, and those that it was given. Empty without a key."""
-        return self._trusted_keys
+        return self._options.accepted_keys
 
     @property
     def last_error(self) -> BaseException | None:
@@ -334,7 +319,6 @@ class Publisher:
         stored: StoredFiles,
         given: Mapping[str, bytes],
         resume_from: int | None,
-        threads: int | None,
         starts_full: bool,
     ) -> Resumed | None:
         """Read the version that is to be gone on from, and its files. Raises what is wrong with them, while nothing is written yet."""
@@ -344,7 +328,7 @@ class Publisher:
         rewinds = resume_from is not None
         state = None
         if rewinds or not starts_full:
-            state = read_state(log, start, threads=threads, on_event=self._on_event)
+            state = read_state(log, start, threads=self._options.threads, on_event=self._on_event)
         AttachedFiles(log, start, stored, keeps_others=self._keeps_attachments).require(given, rewinds=rewinds)
         return state
 
@@ -386,12 +370,12 @@ class Publisher:
             self._spare = arrays
 
     def _collect_garbage(self) -> None:
-        assert self._auto_collect is not None
-        collect(self._store, grace=self._auto_collect, log=self._new_log(), on_event=self._on_event)
+        assert self._options.auto_collect is not None
+        collect(self._store, grace=self._options.auto_collect, log=self._new_log(), on_event=self._on_event)
 
     def _new_log(self) -> ChainLog:
         """The chain as a collector reads it, beside the publisher's own look at it."""
-        return ChainLog(self._store, run=self._writer.run.run, trusted_keys=self._trusted_keys)
+        return ChainLog(self._store, run=self._writer.run.run, trusted_keys=self._options.accepted_keys)
 
     def _check_open(self) -> None:
         if self._closed:

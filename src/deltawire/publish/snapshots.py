@@ -20,7 +20,7 @@ from .upload.segments import TensorTable
 Arrays = dict[str, Any]
 """Tensors by name, C-contiguous and owned by the publisher: arrays, or torch tensors on a GPU."""
 
-Place: TypeAlias = Literal["host", "device"]
+SnapshotDevice: TypeAlias = Literal["host", "device"]
 """Where copies of weights are kept that are on a GPU. Those of other weights are on the host."""
 
 
@@ -28,13 +28,13 @@ _PIECE = 8 << 20
 """Bytes that come from a GPU at a time, where they come by way of pinned memory."""
 
 
-def new_arrays(table: TensorTable, state: State, place: Place) -> Arrays:
+def new_arrays(table: TensorTable, state: State, place: SnapshotDevice) -> Arrays:
     """Memory for a state like this one; what is in it is undefined."""
     each = zip(table.names, table.dtypes, table.shapes, strict=True)
     return {name: _new_array(dtype, shape, tensor_bits(name, state[name]).bits, place) for name, dtype, shape in each}
 
 
-def is_kept_like(arrays: Mapping[str, Any], state: State, place: Place) -> bool:
+def is_kept_like(arrays: Mapping[str, Any], state: State, place: SnapshotDevice) -> bool:
     """Whether these arrays are where `new_arrays` would put them."""
     return all(
         is_on_gpu(tensor_bits(name, arrays[name]).bits) == (place == "device" and is_on_gpu(tensor_bits(name, tensor).bits))
@@ -102,7 +102,7 @@ def is_on_gpu(bits: Any) -> bool:
     return not isinstance(bits, np.ndarray)
 
 
-def _new_array(dtype: DType, shape: tuple[int, ...], like: Any, place: Place) -> Any:
+def _new_array(dtype: DType, shape: tuple[int, ...], like: Any, place: SnapshotDevice) -> Any:
     if not is_on_gpu(like):
         return np.empty(shape, dtype.numpy)
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +26,9 @@ from ..fleet.rules.scheduler import Scheduler
 from ..fleet.rules.staleness import StalenessBudget
 from ..format.records.fleet_files import Row
 from ..format.records.fleet_records import Sampling
-from ..format.records.signing import SigningKey
-from ..publish import PendingVersion, Publisher
+from ..publish import PendingVersion, Publisher, WriterOptions
 from ..publish.attachments.read_files import Attachments
+from ..publish.snapshots import SnapshotDevice
 from ..store import Store, open_store
 from ..tensors.state import state_digest
 from ..trainers import WeightSource
@@ -87,11 +87,20 @@ class GrpoTrainer:
         How many tasks each member is offered.
     dtype
         The type that the fleet serves. Weights are published as this type.
+    run
+        The name of a new run, or the run that must be at `url`. The default is a name made from `url`.
+    tokenizer
+        The tokenizer of the model. Its files and the model's config are published, so `attachments` is not needed.
+    snapshot
+        Where the publisher copies weights that are on a GPU: to memory of the "host", or beside them on the "device". See `Publisher`.
+    refuse_nonfinite
+        Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
+    starts_full
+        Publish the first version as a full checkpoint, and do not read the newest one back: it may be damaged.
+    options
+        How versions are written: signing key, anchors, garbage collection, store.
     on_event
         Called with every event. Without it the trainer prints one line per step to the standard error.
-    **publisher
-        Further arguments of `Publisher`. With `tokenizer=` the tokenizer's files and the model's config are published, so `attachments`
-        is not needed.
     """
 
     def __init__(
@@ -109,9 +118,15 @@ class GrpoTrainer:
         fleet: FleetOptions | None = None,
         scheduler: Scheduler | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        run: str | None = None,
+        tokenizer: Any = None,
+        snapshot: SnapshotDevice = "host",
+        refuse_nonfinite: bool = True,
+        starts_full: bool = False,
+        options: WriterOptions | None = None,
         on_event: OnEvent | None = None,
-        **publisher: Any,
     ) -> None:
+        options = options or WriterOptions()
         self.settings = settings or GrpoSettings()
         if lr_scheduler is not None and optimizer is None:
             raise ValueError("an lr_scheduler needs its optimizer: pass both")
@@ -134,14 +149,14 @@ class GrpoTrainer:
                 f"resuming may go back by {back} steps, but keep_steps={fleet.keep_steps} keeps fewer. Set keep_steps={back} or more"
             )
         self._patience = fleet.poll_seconds
-        if (tokenizer := publisher.pop("tokenizer", None)) is not None:
+        if tokenizer is not None:
             attachments = files_with_tokenizer(model, tokenizer, attachments, dtype)
         with ExitStack() as opened:  # undone in reverse if anything below fails, and by close()
-            self._store = open_store(url, on_event=on_event)
+            self._store = open_store(url, options=options.store, on_event=on_event)
             if self._store is not url:
                 opened.callback(self._store.close)
-            options = ReaderOptions(run=publisher.get("run"), trusted_keys=_keys_to_trust(**publisher))
-            files = read_files(self._store, attachments, options=options)
+            reading = ReaderOptions(run=run, trusted_keys=options.accepted_keys)
+            files = read_files(self._store, attachments, options=reading)
             self._prompts = load_prompts(files)
             limits = training_limits(model, self._prompts)
             check_rows(rows, limits, self.settings.max_completion_length)
@@ -159,12 +174,16 @@ class GrpoTrainer:
             self._publisher = opened.enter_context(
                 Publisher(
                     self._store,
-                    resume_from=rewind,
-                    attachments=attachments,
-                    dtype=dtype,
+                    run,
                     background=True,
+                    snapshot=snapshot,
+                    dtype=dtype,
+                    refuse_nonfinite=refuse_nonfinite,
+                    attachments=attachments,
+                    resume_from=rewind,
+                    starts_full=starts_full,
+                    options=options,
                     on_event=on_event,
-                    **{"refuse_nonfinite": True, **publisher},
                 )
             )
             version = self._publisher.version
@@ -379,11 +398,6 @@ class _InFlight:
     version: PendingVersion
     since: float
     facts: Mapping[str, float | None]
-
-
-def _keys_to_trust(*, signing_key: SigningKey | None = None, trusted_keys: Collection[str] = (), **_: Any) -> set[str]:
-    """Return the keys that a publisher with these options trusts."""
-    return {*trusted_keys, *([] if signing_key is None else [signing_key.public])}
 
 
 def _published(pending: PendingVersion) -> Version:

@@ -9,8 +9,11 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..publish import Publisher
+from ..events import OnEvent
+from ..publish import Publisher, WriterOptions
 from ..publish.attachments.model_files import files_of_model
+from ..publish.attachments.read_files import Attachments
+from ..publish.snapshots import SnapshotDevice
 from ..publish.weight_source import WeightSource
 from ..store import Store
 from ..tensors.casting import Casting, WireDType
@@ -41,14 +44,36 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         dtype: WireDType | None = None,
         names: NameMap | None = None,
         keep: Callable[[str], bool] = lambda name: True,
-        **publisher: Any,
+        run: str | None = None,
+        background: bool = True,
+        snapshot: SnapshotDevice = "host",
+        attachments: Attachments | None = None,
+        tokenizer: Any = None,
+        refuse_nonfinite: bool = False,
+        resume_from: int | None = None,
+        starts_full: bool = False,
+        options: WriterOptions | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, not {every}")
         self._url = url
         self._every = every
         self._source_options: dict[str, Any] = {"names": names, "keep": keep}
-        self._publisher_options = {"background": True, "dtype": dtype, **publisher}
+        self._dtype = dtype
+        self._attachments = attachments
+        self._tokenizer = tokenizer
+        self._publisher_arguments: dict[str, Any] = {
+            "run": run,
+            "background": background,
+            "snapshot": snapshot,
+            "dtype": dtype,
+            "refuse_nonfinite": refuse_nonfinite,
+            "resume_from": resume_from,
+            "starts_full": starts_full,
+            "options": options,
+            "on_event": on_event,
+        }
         self._source: WeightSource | None = None
         self._model: Any = None
         self._files: dict[str, bytes] = {}
@@ -77,8 +102,12 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._source = WeightSource(model, **self._source_options)
         self._model = model
         self._take_files()
-        options = {"attachments": self._files, "tokenizer": processing_class, **self._publisher_options}
-        self.publisher = Publisher(self._url, **options)
+        self.publisher = Publisher(
+            self._url,
+            attachments=self._files if self._attachments is None else self._attachments,
+            tokenizer=processing_class if self._tokenizer is None else self._tokenizer,
+            **self._publisher_arguments,
+        )
         self._publish(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -98,7 +127,7 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def _take_files(self) -> None:
         """Take the model's configuration as it is now. The publisher reads these files at every version."""
         self._files.clear()
-        self._files.update(files_of_model(self._model, Casting(self._publisher_options["dtype"]).dtype))
+        self._files.update(files_of_model(self._model, Casting(self._dtype).dtype))
 
     def _publish(self, step: int) -> None:
         assert self.publisher is not None

@@ -26,10 +26,11 @@ from ..chain.version import Version
 from ..dtypes import DType
 from ..errors import PublishError, UnsupportedTensor
 from ..events import OnEvent
-from ..publish import PendingVersion
+from ..publish import PendingVersion, WriterOptions
 from ..publish.advice import warn_if_wide
 from ..publish.at_exit import EXIT_SECONDS, finish_at_exit, forget, warn_lost
 from ..publish.attachments.model_files import files_of_model
+from ..publish.attachments.read_files import Attachments
 from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
 from ..store import Store
@@ -69,16 +70,33 @@ class FSDPPublisher:
         dtype: torch.dtype | None = None,
         background: bool = False,
         timeout: datetime.timedelta | None = None,
-        **options: Any,
+        attachments: Attachments | None = None,
+        tokenizer: Any = None,
+        refuse_nonfinite: bool = False,
+        resume_from: int | None = None,
+        starts_full: bool = False,
+        options: WriterOptions | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
         self._served = None if dtype is None else wire_dtype(dtype)
         self._dtype = dtype
         self._in_background = background
         self._pending: PendingVersion | None = None
         self._thread: threading.Thread | None = None
-        self.on_event: OnEvent | None = options.get("on_event")
+        self.on_event = on_event
         self._ranks = TorchRanks(group, timeout)
-        self._publisher = ShardedPublisher(self._ranks, url, run, **options)
+        self._publisher = ShardedPublisher(
+            self._ranks,
+            url,
+            run,
+            attachments=attachments,
+            tokenizer=tokenizer,
+            refuse_nonfinite=refuse_nonfinite,
+            resume_from=resume_from,
+            starts_full=starts_full,
+            options=options,
+            on_event=on_event,
+        )
         if background:
             finish_at_exit(self)
 

@@ -18,7 +18,8 @@ from ..chain.version import Version
 from ..engines.vllm.routes import EngineUnreachable, RouteFailed, VllmRoutes
 from ..errors import EngineError
 from ..events import OnEvent, emit
-from ..publish import Publisher
+from ..publish import Publisher, WriterOptions
+from ..publish.attachments.read_files import Attachments
 from ..store import Store, open_store
 from ..tensors.checkpoint_layout import CheckpointLayout
 
@@ -56,11 +57,15 @@ class DeltaWireTransfer:
         dtype: torch.dtype | None = None,
         timeout: float = 600.0,
         model: torch.nn.Module | None = None,
+        run: str | None = None,
+        attachments: Attachments | None = None,
+        tokenizer: Any = None,
+        refuse_nonfinite: bool = False,
+        resume_from: int | None = None,
+        starts_full: bool = False,
+        options: WriterOptions | None = None,
         on_event: OnEvent | None = None,
-        **options: Any,
     ) -> None:
-        if options.get("background"):
-            raise ValueError("a sync waits until its version is published: background=True has no place here")
         self.versions: list[Version] = []
         """What was published, in order: TRL's model version n is the n-th of these, counted from 1."""
         self._url = url
@@ -70,7 +75,15 @@ class DeltaWireTransfer:
         self._timeout = timeout
         self._layout = None if model is None else CheckpointLayout(model)
         self._on_event = on_event
-        self._options = options
+        self._options = options or WriterOptions()
+        self._publisher_arguments: dict[str, Any] = {
+            "run": run,
+            "attachments": attachments,
+            "tokenizer": tokenizer,
+            "refuse_nonfinite": refuse_nonfinite,
+            "resume_from": resume_from,
+            "starts_full": starts_full,
+        }
         self._store: Store | None = None
         self._publisher: Publisher | None = None
         self._first_step = 0
@@ -92,8 +105,10 @@ class DeltaWireTransfer:
     def init_weight_transfer(self) -> None:
         """Take the run over. Called by TRL before the first sync."""
         if self._publisher is None:
-            self._store = open_store(self._url, on_event=self._on_event)
-            self._publisher = Publisher(self._store, dtype=self._dtype, on_event=self._on_event, **self._options)
+            self._store = open_store(self._url, options=self._options.store, on_event=self._on_event)
+            self._publisher = Publisher(
+                self._store, dtype=self._dtype, options=self._options, on_event=self._on_event, **self._publisher_arguments
+            )
             newest = self._publisher.version
             self._first_step = 0 if newest is None or newest.step is None else newest.step + 1
 

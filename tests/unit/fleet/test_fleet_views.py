@@ -29,6 +29,7 @@ from deltawire.format.records.fleet_files import Accepted, AcceptedResult
 from deltawire.format.records.fleet_records import BatchRecord, Board, Heartbeat, ObjectRef, Rejection, Round, Sampling
 from deltawire.format.records.signing import SigningKey
 from deltawire.format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import Store, fleet_keys, open_store
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -49,7 +50,7 @@ class Run:
         files.mkdir()
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="one"))
         (files / "tokenizer.json").write_text(tokenizer.to_str())
-        with Publisher(self.store, run="views", attachments=files, signing_key=key) as publisher:
+        with Publisher(self.store, run="views", attachments=files, options=WriterOptions(signing_key=key)) as publisher:
             version = publisher.publish({"weight": np.zeros(8, np.float32)}, step=4)
             self.version = version.seq, VersionRef(4, version.digest)
             self.id = publisher._writer.run.id

@@ -21,6 +21,7 @@ from deltawire.fleet.steps.member_steps import tell
 from deltawire.fleet.steps.requests import Generate, Sync, run_steps
 from deltawire.format.records.fleet_records import Heartbeat, Lease, ObjectRef, Round
 from deltawire.format.records.signing import SigningKey
+from deltawire.publish.writer_options import WriterOptions
 from deltawire.rl.member import MemberOptions, RewardScorer, parse_engine
 from deltawire.store import Store
 from deltawire.store.fleet_keys import member_key
@@ -167,7 +168,7 @@ def test_who_is_told_to_leave_gives_up_what_it_generates(member: Member, publish
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_member_works_until_the_run_is_over(store: Store, engine: FakeGenerator, signed: bool) -> None:
-    publisher = Publisher(store, signing_key=SigningKey.generate() if signed else None)
+    publisher = Publisher(store, options=WriterOptions(signing_key=SigningKey.generate() if signed else None))
     engine.version = publish(publisher, 0)
     events: list[Event] = []
     keys = publisher.trusted_keys

@@ -20,7 +20,7 @@ NO_PAUSE = {"sleep": lambda seconds: None}
 
 
 def writer(store) -> ChainWriter:
-    open_run(store, None, None, **NO_PAUSE)
+    open_run(store, None, Limits(), **NO_PAUSE)
     return ChainWriter(store, ChainLog(store), **NO_PAUSE)
 
 
@@ -131,7 +131,7 @@ def test_a_writer_that_is_overtaken_while_it_starts_is_fenced():
             if key.startswith("epoch/"):
                 writer(store)
 
-    open_run(store, None, None)
+    open_run(store, None, Limits())
     with pytest.raises(Fenced, match="took over"):
         ChainWriter(Overtaking(store), ChainLog(store), **NO_PAUSE)
 
@@ -207,11 +207,11 @@ def test_a_run_is_begun_once_and_keeps_its_name_and_limits():
     store = MemoryStore()
     first = open_run(store, "seven", Limits(state_bytes=100))
     assert open_run(store, "seven", Limits(state_bytes=5)) == first
-    assert open_run(store, None, None) == first
+    assert open_run(store, None, Limits()) == first
     with pytest.raises(RunMismatch, match="'seven', not 'eight'"):
-        open_run(store, "eight", None)
+        open_run(store, "eight", Limits())
     with pytest.raises(PublishError, match="cannot name a run") as refused:
-        open_run(MemoryStore(), "x" * 300, None)
+        open_run(MemoryStore(), "x" * 300, Limits())
     assert "verify" not in str(refused.value)  # there is no chain yet that could be verified
 
 

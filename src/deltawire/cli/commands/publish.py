@@ -94,6 +94,7 @@ def publish(
         from ...format.checkpoints.checkpoint import Checkpoint
         from ...publish.commits import open_log
         from ...publish.publisher import Publisher
+        from ...publish.writer_options import WriterOptions
         from ..metered_store import MeteredStore
         from ..publish_check import forecast, newest_if_same, newest_or_none, refuse_above_limits
 
@@ -104,6 +105,7 @@ def publish(
             refuse_nonfinite(state, threads)  # before the trainer that publishes there is fenced off
         attached, left_out = companions(state)
         key = None if sign is None else load_signing_key(sign)
+        options = WriterOptions(signing_key=key, trusted_keys=trust or (), threads=threads)
         events: list[Event] = []
 
         def on_event(event: Event) -> None:
@@ -114,7 +116,7 @@ def publish(
 
         with opened(url, verbose=verbose) as plain:
             store = MeteredStore(plain, bars.read, written=bars.uploaded, announced=bars.expect_upload)
-            chain = open_log(store, run, key, trust or ())
+            chain = open_log(store, run, options)
             refuse_above_limits(chain, state)
             base = None if resume_from is None else find_version(chain, resume_from)
             if if_changed and base is None:
@@ -135,12 +137,10 @@ def publish(
                 Publisher(
                     store,
                     run,
-                    threads=threads,
-                    signing_key=key,
-                    trusted_keys=trust or (),
                     attachments=attached,
                     resume_from=None if base is None else base.seq,
                     starts_full=full,
+                    options=options,
                     on_event=on_event,
                 ) as publisher,
             ):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
+from ...chain.log import ChainLog
+from ...chain.maintenance.collect import collect
 from ...chain.restore import Hop, Way, find_route
 from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltawireError, Fenced
 from ...events import OnEvent, emit
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit, FileEntry, Limits
-from ...format.records.signing import SigningKey
+from ...format.records.chain_records import Commit, FileEntry
 from ...store import Store, probe
 from ...store.occupancy import refuse_occupied
 from ..attachments.read_files import check_sizes
@@ -20,11 +21,12 @@ from ..attachments.stored_files import AttachedFiles, StoredFiles
 from ..commits import Attempt, ChainWriter, emit_published, open_log, open_run
 from ..history import span_of
 from ..resume import cost_of, find_start, require_way, version_commit
-from ..shortcuts.cadence import AnchorPolicy, ChainCost, Speed, anchor_due
+from ..shortcuts.cadence import ChainCost, Speed, anchor_due
 from ..shortcuts.compose import Composition
 from ..shortcuts.shortcut_writer import ShortcutWriter
 from ..upload.data_objects import DataPlace
 from ..upload.segments import TensorTable
+from ..writer_options import WriterOptions
 
 
 class ChainLead:
@@ -35,21 +37,18 @@ class ChainLead:
         store: Store,
         pool: Executor,
         run: str | None,
+        options: WriterOptions,
         *,
-        limits: Limits | None,
-        signing_key: SigningKey | None,
-        trusted_keys: Collection[str],
         resume_from: int | None,
         starts_full: bool,
         has_attachments: bool,
         given: Mapping[str, bytes],
-        policy: AnchorPolicy,
         on_event: OnEvent | None,
     ) -> None:
         refuse_occupied(store)
         probe(store)
-        open_run(store, run, limits)
-        self._log = open_log(store, run, signing_key, trusted_keys)
+        open_run(store, run, options.limits)
+        self._log = open_log(store, run, options)
         check_sizes(given, self._log.limits)
         self._stored_files = StoredFiles(self._log, given)
         start = find_start(self._log, resume_from)
@@ -58,11 +57,11 @@ class ChainLead:
                 require_way(self._log, start)
             kept = AttachedFiles(self._log, start, self._stored_files, keeps_others=not has_attachments)
             kept.require(given, rewinds=resume_from is not None)
-        self._writer = ChainWriter(store, self._log, signing_key=signing_key, resumed_from=resume_from)
+        self._writer = ChainWriter(store, self._log, signing_key=options.signing_key, resumed_from=resume_from)
         self._store = store
         self._pool = pool
-        self._shortcuts = ShortcutWriter(store, pool, self._writer.run, self._writer.epoch, signing_key)
-        self._policy = policy
+        self._shortcuts = ShortcutWriter(store, pool, self._writer.run, self._writer.epoch, options)
+        self._options = options
         self._on_event = on_event
         self._keeps_attachments = not has_attachments
         self._attempt: Attempt | None = None
@@ -193,16 +192,22 @@ class ChainLead:
         emit(self._on_event, "shortcut-failed", kind="skip", seq=self._commit.seq, reason=str(error))
 
     def record_anchor(self, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
-        """Make an uploaded checkpoint of the version at the head known."""
+        """Make an uploaded checkpoint of the version at the head known, and collect garbage if that is asked for."""
         assert self._commit is not None
         self._shortcuts.record_anchor(self._log.ref(self._commit), table, files)
         self._cost.anchored()
         emit(self._on_event, "anchored", seq=self._commit.seq, bytes=sum(entry.size for entry in files))
+        if self._options.auto_collect is not None:
+            log = ChainLog(self._store, run=self._writer.run.run, trusted_keys=self._options.accepted_keys)
+            try:
+                collect(self._store, grace=self._options.auto_collect, log=log, on_event=self._on_event)
+            except DeltawireError as error:
+                emit(self._on_event, "shortcut-failed", kind="collection", seq=self._commit.seq, reason=str(error))
 
     def anchor_failed(self, error: DeltawireError) -> None:
         """An anchor could not be made: that costs readers a detour, and is tried again some versions later."""
         assert self._commit is not None
-        self._not_before = self._commit.updates + self._policy.min_versions
+        self._not_before = self._commit.updates + self._options.anchor_policy.min_versions
         emit(self._on_event, "shortcut-failed", kind="anchor", seq=self._commit.seq, reason=str(error))
 
     def observe(self, *, sent: int, seconds: float, scanned: int = 0, scan_seconds: float = 0.0) -> None:
@@ -231,7 +236,7 @@ class ChainLead:
 
     def _anchor_due(self) -> bool:
         assert self._commit is not None
-        due = anchor_due(self._policy, self._cost, self._commit.state_bytes, self._speed)
+        due = anchor_due(self._options.anchor_policy, self._cost, self._commit.state_bytes, self._speed)
         return due and self._commit.updates >= self._not_before
 
     def _land(self, attempt: Attempt) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,19 +18,16 @@ from ...errors import DataDamaged, DeltawireError, PublisherClosed, PublishError
 from ...events import OnEvent, emit
 from ...format.digest import Digest
 from ...format.records.chain_records import Commit, CommitRef, FileEntry, Limits, record_hash
-from ...format.records.signing import SigningKey
-from ...store import Store, StoreOptions, open_store
+from ...store import Store, open_store
 from ...tensors.bits import TensorPart
 from ...tensors.state import state_digest
 from ..advice import Advice
 from ..attachments.model_files import TokenizerFiles
 from ..attachments.read_files import Attachments, CollectedFiles, read_attachments
 from ..commits import check_meta, check_step
-from ..shortcuts.cadence import AnchorPolicy
-from ..upload.checkpoint_files import SHARD_BYTES
 from ..upload.data_objects import DataPlace, Update, upload_update
-from ..upload.segments import SEGMENT_BYTES
 from ..upload.upload_pool import UploadPool
+from ..writer_options import WriterOptions
 from .anchor import SharedCheckpoint, upload_together
 from .chain_lead import ChainLead
 from .parts import MOST_FILES, Division, Parts, PartsBaseline, Splitter
@@ -62,8 +59,8 @@ class ShardedPublisher:
     over, as with `Publisher`. Each process holds a copy of its own parts. Where the chain has versions already, the newest is read back at
     the first call of `publish`, whatever number of processes it was published by; with `resume_from` an older one, and once that is rebuilt
     and found sound, those after it are abandoned. With `starts_full` the first version is a full checkpoint, and nothing is read back: that
-    also goes on with a chain whose newest version is damaged. `signing_key`, `trusted_keys` and other options are those of `Publisher`;
-    only the first process's count.
+    also goes on with a chain whose newest version is damaged. Of `options`, each process uses its own `threads`, `segment_bytes`,
+    `shard_bytes` and `store`; for the rest, only the first process's count. The first process also collects garbage (`auto_collect`).
 
     Before the run is taken over, the version to go on from is checked: all its objects by name and size; its attachments, and up to 256 MiB
     of its smallest files of weights, by their hashes too. Other weights are checked when they are read back, after that: if they are
@@ -79,31 +76,23 @@ class ShardedPublisher:
         url: str | Path | Store,
         run: str | None = None,
         *,
-        threads: int | None = None,
-        signing_key: SigningKey | None = None,
-        trusted_keys: Collection[str] = (),
         attachments: Attachments | None = None,
         tokenizer: Any = None,
         refuse_nonfinite: bool = False,
-        anchor_policy: AnchorPolicy | None = None,
-        skips: bool = True,
         resume_from: int | None = None,
         starts_full: bool = False,
-        limits: Limits | None = None,
+        options: WriterOptions | None = None,
         on_event: OnEvent | None = None,
-        store_options: StoreOptions | None = None,
-        segment_bytes: int = SEGMENT_BYTES,
-        shard_bytes: int = SHARD_BYTES,
     ) -> None:
+        options = options or WriterOptions()
         self._ranks = ranks
-        self._threads = threads
+        self._options = options
+        self._threads = options.threads
         self._attachments = CollectedFiles(attachments if ranks.rank == 0 else None)
         self._has_attachments = attachments is not None and ranks.rank == 0
         self._tokenizer = None if tokenizer is None or ranks.rank > 0 else TokenizerFiles(tokenizer)
         self._on_event = on_event
-        self._advice = Advice(on_event, has_dtype=True, refuse_nonfinite=refuse_nonfinite, threads=threads)
-        self._segment_bytes = segment_bytes
-        self._shard_bytes = shard_bytes
+        self._advice = Advice(on_event, has_dtype=True, refuse_nonfinite=refuse_nonfinite, threads=options.threads)
         self._splitter = Splitter(ranks)
         self._baseline: PartsBaseline | None = None
         self._pending: _Pending | None = None
@@ -114,7 +103,7 @@ class ShardedPublisher:
             def open_all() -> dict[str, Any] | None:
                 if ranks.size > MOST_FILES:
                     raise PublishError(f"{ranks.size} processes cannot publish together; {MOST_FILES} can. Pass a group of fewer.")
-                self._store = open_store(url, options=store_options, on_event=on_event)
+                self._store = open_store(url, options=options.store, on_event=on_event)
                 if self._store is not url:
                     opened.callback(self._store.close)
                 self._pool = opened.enter_context(UploadPool(_STREAMS, "deltawire-upload"))
@@ -122,22 +111,18 @@ class ShardedPublisher:
                     return None
                 self._attachments.of_tokenizer = self.files_of_tokenizer()
                 given = read_attachments(self._attachments) or {}  # what is wrong with them should show now, not hours later
-                policy = anchor_policy or AnchorPolicy()
                 self._lead = ChainLead(
                     self._store,
                     self._pool,
                     run,
-                    limits=limits,
-                    signing_key=signing_key,
-                    trusted_keys=trusted_keys,
+                    options,
                     resume_from=resume_from,
                     starts_full=starts_full,
                     has_attachments=attachments is not None,
                     given=given,
-                    policy=policy,
                     on_event=on_event,
                 )
-                return {**self._lead.opening(), "skips": skips, "full": starts_full}
+                return {**self._lead.opening(), "skips": options.skips, "full": starts_full}
 
             opening = together(ranks, open_all)[0]
             together(ranks, lambda: self._require_run(opening["id"]))
@@ -404,7 +389,7 @@ class ShardedPublisher:
         raise DataDamaged(f"{self._commit.describe()} cannot be taken up: {failed.reason} Open with starts_full=True to go on without it.")
 
     def _take(self, division: Division, parts: Parts) -> PartsBaseline:
-        segments = division.segments(self._ranks.rank, self._segment_bytes)
+        segments = division.segments(self._ranks.rank, self._options.segment_bytes)
         self._baseline = PartsBaseline(division, parts, segments, self._here(), threads=self._threads, remember=self._has_skips)
         return self._baseline
 
@@ -442,7 +427,7 @@ class ShardedPublisher:
 
     def _upload_checkpoint(self, division: Division, parts: Parts, digest: Digest, seq: int) -> SharedCheckpoint:
         place = self._place(seq)
-        done = upload_together(self._ranks, place, division, parts, digest, shard_bytes=self._shard_bytes, threads=self._threads)
+        done = upload_together(self._ranks, place, division, parts, digest, shard_bytes=self._options.shard_bytes, threads=self._threads)
         if self._lead is not None:
             self._lead.observe(sent=done.sent, seconds=done.seconds)
         return done

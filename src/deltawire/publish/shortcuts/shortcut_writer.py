@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from ...errors import Fenced, ObjectMissing, ResultMismatch
 from ...format.records.chain_records import CommitRef, FileEntry, Run, Shortcut
-from ...format.records.signing import SigningKey
 from ...store import keys
 from ...store.base import Store
 from ..create import create_and_look
-from ..upload.checkpoint_files import SHARD_BYTES, SegmentSource, lay_out
-from ..upload.data_objects import CheckpointUpload, DataPlace, Uploads, upload_checkpoint
+from ..upload.checkpoint_files import SegmentSource, lay_out
+from ..upload.data_objects import DataPlace, Uploads, upload_checkpoint
 from ..upload.segments import Segment, TensorTable
+from ..writer_options import WriterOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,7 @@ class ShortcutWriter:
     pool: Executor
     run: Run
     epoch: int
-    signing_key: SigningKey | None = None
-    threads: int | None = None
-    shard_bytes: int = SHARD_BYTES
+    options: WriterOptions
     clock: Callable[[], float] = time.time
 
     def skip(
@@ -63,7 +61,8 @@ class ShortcutWriter:
     def anchor(self, target: CommitRef, table: TensorTable, segments: Sequence[Segment], source: SegmentSource) -> Made:
         """A whole checkpoint of version `target`; its commit names its attachments. `ResultMismatch` if the source gives another state."""
         place = DataPlace(self.store, self.pool, self.epoch, target.seq)
-        done: CheckpointUpload = upload_checkpoint(place, lay_out(table, segments, shard_bytes=self.shard_bytes), source, self.threads)
+        layout = lay_out(table, segments, shard_bytes=self.options.shard_bytes)
+        done = upload_checkpoint(place, layout, source, self.options.threads)
         if done.digest != target.digest:
             raise ResultMismatch(f"the checkpoint of commit {target.seq} has the digest {done.digest}, not {target.digest}.")
         self.record_anchor(target, table, done.files)
@@ -85,7 +84,8 @@ class ShortcutWriter:
             tensors=len(table.names),
             files=files,
         )
-        return record if self.signing_key is None else self.signing_key.sign(record)
+        key = self.options.signing_key
+        return record if key is None else key.sign(record)
 
     def _is_claimed(self, epoch: int) -> bool:
         try:

@@ -1,0 +1,44 @@
+"""What `WriterOptions` accepts, and that every writer passes it on."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+
+from deltawire import Publisher, WriterOptions
+from deltawire.format.records.signing import SigningKey
+from deltawire.publish.sharded import ShardedPublisher
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"trusted_keys": ["ed25519:00"]}, "signing_key"),
+        ({"auto_collect": -1.0}, "auto_collect"),
+        ({"segment_bytes": 0}, "segment_bytes"),
+        ({"shard_bytes": 0}, "shard_bytes"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(given, match):
+    with pytest.raises(ValueError, match=match):
+        WriterOptions(**given)
+
+
+def test_a_writer_accepts_chains_of_its_own_key_and_of_trusted_keys():
+    old, new = SigningKey.generate(), SigningKey.generate()
+    assert WriterOptions().accepted_keys == frozenset()
+    assert WriterOptions(signing_key=new, trusted_keys=[old.public]).accepted_keys == {old.public, new.public}
+
+
+def test_every_field_is_documented():
+    documented = re.findall(r"^    (\w+)\n        \S", WriterOptions.__doc__, re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(WriterOptions)]
+
+
+@pytest.mark.parametrize("writer", [Publisher, ShardedPublisher])
+def test_no_writer_repeats_a_field_as_a_parameter(writer):
+    fields = {field.name for field in dataclasses.fields(WriterOptions)}
+    assert not fields & inspect.signature(writer).parameters.keys()
