@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,24 @@ class Event:
         """Return a dict for any JSON writer. "event" is the name, "time" the time (UTC, ISO 8601)."""
         when = datetime.fromtimestamp(self.time, timezone.utc).isoformat(timespec="milliseconds")
         return {"event": self.name, "time": when.replace("+00:00", "Z"), **self.fields}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Event:
+        """Return the event that `to_json` made this of. An event without a time happened now. ValueError if it is no event at all."""
+        fields = dict(plain)
+        name, when = fields.pop("event", None), fields.pop("time", None)
+        if not isinstance(name, str) or not all(map(_is_value, fields.values())):
+            raise ValueError("this is not an event")
+        if when is None:
+            return cls(name, fields)
+        try:
+            return cls(name, fields, datetime.fromisoformat(when.replace("Z", "+00:00")).astimezone(timezone.utc).timestamp())
+        except (AttributeError, OverflowError):
+            raise ValueError("this is not the time of an event") from None
+
+
+def _is_value(value: object) -> bool:
+    return math.isfinite(value) if isinstance(value, float) else value is None or isinstance(value, (int, str))
 
 
 OnEvent = Callable[[Event], Any]

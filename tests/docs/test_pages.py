@@ -79,6 +79,7 @@ def test_fleet(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     names: dict[str, Any] = run_python(trainer, {**SUBSTITUTES, **smaller, "until=1000": "until=2"})
     serving.join(60)
     assert not serving.is_alive(), "the member was told that the run is over"
+    assert "'event': 'rollout-uploaded'" in capsys.readouterr().out
     assert names["trainer"].step == 2
 
 

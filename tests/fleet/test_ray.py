@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from member_nursery import HERE, wait_until
 from small_run import SmallRun
+from typer.testing import CliRunner
 
+from deltawire.cli import app
 from deltawire.events import Event
-from deltawire.fleet.supervision import Supervisor
+from deltawire.fleet.supervision import Lasting
 from deltawire.rl.member import MemberOptions
-from deltawire.rl.ray_members import RayCluster, RayMember
+from deltawire.rl.ray_members import RayCluster
 from deltawire.store import open_store
 
 pytestmark = [
@@ -28,6 +30,9 @@ pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),  # not the whole module: a run without a test fails
 ]
 
+HEAD = {"num_cpus": 1, "include_dashboard": False, "_system_config": {"enable_worker_prestart": False}}
+LINES = 5000
+"""What `talking_rewards` prints: more than goes through Ray at once."""
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -36,11 +41,21 @@ def cluster() -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray import cluster_utils
 
-    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made = cluster_utils.Cluster(initialize_head=True, head_node_args=HEAD)
     made.add_node(num_cpus=1)
     made.wait_for_nodes()
     yield made
     made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def connected(cluster: Any) -> Iterator[Any]:
+    """The cluster, which this process is connected to."""
+    import ray
+
+    ray.init(cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
 
 
 @pytest.fixture
@@ -51,54 +66,153 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
         made.close()
 
 
-def test_members_are_spread_over_nodes_and_started_again_elsewhere_when_one_is_lost(tmp_path: Path, run: SmallRun, cluster: Any) -> None:
-    on_ray = RayCluster(cluster.address, environment=ENVIRONMENT)
-    started: dict[str, list[RayMember]] = {"ray-0": [], "ray-1": []}
-    events: list[Event] = []
-
-    def start(name: str) -> RayMember:
-        options = MemberOptions(str(tmp_path / "store"), "transformers", ("rewards_for_tests:length",), name, poll=0.05)
-        started[name].append(on_ray.start(options))
-        return started[name][-1]
-
-    supervisor = Supervisor(list(started), start, pause=0.1, on_event=events.append)
-    with ThreadPoolExecutor(1) as pool:
-        supervising = pool.submit(supervisor.run, threading.Event())
-        run.train()
-        nodes = {name: members[0].node() for name, members in started.items()}
-        assert len(set(nodes.values())) == 2
-        second = next(node for node in cluster.list_all_nodes() if node is not cluster.head_node)
-        lost = next(name for name, node in nodes.items() if node == second.node_id)
-        cluster.remove_node(second, allow_graceful=False)
-        wait_until(lambda: any(event.name == "member-died" for event in events), "the loss is noticed")
-        run.train()  # by the one that is left
-        cluster.add_node(num_cpus=1)
-        wait_until(lambda: len(started[lost]) > 1, "another is started")
-        assert started[lost][-1].node() not in nodes.values()
-        run.train()
-        run.check()
-        run.fleet.stop()
-        assert supervising.result(120)
-    assert {event.fields["member"] for event in events if event.name == "member-died"} == {lost}
-    on_ray.close()
+def talking(folder: Path, name: str) -> MemberOptions:
+    return MemberOptions(str(folder / "store"), "transformers", ("talking_rewards:reward",), name)
 
 
-def test_the_command_runs_members_on_the_cluster_until_the_run_is_over(tmp_path: Path, run: SmallRun, cluster: Any) -> None:
-    log = tmp_path / "fleet.log"
-    command = [sys.executable, "-m", "deltawire.cli", "fleet", "--ray", "2", "--ray-address", cluster.address, "--json", "--poll", "0.05"]
-    command += ["--from", str(tmp_path / "store"), "--env", "rewards_for_tests:length", "--name", "told"]
-    command += [part for name in ENVIRONMENT for part in ("--pass-env", name)]
-    with log.open("wb") as output:
-        fleet = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=output, stderr=output)
+@contextmanager
+def fleet_command(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "deltawire.cli", "fleet", *arguments]
+    with log.open("wb") as output, log.with_suffix(".errors").open("wb") as errors:
+        fleet = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=output, stderr=errors)
     try:
-        run.train()
-        wait_until(lambda: (run.open(run.step + 1), run.fleet.poll(), set(run.members()) == {"told-0", "told-1"})[2], log.read_text)
-        run.train()
-        run.check()
-        run.fleet.stop()
-        assert fleet.wait(120) == 0, log.read_text()
+        yield fleet
     finally:
         fleet.kill()
         fleet.wait()
-    told = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"event')]
-    assert sorted(each["member"] for each in told if each["event"] == "member-left") == ["told-0", "told-1"]
+
+
+def test_a_fleet_tells_all_and_goes_on_when_a_node_is_lost(tmp_path: Path, run: SmallRun, cluster: Any) -> None:
+    """Each node has room for one member, so the two are on two nodes."""
+    log = tmp_path / "fleet.log"
+    arguments = ["--ray", "2", "--ray-address", cluster.address, "--json", "--poll", "0.05", "--name", "ray"]
+    arguments += ["--from", str(tmp_path / "store"), "--env", "rewards_for_tests:length"]
+    arguments += [part for name in ENVIRONMENT for part in ("--pass-env", name)]
+
+    def events(name: str) -> list[dict[str, Any]]:
+        lines = log.read_text().split("\n")[:-1]  # the last one may not be whole yet
+        return [event for event in map(json.loads, lines) if name in ("", event["event"])]
+
+    def said() -> str:
+        return log.read_text() + log.with_suffix(".errors").read_text()
+
+    with fleet_command(log, *arguments) as fleet:
+        run.train()
+        wait_until(lambda: {event["member"] for event in events("joined")} == {"ray-0", "ray-1"}, said)
+        second = next(node for node in cluster.list_all_nodes() if node is not cluster.head_node)
+        cluster.remove_node(second, allow_graceful=False)
+        wait_until(lambda: events("member-died"), said)
+        run.train()  # by the one that is left
+        cluster.add_node(num_cpus=1)
+        wait_until(lambda: len(events("joined")) == 3, said)
+        run.train()
+        run.check()
+        run.fleet.stop()
+        assert fleet.wait(120) == 0, said()
+    (lost,) = {event["member"] for event in events("member-died")}
+    assert [event["member"] for event in events("joined")].count(lost) == 2
+    assert {event["member"] for event in events("")} == {"ray-0", "ray-1"}
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", event["time"]) for event in events(""))
+    assert {"swapped", "generated", "rollout-uploaded", "run-over"} <= {event["event"] for event in events("")}
+    for name in ("left", "member-left"):  # the last that a member says, and what becomes of it
+        assert sorted(event["member"] for event in events(name)) == ["ray-0", "ray-1"]
+
+
+def test_members_on_ray_are_told_of_as_members_of_this_machine_are(tmp_path: Path, connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--from", str(tmp_path / "store"), "--env", "talking_rewards:reward", "--name", "m"]
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    here = CliRunner().invoke(app, ["fleet", "1", *arguments, "--json"])
+    passing = [part for name in ENVIRONMENT for part in ("--pass-env", name)]
+    there = CliRunner().invoke(app, ["fleet", "--ray", "1", *arguments, *passing, "--json"])
+    assert (here.exit_code, there.exit_code) == (1, 1), there.output
+    assert len(shapes(there.stdout, "stdout")) > LINES
+    assert shapes(there.stdout, "stdout") == shapes(here.stdout, "stdout")
+    assert shapes(there.stdout, "stderr") == shapes(here.stdout, "stderr")
+    assert any("UserWarning: m-0 warns" in line for _, line in shapes(there.stdout, "stderr"))
+    assert [kind for kind, _ in shapes(there.stdout, "stdout")][-3:] == ["failed", "member-died", "member-given-up"]
+
+    for_people = CliRunner().invoke(app, ["fleet", "--ray", "1", *arguments, *passing])
+    assert for_people.exit_code == 1
+    lines = for_people.output.splitlines()
+    assert {line.split()[0] for line in lines} == {"m-0"}
+    assert sum("says line" in line for line in lines) == LINES
+    assert "m-0  error: " in for_people.stderr
+
+
+def shapes(output: str, stream: str) -> list[tuple[str, str]]:
+    """What is the same in two runs, of the events that come from a stream of the member or of the command itself."""
+    events = [json.loads(line) for line in output.splitlines()]
+    assert all(event["member"] == "m-0" and event["time"] for event in events)
+    found = [event for event in events if event.get("stream", "stdout") == stream]
+    return [(event["event"], re.sub(r"\d{2,}$", "N", str(event.get("line", event.get("reason"))))) for event in found]
+
+
+def test_members_are_heard_to_their_end_whatever_becomes_of_others(tmp_path: Path, connected: Any) -> None:
+    on_ray = RayCluster(cpus=0, environment=ENVIRONMENT)
+    told: list[Event] = []
+    members = {name: on_ray.start(talking(tmp_path, name), on_event=told.append) for name in ("killed", "talks", "stays")}
+    try:
+        wait_until(lambda: members["killed"].ending() is not None, lambda: str(told))
+        assert members["killed"].ending() == "killed by SIGKILL"
+        wait_until(lambda: members["talks"].ending() is not None, lambda: str(told[-10:]))
+        assert isinstance(members["talks"].ending(), Lasting)
+        wait_until(lambda: (members["stays"].ending(), "stays" in {event.fields["member"] for event in told})[1], lambda: str(told[-10:]))
+        assert members["stays"].ending() is None
+    finally:
+        members["stays"].kill()
+    said: dict[str, list[str]] = {name: [] for name in members}
+    for event in told:
+        if event.name == "output":
+            said[str(event.fields["member"])].append(str(event.fields["line"]))
+    assert len(said["killed"]) == len(said["stays"]) == 1
+    assert [line for line in said["talks"] if "says line" in line] == [
+        f"talks says line {number} of many lines, and all of them are worth reading" for number in range(LINES)
+    ]
+    (failed,) = [event for event in told if event.name == "failed"]
+    assert (failed.fields["member"], failed.fields["error"]) == ("talks", "UnusableReward")
+    assert "talks cannot be imported" in str(failed.fields["reason"])
+    pid = int(said["stays"][0].split()[-1])
+    wait_until(lambda: not is_alive(pid), "the process of a member that is killed ends")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "stays" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def test_an_actor_that_is_lost_is_told_of(tmp_path: Path, connected: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a listener everything is printed behind the member's name."""
+    on_ray = RayCluster(cpus=0, environment=ENVIRONMENT)
+    member = on_ray.start(talking(tmp_path, "stays-too"))
+    said: list[str] = []
+
+    def hear(condition: Callable[[], object]) -> bool:
+        ended = member.ending()
+        captured = capsys.readouterr()
+        said.extend([*captured.out.splitlines(), *captured.err.splitlines()])
+        return ended is not None or bool(condition())
+
+    wait_until(lambda: hear(lambda: said), lambda: str(said))
+    assert re.fullmatch(r"stays-too  stays-too is process \d+", said[0])
+    member.kill()
+    wait_until(lambda: hear(lambda: False), lambda: str(said))
+    assert "ActorDiedError" in str(member.ending())
+    assert any(line.startswith("stays-too  ActorDiedError") for line in said)
+
+
+def test_a_member_that_no_node_has_room_for_says_so_and_leaves_at_once(tmp_path: Path, connected: Any) -> None:
+    on_ray = RayCluster(cpus=0, resources={"unicorn": 1}, environment=ENVIRONMENT)
+    told: list[Event] = []
+    member = on_ray.start(talking(tmp_path, "nowhere"), on_event=told.append)
+    assert member.ending() is None
+    member._began -= 3600
+    for _ in range(2):
+        assert member.ending() is None
+    (event,) = told
+    assert (event.name, event.fields["member"]) == ("waiting", "nowhere")
+    assert "1 unicorn" in str(event.fields["reason"])
+    member.leave()
+    assert member.ending() == ""

@@ -7,13 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import IO, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import IO
 
+from .member_output import OnLine
 from .supervision import Lasting
-
-OnLine: TypeAlias = Callable[[str, bool], object]
-"""Called with each line that a member prints, without its end, and whether it went to stderr. Called on any thread, one line at a time."""
 
 LASTING_ERROR = 78
 """The exit code of a member, started here, whose error does not heal. One that a person starts ends with 1 then."""
@@ -25,17 +23,18 @@ _LAST_LINES = 2.0
 class LocalMember:
     """Runs `deltawire member` with these arguments. When the process that started it goes, however it goes, the member leaves too.
 
-    With `on_line` the member's output goes there line by line; otherwise it goes where ours goes.
+    With `on_line` the member's output goes there line by line; otherwise it goes where ours goes. `environment` has variables that the
+    member gets on top of ours.
     """
 
-    def __init__(self, arguments: Sequence[str], on_line: OnLine | None = None) -> None:
+    def __init__(self, arguments: Sequence[str], on_line: OnLine | None = None, *, environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "deltawire.cli", "member", *arguments, "--leave-with-stdin"]
         output = None if on_line is None else subprocess.PIPE
-        environment = dict(os.environ)
+        variables = {**os.environ, **(environment or {})}
         if on_line is not None:
-            environment.pop("COLUMNS", None)  # lines are broken where they are shown, and not before
+            variables.pop("COLUMNS", None)  # lines are broken where they are shown, and not before
         self._process = subprocess.Popen(  # our Ctrl-C is not theirs
-            command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, env=variables
         )
         self._readers: list[threading.Thread] = []
         if on_line is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,14 @@ class MemberOptions:
     poll: float = _POLL
     run: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the options as plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> MemberOptions:
-        """Return the options that `to_json` wrote."""
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
-        return cls(**fields)
+    def to_arguments(self) -> list[str]:
+        """Return them as arguments of `deltawire member`."""
+        arguments = ["--from", self.source, "--engine", self.engine, "--device", self.device, "--poll", str(self.poll)]
+        arguments += [part for spec in self.env for part in ("--env", spec)]
+        arguments += [part for key in self.trust for part in ("--trust", key)]
+        for option, value in (("--name", self.name), ("--mirror", self.mirror), ("--run", self.run)):
+            arguments += [option, value] if value else []
+        return arguments
 
 
 def parse_engine(text: str) -> str | None:

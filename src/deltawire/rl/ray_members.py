@@ -1,24 +1,46 @@
-"""Members as actors on a Ray cluster that is there already (the extra `ray` of deltawire). Every node needs deltawire installed.
+"""Members on a Ray cluster that exists already (the extra `ray` of deltawire). Every node needs deltawire installed.
 
-A member lives in its actor's process and goes when that goes. The cluster only places it: weights, leases and results all go through the
-store, which every node must reach with credentials of its own, or with those that are passed in `environment`.
+An actor places each member, and runs it as a process of its own on the actor's node, as `deltawire fleet` does on one machine. The actor
+keeps what the member prints until this process fetches it. Weights, leases and results do not go through Ray: they go through the store,
+which every node must reach with credentials of its own, or with those that are passed in `environment`.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import threading
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
-from ..errors import DeltawireError, UnusableReward
+from ..events import Event, OnEvent, printable
+from ..fleet.local_members import LocalMember
+from ..fleet.member_output import Line, OnLine, OutputBuffer, event_of
 from ..fleet.supervision import Lasting
-from .member import MemberOptions, serve
+from ..subscribe.pin_keeper import reader_name
+from .member import MemberOptions
+
+_LOOK = 0.5
+"""Seconds after which an actor looks whether its member has ended, if the member prints nothing."""
+_LONGEST_CALL = 10.0
+"""Seconds that a call to an actor waits for output. A call whose caller is gone must end, too."""
+_PATIENCE = 10.0
+"""Seconds after which a member that waits for a node says so."""
+_LONGEST_ERROR = 1 << 16
+"""Characters of an error of Ray that are shown. The end is shown, where tracebacks say what happened."""
 
 
 class RayCluster:
-    """The cluster at `address` (None: the one that this machine belongs to). `ImportError` where ray is not installed.
+    """Starts members on a Ray cluster.
 
-    `cpus`, `gpus` and `resources` are what one member takes of a node. Members are spread over the nodes.
+    - `address`: where the cluster is. By default it is the one that this machine belongs to.
+    - `cpus`, `gpus`, `resources`: what one member takes of a node. Members are spread over the nodes.
+    - `environment`: variables that members get on top of those of their node.
+
+    Raises `ImportError` where ray is not installed, and `ConnectionError` if there is no cluster.
     """
 
     def __init__(
@@ -38,77 +60,202 @@ class RayCluster:
         self._owns_connection = not ray.is_initialized()
         if self._owns_connection:
             try:
-                ray.init(address=address or "auto", log_to_driver=True)
+                # Ray would print what it forwards on stdout, without the names of members.
+                ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
             except ConnectionError as error:
                 raise ConnectionError(
                     f"no Ray cluster was found ({error}). Start one with `ray start --head`, or give its address"
                 ) from None
+        wanted = {"CPU": cpus, "GPU": gpus, **(resources or {})}
+        self._wanted = ", ".join(f"{amount:g} {name}" for name, amount in wanted.items() if amount) or "room for one more process"
         self._actor = ray.remote(
             num_cpus=cpus,
             num_gpus=gpus,
             resources=dict(resources or {}),
-            max_restarts=0,  # who restarts is decided in one place, `Supervisor`
-            max_concurrency=2,
+            max_restarts=0,  # `Supervisor` alone decides what is started again
+            max_concurrency=4,  # `next_output` waits, and the others must not wait for it
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": dict(environment or {})},
         )(_MemberActor)
 
-    def start(self, options: MemberOptions) -> RayMember:
-        """A member somewhere on the cluster; it waits until there is a place for it."""
-        return RayMember(self._ray, self._actor.remote(options.to_json()))
+    def start(self, options: MemberOptions, *, on_line: OnLine | None = None, on_event: OnEvent | None = None) -> RayMember:
+        """Start a member somewhere on the cluster. It waits until a node has room for it.
+
+        - `on_event` is called with every event of the member. Each has the fields `member` and `time`. What the member prints otherwise,
+          such as warnings, comes as an event "output".
+        - `on_line` is called with every line that the member prints, in words for people. Give one of the two.
+
+        Without both, lines are printed here, each behind the name of the member. All of this happens while `RayMember.ending` is called,
+        as `Supervisor` does several times a second.
+        """
+        name = options.name or reader_name()
+        arguments = replace(options, name=name).to_arguments()
+        teller = _EventTeller(name, on_event) if on_event is not None else _LineTeller(on_line or _printing(name))
+        actor = self._actor.remote([*arguments, "--json"] if on_event is not None else arguments)
+        return RayMember(self._ray, actor, teller, self._wanted)
 
     def close(self) -> None:
-        """Let go of the cluster. Members whose `RayMember` is still there end."""
+        """Disconnect from the cluster. Members that were started here and still run are killed."""
         if self._owns_connection:
             self._ray.shutdown()
 
 
 class RayMember:
-    """A member on the cluster; see `supervision.Running`."""
+    """A member on the cluster; see `supervision.Running`. `RayCluster.start` makes them."""
 
-    def __init__(self, ray: Any, actor: Any) -> None:
+    def __init__(
+        self, ray: Any, actor: Any, teller: _EventTeller | _LineTeller, wanted: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._ray = ray
         self._actor = actor
-        self._outcome = actor.run.remote()
+        self._teller = teller
+        self._wanted = wanted
+        self._clock = clock
+        self._began = clock()
+        self._is_told_to_wait = False
+        self._ending: str | None = None
+        self._placed = actor.node.remote()
+        self._batch = 0
+        self._reply = actor.next_output.remote(self._batch)
 
     def ending(self) -> str | None:
-        done, _ = self._ray.wait([self._outcome], timeout=0)
-        if not done:
-            return None
-        try:
-            ending, is_lasting = self._ray.get(self._outcome)
-            return Lasting(ending) if is_lasting else str(ending)
-        except self._ray.exceptions.RayError as error:  # its process or node is gone, or it was killed
-            return f"{type(error).__name__}: {error}".split("\n")[0]
+        """See `supervision.Running`. Also forwards what the member has printed. Returns its end after everything that it printed."""
+        while self._ending is None and self._is_there(self._reply):
+            try:
+                dropped, lines, ending = self._ray.get(self._reply)
+            except self._ray.exceptions.ActorUnavailableError:  # out of reach for a moment, or for ever, which Ray finds out
+                self._reply = self._actor.next_output.remote(self._batch)
+                break
+            except self._ray.exceptions.RayError as error:  # the actor's process or node is gone, or deltawire is missing there
+                text = f"{type(error).__name__}: {error}"
+                for line in text[-_LONGEST_ERROR:].splitlines():
+                    self._teller.line(Line(line, is_error=True))
+                self._ending = text.split("\n")[0]
+                break
+            if dropped:
+                reason = f"{dropped} lines of output were dropped, because they came faster than they could be shown"
+                self._teller.notice("output-dropped", reason, lines=dropped)
+            for line in lines:
+                self._teller.line(line)
+            if ending is None:
+                self._batch += 1
+                self._reply = self._actor.next_output.remote(self._batch)
+            else:
+                self._ending = Lasting(ending[0]) if ending[1] else ending[0]
+        if self._ending is None and not self._is_told_to_wait and self._clock() - self._began >= _PATIENCE:
+            self._is_told_to_wait = True
+            if not self._is_there(self._placed):
+                self._teller.notice("waiting", f"waits for a node of the Ray cluster that has {self._wanted} free (see `ray status`)")
+        return self._ending
 
     def leave(self) -> None:
-        self._actor.leave.remote()
+        """See `supervision.Running`."""
+        if self._is_there(self._placed):
+            self._actor.leave.remote()
+        elif self._ending is None:  # no node has it yet, so there is nobody to ask
+            self._ray.kill(self._actor)
+            self._ending = ""
 
     def kill(self) -> None:
+        """See `supervision.Running`. Ray also kills the member's process."""
         self._ray.kill(self._actor)
 
     def node(self) -> str:
-        """The id of the node that it runs on."""
-        return str(self._ray.get(self._actor.node.remote()))
+        """Return the id of the node that it runs on. Waits until there is one."""
+        return str(self._ray.get(self._placed))
+
+    def _is_there(self, reference: Any) -> bool:
+        done, _ = self._ray.wait([reference], timeout=0)
+        return bool(done)
+
+
+_Answer: TypeAlias = tuple[int, list[Line], tuple[str, bool] | None]
+"""How many lines were dropped before these lines, and the lines. Then None; or, when the member has ended and there is no more output, why
+it ended ("" if it left as it should) and whether that would happen again."""
 
 
 class _MemberActor:
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = MemberOptions.from_json(options)
-        self._stop = threading.Event()
+    """Runs on a node of the cluster: it starts a member there, and keeps what the member prints until the driver fetches it."""
 
-    def run(self) -> tuple[str, bool]:
-        """Run the member from beginning to end. Return "" if it left as it should, else why not; and whether that does not heal."""
-        try:
-            serve(self._options, stop=self._stop)
-        except DeltawireError as error:
-            return f"{type(error).__name__}: {error}", isinstance(error, UnusableReward)
-        return "", False
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._output = OutputBuffer()
+        self._batch = -1
+        self._answer: _Answer = (0, [], None)
+        self._answering = threading.Lock()
+        # Ray adds the driver's folder and the like to the path of this process only.
+        path = os.pathsep.join(filter(None, sys.path))
+        self._member = LocalMember(arguments, self._output.add, environment={"PYTHONPATH": path})
+
+    def next_output(self, batch: int) -> _Answer:
+        """Return the batch of output with this number, and wait a while for it.
+
+        The driver asks for the next number only when it has this batch, and again for the same one if the answer did not arrive.
+        """
+        with self._answering:
+            if batch != self._batch:
+                self._answer = self._take()
+                self._batch = batch
+            return self._answer
+
+    def _take(self) -> _Answer:
+        deadline = time.monotonic() + _LONGEST_CALL
+        while True:
+            ending = self._member.ending()  # first, as everything that was printed before the end is in the buffer then
+            dropped, lines = self._output.take(_LOOK if ending is None else 0.0)
+            if dropped or lines:
+                return dropped, lines, None
+            if ending is not None:
+                return 0, [], (str(ending), isinstance(ending, Lasting))
+            if time.monotonic() >= deadline:
+                return 0, [], None
 
     def leave(self) -> None:
-        self._stop.set()
+        """Ask the member to leave."""
+        self._member.leave()
 
     def node(self) -> str:
+        """Return the id of this node."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
+
+
+class _EventTeller:
+    """Tells of a member in events."""
+
+    def __init__(self, name: str, on_event: OnEvent) -> None:
+        self._name = name
+        self._on_event = on_event
+
+    def line(self, line: Line) -> None:
+        self._tell(event_of(self._name, line.text, line.is_error))
+
+    def notice(self, event: str, reason: str, **fields: int) -> None:
+        self._tell(Event(event, {"member": self._name, "reason": reason, **fields}))
+
+    def _tell(self, event: Event) -> None:
+        _call_listener(self._on_event, event)
+
+
+class _LineTeller:
+    """Tells of a member in lines for people."""
+
+    def __init__(self, on_line: OnLine) -> None:
+        self._on_line = on_line
+
+    def line(self, line: Line) -> None:
+        _call_listener(self._on_line, line.text, line.is_error)
+
+    def notice(self, event: str, reason: str, **fields: int) -> None:
+        _call_listener(self._on_line, f"{time.strftime('%H:%M:%S')}  {reason}", True)
+
+
+def _call_listener(listener: Callable[..., object], *arguments: object) -> None:
+    try:
+        listener(*arguments)
+    except Exception:
+        logging.getLogger("deltawire").exception("the listener to a member's output failed")
+
+
+def _printing(name: str) -> OnLine:
+    return lambda line, is_error: print(printable(f"{name}  {line}"), file=sys.stderr if is_error else sys.stdout, flush=True)

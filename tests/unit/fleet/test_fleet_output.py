@@ -71,7 +71,7 @@ def test_every_line_of_a_fleet_says_which_member_it_is_about(capsys: pytest.Capt
     output(Event("member-died", {"member": "local-0", "reason": "killed by SIGKILL"}, 0.0))
     told, notices = capsys.readouterr()
     assert told.splitlines() == ["local-0               12:00:00  joined as local-0"]
-    assert [line.split()[0] for line in notices.splitlines()] == ["a-very-lo…machine-17", "local-0"]
+    assert [line.split()[0] for line in notices.splitlines()] == ["a-very-l...achine-17", "local-0"]
     assert not re.search("[\x1b\x07\u202e]", notices)
     assert notices.splitlines()[1].endswith("died: killed by SIGKILL")
 
@@ -111,17 +111,21 @@ def test_members_do_not_break_lines_for_a_fleet_and_an_error_that_lasts_is_known
 
 def test_with_json_every_line_is_an_object_with_the_member_s_name(capsys: pytest.CaptureFixture[str]) -> None:
     output = _Output(["a"], as_json=True)
-    for line in ('{"event": "joined", "member": "own"}', '{"error": {"type": "X"}}', "printed by a reward", '{"x": NaN}', "[" * 50_000):
+    error = '{"error": {"type": "X", "message": "broke"}}'
+    for line in ('{"event": "joined", "member": "own"}', error, "printed by a reward", '{"x": NaN}', "[" * 50_000):
         output.relay("a", line, False)
-    output.relay("a", "on stderr", True)
+    output.relay("a", "a warning", True)
     output(Event("member-left", {"member": "a"}, 5.0))
     told, notices = capsys.readouterr()
     found = [json.loads(line) for line in told.splitlines()]
-    assert [each["member"] for each in found] == ["own", "a", "a", "a", "a", "a"]
-    assert [each.get("event") for each in found] == ["joined", None, "output", "output", "output", "member-left"]
-    assert found[2]["line"] == "printed by a reward"
+    assert [each["member"] for each in found] == ["own", "a", "a", "a", "a", "a", "a"]
+    assert [each["event"] for each in found] == ["joined", "failed", "output", "output", "output", "output", "member-left"]
+    assert all(each["time"].endswith("Z") for each in found)
+    assert (found[1]["error"], found[1]["reason"]) == ("X", "broke")
+    assert (found[2]["line"], found[2]["stream"]) == ("printed by a reward", "stdout")
+    assert (found[5]["line"], found[5]["stream"]) == ("a warning", "stderr")
     assert found[-1]["time"] == "1970-01-01T00:00:05.000Z"
-    assert notices.split() == ["a", "on", "stderr"]
+    assert notices == ""
 
 
 def test_members_of_a_fleet_do_not_paint_over_each_other_on_a_terminal(tmp_path: Path, fake_member: Path) -> None:

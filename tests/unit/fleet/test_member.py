@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from deltawire import Publisher, Version
 from deltawire.chain.reader_options import ReaderOptions
+from deltawire.cli import app
 from deltawire.errors import EngineError, EngineRefused, EngineUnavailable, RewardError
 from deltawire.events import Event
 from deltawire.fleet import Coordinator, FleetOptions, Sampling
@@ -208,11 +211,20 @@ def test_a_change_of_what_a_member_works_on_is_told_soon(
         assert (beat.state, beat.working) == (said, () if working is None else (working,))
 
 
-def test_options_survive_the_way_to_another_machine() -> None:
-    options = MemberOptions("s3://bucket/run", "vllm=http://127.0.0.1:8000", ("a:b", "c:d"), "m", trust=("0" * 64,))
-    assert MemberOptions.from_json(options.to_json()) == options
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.to_json().items()}
-    assert MemberOptions.from_json(plain) == options
+@pytest.mark.parametrize(
+    "options",
+    [
+        MemberOptions("s3://bucket/run", "transformers", ("a:b",), "m"),
+        MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b", "c:d"), "m", "cuda:1", "mirror", ("0" * 64, "1" * 64), 0.25, "prod"),
+    ],
+)
+def test_the_command_takes_options_as_they_are(options: MemberOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[MemberOptions] = []
+    monkeypatch.setattr("deltawire.rl.member.serve", lambda options, **_: served.append(options))
+    monkeypatch.setattr("sys.path", list(sys.path))
+    done = CliRunner().invoke(app, ["member", *options.to_arguments()])
+    assert done.exit_code == 0, done.output
+    assert served == [options]
 
 
 def test_engines_are_named_as_documented() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -87,15 +88,17 @@ def fleet(
             for number in range(total)
         }
         output = _Output(list(options), as_json=json)
-        stop = threading.Event()
-        start, close = _on_ray(ray_address, cpus, gpus, pass_env or []) if ray else _on_this_machine(output, ending)
-        supervisor = Supervisor(list(options), lambda each: start(options[each]), restarts=restarts, on_event=ending.with_output(output))
-        try:
-            is_well = supervisor.run(stop)
-        except KeyboardInterrupt:
-            return
-        finally:
-            close()
+        with redirect_stdout(sys.stderr) if ray else nullcontext():  # threads of Ray print its own messages on stdout
+            start, close = _on_ray(output, ending, ray_address, cpus, gpus, pass_env or []) if ray else _on_this_machine(output, ending)
+            supervisor = Supervisor(
+                list(options), lambda each: start(options[each]), restarts=restarts, on_event=ending.with_output(output)
+            )
+            try:
+                is_well = supervisor.run(threading.Event())
+            except KeyboardInterrupt:
+                return
+            finally:
+                close()
         if not is_well:
             raise typer.Exit(1)
 
@@ -104,18 +107,14 @@ def _on_this_machine(output: _Output, ending: Ending) -> tuple[Callable[[MemberO
     from ...fleet.local_members import LocalMember
 
     def start(options: MemberOptions) -> Running:
-        arguments = ["--from", options.source, "--engine", options.engine, "--name", options.name, "--device", options.device]
-        arguments += ["--poll", str(options.poll), *(part for spec in options.env for part in ("--env", spec))]
-        arguments += [part for key in options.trust for part in ("--trust", key)]
-        arguments += ["--mirror", options.mirror] if options.mirror else []
-        arguments += ["--run", options.run] if options.run else []
-        return LocalMember([*arguments, *(["--json"] if output.as_json else [])], ending.with_output(partial(output.relay, options.name)))
+        arguments = [*options.to_arguments(), *(["--json"] if output.as_json else [])]
+        return LocalMember(arguments, ending.with_output(partial(output.relay, options.name)))
 
     return start, lambda: None
 
 
 def _on_ray(
-    address: str | None, cpus: float, gpus: float, pass_env: list[str]
+    output: _Output, ending: Ending, address: str | None, cpus: float, gpus: float, pass_env: list[str]
 ) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
     from ...rl.ray_members import RayCluster
 
@@ -123,52 +122,51 @@ def _on_ray(
     if missing:
         raise typer.BadParameter(f"{missing[0]} is not set here.", param_hint="--pass-env")
     cluster = RayCluster(address, cpus=cpus, gpus=gpus, environment={name: os.environ[name] for name in pass_env})
-    return cluster.start, cluster.close
+
+    def start(options: MemberOptions) -> Running:
+        if output.as_json:
+            return cluster.start(options, on_event=ending.with_output(output))
+        return cluster.start(options, on_line=ending.with_output(partial(output.relay, options.name)))
+
+    return start, cluster.close
 
 
 class _Output:
-    """What all members print, and what becomes of them: one line at a time, each with the name of the member that it is about."""
+    """What all members print, and what becomes of them: one line at a time, each with the name of the member that it is about.
+
+    It goes to what was stdout when this object was made.
+    """
 
     def __init__(self, names: list[str], *, as_json: bool) -> None:
         self.as_json = as_json
         self._width = min(_WIDEST_NAME, max(map(len, names)))
         self._lock = threading.Lock()
+        self._stdout = sys.stdout
 
     def relay(self, name: str, line: str, is_error: bool) -> None:
         """Print a line that a member printed."""
-        with self._lock:
-            if self.as_json and not is_error:
-                print_json_line(_attributed(name, line))
-            elif line.strip():
-                print_labelled(self._label(name), line, is_notice=is_error)
+        from ...fleet.member_output import event_of
 
-    def __call__(self, event: Event) -> None:
-        """Print what became of a member."""
         with self._lock:
             if self.as_json:
-                print_json_line(event.to_json())
+                print_json_line(event_of(name, line, is_error).to_json(), self._stdout)
+            elif line.strip():
+                print_labelled(self._label(name), line, is_notice=is_error, to=self._stdout)
+
+    def __call__(self, event: Event) -> None:
+        """Print what became of a member; with `as_json` any event of a member."""
+        with self._lock:
+            if self.as_json:
+                print_json_line(event.to_json(), self._stdout)
                 return
             text = _told(event)
             if text:
                 calm = event.name in ("member-started", "member-left")
                 name = str(event.fields["member"])
-                print_labelled(self._label(name), f"{figures.clock_time(event.time)}  {text}", is_notice=not calm)
+                print_labelled(self._label(name), f"{figures.clock_time(event.time)}  {text}", is_notice=not calm, to=self._stdout)
 
     def _label(self, name: str) -> str:
         return f"{short_name(name, self._width):<{self._width}}"
-
-
-def _attributed(name: str, line: str) -> dict[str, Any]:
-    """What a member printed, as a JSON object with its name. Anything but JSON objects was printed by the user's own code."""
-    try:
-        found = json_module.loads(line, parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        found = None
-    return {"member": name, **found} if isinstance(found, dict) else {**Event("output", {"member": name, "line": line}).to_json()}
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _told(event: Event) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import Annotated, Any, NoReturn, TypeAlias
+from typing import Annotated, Any, NoReturn, TextIO, TypeAlias
 
 import typer
 from rich.cells import cell_len
@@ -124,10 +124,11 @@ def print_json(document: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def print_json_line(document: dict[str, Any]) -> None:
-    """One JSON object on a line of its own, for commands that report as they go."""
-    sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
-    sys.stdout.flush()
+def print_json_line(document: dict[str, Any], to: TextIO | None = None) -> None:
+    """Print one JSON object on a line of its own, for commands that report as they go. `to` is stdout if not given."""
+    stream = to or sys.stdout
+    stream.write(json.dumps(document, allow_nan=False) + "\n")
+    stream.flush()
 
 
 def print_rows(heading: str, rows: Iterable[tuple[str, str]]) -> None:
@@ -144,12 +145,14 @@ def print_line(text: str) -> None:
     print_wrapped(result_console(), text, indent=4)
 
 
-def print_labelled(label: str, text: str, *, is_notice: bool) -> None:
+def print_labelled(label: str, text: str, *, is_notice: bool, to: TextIO | None = None) -> None:
     """Print a line of a log: notices on stderr, others on stdout. `label`, if not empty, stands at the beginning of every line.
+
+    `to` takes the place of stdout.
 
     Lines break between words in a terminal. In a file or a pipe they do not break, so that each can be searched for.
     """
-    console = Console(stderr=is_notice, highlight=False)
+    console = Console(stderr=is_notice, file=None if is_notice else to, highlight=False)
     start = printable(f"{label}  ") if label else ""
     width = max(_SHORTEST, console.width - cell_len(start)) if console.is_terminal else sys.maxsize
     for line in wrap_words(printable(text), width, indent=4):
