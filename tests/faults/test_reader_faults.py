@@ -209,7 +209,16 @@ def test_a_mirror_whose_first_sync_is_killed_at_any_call_or_step_is_finished_by_
     store, ledger = published(3)
     local = copied_to(tmp_path / "store", store)
     points = kill_everywhere(local, tmp_path / "none", tmp_path / "work", ledger.newest or 0)
-    every_step = {"way-chosen", "slot-made", "anchor-file-fetched", "hop-fetched", "marked-dirty", "file-applied", "marked-clean", "served"}
+    every_step = {
+        "route-chosen",
+        "slot-made",
+        "anchor-file-fetched",
+        "hop-fetched",
+        "marked-dirty",
+        "file-applied",
+        "marked-clean",
+        "served",
+    }
     assert set(points) >= every_step | {"tidied", "read_into data", "get commit", "list anchor"}
 
 
@@ -226,7 +235,7 @@ def test_a_mirror_killed_at_any_call_or_step_of_an_update_serves_a_whole_version
         with open_publisher(local) as publisher:
             ledger.publish(publisher, 1)
         points += kill_everywhere(local, tmp_path / "mirror", tmp_path / "work", ledger.newest or 0)
-    every_step = {"way-chosen", "slot-made", "slot-copied", "hop-fetched", "marked-dirty", "file-applied", "digest-checked", "hop-done"}
+    every_step = {"route-chosen", "slot-made", "slot-copied", "hop-fetched", "marked-dirty", "file-applied", "digest-checked", "hop-done"}
     every_step |= {"marked-clean", "lock-shared", "link-made", "served", "files-linked", "tidied"}
     assert set(points) >= every_step
 

@@ -90,7 +90,7 @@ def child(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, text=True, **options)
 
 
-STEPS = ["way-chosen", "slot-made", "slot-copied", "hop-fetched", "file-applied", "digest-checked", "marked-clean", "lock-shared"]
+STEPS = ["route-chosen", "slot-made", "slot-copied", "hop-fetched", "file-applied", "digest-checked", "marked-clean", "lock-shared"]
 STEPS += ["link-made", "served", "files-linked", "tidied"]
 
 

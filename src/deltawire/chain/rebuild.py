@@ -1,15 +1,17 @@
-"""Bring a state in memory to a version of the chain, by whatever way is left."""
+"""Bring a state in memory to a version of the chain."""
 
 from __future__ import annotations
 
-from ..errors import DataDamaged, DataMissing, DeltaError, StateError, VersionGone
-from ..format.records.chain_records import Commit, CommitRef
+from collections.abc import Sequence
+
+from ..format.records.chain_records import Commit
 from ..store.base import Progress
 from .fetch import Fetcher
 from .log import ChainLog
 from .memory_state import MemoryState
 from .restore import Hop
-from .routes import HopFailed, Routes, was_collected
+from .routes import Routes, was_collected
+from .walk_route import taking, walk_route
 
 
 def rebuild(
@@ -23,29 +25,27 @@ def rebuild(
 ) -> None:
     """Bring `state`, empty or at some version, to `target`, which must not be void.
 
-    A hop whose data are gone or damaged is left out and another way is looked for; a state that proves not to be what it should be is
-    dropped. `routes` knows then which hops are of no use. If no way is left, the error of one that was tried. Each hop is taken whole: on
-    failure the state is at some version.
+    A hop whose data are missing or damaged is avoided, and another route is found. A state that is not what its commit says is dropped.
+    Raises the error of a hop that failed if no route is left. Each hop is taken completely or not at all, so after a failure the state is
+    at some version. `routes` afterwards knows which hops to avoid.
     """
-    routes = routes or Routes(log)
-    while True:
-        have: CommitRef | None = None if state.commit is None else log.ref(state.commit)
-        hops = routes.find(have, target)
-        hop: Hop | None = None
-        try:
-            for hop in hops:
+    known = routes or Routes(log)
+
+    def take(hops: Sequence[Hop]) -> None:
+        for hop in hops:
+            with taking(hop):
                 take_hop(state, hop, log, fetcher, progress=progress)
-            return
-        except (VersionGone, DataDamaged, DataMissing, DeltaError, StateError) as error:
-            assert hop is not None
-            if isinstance(error, StateError) and hop.source != "skip" and hops[0].base is not None:
-                state.clear()
-            else:
-                routes.avoid(HopFailed(hop, error))
+
+    walk_route(
+        known,
+        lambda: known.find(None if state.commit is None else log.ref(state.commit), target),
+        take,
+        drop_base=lambda _: state.clear(),
+    )
 
 
 def take_hop(state: MemoryState, hop: Hop, log: ChainLog, fetcher: Fetcher, *, progress: Progress | None = None) -> None:
-    """Take one hop, whole or not at all."""
+    """Take one hop completely, or change nothing and raise an error."""
     collected = was_collected(log, hop)
     if hop.source in ("fence", "rewind"):
         state.relabel(hop.target)

@@ -1,41 +1,26 @@
-"""Ways to a version, without those that turned out not to lead there."""
+"""Routes to a version, without the hops that failed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-from ..errors import DataMissing, DeltawireError, VersionGone
+from ..errors import DataMissing, VersionGone
 from ..events import OnEvent, emit
 from ..format.records.chain_records import Commit, CommitRef
 from .log import ChainLog
 from .restore import Hop, Way, find_route
+from .walk_route import AvoidsHops, HopFailed
 
 
-class HopFailed(Exception):
-    """One hop of a way could not be done. `error` says why.
-
-    With `is_data_lost`, its objects are damaged or missing in the store. Without, they are what their record says, but do not lead from the
-    state at hand to the hop's target: one of both is wrong.
-    """
-
-    def __init__(self, hop: Hop, error: DeltawireError, *, is_data_lost: bool = False) -> None:
-        super().__init__(f"{hop.source} to {hop.target.describe()}: {error}")
-        self.hop = hop
-        self.error = error
-        self.is_data_lost = is_data_lost
-
-
-class FindRoute(Protocol):
-    """Finds ways, and learns which are of no use."""
+class FindRoute(AvoidsHops, Protocol):
+    """Finds routes, and learns which hops to avoid."""
 
     def find(self, have: CommitRef | None, target: Commit) -> list[Hop]: ...
 
-    def avoid(self, failure: HopFailed) -> None: ...
-
 
 class Routes:
-    """The ways that a chain offers during one sync: damaged ones are tried again by the next, for somebody may have repaired them."""
+    """Find routes through a chain during one sync. The next sync starts anew, because damaged data may have been repaired by then."""
 
     def __init__(self, log: ChainLog, *, on_event: OnEvent | None = None) -> None:
         self._log = log
@@ -44,8 +29,10 @@ class Routes:
         self._failure: HopFailed | None = None
 
     def find(self, have: CommitRef | None, target: Commit) -> list[Hop]:
-        """The cheapest way that is left. Where none is, raises what one of them failed with, one that may heal if there is such; or
-        `VersionGone`."""
+        """Return the cheapest route that is left.
+
+        If none is left, raises the error of a hop that failed, preferably a retryable one, or `VersionGone` if no hop was tried.
+        """
         try:
             return find_route(self._log, have, target, without=self._without)
         except VersionGone:
@@ -54,7 +41,7 @@ class Routes:
             raise self._failure.error from None
 
     def avoid(self, failure: HopFailed) -> None:
-        """Find no way over this hop any more. Raises the failure's error if the hop was ruled out before: callers must not loop."""
+        """Find no route over this hop any more. Raises the failure's error if the hop was already ruled out, so that no caller loops."""
         hop = failure.hop
         if hop.way in self._without:
             raise failure.error
@@ -65,10 +52,10 @@ class Routes:
 
 
 def was_collected(log: ChainLog, hop: Hop) -> Callable[[], bool]:
-    """To be asked when an object of this hop is missing: whether it was collected.
+    """Return a function that tells whether a missing object of this hop was collected.
 
-    One of a shortcut that was not is `DataMissing` at once. Its files are there before its record, so it is not worth waiting for (the
-    writer may have been dead to the world while they were collected), and there are other ways.
+    The function raises `DataMissing` for the files of a shortcut that were not collected. They are written before the shortcut's record,
+    so waiting for them is useless, and there are other routes.
     """
 
     def ask() -> bool:

@@ -11,7 +11,8 @@ from ..chain.maintenance.survey import is_stored
 from ..chain.memory_state import MemoryState
 from ..chain.rebuild import rebuild
 from ..chain.restore import Hop, fetched_hops
-from ..chain.routes import HopFailed, Routes
+from ..chain.routes import Routes
+from ..chain.walk_route import HopFailed
 from ..errors import DataDamaged, DataMissing, VersionUnknown
 from ..events import OnEvent, emit
 from ..format.records.chain_records import Commit
@@ -84,7 +85,7 @@ def require_way(log: ChainLog, target: Commit) -> None:
                 lost = hop, error
         if lost is None:
             return
-        routes.avoid(HopFailed(*lost, is_data_lost=True))
+        routes.avoid(HopFailed(*lost))
 
 
 def read_state(log: ChainLog, target: Commit, *, start: Resumed | None = None, threads: int | None, on_event: OnEvent | None) -> Resumed:

@@ -7,10 +7,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ..chain.memory_state import MemoryState, Update
+from ..chain.memory_state import MemoryState, Update, UpdateStep
 from ..chain.restore import Hop
-from ..chain.routes import HopFailed, was_collected
-from ..errors import ChainError, DataDamaged, DataMissing, DeltaError, EngineQuarantined, StateError, VersionGone
+from ..chain.routes import was_collected
+from ..chain.walk_route import HopFailed, taking, walk_route
+from ..errors import EngineQuarantined
 from ..events import emit
 from ..format.records.chain_records import Commit
 from .prepared_swap import PreparedSwap, Swap, apply_directly
@@ -62,27 +63,31 @@ class MemoryReplica:
         if not self._weights.inspect(target, context):
             self._undo.clear()
         is_damaged = False
-        while True:
+        back: Sequence[UpdateStep] | None = None
+
+        def find() -> Sequence[Hop]:
+            nonlocal back
             state = self._weights.state
             back = None if is_damaged else self._undo.steps_back(state.digest, target)
             if back is not None:
+                return ()
+            with context.report.watch.phase("find"):
+                return context.routes.find(None if is_damaged or state.commit is None else context.log.ref(state.commit), target)
+
+        def take(hops: Sequence[Hop]) -> None:
+            if back is not None:
                 with context.report.watch.phase("apply"):
                     self._make(StepsBack(self._weights, back, target), target)
-                return
-            have = None if is_damaged or state.commit is None else context.log.ref(state.commit)
-            with context.report.watch.phase("find"):
-                hops = context.routes.find(have, target)
-            try:
+            else:
                 self._walk(hops, context)
-            except HopFailed as failure:
-                if isinstance(failure.error, StateError) and failure.hop.source != "skip" and hops[0].base is not None:
-                    is_damaged = True  # the state is not that of its commit: memory is damaged, or other code wrote to it
-                    emit(context.on_event, "state-refused", seq=failure.hop.base, reason=str(failure.error))
-                else:
-                    context.routes.avoid(failure)
-                continue
-            context.report.hops += len(hops)
-            return
+                context.report.hops += len(hops)
+
+        def drop_base(failure: HopFailed) -> None:
+            nonlocal is_damaged
+            is_damaged = True  # the state is not that of its commit: memory is damaged, or other code wrote to it
+            emit(context.on_event, "state-refused", seq=failure.hop.base, reason=str(failure.error))
+
+        walk_route(context.routes, find, take, drop_base=drop_base)
 
     def close(self) -> None:
         """Drop the kept steps. The weights stay for as long as other code refers to them."""
@@ -121,7 +126,7 @@ class MemoryReplica:
 
     def _prepare(self, state: MemoryState, hop: Hop, fetcher: RouteFetcher, context: SyncContext) -> Update | None:
         """Take one hop, except for the change of the weights. Returns the update that makes this change, or None if nothing changes."""
-        try:
+        with taking(hop):
             if hop.base is None:
                 state.load_anchor(hop, fetcher, collected=was_collected(context.log, hop), progress=context.progress)
                 context.report.fetched(entry for entry in hop.files if (entry.name or "").endswith(".safetensors"))
@@ -132,7 +137,3 @@ class MemoryReplica:
             update = state.resolve(hop, fetcher, update=self._weights.new_update() if state is self._weights.state else None)
             context.report.fetched(hop.files)
             return update
-        except (DataDamaged, DataMissing, VersionGone) as error:
-            raise HopFailed(hop, error, is_data_lost=True) from error
-        except (ChainError, DeltaError, StateError) as error:
-            raise HopFailed(hop, error) from error

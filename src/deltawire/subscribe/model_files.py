@@ -6,7 +6,7 @@ Enough to build an empty model of the right form, which then gets its weights by
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -16,8 +16,9 @@ from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.reader_options import ReaderOptions
 from ..chain.restore import Hop
-from ..chain.routes import HopFailed, Routes, was_collected
+from ..chain.routes import Routes, was_collected
 from ..chain.version import Version
+from ..chain.walk_route import taking, walk_route
 from ..dtypes import DType
 from ..errors import DataDamaged, DataMissing, ObjectMissing, VersionGone
 from ..format.checkpoints.checkpoint import check_can_be_written
@@ -93,17 +94,17 @@ def read_model_files(store: Store, *, at: int | None = None, options: ReaderOpti
 
 
 def _read(log: ChainLog, target: Commit) -> ModelFiles:
-    """Read the files: the attachments where they lie, the types by the cheapest way that is left."""
+    """Read the attachments, and the types of the tensors from the first hop of the cheapest route that is left."""
     fetcher = Fetcher(log.store, limits=log.limits)
     files = None if target.attachments is None else _attachments(log, target, attachments_hop(target), fetcher)
     routes = Routes(log)
-    while True:
-        hop = routes.find(None, target)[0]
-        try:
-            found = _attachments(log, target, hop, fetcher) if files is None else files
-            return ModelFiles(found, _dtypes(log, hop), target.state_bytes, target.tensors)
-        except (DataDamaged, DataMissing, VersionGone) as error:
-            routes.avoid(HopFailed(hop, error, is_data_lost=True))
+
+    def read(hops: Sequence[Hop]) -> ModelFiles:
+        with taking(hops[0]):
+            found = _attachments(log, target, hops[0], fetcher) if files is None else files
+            return ModelFiles(found, _dtypes(log, hops[0]), target.state_bytes, target.tensors)
+
+    return walk_route(routes, lambda: routes.find(None, target), read)
 
 
 def _attachments(log: ChainLog, target: Commit, hop: Hop, fetcher: Fetcher) -> dict[str, bytes]:

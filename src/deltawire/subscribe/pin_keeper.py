@@ -60,8 +60,8 @@ class PinKeeper:
             if self._enabled and not is_covered and (self._pinned is not None or self._clock() >= self._next):
                 self._write(run, seq)
 
-    def hold_way(self, run: Run, hops: Sequence[Hop]) -> None:
-        """See to it that what a way from nothing needs is kept: its first version too, which counts for no anchor if it was abandoned."""
+    def hold_route(self, run: Run, hops: Sequence[Hop]) -> None:
+        """Keep the objects of a route that starts from nothing, also those of its first version, whose history may be abandoned."""
         self.hold(run, max(0, hops[0].target.seq - 1))
 
     def renew(self, _: int = 0) -> None:

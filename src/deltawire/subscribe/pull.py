@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ..chain.reader_options import ReaderOptions
 from ..chain.restore import Hop, fetched_hops
-from ..chain.routes import HopFailed, Routes
+from ..chain.routes import Routes
 from ..chain.version import Version
+from ..chain.walk_route import HopFailed, walk_route
 from ..errors import CheckpointError
 from ..events import OnEvent, emit
 from ..format.checkpoints.checkpoint import Checkpoint
@@ -86,9 +87,9 @@ def pull(
         def build(target: Commit) -> Commit:
             routes = Routes(chain.log, on_event=on_event)
             context = SyncContext(chain.log, routes, patience=options.patience, progress=arrived, on_event=on_event)
-            while True:
-                hops = context.routes.find(None, target)
-                pins.hold_way(chain.log.run, hops)
+
+            def take(hops: Sequence[Hop]) -> Commit:
+                pins.hold_route(chain.log.run, hops)
                 unwanted = _unwanted_files(target, hops[0])
                 entries = [*(target.attachments or ()), *(entry for hop in hops for entry in hop.files if entry.name not in unwanted)]
                 size = sum(entry.size for entry in entries)
@@ -96,11 +97,13 @@ def pull(
                 emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=fetched_hops(hops), bytes=size)
                 try:
                     _build(staged.path, hops, context, threads)
-                    return target
-                except HopFailed as failure:
+                except HopFailed:
                     shutil.rmtree(staged.path)
                     staged.path.mkdir()
-                    context.routes.avoid(failure)
+                    raise
+                return target
+
+            return walk_route(routes, lambda: routes.find(None, target), take)
 
         try:
             target = chain.reach(at, build)

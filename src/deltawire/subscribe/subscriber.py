@@ -196,7 +196,7 @@ class Subscriber:
             return
         routes = Routes(self._chain.log, on_event=self._on_event)
         if have is None:
-            self._pins.hold_way(run, routes.find(None, commit))
+            self._pins.hold_route(run, routes.find(None, commit))
         else:
             self._pins.hold(run, have.seq)
         context = SyncContext(

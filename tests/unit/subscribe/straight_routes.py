@@ -9,8 +9,8 @@ from pathlib import Path
 from blake3 import blake3
 from toy_chain import ToyChain
 
-from deltawire.chain.routes import HopFailed
-from deltawire.errors import DataDamaged, DataMissing, MirrorError, ObjectMissing
+from deltawire.chain.walk_route import HopFailed
+from deltawire.errors import ChainError, DataDamaged, DataMissing, MirrorError, ObjectMissing
 from deltawire.format.records.chain_records import Commit, CommitRef, FileEntry
 from deltawire.subscribe.mirror.mirror import HeldSlot, Mirror
 from deltawire.subscribe.mirror.mirror_update import MirrorUpdate
@@ -35,7 +35,7 @@ class StraightRoutes:
 
     def find(self, have: CommitRef | None, target: Commit) -> list[StraightHop]:
         hops: list[StraightHop] = []
-        if any(not failure.is_data_lost or failure.hop.base is None for failure in self.avoided):
+        if any(not isinstance(failure.error, ChainError) or failure.hop.base is None for failure in self.avoided):
             raise self.avoided[-1].error
         lost = {failure.hop.target.seq for failure in self.avoided}
         seq = target.seq

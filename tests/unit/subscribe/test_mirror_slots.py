@@ -144,7 +144,7 @@ class Died(BaseException):
     """A failure that nothing expects."""
 
 
-STEPS = ["way-chosen", "slot-made", "slot-copied", "hop-fetched", "file-applied", "digest-checked", "hop-done", "marked-clean"]
+STEPS = ["route-chosen", "slot-made", "slot-copied", "hop-fetched", "file-applied", "digest-checked", "hop-done", "marked-clean"]
 STEPS += ["lock-shared", "link-made", "served", "files-linked", "tidied"]
 
 

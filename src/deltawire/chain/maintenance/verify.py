@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import (
@@ -28,7 +28,9 @@ from ..log import ChainLog
 from ..memory_state import MemoryState
 from ..reader_options import ReaderOptions
 from ..rebuild import rebuild
-from ..restore import Hop, Way, find_route
+from ..restore import Hop
+from ..routes import Routes
+from ..walk_route import HopFailed, walk_route
 from .superseded import Record, find_needed, live_checkpoints
 
 ReportProgress = Callable[[int, int], None]
@@ -168,15 +170,18 @@ class _Check:
         target = self._newest_version()
         if target is None:
             return True
-        without: set[Way] = set()
+        routes = Routes(self._log)
+
+        def look_at_files(hops: Sequence[Hop]) -> None:
+            lost = [hop for hop in hops if any(self._what_is_wrong(entry) is not None for entry in hop.files)]
+            for hop in lost[1:]:  # all at once, because finding a route takes long in a long chain
+                routes.avoid(HopFailed(hop, VersionGone("files are lost")))
+            if lost:
+                raise HopFailed(lost[0], VersionGone("files are lost"))
+
         what = NO_WAY
         try:
-            while True:
-                hops = find_route(self._log, None, target, without=without)
-                lost = {hop.way for hop in hops if any(self._what_is_wrong(entry) is not None for entry in hop.files)}
-                if not lost:
-                    break
-                without |= lost
+            walk_route(routes, lambda: routes.find(None, target), look_at_files)
             if state is not None and (state.commit is None or state.commit.digest != target.digest):
                 state.clear()
                 rebuild(state, self._log, Fetcher(self._log.store, limits=self._log.limits, patience=0), target)

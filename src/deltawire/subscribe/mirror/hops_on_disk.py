@@ -11,8 +11,8 @@ from blake3 import blake3
 
 from ...chain.attachments import attachments_hop
 from ...chain.restore import Hop
-from ...chain.routes import HopFailed
-from ...errors import CheckpointError, DataDamaged, DataMissing, DeltaError, ResultMismatch, StateError, TensorError, VersionGone
+from ...chain.walk_route import taking
+from ...errors import DataDamaged, ResultMismatch
 from ...format.checkpoints.checkpoint import Checkpoint, check_can_be_written
 from ...format.checkpoints.staged_output import sync_file
 from ...format.digest import Digest
@@ -55,7 +55,7 @@ class HopsOnDisk:
         """
         for entry in hop.files:
             check_can_be_written(str(entry.name))
-        try:
+        with taking(hop):
             for entry in hop.files:
                 assert entry.name is not None
                 if entry.name not in leave_out and not is_complete(folder / entry.name, entry):
@@ -66,22 +66,15 @@ class HopsOnDisk:
                     self._report.fetched([entry])
                     self._step("anchor-file-fetched")
             sync_file(folder)
-        except (DataDamaged, DataMissing, VersionGone) as error:
-            raise HopFailed(hop, error, is_data_lost=True) from error
-        try:
             with self._report.watch.phase("verify"):
                 found = checkpoint_digest(Checkpoint(folder), threads=self._threads)
-        except CheckpointError as error:
-            raise HopFailed(hop, error) from error
-        if found != hop.target.digest:
-            raise HopFailed(hop, DataDamaged(f"the checkpoint of {hop.target.describe()} has digest {found}, not {hop.target.digest}."))
+            if found != hop.target.digest:
+                raise DataDamaged(f"the checkpoint of {hop.target.describe()} has digest {found}, not {hop.target.digest}.")
 
     def fetch_deltas(self, hop: Hop) -> None:
         """Have the delta files of a hop at hand."""
-        try:
+        with taking(hop):
             fetched = self._deltas.ensure(hop.files, lambda entries: self._source.to_memory(hop, entries))
-        except (DataDamaged, DataMissing, VersionGone) as error:
-            raise HopFailed(hop, error, is_data_lost=True) from error
         self._report.fetched(fetched)
 
     def fetch_attachments(self, target: Commit, folder: Path) -> None:
@@ -122,17 +115,15 @@ class HopsOnDisk:
         After a failure the directory holds a mix of versions.
         """
         digest = before
-        try:
+        with taking(hop):
             with self._report.watch.phase("apply"):
                 files = CheckpointInPlace(folder, threads=self._threads) if hop.files else None
                 for entry in hop.files:
                     assert files is not None
                     digest += files.apply(self._deltas.open(entry), entry.first or 0, entry.count or 0)
                     self._step("file-applied")
-        except (DeltaError, StateError, TensorError, CheckpointError) as error:
-            raise HopFailed(hop, error) from error
-        if digest != hop.target.digest:
-            raise HopFailed(hop, ResultMismatch(f"{hop.target.describe()} has digest {hop.target.digest}, but this leads to {digest}."))
+            if digest != hop.target.digest:
+                raise ResultMismatch(f"{hop.target.describe()} has digest {hop.target.digest}, but this leads to {digest}.")
         self._step("digest-checked")
 
 

@@ -1,6 +1,6 @@
-"""Bring a mirror to another version: choose a slot and a way, change the slot out of sight, check it, serve it.
+"""Bring a mirror to another version: choose a slot and a route, change the slot out of sight, check it, serve it.
 
-Whatever fails, the slot that is served stays as it is. Between two hops of a way a slot is whole, so a failure to fetch the next hop
+Whatever fails, the slot that is served stays as it is. Between two hops of a route a slot is whole, so a failure to fetch the next hop
 leaves it usable at the version that it has reached; a failure in the middle of a hop leaves it marked as not clean, and it is dropped.
 """
 
@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ...chain.restore import Hop
-from ...chain.routes import FindRoute, HopFailed
+from ...chain.routes import FindRoute
+from ...chain.walk_route import HopFailed, walk_route
+from ...errors import CheckpointError, DeltaError, DeltawireError, StateError, TensorError
 from ...events import OnEvent, emit
 from ...format.records.chain_records import Commit, CommitRef, FileEntry
 from ...warnings import AttachmentLeftOut, warn
@@ -24,16 +26,19 @@ from .slot import CHANGING, CLEAN, FETCHING, RECORD_FILE, Slot, SlotRecord, boot
 _COPY_SPEED, _COPY_COST = 8, 4 << 20
 """How many times faster a slot is copied from its neighbour than fetched, and what it costs to begin, in bytes fetched.
 
-They only decide which of two good ways is taken.
+They only decide which of two good routes is taken.
 """
 
 _CACHE_SHARE, _CACHE_LEAST = 4, 64 << 20
 """Delta files are kept for the other slot up to this part of the state's size, or so many bytes."""
 
+_START_ERRORS: tuple[type[DeltawireError], ...] = (DeltaError, StateError, TensorError, CheckpointError)
+"""Errors that a slot with wrong content can cause. A slot is checked only where it is changed, so a wrong result is among them."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """Where an update starts: in the standby slot `held`, or a copy of `copied`, or an empty slot; and the hops from there."""
+class _Route:
+    """The hops of an update and the slot that they start from: the standby slot `held`, a copy of `copied`, or an empty slot."""
 
     hops: Sequence[Hop]
     cost: float
@@ -59,14 +64,26 @@ class MirrorUpdate:
         """Every slot whose lock was taken: whatever happens, none is kept but that of the slot which is served in the end."""
 
     def run(self, target: Commit, *, replacing: HeldSlot | None = None) -> HeldSlot:
-        """Serve the version of `target`; returns its slot, shared. Raises what the last way that was tried failed with.
+        """Serve the version of `target`; returns its slot, shared. Raises what the last route that was tried failed with.
 
         `replacing` is the slot that the caller reads until now, and will release.
         """
         held: HeldSlot | None = None
+        route = _Route((), 0.0)
+
+        def find() -> Sequence[Hop]:
+            nonlocal route
+            route = self._choose(target)
+            return route.hops
+
         try:
-            while held is None:
-                held = self._try(target)
+            held = walk_route(
+                self._routes,
+                find,
+                lambda _: self._take_route(route),
+                drop_base=lambda failure: self._drop_start(route, failure),
+                base_errors=_START_ERRORS,
+            )
             self._mirror.serve(held)
             self._mirror.tidy(soon_free=None if replacing is None else replacing.slot.name)
             self._deltas.keep_only(self._used, max(target.state_bytes // _CACHE_SHARE, _CACHE_LEAST))
@@ -79,47 +96,42 @@ class MirrorUpdate:
                     taken.release()
         return held
 
-    def _try(self, target: Commit) -> HeldSlot | None:
-        """Bring one slot to the version; None if another way is worth trying, after what was learnt."""
-        way = self._choose(target)
-        held = self._start(way)
+    def _take_route(self, route: _Route) -> HeldSlot:
+        """Bring one slot to the version. Return the slot."""
+        held = self._start(route)
         try:
-            self._walk(held, way)
-        except HopFailed as failure:
+            self._walk(held, route)
+        except HopFailed:
             held.release()
-            self._learn(way, failure)
-            return None
-        self._report.hops = len(way.hops)
-        self._report.resynced = bool(way.hops) and way.hops[0].base is None
+            raise
+        self._report.hops = len(route.hops)
+        self._report.resynced = bool(route.hops) and route.hops[0].base is None
         return held
 
-    def _learn(self, way: _Way, failure: HopFailed) -> None:
-        """Rule out the hop that failed, or else the slot that the way started from, so that the next attempt cannot be the same."""
-        if failure.is_data_lost or way.hops[0].base is None or failure.hop.source == "skip":
-            self._routes.avoid(failure)
-            return
-        start = way.held.slot if way.held is not None else way.copied
-        assert start is not None  # only a way from nothing has neither, and its first hop has no base
+    def _drop_start(self, route: _Route, failure: HopFailed) -> None:
+        """Use the slot that the route started from no more: it does not hold what its record says."""
+        start = route.held.slot if route.held is not None else route.copied
+        assert start is not None  # only a route from nothing has neither, and its first hop has no base
         self._spoilt.add(start.name)
         emit(self._on_event, "state-refused", seq=failure.hop.base, slot=start.name, reason=str(failure.error))
 
     # Where to start
 
-    def _choose(self, target: Commit) -> _Way:
-        ways = [way for way in (self._from_standby(target), self._from_copy(target)) if way is not None]
-        best = min(ways, key=lambda way: way.cost, default=None)
-        for way in ways:
-            if way.held is not None and way is not best:
-                way.held.release()
+    def _choose(self, target: Commit) -> _Route:
+        routes = [route for route in (self._from_standby(target), self._from_copy(target)) if route is not None]
+        best = min(routes, key=lambda route: route.cost, default=None)
+        for route in routes:
+            if route.held is not None and route is not best:
+                route.held.release()
         if best is None:
-            return _Way(self._find(None, target), 0.0)
+            return _Route(self._find(None, target), 0.0)
         if best.hops and best.hops[0].base is None:  # a whole checkpoint: nothing at hand is of use
             if best.held is not None:
                 best.held.release()
             return replace(best, held=None, copied=None)
         return best
 
-    def _from_standby(self, target: Commit) -> _Way | None:
+    def _from_standby(self, target: Commit) -> _Route | None:
         """The newest slot that nobody reads. What it holds is checked while it is changed."""
         current = self._mirror.current_name()
         found: HeldSlot | None = None
@@ -141,16 +153,16 @@ class MirrorUpdate:
                 self._mirror.drop(found.slot)
                 return None
         hops = self._find(found.record.ref, target)
-        return _Way(hops, self._bytes_to_fetch(hops), held=found)
+        return _Route(hops, self._bytes_to_fetch(hops), held=found)
 
-    def _from_copy(self, target: Commit) -> _Way | None:
+    def _from_copy(self, target: Commit) -> _Route | None:
         name = self._mirror.current_name()
         record = None if name is None or name in self._spoilt else self._mirror.slot(name).record()
         if name is None or record is None or not record.clean:
             return None
         hops = self._find(record.ref, target)
         copying = _COPY_COST + record.commit.state_bytes / _COPY_SPEED
-        return _Way(hops, copying + self._bytes_to_fetch(hops), copied=self._mirror.slot(name))
+        return _Route(hops, copying + self._bytes_to_fetch(hops), copied=self._mirror.slot(name))
 
     def _find(self, have: CommitRef | None, target: Commit) -> list[Hop]:
         with self._report.watch.phase("find"):
@@ -159,12 +171,12 @@ class MirrorUpdate:
     def _bytes_to_fetch(self, hops: Sequence[Hop]) -> int:
         return sum(entry.size for hop in hops for entry in hop.files if not self._deltas.holds(entry))
 
-    def _start(self, way: _Way) -> HeldSlot:
+    def _start(self, route: _Route) -> HeldSlot:
         """The slot to change. Slots that are of no use go first: there may be no room for one more."""
-        self._mirror.step("way-chosen")
-        if way.held is not None:
-            return way.held
-        anchor = way.hops[0].target if way.copied is None else None
+        self._mirror.step("route-chosen")
+        if route.held is not None:
+            return route.held
+        anchor = route.hops[0].target if route.copied is None else None
         resumed: HeldSlot | None = None
         for slot in self._mirror.slots():
             if slot.name == self._mirror.current_name():
@@ -184,12 +196,12 @@ class MirrorUpdate:
             self._mirror.drop(slot)
         if anchor is not None:
             return resumed or self._take(self._mirror.new_slot(anchor, FETCHING))
-        assert way.copied is not None
-        record = way.copied.record()
+        assert route.copied is not None
+        record = route.copied.record()
         assert record is not None
         held = self._take(self._mirror.new_slot(record.commit, CHANGING))
         with self._report.watch.phase("copy"):
-            held.slot.copy_files_from(way.copied)
+            held.slot.copy_files_from(route.copied)
         self._mirror.step("slot-copied")
         return held
 
@@ -201,17 +213,17 @@ class MirrorUpdate:
         self._taken.append(held)
         return held
 
-    # The way
+    # The route
 
-    def _walk(self, held: HeldSlot, way: _Way) -> None:
+    def _walk(self, held: HeldSlot, route: _Route) -> None:
         """Take the slot along the hops. Afterwards its record is clean, at the last version that was reached whole.
 
         A version is whole with its own attachments only. They change at the end, so where they do, what lies in between is not whole.
         """
-        from_nothing = bool(way.hops) and way.hops[0].base is None
+        from_nothing = bool(route.hops) and route.hops[0].base is None
         reached = None if from_nothing else held.record.commit
         attached = () if from_nothing else held.record.commit.attachments
-        hops = list(way.hops)
+        hops = list(route.hops)
         if hops:
             self._on_disk.fetch_attachments(hops[-1].target, held.slot.path)
         with ThreadPoolExecutor(1, "deltawire-prefetch") as ahead:
