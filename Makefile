@@ -23,12 +23,13 @@ CHAINS ?= 2000
 STORE ?=
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
-.PHONY: help test test-vllm test-ray lint demo bench fuzz fuzz-chains chaos clean
+.PHONY: help test test-vllm test-ray docs lint demo bench fuzz fuzz-chains chaos clean
 help:
 	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket)"
 	@echo "make test   all tests (2.7 GB of packages; VLLM= does without the real vLLM and TRL, RAY= without Ray)"
 	@echo "make test-vllm  of these, the ones against a real vLLM and TRL"
 	@echo "make test-ray   of these, the ones on a real Ray cluster of two nodes, on this machine"
+	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
 	@echo "make fuzz   the native codec under sanitizers, with hostile payloads (RUNS=10000000 of them, SEED=1; docs/fuzzing.md)"
@@ -40,7 +41,7 @@ $(BIN)/python:
 	$(BIN)/pip install -q --disable-pip-version-check --upgrade pip
 
 $(VENV)/.installed: $(SOURCES) | $(BIN)/python
-	$(BIN)/pip install -q --disable-pip-version-check ".[test,bench,lint]"
+	$(BIN)/pip install -q --disable-pip-version-check ".[test,bench,lint,docs]"
 	@touch $@
 
 # pip would compile all of these packages on one core; `make test` does it on all cores (in .compiled).
@@ -79,6 +80,10 @@ test-vllm: $(VENV)/.installed $(VENV)/.compiled
 
 test-ray: $(VENV)/.installed $(VENV)/.trainers $(VENV)/.ray
 	$(BIN)/python tests/lanes.py ray
+
+# Griffe tells where a docstring cannot be understood; --strict makes that an error.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check

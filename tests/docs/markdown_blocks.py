@@ -1,4 +1,11 @@
-"""The code blocks of our Markdown pages."""
+"""The code blocks of our Markdown pages.
+
+Every block names its language. Tests run the blocks in `python` and `sh`, parse those in `json`, and leave those in `text` alone (pictures,
+output). A comment right above a block changes what happens to it:
+
+    <!-- not run: REASON -->            nothing here can run it; `Reason` lists the reasons that count
+    <!-- run until: TEXT -->            its last command runs for ever: it is interrupted when it has printed TEXT
+"""
 
 from __future__ import annotations
 
@@ -7,34 +14,54 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+LANGUAGES = ("python", "sh", "json", "text")
+REASONS = {
+    "it installs packages": "tests do not change the environment that they run in",
+    "it needs a CUDA GPU": "CI has none",
+    "it needs a Ray cluster": "the Ray lane of the tests starts one",
+    "it needs a vLLM server": "the vLLM lane of the tests starts one",
+    "it runs for minutes": "CI would take too long",
+    "it is a pattern for your own names": "the names in it do not exist",
+}
+"""Why a block may not be run, and what that means."""
+
+_BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<language>[^\n`]*)\n(?P<text>.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the page and line where its text begins, its language ("" if it names none), and its text.
-
-    Tests run the Python blocks of some pages. A block that is marked ("```python compile-only") is not run: it needs vLLM, TRL or a GPU.
-    """
+    """A fenced block: the page and line where its text begins, its language, its text, and what the comment above it says."""
 
     page: Path
     line: int
     language: str
-    is_compile_only: bool
     text: str
+    not_run: str | None = None
+    run_until: str | None = None
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
+    @property
+    def is_run(self) -> bool:
+        """Whether tests run it."""
+        return self.language in ("python", "sh") and self.not_run is None
+
 
 def blocks(page: Path) -> list[Block]:
-    """All fenced blocks of a page, in order."""
+    """Return all fenced blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```([^\n`]*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [_block(page, text.count("\n", 0, match.start(2)) + 1, match[1], match[2]) for match in found]
+    return [_block(page, text.count("\n", 0, found.start("text")) + 1, found) for found in _BLOCK.finditer(text)]
 
 
-def _block(page: Path, line: int, heading: str, text: str) -> Block:
-    language, _, mark = heading.strip().partition(" ")
-    assert mark in ("", "compile-only"), f"{page.relative_to(ROOT)}:{line}: nobody knows the mark {mark!r}"
-    return Block(page, line, language, mark == "compile-only", text)
+def _block(page: Path, line: int, found: re.Match[str]) -> Block:
+    kind, _, value = (found["mark"] or "").partition(": ")
+    return Block(
+        page,
+        line,
+        found["language"].strip(),
+        found["text"],
+        not_run=value if kind == "not run" else None,
+        run_until=value if kind == "run until" else None,
+    )

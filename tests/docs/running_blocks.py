@@ -1,7 +1,8 @@
-"""Run the Python blocks of our pages as they are written. A directory stands for the bucket, and tiny models for those of the Hub."""
+"""Run the blocks of our pages as they are written. A directory stands for the bucket, and tiny models for those of the Hub."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from markdown_blocks import Block
+from terminal import commands_in, misprints, run_in_terminal
 from tiny_models import moe, qwen, save_tokenizer, torch
 
 from deltawire.warnings import DeltawireWarning
@@ -17,16 +19,20 @@ from deltawire.warnings import DeltawireWarning
 SUBSTITUTES = {
     "s3://bucket/": "./bucket/",  # a directory in place of a bucket
     "Qwen/Qwen3-0.6B": "./tiny-model",  # a model that is here, and small
+    "/dev/shm/": "./",
+    '"cuda"': '"cpu"',  # the same functions take tensors of both
 }
 
 
 @contextmanager
 def folder_with_models() -> Iterator[Path]:
-    """A directory of a short name, as paths are printed, with the models that blocks download and nothing else."""
+    """A directory of a short name, as paths are printed, with the models that blocks download or read and nothing else."""
     with tempfile.TemporaryDirectory(prefix="dw-", dir="/tmp") as name:
         for place, model in (("tiny-model", qwen(0, dtype=torch.float32)), ("tiny-moe", moe(0, dtype=torch.float32))):
             model.save_pretrained(Path(name, place))
             save_tokenizer(Path(name, place))
+        qwen(0).save_pretrained(Path(name, "checkpoint"))
+        qwen(1).save_pretrained(Path(name, "next-checkpoint"))
         yield Path(name)
 
 
@@ -38,6 +44,17 @@ def as_run(text: str, substitutes: Mapping[str, str] = SUBSTITUTES) -> str:
     return text
 
 
+def run_block(block: Block, folder: Path, substitutes: Mapping[str, str] = SUBSTITUTES) -> dict[str, Any]:
+    """Run a block of any language in this folder. Returns the names that a program made."""
+    if block.language == "python":
+        return run_python(block, substitutes)
+    if block.language == "sh":
+        run_shell(block, folder, substitutes)
+    elif block.language == "json":
+        json.loads(block.text)
+    return {}
+
+
 def run_python(block: Block, substitutes: Mapping[str, str] = SUBSTITUTES) -> dict[str, Any]:
     """Run a block as a program of its own, in which our warnings are errors. Returns its names."""
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -45,3 +62,14 @@ def run_python(block: Block, substitutes: Mapping[str, str] = SUBSTITUTES) -> di
         warnings.simplefilter("error", DeltawireWarning)
         exec(compile("\n" * (block.line - 1) + as_run(block.text, substitutes), str(block.page), "exec"), names)
     return names
+
+
+def run_shell(block: Block, folder: Path, substitutes: Mapping[str, str] = SUBSTITUTES) -> None:
+    """Run the commands of a block in a terminal. All of them must succeed, and fit the terminal."""
+    commands = commands_in(as_run(block.text, substitutes))
+    results = run_in_terminal(commands, folder, until=block.run_until)
+    for command, (code, written) in zip(commands, results, strict=True):
+        expected = 3 if "# exits with 3" in command else 0
+        assert code == expected, f"{block}: {command} ended with code {code}\n{written}"
+        wrong = misprints(written) if command.startswith("deltawire ") else []
+        assert wrong == [], f"{block}: {command}\n{wrong}"

@@ -7,6 +7,7 @@ import itertools
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -17,16 +18,22 @@ from pathlib import Path
 from rich.cells import cell_len
 
 COLUMNS = 80
+_KEY = re.compile(r"data/\d{10}/\d{20}/[0-9a-f]{64}\.\w+")
+_BEGIN = "deltawire-test-begin-of-command"
 _END = "deltawire-test-end-of-command"
 
-# Imports the command line once; every command then is a process of its own, with an exit code of its own.
+# Imports the command line once. Every command then is a process of its own, with an exit code of its own. Commands of other programs, and
+# those with pipes or redirections, are run by bash.
 _SHELL = f"""
-import os, shlex, sys
+import os, re, shlex, sys
 import deltawire.cli
 for line in sys.argv[1:]:
     words = shlex.split(line, comments=True)
     child = os.fork()
     if child == 0:
+        print("{_BEGIN}", os.getpid(), flush=True)
+        if words[0] != "deltawire" or set(words) & set("|><") or {{">>", "2>"}} & set(words) or "$(" in line:
+            os.execvp("bash", ["bash", "-euo", "pipefail", "-c", line])
         sys.argv = words
         deltawire.cli.main()
     _, status = os.waitpid(child, 0)
@@ -34,11 +41,15 @@ for line in sys.argv[1:]:
 """
 
 
-def run_in_terminal(commands: Sequence[str], folder: Path) -> list[tuple[int, str]]:
-    """Run `deltawire` commands one after the other. Returns the exit code of each, and what it wrote to the terminal."""
+def run_in_terminal(commands: Sequence[str], folder: Path, *, until: str | None = None) -> list[tuple[int, str]]:
+    """Run commands one after the other. Returns the exit code of each, and what it wrote to the terminal.
+
+    With `until`, the last command gets Ctrl-C as soon as it has written this text.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CI")}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     shell = subprocess.Popen(
         [sys.executable, "-c", _SHELL, *commands],
         cwd=folder,
@@ -52,13 +63,25 @@ def run_in_terminal(commands: Sequence[str], folder: Path) -> list[tuple[int, st
     try:
         while piece := os.read(ours, 1 << 16):
             written += piece
-    except OSError:  # how Linux says that nobody has the other end any more
+            begun = list(re.finditer(rf"{_BEGIN} (\d+)\r\n".encode(), written))
+            if until is not None and len(begun) == len(commands) and until.encode() in written[begun[-1].end() :]:
+                os.kill(int(begun[-1][1]), signal.SIGINT)
+                until = None
+    except OSError:  # how Linux says that no process has the other end any more
         pass
     finally:
         os.close(ours)
-    assert shell.wait() == 0, written.decode()
-    parts = re.split(rf"{_END} (-?\d+)\r\n", written.decode())
+    text = re.sub(rf"{_BEGIN} \d+\r\n", "", written.decode())
+    assert shell.wait() == 0, text
+    assert until is None, f"the last command ended without {until!r}:\n{text}"
+    parts = re.split(rf"{_END} (-?\d+)\r\n", text)
     return [(int(code), text) for text, code in zip(parts[::2], parts[1::2], strict=False)]
+
+
+def commands_in(text: str) -> list[str]:
+    """Return the commands of a block, one in each line that does not continue the line before. Comments are left out."""
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 def lines_on_screen(written: str) -> list[str]:
@@ -68,9 +91,12 @@ def lines_on_screen(written: str) -> list[str]:
 
 
 def misprints(written: str) -> list[str]:
-    """Lines that do not fit the terminal, and lines that end in the middle of a word. Progress bars may fill all columns."""
+    """Return lines that do not fit the terminal, and lines that end in the middle of a word.
+
+    Progress bars may fill all columns, and an object's key may be longer than a line: it stands on a line of its own.
+    """
     lines = lines_on_screen(written)
-    wide = [f"{cell_len(line)} columns: {line}" for line in lines if cell_len(line) > COLUMNS]
+    wide = [f"{cell_len(line)} columns: {line}" for line in lines if cell_len(line) > COLUMNS and not _KEY.fullmatch(line.strip())]
     cut = [
         f"broken word: {line} | {following}"
         for line, following in itertools.pairwise(lines)

@@ -306,8 +306,16 @@ def print_trace(message: str) -> None:
     print_wrapped(_standard_error(), f"{time.strftime('%H:%M:%S')} {message}", style="dim", indent=9)
 
 
+_stderr: tuple[object, Console] | None = None
+
+
 def _standard_error() -> Console:
-    return _unbounded(Console(stderr=True, highlight=False))
+    """Return the one console of the current stderr: it prints lines above a progress bar instead of into it."""
+    global _stderr
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # rich replaces it while a bar is shown
+    if _stderr is None or _stderr[0] is not stream:
+        _stderr = (stream, _unbounded(Console(stderr=True, highlight=False)))
+    return _stderr[1]
 
 
 def _os_failure(error: OSError) -> str:

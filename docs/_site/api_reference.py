@@ -1,0 +1,64 @@
+"""The pages of the API reference: every public name of every public package, for mkdocstrings to render."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page: the package whose `__all__` it lists, its title, its first line, and public names of other modules."""
+
+    package: str
+    title: str
+    text: str
+    more: tuple[str, ...] = ()
+
+    def names(self) -> list[str]:
+        """Return the full names of everything on the page."""
+        listed = importlib.import_module(self.package).__all__
+        return [*(f"{self.package}.{name}" for name in listed), *self.more]
+
+    def markdown(self) -> str:
+        """Return the page."""
+        return "\n\n".join([f"# {self.title}", self.text, *(f"::: {name}" for name in self.names())]) + "\n"
+
+
+PAGES = {
+    "deltawire": Page(
+        "deltawire",
+        "deltawire",
+        "The names that you import from `deltawire`, and some for mirrors and background publishing.",
+        ("deltawire.subscribe.Mirror", "deltawire.subscribe.reading_mirror", "deltawire.publish.PendingVersion"),
+    ),
+    "engines": Page("deltawire.engines", "Engines", "[Serve with deltawire](../serve.md) says how to use them."),
+    "trainers": Page(
+        "deltawire.trainers",
+        "Trainers",
+        "[Train with deltawire](../train.md) says how to use them.",
+        (
+            "deltawire.trainers.trl.DeltaWireTransfer",
+            "deltawire.trainers.trl_samples.label_samples",
+            "deltawire.trainers.trl_rollouts.FleetRolloutWorker",
+        ),
+    ),
+    "fleet": Page(
+        "deltawire.fleet",
+        "Fleet",
+        "[Run a fleet](../fleet.md) says how to use it.",
+        ("deltawire.fleet.member.Member", "deltawire.fleet.generation.Generator"),
+    ),
+    "rl": Page(
+        "deltawire.rl",
+        "RL",
+        "[The GRPO trainer](../fleet.md#the-grpo-trainer) has an example.",
+        ("deltawire.rl.member.MemberOptions", "deltawire.rl.member.serve"),
+    ),
+    "store": Page("deltawire.store", "Stores", "[Operate](../operations.md#stores) says how to use them."),
+    "testing": Page(
+        "deltawire.testing",
+        "Testing",
+        "Conformance suites for your own [store](../operations.md#stores) and [engine](../serve.md#your-own-engine).",
+    ),
+}
