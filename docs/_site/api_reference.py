@@ -30,7 +30,7 @@ PAGES = {
         "deltawire",
         "deltawire",
         "The names that you import from `deltawire`, and some for mirrors and background publishing.",
-        ("deltawire.subscribe.Mirror", "deltawire.subscribe.reading_mirror", "deltawire.publish.PendingVersion"),
+        ("deltawire.subscribe.reading_mirror", "deltawire.publish.PendingVersion"),
     ),
     "engines": Page("deltawire.engines", "Engines", "[Serve with deltawire](../serve.md) says how to use them."),
     "trainers": Page(
