@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forked_python import ForkedPopen
 from learning_run import SETTINGS, members, trainer
 from tiny_models import torch
 
@@ -103,9 +103,7 @@ def test_a_trainer_that_dies_at_any_write_to_the_store_is_followed_by_one_that_g
 def test_trainers_that_are_killed_outright_are_followed_by_one_that_goes_on(tmp_path: Path):
     with open_store(tmp_path / "store") as store, members(store):
         for lines in (4, 9):  # events that it gets to tell of
-            with subprocess.Popen(
-                [sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=child_environment()
-            ) as child:
+            with ForkedPopen("torch", [__file__, tmp_path], stdout=subprocess.PIPE, text=True) as child:
                 assert child.stdout is not None
                 for _ in range(lines):
                     assert child.stdout.readline(), "the trainer ended by itself"
@@ -115,10 +113,6 @@ def test_trainers_that_are_killed_outright_are_followed_by_one_that_goes_on(tmp_
             assert learning.step < STEPS * 2
             learning.train(until=STEPS * 2)
         assert_consistent(store, steps=STEPS * 2)
-
-
-def child_environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def main(folder: Path) -> None:

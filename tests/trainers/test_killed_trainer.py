@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import killable_trainer
 import pytest
+from forked_python import forked_run
 from tiny_models import bits, qwen
 
 from deltawire import state_digest
@@ -44,15 +43,14 @@ def test_a_trainer_that_is_killed_at_any_moment_goes_on_by_itself_and_its_follow
     moments = [3, calls // 4, calls // 2, 9]  # while it takes over, in the middle, later, and while it takes over from one that was killed
 
     url = str(tmp_path / "store")
-    command = [sys.executable, killable_trainer.__file__, str(model_dir), url, str(tmp_path / "checkpoints"), str(STEPS)]
-    killed = [subprocess.run([*command, str(moment)], check=False, capture_output=True).returncode for moment in moments[:2]]
+    command = [killable_trainer.__file__, str(model_dir), url, str(tmp_path / "checkpoints"), str(STEPS)]
+    killed = [forked_run("torch", [*command, moment]).returncode for moment in moments[:2]]
     served = qwen(5)
     with open_store(url) as store, HotSwap(store, ModuleEngine(served)) as policy:
         policy.start(poll=0.02)
-        killed += [subprocess.run([*command, str(moment)], check=False, capture_output=True).returncode for moment in moments[2:]]
+        killed += [forked_run("torch", [*command, moment]).returncode for moment in moments[2:]]
         assert killed == [-signal.SIGKILL] * len(moments)
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert forked_run("torch", command).returncode == 0
         newest = ChainLog(store).head()
         assert newest is not None
         policy.wait_for(newest.seq, timeout=120)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forked_python import ForkedPopen
 from server_nursery import ServerNursery
 
 from deltawire.engines.vllm.routes import VllmRoutes
@@ -170,9 +171,9 @@ class LiveSidecar:
 
     def __init__(self, folder: Path, engine: str, source: str, mirror: Path, *arguments: str) -> None:
         self._log_path = folder / f"sidecar-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "deltawire.cli", "sidecar", "--engine", engine, "--from", source, "--mirror", str(mirror)]
+        command = ["-m", "deltawire.cli", "sidecar", "--engine", engine, "--from", source, "--mirror", mirror]
         with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen([*command, "--poll", "0.05", "--json", *arguments], stdout=log, stderr=log)
+            self._process = ForkedPopen("light", [*command, "--poll", "0.05", "--json", *arguments], stdout=log, stderr=log)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         found = []

@@ -1,0 +1,291 @@
+"""Python scripts as processes that start in milliseconds: a process that has imported what they need forks them.
+
+    done = forked_run("torch", [script, "an argument"], stdout=subprocess.PIPE, text=True)
+    process = ForkedPopen("torch", ["-m", "deltawire.cli", "log", url])
+
+`import torch` and `import transformers` take five seconds of a core, and TRL takes ten, so the tests start a script that needs them from a
+parent that has them. `ForkedPopen` is `subprocess.Popen`: pipes, environment, working directory, signals and exit status are those of a
+real process of its own. Only the imports are shared, so tests of start-up and of warnings during imports start an interpreter instead.
+
+Each warm-up has one parent per test process. It ends, and kills what it has forked, when the test process goes away, however it goes. A
+forked process can fork further ones from the same parent. Run as a script this file is the parent.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import functools
+import importlib
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+_LIGHT = ["numpy", "ml_dtypes", "blake3", "obstore", "safetensors.numpy", "rich.progress", "rich.table", "typer.rich_utils"]
+_LIGHT += ["deltawire", "deltawire.cli", "deltawire.publish", "deltawire.subscribe", "deltawire.store.urls", "deltawire.testing"]
+_LIGHT += ["deltawire.cli.sidecar", "deltawire.engines.vllm.sidecar", "httpx"]
+_TORCH = [*_LIGHT, "torch", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
+_TORCH += ["transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "safetensors.torch"]
+_TORCH += ["deltawire.trainers", "deltawire.rl.member", "deltawire.rl.generation", "deltawire.rl.trainer", "deltawire.cli.member"]
+_TRL = [*_TORCH, "trl.experimental.async_grpo", "datasets"]
+WARM_UPS = {"light": _LIGHT, "torch": _TORCH, "trl": _TRL}
+"""What each parent imports before it forks."""
+
+_ADDRESSES = "DELTAWIRE_TEST_PARENTS"
+_LARGEST_REQUEST = 1 << 18
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """`subprocess.Popen` of a script, or of `-m` and a module, that is forked from the parent with this warm-up."""
+
+    def __init__(self, warm_up: str, arguments: list[Any], **options: Any) -> None:
+        self._parent = _parent(warm_up)
+        self._pidfd = -1
+        super().__init__([sys.executable, *map(str, arguments)], **options)
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        names = ["executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo", "creationflags", "shell"]
+        names += ["p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite", "restore_signals", "gid", "gids", "uid", "umask"]
+        given = dict(zip([*names, "start_new_session", "process_group"], rest, strict=False))
+        streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        request = {
+            "arguments": args[1:],
+            "environment": dict(os.environ if given["env"] is None else given["env"]),
+            "folder": os.path.abspath(given["cwd"] or os.getcwd()),
+            "session": bool(given["start_new_session"]),
+        }
+        try:
+            self.pid = self._parent.ask(request, [own if number == -1 else number for own, number in enumerate(streams)])
+            self._pidfd = os.pidfd_open(self.pid)  # it is reaped when we ask how it ended, and not before
+            self._child_created = True
+        finally:
+            devnull = getattr(self, "_devnull", None)
+            ends = {(given["p2cread"], given["p2cwrite"]), (given["c2pwrite"], given["c2pread"]), (given["errwrite"], given["errread"])}
+            for number in {theirs for theirs, ours in ends if theirs != -1 and ours != -1 and theirs != devnull}:
+                os.close(number)
+            if devnull is not None:
+                os.close(devnull)
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if not select.select([self._pidfd], [], [], 0 if wait_flags & os.WNOHANG else None)[0]:
+            return 0, 0
+        status = self._parent.ask({"ended": self.pid})
+        os.close(self._pidfd)
+        return self.pid, status
+
+    def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
+        if self.returncode is None and self._waitpid_lock.acquire(blocking=False):
+            try:
+                if self.returncode is None:
+                    pid, status = self._try_wait(os.WNOHANG)
+                    if pid:
+                        self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+
+def forked_run(warm_up: str, arguments: list[Any], *, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` with text, of a script that is forked from the parent with this warm-up."""
+    with ForkedPopen(warm_up, arguments, text=True, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+class _Parent:
+    """The test's end of the connection to a parent."""
+
+    def __init__(self, address: str) -> None:
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(address)
+        atexit.register(self._socket.close)
+
+    def ask(self, request: dict[str, Any], streams: list[int] | None = None) -> int:
+        message = json.dumps(request).encode()
+        assert len(message) < _LARGEST_REQUEST
+        with self._lock:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LARGEST_REQUEST)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))] if streams else []
+            self._socket.sendmsg([message], rights)
+            answer = self._socket.recv(64)
+        assert answer, "the process that forks scripts has ended"
+        return int(answer)
+
+
+_starting = threading.Lock()
+
+
+def _parent(warm_up: str) -> _Parent:
+    with _starting:
+        return _connected(warm_up, os.getpid())
+
+
+@functools.cache
+def _connected(warm_up: str, _process: int) -> _Parent:
+    """A forked process has a connection of its own to the parent that it comes from."""
+    addresses = json.loads(os.environ.get(_ADDRESSES, "{}"))
+    return _Parent(addresses[warm_up] if warm_up in addresses else _started(warm_up))
+
+
+def _started(warm_up: str) -> str:
+    """Start a parent; returns the address of its socket once it listens."""
+    from support import PACKAGE
+
+    folder = tempfile.mkdtemp(prefix="deltawire-forks-")
+    address = os.path.join(folder, "socket")
+    path = os.pathsep.join(filter(None, [str(PACKAGE), str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
+    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, __file__, warm_up, address], env={**os.environ, **fixed}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+    def end() -> None:
+        with process:  # closes its input, upon which it kills its children and ends
+            pass
+
+    atexit.register(end)
+    assert process.stdout is not None
+    assert process.stdout.readline(), f"the process that forks scripts does not start, with {process.wait()}"
+    return address
+
+
+# The parent
+
+
+def _serve(warm_up: str, address: str) -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in WARM_UPS[warm_up]:
+            importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"a process with {threads} threads must not fork"
+    os.environ[_ADDRESSES] = json.dumps({**json.loads(os.environ.get(_ADDRESSES, "{}")), warm_up: address})
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen(64)
+    children: dict[socket.socket, set[int]] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(0, selectors.EVENT_READ)
+        os.write(1, b"listens\n")
+        while True:
+            for key, _ in selector.select():
+                if key.fd == 0:
+                    _end([*children], children)
+                    Path(address).unlink()
+                    os.rmdir(os.path.dirname(address))
+                    return
+                if key.fileobj is listener:
+                    connection = listener.accept()[0]
+                    children[connection] = set()
+                    selector.register(connection, selectors.EVENT_READ)
+                elif not _answer(key.fileobj, children):  # type: ignore[arg-type]
+                    selector.unregister(key.fileobj)
+                    _end([key.fileobj], children)  # type: ignore[list-item]
+
+
+def _answer(connection: socket.socket, children: dict[socket.socket, set[int]]) -> bool:
+    """Do what one request asks for. Returns False if the other side has gone."""
+    try:
+        message, streams, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, 3)
+    except ConnectionError:
+        return False
+    if not message:
+        return False
+    request = json.loads(message)
+    if "ended" in request:
+        _, answer = os.waitpid(request["ended"], 0)
+        children[connection].discard(request["ended"])
+    else:
+        answer = os.fork()
+        if not answer:
+            _become(request, streams)
+        children[connection].add(answer)
+        for number in streams:
+            os.close(number)
+    with contextlib.suppress(OSError):
+        connection.send(str(answer).encode())
+    return True
+
+
+def _end(connections: list[socket.socket], children: dict[socket.socket, set[int]]) -> None:
+    """Kill what was forked for these connections. Nothing of it is reaped, so each id is its own."""
+    for connection in connections:
+        for child in children.pop(connection):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        connection.close()
+
+
+def _become(request: dict[str, Any], streams: list[int]) -> None:
+    """In the child: be the script, and end as it does. Does not return."""
+    code = 70
+    try:
+        for own, number in enumerate(streams):
+            os.dup2(number, own)
+        os.closerange(3, 1024)
+        if request["session"]:
+            os.setsid()
+        os.chdir(request["folder"])
+        parents = os.environ[_ADDRESSES]
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.environ[_ADDRESSES] = parents
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each not in sys.path]
+        code = _run(request["arguments"])
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        traceback.print_exc()
+        os.kill(os.getpid(), signal.SIGINT)
+    return 0
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])
