@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked_python import ForkedPopen, forked_run
 from live_server import LiveServer, LiveSidecar, wait_until
 from servers import Server
 from tiny_checkpoints import runtime_hashes
@@ -31,8 +33,15 @@ STEPS = 10
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trl") / "model"
-    subprocess.run([sys.executable, EXAMPLE / "tiny_model.py", folder], env={**os.environ, **OFFLINE}, check=True, capture_output=True)
+    assert forked_run("trl", [EXAMPLE / "tiny_model.py", folder]).returncode == 0
     return folder
+
+
+def trained(arguments: list[Any]) -> list[dict[str, Any]]:
+    """Run the example's trainer to its end; returns what it printed as JSON."""
+    done = forked_run("trl", [EXAMPLE / "train.py", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 def test_the_example_is_served_every_version_over_a_bucket(seaweedfs: Server) -> None:
@@ -53,13 +62,10 @@ def test_the_example_is_served_every_version_over_a_bucket(seaweedfs: Server) ->
 def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_near_one(
     tmp_path: Path, model: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:
-    store, environment = str(tmp_path / "store"), {**os.environ, **OFFLINE}
+    store = str(tmp_path / "store")
     server = serve(model, arguments=["--served-model-name", str(model), "--enable-scale-out"]).wait()
     sidecar = follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
-    command = [sys.executable, EXAMPLE / "train.py", model, store, server.url, str(STEPS)]
-    training = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert training.returncode == 0, training.stderr[-4000:]
-    lines = [json.loads(line) for line in training.stdout.splitlines() if line.startswith('{"')]
+    lines = trained([model, store, server.url, STEPS])
     ratios = [line["ratio"] for line in lines if "ratio" in line]
     (published,) = [line["published"] for line in lines if "published" in line]
     (samples,) = [line["samples by the versions that made them"] for line in lines if len(line) == 1 and "published" not in line]
@@ -82,12 +88,12 @@ def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_n
 def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_server_ends_exact(
     tmp_path: Path, model: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:
-    store, environment = str(tmp_path / "store"), {**os.environ, **OFFLINE}
+    store = str(tmp_path / "store")
     server = serve(model, arguments=["--served-model-name", str(model), "tiny", "--enable-scale-out"]).wait()
     sidecar = follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
-    command = [sys.executable, EXAMPLE / "train.py", model, store, server.url, "6", tmp_path / "checkpoints"]
+    arguments = [model, store, server.url, 6, tmp_path / "checkpoints"]
     with (tmp_path / "killed.log").open("wb") as log:
-        killed = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        killed = ForkedPopen("trl", [EXAMPLE / "train.py", *arguments], stdout=log, stderr=log, start_new_session=True)
     try:  # between two checkpoints, which are made after even steps
         wait_until(lambda: bool(sidecar.events("swapped")) and sidecar.events("swapped")[-1]["step"] == 3, "three steps", 600)
     finally:
@@ -96,9 +102,7 @@ def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_server_end
     before = sidecar.events("swapped")[-1]["seq"]
     assert server.generate()  # it serves on
 
-    training = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert training.returncode == 0, training.stderr[-4000:]
-    lines = [json.loads(line) for line in training.stdout.splitlines() if line.startswith('{"')]
+    lines = trained(arguments)
     assert [line["step"] for line in lines if "step" in line] == [3, 4, 5, 6]
     assert [line["ratio"] for line in lines if "ratio" in line] == pytest.approx([1.0] * 4, abs=0.05)
     (published,) = [line["published"] for line in lines if "published" in line]
