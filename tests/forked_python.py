@@ -20,6 +20,7 @@ import functools
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import selectors
@@ -33,15 +34,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-_LIGHT = ["numpy", "ml_dtypes", "blake3", "obstore", "safetensors.numpy", "rich.progress", "rich.table", "typer.rich_utils"]
-_LIGHT += ["deltawire", "deltawire.cli", "deltawire.publish", "deltawire.subscribe", "deltawire.store.urls", "deltawire.testing"]
-_LIGHT += ["deltawire.cli.sidecar", "deltawire.engines.vllm.sidecar", "httpx"]
+_LIGHT = ["numpy", "ml_dtypes", "blake3", "obstore", "httpx", "safetensors.numpy", "rich.progress", "rich.table", "typer.rich_utils"]
+_LIGHT += ["deltawire.cli.*", "deltawire.publish.*", "deltawire.subscribe.*", "deltawire.store.*", "deltawire.testing.*"]
+_LIGHT += ["deltawire.engines.vllm.sidecar"]
 _TORCH = [*_LIGHT, "torch", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
 _TORCH += ["transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "safetensors.torch"]
-_TORCH += ["deltawire.trainers", "deltawire.rl.member", "deltawire.rl.generation", "deltawire.rl.trainer", "deltawire.cli.member"]
+_TORCH += ["deltawire.trainers", "deltawire.rl.*", "deltawire.fleet.*"]
 _TRL = [*_TORCH, "trl.experimental.async_grpo", "datasets"]
 WARM_UPS = {"light": _LIGHT, "torch": _TORCH, "trl": _TRL}
-"""What each parent imports before it forks."""
+"""What each parent imports before it forks. A star stands for all modules of a package."""
 
 _ADDRESSES = "DELTAWIRE_TEST_PARENTS"
 _LARGEST_REQUEST = 1 << 18
@@ -179,7 +180,7 @@ def _serve(warm_up: str, address: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in WARM_UPS[warm_up]:
-            importlib.import_module(name)
+            _import(name)
     threads = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     assert len(threads) - threads.count(_FORK_SAFE) == 1, f"a process with several threads must not fork: {threads}"
     os.environ[_ADDRESSES] = json.dumps({**json.loads(os.environ.get(_ADDRESSES, "{}")), warm_up: address})
@@ -205,6 +206,14 @@ def _serve(warm_up: str, address: str) -> None:
                 elif not _answer(key.fileobj, children):  # type: ignore[arg-type]
                     selector.unregister(key.fileobj)
                     _end([key.fileobj], children)  # type: ignore[list-item]
+
+
+def _import(name: str) -> None:
+    package = importlib.import_module(name.removesuffix(".*"))
+    if name.endswith(".*"):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith(".__main__"):
+                importlib.import_module(module.name)
 
 
 def _answer(connection: socket.socket, children: dict[socket.socket, set[int]]) -> bool:

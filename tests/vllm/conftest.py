@@ -14,6 +14,7 @@ from servers import seaweedfs
 from tiny_checkpoints import State, TinyModel, train
 
 from deltawire import Publisher, Version
+from deltawire.engines.vllm import routes
 
 __all__ = ["seaweedfs"]
 
@@ -29,6 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patience() -> Iterator[None]:
+    """A server that shares two cores with many others may take longer than ten seconds to answer, and is sound all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes, "_PROMPT", 300.0)
+        yield
 
 
 class Run:
