@@ -13,10 +13,11 @@ from report import Table
 from deltawire.errors import DeltawireError
 from deltawire.fleet.options import FleetOptions
 from deltawire.fleet.rules.staleness import StalenessBudget
-from deltawire.fleet.steps.requests import Together, ask_store
+from deltawire.fleet.steps.requests import Together
 from deltawire.store import open_store
 from deltawire.store.base import Store
 from deltawire.store.memory import MemoryStore
+from deltawire.store.requests import ask_store
 from deltawire.testing.fleet_simulation.engine_model import EngineModel
 from deltawire.testing.fleet_simulation.remembered import remembered_parsing
 from deltawire.testing.fleet_simulation.store_model import StoreModel, Weather

@@ -7,12 +7,12 @@ import os
 import pytest
 
 from deltawire.chain.fetch import Fetcher
-from deltawire.publish import create
+from deltawire.store import create_rule
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(create, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(create_rule, "_FIRST_PAUSE", 0.0)
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 

@@ -28,7 +28,7 @@ from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.fleet.steps.coordinator_steps import CoordinatorSteps
 from deltawire.fleet.steps.member_steps import MemberState, leave_steps, member_steps, tell
-from deltawire.fleet.steps.requests import FindVersion, Generate, Sleep, Sync, ask_store, run_steps
+from deltawire.fleet.steps.requests import FindVersion, Generate, Sync, run_steps
 from deltawire.format.records.fleet_files import Accepted
 from deltawire.format.records.fleet_records import AttemptId, BatchRecord, Lease, Round, Sampling
 from deltawire.format.records.signing import SigningKey
@@ -36,6 +36,7 @@ from deltawire.format.rollouts import Completion, Rollouts, TokenSpan, VersionRe
 from deltawire.publish import Publisher
 from deltawire.store import Store, fleet_keys
 from deltawire.store.memory import MemoryStore
+from deltawire.store.requests import Sleep, ask_store
 from deltawire.testing import FaultyStore
 
 SAMPLING = Sampling(samples=2, max_tokens=8, temperature=0.7, seed=3)

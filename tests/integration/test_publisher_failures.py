@@ -22,15 +22,15 @@ from deltawire.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from deltawire.publish import create
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
+from deltawire.store import create_rule
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import After, Before, FaultyStore, ProcessDied, call
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(create, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(create_rule, "_FIRST_PAUSE", 0.0)
 
 
 def test_a_second_publisher_fences_the_first_for_ever():

@@ -210,7 +210,7 @@ class SecondUpload:
 
 @pytest.mark.parametrize("landed", [True, False])
 def test_a_commit_whose_outcome_is_unknown_is_found_out_at_the_next_call(tmp_path, landed, monkeypatch):
-    monkeypatch.setattr("deltawire.publish.create._FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("deltawire.store.create_rule._FIRST_PAUSE", 0.0)
     versions = states(4)
     lost = (After if landed else Before)(call("put_if_absent", "commit/00000000000000000002"), "unknown", times=5)
     blind = Before(call("get", "commit/00000000000000000002"), "unavailable", times=5)

@@ -125,7 +125,7 @@ def test_other_tensors_than_those_of_the_older_version_are_published_as_a_checkp
 
 @pytest.mark.parametrize("landed", [True, False])
 def test_a_rewind_whose_outcome_is_unknown_is_found_out_at_the_next_call(tmp_path, landed, monkeypatch):
-    monkeypatch.setattr("deltawire.publish.create._FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("deltawire.store.create_rule._FIRST_PAUSE", 0.0)
     versions = states(4)
     publish_all(tmp_path, 2, versions[:3])
     slot = "commit/00000000000000000005"

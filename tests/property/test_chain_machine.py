@@ -45,11 +45,10 @@ from deltawire.errors import (
 )
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.format.records.chain_records import Commit, link_targets
-from deltawire.publish import create
 from deltawire.publish.commits import ChainWriter
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.publish.writer_options import WriterOptions
-from deltawire.store import keys
+from deltawire.store import create_rule, keys
 from deltawire.subscribe import Subscriber, reading_mirror
 from deltawire.subscribe.chain_view import ChainView
 from deltawire.testing import Call, ProcessDied
@@ -416,7 +415,7 @@ class ChainMachine(RuleBasedStateMachine):
 
 
 def test_chain_survives_whatever_its_processes_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(create, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(create_rule, "_FIRST_PAUSE", 0.0)
     monkeypatch.setitem(Fetcher.__init__.__kwdefaults__, "patience", 0.0)  # nothing that is missing will arrive later here
     monkeypatch.setitem(ChainWriter.__init__.__kwdefaults__, "clock", LocalClock.now)
     monkeypatch.setitem(ChainView.__init__.__kwdefaults__, "clock", LocalClock.now)

@@ -91,12 +91,12 @@ def begin_anew_when_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train_before_it_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = coordinator_steps.create_and_look
+    honest = coordinator_steps.create_steps
 
     def create(key: str, data: bytes) -> Generator[Any, Any, bytes]:
         return data if key.startswith("fleet/batch/") else (yield from honest(key, data))
 
-    monkeypatch.setattr(coordinator_steps, "create_and_look", create)
+    monkeypatch.setattr(coordinator_steps, "create_steps", create)
 
 
 def sweep_what_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,10 @@ from ..format.rollouts import RolloutLimits, Rollouts
 from ..store import fleet_keys
 from ..store.base import ObjectInfo, Store
 from ..store.fleet_keys import RolloutKey
+from ..store.requests import Get, Head, List
 from .fleet_keyring import FleetKeyring
 from .steps.rejection_steps import read_rejections
-from .steps.requests import MOST_TOGETHER, Get, Head, List, Steps, Together, run_steps
+from .steps.requests import MOST_TOGETHER, Steps, Together, run_steps
 from .steps.resume_steps import parsed_answer, read_acknowledged, read_rounds
 
 _T = TypeVar("_T")

@@ -42,11 +42,12 @@ from ..format.records.record_parts import MAX_EPOCH
 from ..format.records.signing import SigningKey, check_signature
 from ..store import keys
 from ..store.base import Store
+from ..store.create_rule import create_and_look
 from ..store.urls import default_run_name
-from .create import Sleep, create_and_look
 from .writer_options import WriterOptions
 
 Clock = Callable[[], float]
+Sleep = Callable[[float], None]
 
 
 @dataclass(slots=True)

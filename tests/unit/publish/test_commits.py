@@ -8,12 +8,11 @@ from plain_reader import read_commits
 
 import deltawire
 from deltawire.chain.log import ChainLog
-from deltawire.errors import CommitOutcomeUnknown, Fenced, LimitExceeded, OutcomeUnknown, PublishError, RunMismatch, StoreFull
+from deltawire.errors import CommitOutcomeUnknown, Fenced, LimitExceeded, PublishError, RunMismatch
 from deltawire.format.records.chain_records import FileEntry, Limits
 from deltawire.publish.commits import ChainWriter, check_meta, open_run
-from deltawire.publish.create import create_and_look
 from deltawire.store.memory import MemoryStore
-from deltawire.testing import After, Before, FaultyStore, Reading, call
+from deltawire.testing import After, Before, FaultyStore, call
 
 DIGEST = deltawire.state_digest({"a": np.zeros(1)})
 NO_PAUSE = {"sleep": lambda seconds: None}
@@ -167,22 +166,6 @@ def test_a_commit_that_stays_open_is_asked_for_again_with_the_same_bytes():
     assert inner.get("commit/00000000000000000001.json", limit=65536) == attempt.data == data
 
 
-def test_a_definite_failure_is_not_taken_for_doubt():
-    store = FaultyStore(MemoryStore(), [Before(call("put_if_absent", "x"), "full")])
-    with pytest.raises(StoreFull):
-        create_and_look(store, "x", b"mine", **NO_PAUSE)
-    assert create_and_look(store, "x", b"mine", **NO_PAUSE) == b"mine"
-    assert create_and_look(store, "x", b"other", **NO_PAUSE) == b"mine"
-
-
-def test_failure_after_doubt_stays_doubt():
-    store = FaultyStore(
-        MemoryStore(), [Before(call("put_if_absent", "x"), "unknown"), Before(call("put_if_absent", "x"), "full", times=None)]
-    )
-    with pytest.raises(OutcomeUnknown):
-        create_and_look(store, "x", b"mine", **NO_PAUSE)
-
-
 def test_a_commit_once_in_doubt_is_not_given_up_for_a_later_failure():
     """Its bytes may be on their way still: another commit in the same slot would look like another writer's."""
     slot = "commit/00000000000000000001"
@@ -195,12 +178,6 @@ def test_a_commit_once_in_doubt_is_not_given_up_for_a_later_failure():
             chain.land(attempt)
     chain.land(attempt)
     assert attempt.landed
-
-
-def test_an_object_that_exists_but_cannot_be_seen_is_waited_for():
-    store = FaultyStore(MemoryStore(), [Reading(call("get", "x"), "missing", times=3)])
-    store.inner.put("x", b"theirs")
-    assert create_and_look(store, "x", b"mine", **NO_PAUSE) == b"theirs"
 
 
 def test_a_run_is_begun_once_and_keeps_its_name_and_limits():

@@ -7,5 +7,4 @@ resume_steps       the trainer reads what earlier trainers left
 rejection_steps    the trainer rejects results after it acknowledged them
 sweep_steps        the trainer deletes what no trainer needs any more
 member_steps       a member: read the board, claim a task, generate, upload
-create_steps       creating a record when the store's answer is in doubt
 """

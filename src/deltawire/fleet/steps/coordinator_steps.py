@@ -18,7 +18,9 @@ from ...format.records.fleet_files import Accepted, AcceptedResult, Row, Tasks
 from ...format.records.fleet_records import MAX_BOARD_BYTES, BatchRecord, Board, ObjectRef, Round, Sampling
 from ...store import fleet_keys, keys
 from ...store.base import ObjectInfo
+from ...store.create_rule import create_steps
 from ...store.fleet_keys import RolloutKey
+from ...store.requests import Get, Head, List, Put, Sleep
 from ..batch import Batch
 from ..fleet_keyring import FleetKeyring
 from ..options import FleetOptions
@@ -30,10 +32,9 @@ from ..rules.round_state import RoundState
 from ..rules.scheduler import Scheduler
 from ..rules.staleness import KnownVersion, StalenessBudget
 from ..rules.training_limits import TrainingLimits
-from .create_steps import create_and_look
 from .intake_steps import Intake
 from .rejection_steps import read_rejections, write_rejections
-from .requests import Get, Head, List, Put, Sleep, Steps, Together
+from .requests import Steps, Together
 from .resume_steps import Acknowledged, Found, parsed_answer, read_acknowledged, read_rounds
 from .sweep_steps import sweep
 
@@ -202,7 +203,7 @@ class CoordinatorSteps:
             )
             raw = self._keyring.sign(record).to_bytes()
             yield Put(reference.key, data)
-            found = yield from create_and_look(fleet_keys.round_key(number), raw)
+            found = yield from create_steps(fleet_keys.round_key(number), raw)
             self._next_round = number + 1
             if found == raw:
                 break
@@ -372,7 +373,7 @@ class CoordinatorSteps:
             yield Put(reference.key, accepted)
             record = BatchRecord(self.run, self.epoch, step, state.record.round, self._draw_nonce(), reference, self._clock())
             state.sealed = self._keyring.sign(record).to_bytes()
-        found = yield from create_and_look(fleet_keys.batch_key(self.epoch, step), state.sealed)
+        found = yield from create_steps(fleet_keys.batch_key(self.epoch, step), state.sealed)
         if found != state.sealed:
             self._halt(self.epoch)
         state.closed = True

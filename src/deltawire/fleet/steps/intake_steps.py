@@ -16,6 +16,7 @@ from ...format.rollouts import Rollouts
 from ...store import fleet_keys
 from ...store.base import ObjectInfo
 from ...store.fleet_keys import RolloutKey
+from ...store.requests import Get
 from ..options import FleetOptions
 from ..rules.admission import Demand, Reason, Refusal, judge_content, judge_key, judge_origin, judge_versions, most_bytes
 from ..rules.desertion import Desertion
@@ -25,7 +26,7 @@ from ..rules.round_state import RoundState
 from ..rules.scheduler import Scheduler
 from ..rules.staleness import KnownVersion, StalenessBudget
 from ..rules.training_limits import TrainingLimits, why_untrainable
-from .requests import MOST_TOGETHER, FindVersion, Get, Steps, Together
+from .requests import MOST_TOGETHER, FindVersion, Steps, Together
 from .resume_steps import parsed_answer
 
 _FILES_A_LOOK = 512

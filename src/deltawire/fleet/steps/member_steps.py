@@ -30,11 +30,12 @@ from ...format.records.fleet_files import MAX_TASKS_BYTES, Row, Tasks
 from ...format.records.fleet_records import MAX_BOARD_BYTES, MAX_WHY, MAX_WORKING, AttemptId, Board, Heartbeat, Lease, Round
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys, keys
+from ...store.create_rule import create_steps
 from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
+from ...store.requests import Get, Put, Sleep
 from ..fleet_keyring import FleetKeyring
 from ..rules.staleness import KnownVersion
-from .create_steps import create_and_look
-from .requests import Generate, Get, Put, Sleep, Steps, Sync
+from .requests import Generate, Steps, Sync
 
 _KEPT_ROUNDS = 4
 _LONGEST_SILENCE = 60.0
@@ -277,7 +278,7 @@ def _claim(me: MemberState, place: AttemptId, policy: KnownVersion) -> Steps[Lea
     ours = False
     try:
         data = lease.to_bytes()
-        ours = (yield from create_and_look(fleet_keys.lease_key(AttemptId(*place)), data)) == data
+        ours = (yield from create_steps(fleet_keys.lease_key(AttemptId(*place)), data)) == data
     except OutcomeUnknown:
         raise
     except BaseException:

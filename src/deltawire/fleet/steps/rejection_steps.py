@@ -11,8 +11,9 @@ from ...format.records.fleet_records import MAX_REJECTED, MAX_WHY, RejectedResul
 from ...store import fleet_keys
 from ...store.base import ObjectInfo
 from ...store.fleet_keys import RejectedKey, RolloutKey
+from ...store.requests import Get, List, Put
 from ..fleet_keyring import FleetKeyring
-from .requests import MOST_TOGETHER, Get, List, Put, Steps, Together
+from .requests import MOST_TOGETHER, Steps, Together
 from .resume_steps import parsed_answer
 
 

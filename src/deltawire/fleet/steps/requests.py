@@ -10,70 +10,15 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, TypeAlias, TypeVar
 
 from ...errors import DeltawireError
 from ...format.records.fleet_files import Row
 from ...format.records.fleet_records import Lease, Round
-from ...store.base import ObjectInfo, Store
+from ...store.base import Store
+from ...store.requests import Create, Delete, Get, Head, List, Put, Sleep, ask_store, drive
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Get:
-    """→ bytes. `ObjectMissing`, `LimitExceeded`."""
-
-    key: str
-    limit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """→ ObjectInfo. `ObjectMissing`."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Create:
-    """→ None. Create if absent: `ObjectExists`, `OutcomeUnknown`."""
-
-    key: str
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """→ None. Replaces what is there."""
-
-    key: str
-    data: bytes
-    durable: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class List:
-    """→ list of ObjectInfo, ascending by key: those above `after` and below `before`."""
-
-    prefix: str
-    after: str | None = None
-    before: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """→ None."""
-
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sleep:
-    """→ None."""
-
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,41 +88,7 @@ def run_steps(
             return list(apply(lambda each: _answer_or_error(store, each), request.requests))
         return ask_store(store, request)
 
-    try:
-        request = next(steps)
-        while True:
-            try:
-                result = answer(request)
-            except Exception as error:
-                request = steps.throw(error)
-            else:
-                request = steps.send(result)
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
-    finally:
-        steps.close()
-
-
-def ask_store(store: Store, request: Get | Head | Create | Put | List | Delete) -> Any:
-    """The store's answer to one request."""
-    match request:
-        case Get(key, limit):
-            return store.get(key, limit=limit)
-        case Head(key):
-            return store.head(key)
-        case Create(key, data):
-            return store.put_if_absent(key, data)
-        case Put(key, data, durable):
-            return store.put(key, data, durable=durable)
-        case Delete(keys):
-            return store.delete(keys)
-        case List(prefix, after, before):
-            return _listed(store, prefix, after, before)
-
-
-def _listed(store: Store, prefix: str, after: str | None, before: str | None) -> list[ObjectInfo]:
-    found = store.list(prefix, after=after)
-    return list(found if before is None else takewhile(lambda info: info.key < before, found))
+    return drive(steps, answer)
 
 
 def _answer_or_error(store: Store, request: Get | Head | List | Put) -> Any:

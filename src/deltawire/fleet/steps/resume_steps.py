@@ -14,8 +14,9 @@ from ...format.records.fleet_files import MAX_ACCEPTED_BYTES, Accepted
 from ...format.records.fleet_records import BatchRecord, Round
 from ...store import fleet_keys
 from ...store.base import ObjectInfo
+from ...store.requests import Get, List
 from ..fleet_keyring import FleetKeyring
-from .requests import MOST_TOGETHER, Get, List, Steps, Together
+from .requests import MOST_TOGETHER, Steps, Together
 
 T = TypeVar("T")
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ...store import fleet_keys
 from ...store.base import ObjectInfo
-from .requests import Delete, List, Steps
+from ...store.requests import Delete, List
+from .requests import Steps
 
 _BY_ROUND = (fleet_keys.ROLLOUTS, fleet_keys.LEASES, fleet_keys.ACCEPTED, fleet_keys.TASKS, fleet_keys.ROUNDS)
 """In this order: while its record is there, a round is known to be swept, and the rest of it is found."""

@@ -12,7 +12,7 @@ from ...errors import Fenced, ObjectMissing, ResultMismatch
 from ...format.records.chain_records import CommitRef, FileEntry, Run, Shortcut
 from ...store import keys
 from ...store.base import Store
-from ..create import create_and_look
+from ...store.create_rule import create_and_look
 from ..upload.checkpoint_files import SegmentSource, lay_out
 from ..upload.data_objects import DataPlace, Uploads, upload_checkpoint
 from ..upload.segments import Segment, TensorTable

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from ...fleet.steps.requests import Create, Put
 from ...format.digest import Digest
 from ...format.records.fleet_records import AttemptId, Heartbeat, Lease
 from ...format.rollouts import Rollouts, TokenSpan, VersionRef
 from ...store import fleet_keys
 from ...store.fleet_keys import RolloutKey
+from ...store.requests import Create, Put
 from .chain_model import ChainModel
 from .store_model import Dated, Objects
 

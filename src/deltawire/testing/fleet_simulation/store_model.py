@@ -12,8 +12,9 @@ from random import Random
 from typing import Any, Protocol
 
 from ...errors import LimitExceeded, ObjectExists, ObjectMissing, OutcomeUnknown, StoreUnavailable
-from ...fleet.steps.requests import MOST_TOGETHER, Create, Delete, Get, Head, List, Put, Together
+from ...fleet.steps.requests import MOST_TOGETHER, Together
 from ...store.base import ObjectInfo, check_create, check_key, check_prefix
+from ...store.requests import Create, Delete, Get, Head, List, Put
 from .kernel import Kernel, Process
 
 _ORIGIN = datetime(2031, 5, 17, 3, 20, tzinfo=timezone.utc)

@@ -13,9 +13,9 @@ from ...fleet.options import FleetOptions
 from ...fleet.rules.scheduler import Scheduler
 from ...fleet.rules.staleness import KnownVersion, StalenessBudget
 from ...fleet.steps.coordinator_steps import CoordinatorSteps
-from ...fleet.steps.requests import Create, Sleep
 from ...format.records.fleet_records import Sampling
 from ...store import keys
+from ...store.requests import Create, Sleep
 from .chain_model import ChainModel
 from .oracle import Line, Oracle
 from .store_model import Objects

@@ -10,7 +10,8 @@ from typing import Any
 
 from ...errors import DeltawireError, Fenced
 from ...fleet.steps.member_steps import MemberState, heartbeat_steps, leave_steps, member_steps
-from ...fleet.steps.requests import FindVersion, Generate, Sleep, Sync
+from ...fleet.steps.requests import FindVersion, Generate, Sync
+from ...store.requests import Sleep
 from .chain_model import ChainModel
 from .engine_model import EngineModel
 from .kernel import Kernel, Process, Strand
