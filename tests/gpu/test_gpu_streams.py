@@ -18,8 +18,10 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.codec import using_codec
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.format.records.chain_records import CommitRef
-from deltawire.publish.background import BackgroundPublisher
+from deltawire.publish.background import BackgroundQueue
 from deltawire.publish.baseline import Baseline
+from deltawire.publish.publication import Publication
+from deltawire.publish.snapshots import SnapshotMemory
 from deltawire.publish.upload.segments import TensorTable
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
@@ -160,17 +162,17 @@ def test_a_copy_into_memory_of_one_that_was_superseded_comes_after_it(gpu, monke
         marks.append((gpu.current(), Event()))
         return marks[-1][1]
 
-    def append(arrays, table, step, meta, attachments):
+    def write(publication):
         begun.set()
         assert may_end.wait(60)
 
     monkeypatch.setattr(gpu, "mark", mark)
-    publisher = BackgroundPublisher(append, lambda arrays: False, lambda: None, snapshot="device")
+    publisher = BackgroundQueue(write, lambda: None, SnapshotMemory("device", keeps_spare=True))
     state, streams = {"w": bits(100)}, [KnowingStream() for _ in range(3)]
     try:
         for stream in streams:
             with gpu.using(stream):
-                publisher.submit(state, TensorTable.of(state), None, {})
+                publisher.submit(Publication(state, TensorTable.of(state), None, {}, None))
             assert begun.wait(60)
     finally:
         may_end.set()

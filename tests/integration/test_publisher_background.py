@@ -12,7 +12,9 @@ from support import bits_of, copied, finished_python
 
 from deltawire.errors import Fenced, PublisherClosed, StoreFull
 from deltawire.publish import PendingVersion, create
-from deltawire.publish.background import BackgroundPublisher
+from deltawire.publish.background import BackgroundQueue
+from deltawire.publish.publication import Publication
+from deltawire.publish.snapshots import SnapshotMemory
 from deltawire.publish.upload.segments import TensorTable
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
@@ -166,7 +168,7 @@ def test_leaving_by_an_error_publishes_what_was_accepted_and_does_not_hide_the_e
 
 def test_a_pending_version_says_how_it_stands():
     handle = PendingVersion(step=7)
-    assert repr(handle) == "<PendingVersion step 7: on its way>"
+    assert repr(handle) == "<PendingVersion step 7: being published>"
     handle._resolve(error=StoreFull("no space."))
     assert repr(handle) == "<PendingVersion step 7: failed: StoreFull>"
     handle._resolve()
@@ -243,7 +245,7 @@ def test_what_was_accepted_is_published_when_the_process_ends(tmp_path, how):
     assert done.returncode == {"return": 0, "late": 0, "raise": 1}.get(how, 120), done.stderr
     assert "Exception ignored" not in done.stderr
     if how in ("full", "late full", "hang"):
-        reason = "publications are still on their way" if how == "hang" else "no space is left."
+        reason = "versions are still being published" if how == "hang" else "no space is left."
         assert done.stderr.count("VersionsLost") == 1
         assert f"VersionsLost: step 3 was accepted by publish(), but is not published: {reason}" in done.stderr
         assert [commit["kind"] for commit in read_commits(open_store(tmp_path))] == ["fence"]
@@ -261,9 +263,9 @@ def test_the_end_of_a_process_waits_for_what_follows_a_version():
         assert go.wait(PATIENCE)
         tended.append(True)
 
-    background = BackgroundPublisher(lambda *_: None, lambda _: False, tend)
+    background = BackgroundQueue(lambda _: None, tend, SnapshotMemory("host", keeps_spare=True))
     state = Training().state
-    background.submit(state, TensorTable.of(state), None, {}).result(PATIENCE)
+    background.submit(Publication(state, TensorTable.of(state), None, {}, None)).result(PATIENCE)
     assert begun.wait(PATIENCE)
     threading.Timer(0.01, go.set).start()
     background.wait_until_idle(PATIENCE)

@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
-from ..chain.log import ChainLog
 from ..chain.version import Version
 from ..errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltaError, Fenced, PublishError, StateError
 from ..events import OnEvent, emit
 from ..format.digest import Digest
 from ..format.records.chain_records import Commit, CommitRef
-from ..store.base import Store
 from ..tensors.bits import State
-from .attachments.stored_files import AttachedFiles, StoredFiles
+from .attachments.stored_files import AttachedFiles
 from .baseline import Baseline
 from .commits import Attempt, ChainWriter, emit_published
+from .publication import Publication
 from .resume import Resumed, read_state, version_commit
 from .shortcuts.cadence import ChainCost, Speed
-from .snapshots import Arrays, SnapshotDevice, copy_tensors, new_arrays
+from .snapshots import Arrays, SnapshotMemory, copy_tensors, new_arrays
 from .upload.checkpoint_files import lay_out
 from .upload.data_objects import DataPlace, upload_checkpoint, upload_update
 from .upload.segments import TensorTable, cut_segments
 from .writer_options import WriterOptions
-
-Recycle = Callable[[Arrays], None]
 
 
 @dataclass(slots=True)
@@ -50,49 +47,51 @@ class Unsettled:
 
 
 class Appender:
-    """Appends states to a chain. Construction takes the chain over: see `ChainWriter`.
+    """Appends states to the chain of a `ChainWriter`, and moves the baseline along. One thread uses it at a time.
 
-    `remember` keeps the way back from version to version, which skips are made from. With `starts_full`, the first version is a full
-    checkpoint and the newest one need not be read back. With `keeps_attachments`, attachments that `append` is not given stay.
-    `stored_files` knows which of them are intact. `recycle` is given memory that states of the present table were in, once nothing needs it
-    any more.
+    Parameters
+    ----------
+    writer
+        The writer that has taken the chain over.
+    attached
+        The attachments in force, which names those of each further version.
+    pool
+        Uploads data objects.
+    memory
+        Receives memory that states were in, once nothing needs it any more.
+    options
+        The options of the writer.
+    starts_full
+        Make the first version a full checkpoint. The newest version need not be read back then.
+    on_event
+        Receives the events.
     """
 
     def __init__(
         self,
-        store: Store,
-        log: ChainLog,
         writer: ChainWriter,
+        attached: AttachedFiles,
         pool: Executor,
+        memory: SnapshotMemory,
         options: WriterOptions,
         *,
         starts_full: bool = False,
-        keeps_attachments: bool = False,
-        stored_files: StoredFiles | None = None,
         on_event: OnEvent | None = None,
-        recycle: Recycle = lambda arrays: None,
-        snapshot: SnapshotDevice = "host",
     ) -> None:
-        self._store = store
-        self._log = log
         self._writer = writer
+        self._log = writer.log
+        self._attached = attached
         self._pool = pool
+        self._memory = memory
         self._options = options
         self._threads = options.threads
         self._starts_full = starts_full
         self._on_event = on_event
-        self._recycle = recycle
-        self._place_of_copies: SnapshotDevice = snapshot
         self._unsettled: Unsettled | None = None
         self.baseline: Baseline | None = None
-        self.version: Version | None = None
+        self.version = None if writer.in_force is None else Version.of(writer.in_force)
         self.cost = ChainCost()
         self.speed = Speed()
-        in_force = None if writer.fence.state_seq is None else log.state_commit(writer.fence)
-        if in_force is not None:
-            self.version = Version.of(in_force)
-        self._stored_files = stored_files or StoredFiles(log)
-        self._attached = AttachedFiles(log, in_force, self._stored_files, keeps_others=keeps_attachments, on_event=on_event)
 
     def resume(self, seq: int | None = None, ready: Resumed | None = None) -> None:
         """Rebuild the baseline from the store: that of the head, or that of an older version `seq`, to which the chain is then rewound.
@@ -104,30 +103,16 @@ class Appender:
         elif self.version is not None:
             self._rebuild(self.version.seq, ready)
 
-    def append(
-        self,
-        state: State,
-        table: TensorTable,
-        *,
-        step: int | None,
-        meta: Mapping[str, str],
-        attachments: Mapping[str, bytes] | None,
-        owned: bool,
-    ) -> Version:
-        """Publish a state; on return it is in the chain. With `owned`, `state` is memory that the appender takes over when it lands.
+    def append(self, publication: Publication) -> Version:
+        """Append a state to the chain and return its version, which readers can see by then. An owned state may become the baseline.
 
-        `attachments` are the files beside its weights, by name; None keeps those of the version before.
-
-        On an error it is not in the chain, but for `CommitOutcomeUnknown`: then the next call finds out, and `keeps` the memory until then.
+        If it raises `CommitOutcomeUnknown`, the version may be in the chain; the next call finds out. After any other error it is not.
         """
         began = time.perf_counter()
-        self.check_limits(table)
+        self.check_limits(publication.table)
         self.settle()
-        arrays = dict(state) if owned else None
         try:
-            unsettled = self._delta(state, table, arrays, step, meta, attachments)
-            unsettled = unsettled or self._checkpoint(state, table, arrays, step, meta, attachments)
-            self._unsettled = unsettled
+            self._unsettled = unsettled = self._delta(publication) or self._checkpoint(publication, self._attached)
             unsettled.seconds["before_commit"] = time.perf_counter() - began
             self.settle()
         finally:
@@ -161,28 +146,21 @@ class Appender:
         self._unsettled = None
         self._writer.announce()
 
-    def keeps(self, arrays: Arrays) -> bool:
-        """Whether memory that was handed over may still be needed, or is the baseline's now."""
+    def needs(self, state: State) -> bool:
+        """Tell whether memory of an owned state is still needed: by the baseline, or by a commit whose outcome is unknown."""
         ours = [self._unsettled.arrays if self._unsettled else None, self.baseline.arrays if self.baseline else None]
-        return any(kept is not None and kept.keys() == arrays.keys() and all(kept[n] is arrays[n] for n in kept) for kept in ours)
+        return any(kept is not None and kept.keys() == state.keys() and all(kept[n] is state[n] for n in kept) for kept in ours)
 
-    def _delta(
-        self,
-        state: State,
-        table: TensorTable,
-        arrays: Arrays | None,
-        step: int | None,
-        meta: Mapping[str, str],
-        attachments: Mapping[str, bytes] | None,
-    ) -> Unsettled | None:
-        """A delta over the baseline, uploaded and proposed; None where there must be a checkpoint instead."""
+    def _delta(self, publication: Publication) -> Unsettled | None:
+        """Encode and upload a delta over the baseline, and propose its commit. Returns None if a full checkpoint is needed instead."""
+        state, table = publication.weights, publication.table
         if self._starts_full:
             return None
         for _ in range(2):
             baseline = self._sound_baseline()
             if baseline is None or baseline.table != table:
                 return None
-            baseline.settle_beside(state, self._place_of_copies)
+            baseline.settle_beside(state, self._memory.device)
             update = upload_update(self._place(), baseline, state, self._threads, limit=table.state_bytes)
             if update is None:
                 return None
@@ -202,27 +180,20 @@ class Appender:
             tensors=len(table.names),
             changed=update.changed,
             files=update.files,
-            attachments=self._attached.upload(self._place(), attachments),
-            step=step,
-            meta=meta,
+            attachments=self._attached.upload(self._place(), publication.attachments),
+            step=publication.step,
+            meta=publication.meta,
         )
         seconds = {"encode": update.encode_seconds, "upload": update.upload_seconds, "wait": update.wait_seconds}
-        return Unsettled(attempt, update.after, update.deltas, state, arrays, seconds)
+        return Unsettled(attempt, update.after, update.deltas, state, _owned(publication), seconds)
 
-    def _checkpoint(
-        self,
-        state: State,
-        table: TensorTable,
-        arrays: Arrays | None,
-        step: int | None,
-        meta: Mapping[str, str],
-        attachments: Mapping[str, bytes] | None,
-        attached: AttachedFiles | None = None,
-    ) -> Unsettled:
-        """Upload and propose a whole checkpoint. `attached` names its attachments; by default they follow those of the newest version."""
+    def _checkpoint(self, publication: Publication, attached: AttachedFiles) -> Unsettled:
+        """Upload a full checkpoint, and propose its commit. Its attachments follow those of `attached`."""
+        table = publication.table
+        arrays = _owned(publication)
         if arrays is None:
-            arrays = new_arrays(table, state, self._place_of_copies)
-            copy_tensors(state, arrays)
+            arrays = new_arrays(table, publication.weights, self._memory.device)
+            copy_tensors(publication.weights, arrays)
         own = arrays
         segments = cut_segments(table.sizes, segment_bytes=self._options.segment_bytes)
         layout = lay_out(table, segments, shard_bytes=self._options.shard_bytes)
@@ -239,9 +210,9 @@ class Appender:
             state_bytes=table.state_bytes,
             tensors=len(table.names),
             files=done.files,
-            attachments=(attached or self._attached).upload(self._place(), attachments, anew=True),
-            step=step,
-            meta=meta,
+            attachments=attached.upload(self._place(), publication.attachments, anew=True),
+            step=publication.step,
+            meta=publication.meta,
         )
         return Unsettled(attempt, done.digest, None, None, arrays, {"encode": 0.0, "upload": done.seconds})
 
@@ -256,7 +227,7 @@ class Appender:
             self._take(landed.arrays, at, landed.digest)
             self.cost = ChainCost()
             if old is not None:
-                self._recycle(old)
+                self._memory.give_back(old)
         else:
             if baseline is not None and baseline.intact and baseline.at != at:
                 self._move_by(landed, baseline, at)
@@ -269,7 +240,9 @@ class Appender:
         assert landed.deltas is not None
         size = landed.attempt.commit.stored_bytes
         if landed.arrays is not None:
-            self._recycle(baseline.move_by_swap(landed.arrays, landed.deltas, at, landed.digest, size, remember=self._options.skips))
+            self._memory.give_back(
+                baseline.move_by_swap(landed.arrays, landed.deltas, at, landed.digest, size, remember=self._options.skips)
+            )
         elif landed.state is not None:
             baseline.move_by_copy(landed.state, landed.deltas, at, landed.digest, size, remember=self._options.skips)
         else:
@@ -289,7 +262,7 @@ class Appender:
     def _rebuild(self, seq: int, ready: Resumed | None = None) -> None:
         commit = self._log.read(seq)
         if commit is None or commit.digest is None:
-            raise ChainBroken(f"commit {seq} was in the chain at {self._store.url}, and is not any more.")
+            raise ChainBroken(f"commit {seq} was in the chain at {self._log.store.url}, and is not any more.")
         resumed = read_state(self._log, commit, start=ready, threads=self._threads, on_event=self._on_event)
         self._take(resumed.arrays, self._log.ref(commit), commit.digest)
         self.cost = resumed.cost
@@ -301,9 +274,11 @@ class Appender:
         mark = self._log.mark()
         if mark is not None and resumed.lowest <= mark.floor:
             # What it was rebuilt from is announced to go, and a collector that hung may be about to delete it: the head cannot rest on it.
-            table = TensorTable.of(resumed.arrays)
-            own = AttachedFiles(self._log, commit, self._stored_files)  # files of the versions that are abandoned do not stay
-            self._unsettled = self._checkpoint(resumed.arrays, table, resumed.arrays, commit.step, commit.meta, own.contents(), own)
+            attached = self._attached.at(commit)  # files of the versions that are abandoned do not stay
+            again = Publication(
+                resumed.arrays, TensorTable.of(resumed.arrays), commit.step, commit.meta, attached.contents(), is_owned=True
+            )
+            self._unsettled = self._checkpoint(again, attached)
             self.settle()
             return
         attempt = self._writer.propose(
@@ -312,7 +287,7 @@ class Appender:
             digest=commit.digest,
             state_bytes=commit.state_bytes,
             tensors=commit.tensors,
-            attachments=AttachedFiles(self._log, commit, self._stored_files).upload(self._place(), None),
+            attachments=self._attached.at(commit).upload(self._place(), None),
             step=commit.step,
             meta=commit.meta,
         )
@@ -333,4 +308,9 @@ class Appender:
             self.baseline.replace(arrays, at, digest)
 
     def _place(self) -> DataPlace:
-        return DataPlace(self._store, self._pool, self._writer.epoch, self._writer.next_seq)
+        return DataPlace(self._writer.store, self._pool, self._writer.epoch, self._writer.next_seq)
+
+
+def _owned(publication: Publication) -> Arrays | None:
+    """Return the weights if they are the publisher's own memory."""
+    return dict(publication.weights) if publication.is_owned else None

@@ -37,7 +37,7 @@ class Unfinished(Protocol):
     def flush(self, timeout: float | None = None) -> None:
         """Wait for it. Raises what it failed with, or TimeoutError."""
 
-    def on_its_way(self) -> str:
+    def unpublished(self) -> str:
         """Say what is not published yet, for a person; an empty string if nothing is."""
 
     @property
@@ -92,7 +92,7 @@ def finish_all(seconds: float | None = None) -> None:
     global _has_lost
     deadline = time.monotonic() + (EXIT_SECONDS if seconds is None else seconds)
     for publisher in _of_this_process(_open):
-        what = publisher.on_its_way()
+        what = publisher.unpublished()
         try:
             publisher.flush(max(0.0, deadline - time.monotonic()))
         except BaseException as error:  # also Ctrl-C: nothing may keep the process from ending

@@ -125,8 +125,8 @@ class ChainWriter:
         clock: Clock = time.time,
         sleep: Sleep = time.sleep,
     ) -> None:
-        self._store = store
-        self._log = log
+        self.store = store
+        self.log = log
         self._key = signing_key
         self._clock = clock
         self._sleep = sleep
@@ -144,6 +144,11 @@ class ChainWriter:
         if self._tip is not None and self._tip.epoch > self.epoch:
             self._halt(f"epoch {self._tip.epoch} took over while epoch {self.epoch} was being claimed.")
         self.fence = self._land_fence()
+
+    @property
+    def in_force(self) -> Commit | None:
+        """The version that is in force after this writer's fence. None if nothing was published before."""
+        return None if self.fence.state_seq is None else self.log.state_commit(self.fence)
 
     @property
     def tip(self) -> CommitRef:
@@ -218,7 +223,7 @@ class ChainWriter:
                 continue
             doubt, attempt.doubt = attempt.doubt, True  # the call may be cut off at any moment
             try:
-                found = create_and_look(self._store, keys.commit_key(seq), attempt.data, doubt=doubt, sleep=self._sleep)
+                found = create_and_look(self.store, keys.commit_key(seq), attempt.data, doubt=doubt, sleep=self._sleep)
             except OutcomeUnknown as error:
                 raise CommitOutcomeUnknown(f"commit {seq} may or may not have landed: {error}") from error
             if found != attempt.data and Commit.parse(found).epoch >= self.epoch:
@@ -232,7 +237,7 @@ class ChainWriter:
     def _look_again(self, seq: int) -> bytes:
         """What a slot holds, read anew: to halt is for good, and must not be on account of a bit that flipped on the way."""
         try:
-            return self._store.get(keys.commit_key(seq), limit=MAX_RECORD_BYTES)
+            return self.store.get(keys.commit_key(seq), limit=MAX_RECORD_BYTES)
         except (StoreError, DataDamaged, LimitExceeded) as error:
             raise CommitOutcomeUnknown(f"commit {seq} may or may not be this publisher's: {error}") from error
 
@@ -245,7 +250,7 @@ class ChainWriter:
         """Tell readers where the head is. Only a hint: that it fails does not matter."""
         assert self._head is not None
         try:
-            self._store.put(keys.HEAD, Head(self._head[0]).to_bytes(), durable=False)
+            self.store.put(keys.HEAD, Head(self._head[0]).to_bytes(), durable=False)
         except StoreError:
             return
 
@@ -253,12 +258,12 @@ class ChainWriter:
         """Somebody else's commit is in the slot: halt, or aim at the next one."""
         other = Commit.parse(found)
         if other.seq != attempt.commit.seq or other.id != self.run.id:
-            raise CorruptRecord(f"slot {attempt.commit.seq} in {self._store.url} holds commit {other.seq} of run {other.id}.")
+            raise CorruptRecord(f"slot {attempt.commit.seq} in {self.store.url} holds commit {other.seq} of run {other.id}.")
         if other.epoch > self.epoch:
             self._halt(f"epoch {other.epoch} has taken over from epoch {self.epoch} at commit {other.seq}.")
         if other.epoch == self.epoch:
             self._halt(f"commit {other.seq} is of this publisher's own epoch {self.epoch}, but not by it.")
-        check_signature(other, self._log.trusted_keys)
+        check_signature(other, self.log.trusted_keys)
         # Of a lower epoch: void once our fence stands, valid before, unless a fence before ours has made it void.
         fencing = attempt.commit.kind == "fence"
         self._advance(other, record_hash(found), in_force=fencing and (self._tip is None or other.epoch >= self._tip.epoch))
@@ -298,10 +303,10 @@ class ChainWriter:
         epoch = highest + 1
         while True:
             if epoch > MAX_EPOCH:  # no publisher counts that far, so somebody else made such an object
-                raise ChainBroken(f"{keys.epoch_key(epoch - 1)} in {self._store.url} leaves no number for another epoch.")
+                raise ChainBroken(f"{keys.epoch_key(epoch - 1)} in {self.store.url} leaves no number for another epoch.")
             record = Epoch(self.run.id, epoch, secrets.token_hex(16), int(self._clock() * 1000), resumed_from)
             claim = (record if self._key is None else self._key.sign(record)).to_bytes()
-            if create_and_look(self._store, keys.epoch_key(epoch), claim, sleep=self._sleep) == claim:
+            if create_and_look(self.store, keys.epoch_key(epoch), claim, sleep=self._sleep) == claim:
                 return epoch
             epoch += 1
 
@@ -309,7 +314,7 @@ class ChainWriter:
         links = []
         for exponent, target in enumerate(link_targets(seq), 1):
             known = self._hashes.get(exponent)
-            links.append((target, known[1] if known is not None and known[0] == target else self._log.hash(target)))
+            links.append((target, known[1] if known is not None and known[0] == target else self.log.hash(target)))
         return tuple(links)
 
     def _advance(self, commit: Commit, commit_hash: str, *, in_force: bool) -> None:

@@ -5,6 +5,7 @@ Of weights on a GPU a copy may be on the GPU too, where it is compared at the sp
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, cast
 
@@ -40,6 +41,34 @@ def is_kept_like(arrays: Mapping[str, Any], state: State, place: SnapshotDevice)
         is_on_gpu(tensor_bits(name, arrays[name]).bits) == (place == "device" and is_on_gpu(tensor_bits(name, tensor).bits))
         for name, tensor in state.items()
     )
+
+
+class SnapshotMemory:
+    """Keeps the memory of one copy of the state that is not needed any more, so that the next copy need not allocate. Thread-safe.
+
+    With `keeps_spare` False, it keeps nothing: use that if no further copy will be made.
+    """
+
+    def __init__(self, device: SnapshotDevice, *, keeps_spare: bool) -> None:
+        self.device = device
+        self._keeps_spare = keeps_spare
+        self._lock = threading.Lock()
+        self._spare: Arrays | None = None
+
+    def take(self, table: TensorTable, state: State, arrays: Arrays | None = None) -> Arrays:
+        """Return memory for a copy of `state`; its contents are undefined. `arrays` are used first, then the spare, if they fit."""
+        if arrays is None:
+            with self._lock:
+                arrays, self._spare = self._spare, None
+        if not arrays or TensorTable.of(arrays) != table or not is_kept_like(arrays, state, self.device):
+            return new_arrays(table, state, self.device)
+        return arrays
+
+    def give_back(self, arrays: Arrays) -> None:
+        """Accept memory that nothing needs any more."""
+        with self._lock:
+            if self._keeps_spare and self._spare is None:
+                self._spare = arrays
 
 
 def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True) -> None:

@@ -170,7 +170,7 @@ class FSDPPublisher:
         if pending is not None:
             pending.result()
 
-    def on_its_way(self) -> str:
+    def unpublished(self) -> str:
         """Say what is being published in the background, for a person; an empty string if nothing is."""
         is_busy = self._thread is not None and self._thread.is_alive()
         return f"rank {self._ranks.rank}'s part of a version" if is_busy else ""
@@ -190,7 +190,7 @@ class FSDPPublisher:
         if error is None:
             self.close()
             return
-        waiting = self.on_its_way()
+        waiting = self.unpublished()
         try:  # all ranks have begun this one, so that it can be finished; but some of them may be gone
             self.flush(EXIT_SECONDS)
         except Exception as lost:

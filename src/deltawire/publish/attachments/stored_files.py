@@ -90,6 +90,10 @@ class AttachedFiles:
         self._commit = commit
         self._stored = stored or StoredFiles(log)
 
+    def at(self, commit: Commit) -> AttachedFiles:
+        """Return the attachments of another version. None of the others stay."""
+        return AttachedFiles(self._log, commit, self._stored)
+
     def took(self, commit: Commit) -> None:
         """Note that a commit landed: its attachments are in force."""
         before = self._in_force()

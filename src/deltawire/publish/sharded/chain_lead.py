@@ -14,16 +14,14 @@ from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, Deltawir
 from ...events import OnEvent, emit
 from ...format.digest import Digest
 from ...format.records.chain_records import Commit, FileEntry
-from ...store import Store, probe
-from ...store.occupancy import refuse_occupied
-from ..attachments.read_files import check_sizes
-from ..attachments.stored_files import AttachedFiles, StoredFiles
-from ..commits import Attempt, ChainWriter, emit_published, open_log, open_run
+from ...store import Store
+from ..commits import Attempt, emit_published
 from ..history import span_of
-from ..resume import cost_of, find_start, require_way, version_commit
+from ..resume import cost_of, require_way, version_commit
 from ..shortcuts.cadence import ChainCost, Speed, anchor_due
 from ..shortcuts.compose import Composition
 from ..shortcuts.shortcut_writer import ShortcutWriter
+from ..take_over import TakeOver
 from ..upload.data_objects import DataPlace
 from ..upload.segments import TensorTable
 from ..writer_options import WriterOptions
@@ -45,19 +43,12 @@ class ChainLead:
         given: Mapping[str, bytes],
         on_event: OnEvent | None,
     ) -> None:
-        refuse_occupied(store)
-        probe(store)
-        open_run(store, run, options.limits)
-        self._log = open_log(store, run, options)
-        check_sizes(given, self._log.limits)
-        self._stored_files = StoredFiles(self._log, given)
-        start = find_start(self._log, resume_from)
-        if start is not None:  # before anybody is fenced off
-            if not starts_full or resume_from is not None:
-                require_way(self._log, start)
-            kept = AttachedFiles(self._log, start, self._stored_files, keeps_others=not has_attachments)
-            kept.require(given, rewinds=resume_from is not None)
-        self._writer = ChainWriter(store, self._log, signing_key=options.signing_key, resumed_from=resume_from)
+        chain = TakeOver(store, run, options, files=given, keeps_others=not has_attachments, resume_from=resume_from)
+        if chain.start is not None and (not starts_full or resume_from is not None):
+            require_way(chain.log, chain.start)
+        chain.require_files()
+        self._log = chain.log
+        self._writer = chain.fence()
         self._store = store
         self._pool = pool
         self._shortcuts = ShortcutWriter(store, pool, self._writer.run, self._writer.epoch, options)
@@ -70,15 +61,13 @@ class ChainLead:
         self._speed = Speed()
         self._cost = ChainCost()
         self._not_before = 0
-        fence = self._writer.fence
-        self._commit = None if fence.state_seq is None else self._log.state_commit(fence)
+        self._commit = self._writer.in_force
         self._is_to_rewind = resume_from is not None and (self._commit is None or self._commit.seq != resume_from)
         """Whether `_commit` is not what the chain's head leaves in force, but an older version, which is to be taken up first."""
         if self._is_to_rewind:
             assert resume_from is not None
-            self._commit = version_commit(self._log, fence, resume_from)
-        in_force = None if fence.state_seq is None else self._log.state_commit(fence)
-        self._attached = AttachedFiles(self._log, in_force, self._stored_files, keeps_others=not has_attachments, on_event=on_event)
+            self._commit = version_commit(self._log, self._writer.fence, resume_from)
+        self._attached = chain.attached(self._writer, on_event)
 
     def opening(self) -> dict[str, Any]:
         """What the others have to know from the start."""
@@ -115,7 +104,7 @@ class ChainLead:
             digest=self._commit.digest,
             state_bytes=self._commit.state_bytes,
             tensors=self._commit.tensors,
-            attachments=AttachedFiles(self._log, self._commit, self._stored_files).upload(self._place(), None),
+            attachments=self._attached.at(self._commit).upload(self._place(), None),
             step=self._commit.step,
             meta=self._commit.meta,
         )
@@ -162,7 +151,7 @@ class ChainLead:
         attached = self._attached
         if self._is_to_rewind:  # it stands in for a rewind to a version whose data are announced to go: others' files do not stay
             assert self._commit is not None
-            attached = AttachedFiles(self._log, self._commit, self._stored_files)
+            attached = self._attached.at(self._commit)
             if self._keeps_attachments:
                 attachments = _overlaid(attached.contents(), attachments or {})
         self._attempt = self._writer.propose(

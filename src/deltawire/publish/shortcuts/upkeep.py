@@ -12,7 +12,8 @@ from ...events import OnEvent, emit
 from ..append import Appender
 from ..baseline import Baseline
 from ..history import Forgotten
-from .cadence import AnchorPolicy, anchor_due
+from ..writer_options import WriterOptions
+from .cadence import anchor_due
 from .shortcut_writer import ShortcutWriter
 
 Job = Callable[[], None]
@@ -21,7 +22,7 @@ Job = Callable[[], None]
 class Upkeep:
     """Makes the shortcuts that are due at the version that the appender is at. A failure costs readers a detour, and is only reported.
 
-    With a `helper`, anchors are made there while newer versions are published; else before `after_append` returns. `collect` is called
+    With a `thread`, anchors are made there while newer versions are published; else before `after_append` returns. `collect` is called
     after every anchor.
     """
 
@@ -29,24 +30,22 @@ class Upkeep:
         self,
         appender: Appender,
         shortcuts: ShortcutWriter,
+        options: WriterOptions,
         *,
-        policy: AnchorPolicy,
-        skips: bool,
-        on_event: OnEvent | None = None,
-        helper: Helper | None = None,
+        thread: JobThread | None = None,
         collect: Job | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
         self._appender = appender
         self._shortcuts = shortcuts
-        self._policy = policy
-        self._skips = skips
+        self._options = options
         self._on_event = on_event
-        self._helper = helper
+        self._thread = thread
         self._collect = collect
         self._anchored: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
         """Of anchors that were made since the last look: updates of their version, bytes, and seconds of upload."""
         self._anchoring = threading.Event()
-        """Set while the helper is at an anchor: one at a time is enough."""
+        """Set while the thread is making an anchor: one at a time is enough."""
         self._not_before = 0
         self.last_error: BaseException | None = None
 
@@ -55,10 +54,10 @@ class Upkeep:
         version, baseline = self._appender.version, self._appender.baseline
         if version is None or baseline is None or not baseline.intact or baseline.at.seq != version.seq:
             return
-        if self._skips:
+        if self._options.skips:
             self._make_skips(baseline)
         self._count_anchors(version.updates)
-        due = anchor_due(self._policy, self._appender.cost, version.state_bytes, self._appender.speed)
+        due = anchor_due(self._options.anchor_policy, self._appender.cost, version.state_bytes, self._appender.speed)
         if due and version.updates >= self._not_before and not self._anchoring.is_set():
             self._begin_anchor(baseline, version.updates)
             self._count_anchors(version.updates)
@@ -78,7 +77,7 @@ class Upkeep:
     def _begin_anchor(self, baseline: Baseline, updates: int) -> None:
         target, table, segments = baseline.at, baseline.table, baseline.segments
         # The version stays within reach while it is being read, though newer ones are published meanwhile.
-        source = baseline.part if self._helper is None else lambda index: baseline.segment_at(target.seq, index)
+        source = baseline.part if self._thread is None else lambda index: baseline.segment_at(target.seq, index)
 
         def make() -> None:
             try:
@@ -86,7 +85,7 @@ class Upkeep:
                 self._anchored.put((updates, made.size, made.seconds))
                 emit(self._on_event, "anchored", seq=target.seq, bytes=made.size, upload_seconds=made.seconds)
             except (DeltawireError, Forgotten) as error:
-                self._not_before = updates + self._policy.min_versions
+                self._not_before = updates + self._options.anchor_policy.min_versions
                 self._failed("anchor", target.seq, error)
                 return
             if self._collect is not None:
@@ -102,12 +101,12 @@ class Upkeep:
                 baseline.release(target.seq)
                 self._anchoring.clear()
 
-        if self._helper is None:
+        if self._thread is None:
             make()
         else:
             self._anchoring.set()
             baseline.hold()
-            self._helper.do(make_and_release)
+            self._thread.do(make_and_release)
 
     def _count_anchors(self, updates: int) -> None:
         while True:
@@ -125,7 +124,7 @@ class Upkeep:
         emit(self._on_event, "shortcut-failed", kind=what, seq=seq, reason=str(error))
 
 
-class Helper:
+class JobThread:
     """A thread that does one job after the other. A job that raises is logged; the next one is done all the same."""
 
     def __init__(self, name: str) -> None:
