@@ -13,9 +13,9 @@ from deltawire import Publisher
 from deltawire.chain.log import ChainLog
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING, Report, read_reports
-from deltawire.engines.vllm.routes import RouteFailed
+from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed
 from deltawire.engines.vllm.sidecar import QUARANTINED_LABEL, Sidecar
-from deltawire.errors import EngineQuarantined, EngineRefused
+from deltawire.errors import EngineQuarantined, EngineRefused, EngineUnavailable
 from deltawire.events import Event
 from deltawire.store import open_store
 
@@ -27,6 +27,7 @@ class ServerDouble:
         self.restart()
         self.calls: list[str] = []
         self.failing: set[str] = set()
+        self.lost: set[str] = set()
 
     def restart(self) -> None:
         self.name, self.paused = "default", False
@@ -41,6 +42,8 @@ class ServerDouble:
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
+        if call in self.lost:
+            raise EngineUnreachable("no answer.")
         if call in self.failing:
             raise RouteFailed(call, 500, "broken")
 
@@ -63,6 +66,8 @@ class ServerDouble:
         return self.status()
 
     def settle(self) -> list[dict[str, Any]]:
+        if self.lost:
+            raise EngineUnreachable("no answer.")
         return self.status()
 
     def pause(self, mode: str, *, clear_cache: bool) -> None:
@@ -102,15 +107,13 @@ class Scene:
         self.sidecar = self.start()
 
     def start(self) -> Sidecar:
-        sidecar = Sidecar(
-            "http://127.0.0.1:1",
+        return Sidecar(
+            self.server,  # type: ignore[arg-type]
             self.folder / "store",
             self.folder / "mirror",
             options=ReaderOptions(reader="engine"),
             on_event=self.events.append,
         )
-        sidecar.routes = self.server  # type: ignore[assignment]
-        return sidecar
 
     def publish(self) -> int:
         self.weights[0] += 1
@@ -161,7 +164,7 @@ def test_an_update_that_fails_half_way_is_repaired_before_the_server_goes_on(sce
     seq = scene.publish()
     scene.server.failing = {"write"}
     scene.sidecar.step()
-    assert scene.server.calls[3:] == ["write", "start", "load", "finish", "resume"]
+    assert scene.server.calls[3:] == ["write", "pause keep clear", "start", "load", "finish", "resume"]
     assert scene.server.name == str(seq)
     assert [event.name for event in scene.events if event.name in ("engine-quarantined", "repaired")] == ["engine-quarantined", "repaired"]
 
@@ -180,6 +183,47 @@ def test_a_server_that_cannot_be_repaired_stays_paused_until_it_can(scene: Scene
     scene.sidecar.step()
     assert not scene.server.paused
     assert (scene.report().state, scene.report().seq) == (SERVING, seq)
+
+
+def test_new_weights_are_never_served_under_the_old_label(scene: Scene) -> None:
+    first = scene.publish()
+    scene.sidecar.step()
+    seq = scene.publish()
+    scene.server.failing = {"finish"}
+    with pytest.raises(EngineQuarantined):
+        scene.sidecar.step()
+    assert scene.server.paused
+    assert scene.server.name == QUARANTINED_LABEL != str(first)
+    scene.server.failing = set()
+    scene.sidecar.step()
+    assert not scene.server.paused
+    assert scene.server.name == str(seq)
+
+
+def test_a_server_that_does_not_resume_is_resumed_by_the_next_step(scene: Scene) -> None:
+    seq = scene.publish()
+    scene.server.failing = {"resume"}
+    with pytest.raises(EngineUnavailable):
+        scene.sidecar.step()
+    assert scene.server.paused
+    assert scene.server.name == str(seq)
+    scene.server.failing = set()
+    scene.server.calls.clear()
+    scene.sidecar.step()
+    assert scene.server.calls == ["resume"]
+    assert (scene.report().state, scene.report().seq) == (SERVING, seq)
+
+
+def test_a_server_that_is_lost_during_an_update_is_asked_what_it_has(scene: Scene) -> None:
+    seq = scene.publish()
+    scene.server.lost = {"write"}
+    with pytest.raises(EngineUnreachable):
+        scene.sidecar.step()
+    scene.server.lost = set()
+    scene.server.calls.clear()
+    scene.sidecar.step()
+    assert scene.server.calls == ["prepare", "pause keep clear", "start", "write", "finish", "resume"]
+    assert scene.server.name == str(seq)
 
 
 def test_a_server_that_was_restarted_is_brought_to_the_newest_version(scene: Scene) -> None:

@@ -71,7 +71,7 @@ class MemoryState(Mapping[str, NDArray[Any]]):
 
     Parameters
     ----------
-    threads:
+    threads
         Number of threads for decoding and digests. None means one per core.
     """
 

@@ -80,7 +80,7 @@ class ReloadingReplica(MirrorReplica):
         held = self._held
         assert held is not None
         try:
-            self._swap(ReloadSwap(held, self._loaded, self._reload, self._confirm), held.record.commit)
+            self._swap(ReloadSwap(held, self._loaded, self._reload, self._confirm), Version.of(held.record.commit))
         except EngineQuarantined:
             self._let_go()
             raise

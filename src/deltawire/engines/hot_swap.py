@@ -1,4 +1,4 @@
-"""Keep an engine at the newest version of a chain, without stopping it for longer than a swap takes."""
+"""Keep an engine at the newest version of a chain. The engine stops only for the time that a swap takes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,37 @@ from ..subscribe import Subscriber
 from ..subscribe.follow import follow_chain
 from .base import Engine, KvCache
 from .swap.live_intervals import Attribution, LiveInterval, LiveIntervals
-from .swap.swap_controller import SwapController, SwapRecord
+from .swap.swap_controller import SwapController, SwapRecord, SwapState
 
 
 class HotSwap:
     """Brings an engine from version to version while it generates.
 
     >>> with HotSwap("s3://bucket/run", ModuleEngine(model)) as policy:
-    ...     policy.start()                       # follows the chain on a thread of its own
+    ...     policy.start()                       # follows the chain on a separate thread
     ...     with policy.generation() as made_by:
     ...         tokens = model.generate(prompt)
     ...     made_by.versions
 
-    Fetching, decoding and checking happen while the engine generates; it is paused only for writing and confirming. Whatever fails, it goes
-    on with the last good version, or, where nobody knows what its weights are, stays paused until the next sync repairs them.
+    The engine generates while updates are fetched, decoded and checked. It is paused only while they are written and confirmed. If a step
+    fails, the engine goes on with the last good version. If its weights are in an unknown state, it stays paused until the next sync
+    repairs them.
 
-    `kv_cache` says what becomes of caches that old weights made. Every `confirm_every`-th swap is confirmed by reading all weights, in the
-    pause; the others by what each engine checks in less time. `options` say which chain to accept and how to read it.
+    Parameters
+    ----------
+    url
+        The location of the chain, or an open store.
+    engine
+        The engine to keep up to date.
+    kv_cache
+        What happens to keys and values that the old weights computed.
+    confirm_every
+        Every `confirm_every`-th swap is confirmed by reading all weights during the pause. For the others, an engine may check only what
+        was written, which takes less time.
+    options
+        Which chain to accept, and how to read it.
+    on_event
+        Called with each event, on the thread where it happened.
     """
 
     def __init__(
@@ -49,43 +63,50 @@ class HotSwap:
         self.engine = engine
         self._on_event = on_event
         self._intervals = LiveIntervals()
-        self._controller = SwapController(engine, self._intervals, kv_cache=kv_cache, confirm_every=confirm_every, on_event=on_event)
+        self._controller = SwapController(
+            engine, kv_cache=kv_cache, confirm_every=confirm_every, intervals=self._intervals, on_event=on_event
+        )
         self._replica = engine.replica(self._controller.swap)
         self._subscriber = Subscriber(url, replica=self._replica, options=options, on_event=on_event)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.last_error: Exception | None = None
-        """Why the engine is not at a newer version; None if nothing went wrong since."""
+        """Why the engine is not at a newer version. None if the last attempt succeeded."""
 
     @property
     def version(self) -> Version | None:
-        """The version that the engine is at; None before the first, and while nobody knows."""
+        """The version that the engine has. None before the first version, and while its weights are unknown."""
         return self._subscriber.version
 
     @property
     def live(self) -> Version | None:
-        """The version whose weights the engine has at this moment. Inside a forward pass it is exactly the one that makes that pass."""
-        return self._intervals.all()[-1].version
+        """The version whose weights the engine has at this moment. During a forward pass it is the version that computes this pass."""
+        return self._intervals.latest
 
     @property
     def is_quarantined(self) -> bool:
-        """Whether the engine is paused because its weights are not known to be whole."""
-        return self._controller.quarantined is not None
+        """Whether the engine stays paused because its weights are in an unknown state."""
+        return self._controller.state is SwapState.QUARANTINED
 
     @property
     def last_swap(self) -> SwapRecord | None:
-        """What the last swap cost."""
+        """How long the last swap took. None before the first swap."""
         return self._controller.last
 
     def sync(self, target: int | None = None) -> Version:
-        """Bring the engine to the newest version, or to version `target`. Returns the version that it is then at.
+        """Bring the engine to the newest version, or to `target`. Returns the version that it then has.
 
-        Raises as `Subscriber.sync` does, or an `EngineError`.
+        Raises what `Subscriber.sync` raises, or an `EngineError`.
+
+        Parameters
+        ----------
+        target
+            The number of the commit to go to. It may be older than the current one. None means the newest version.
         """
         try:
             self._controller.ensure_running()
             version = self._subscriber.sync(target)
-            if self._intervals.all()[-1].version != version:  # it had those weights already, or the same under another number
+            if self._intervals.latest != version:  # it had these weights already, perhaps under another number
                 self._intervals.begin(version)
             self._controller.ensure_running()
         except Exception as error:
@@ -95,20 +116,43 @@ class HotSwap:
         return version
 
     def follow(self, *, poll: float = 1.0, stop: threading.Event | None = None) -> Iterator[Version]:
-        """Keep up with the chain. Yields each version that the engine gets to; otherwise as `Subscriber.follow`."""
+        """Follow the chain. Yields each version that the engine reaches. `Subscriber.follow` describes the rest.
+
+        Parameters
+        ----------
+        poll
+            Seconds between two looks for a new version.
+        stop
+            Set this event to end following.
+        """
         return follow_chain(self, poll=poll, is_over=lambda: self._stop.is_set() or (stop is not None and stop.is_set()), stop=stop)
 
     def start(self, *, poll: float = 1.0) -> None:
-        """Follow on a thread, until `close`. What ends it before that is in `last_error`, and an event "follow-failed"."""
+        """Follow the chain on a separate thread until `close`.
+
+        If an error ends the thread earlier, `last_error` holds it, and the event `follow-failed` is emitted.
+
+        Parameters
+        ----------
+        poll
+            Seconds between two looks for a new version.
+        """
         if self._thread is not None:
-            raise ValueError("it follows already")
+            raise ValueError("this HotSwap follows the chain already: call start only once")
         self._thread = threading.Thread(target=self._run, args=(poll,), name="deltawire-hot-swap", daemon=True)
         self._thread.start()
 
     def wait_for(self, seq: int, timeout: float | None = None) -> Version:
-        """Wait until a thread that follows has brought the engine to version `seq` or a later one.
+        """Wait until the thread of `start` has brought the engine to commit `seq` or a later one. Returns the version that it has.
 
-        Raises `TimeoutError` after `timeout` seconds, what ended the thread if it has ended, and `ValueError` after `close`.
+        If the thread has ended, this raises the error that ended it. Raises `ValueError` after `close`.
+
+        Parameters
+        ----------
+        seq
+            The number of the commit to wait for.
+        timeout
+            Raise `TimeoutError` after this many seconds. None means to wait without limit.
         """
         clock = self._intervals.clock
         deadline = None if timeout is None else clock() + timeout
@@ -116,15 +160,15 @@ class HotSwap:
             if self._thread is not None and not self._thread.is_alive() and self.last_error is not None:
                 raise self.last_error
             if self._stop.is_set():
-                raise ValueError(f"the engine is no longer updated, so commit {seq} will not come")
+                raise ValueError(f"the engine is no longer updated, so it will not get commit {seq}")
             if deadline is not None and clock() > deadline:
-                raise TimeoutError(f"commit {seq} is not there after {timeout} seconds; last error: {self.last_error}")
+                raise TimeoutError(f"the engine does not have commit {seq} after {timeout} seconds; last error: {self.last_error}")
             self._stop.wait(0.01)
         return version
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[Attribution]:
-        """Around one completion: says afterwards which versions made it."""
+        """Use this context for one completion. Afterwards the attribution holds the versions that made it."""
         made_by = Attribution()
         with self.engine.generation():
             start = self._intervals.clock()
@@ -134,11 +178,17 @@ class HotSwap:
                 made_by.intervals = self._intervals.between(start, self._intervals.clock())
 
     def attribute(self, start: float, end: float) -> tuple[LiveInterval, ...]:
-        """The versions that were live between two times of `time.monotonic`. `LookupError` for what is too long ago."""
+        """Return the versions that were live between two times. Raises `LookupError` if `start` is too long ago.
+
+        Parameters
+        ----------
+        start, end
+            Times in seconds by `time.monotonic`.
+        """
         return self._intervals.between(start, end)
 
     def close(self) -> None:
-        """Stop following, and let go. The engine goes on with the weights that it has. Doing so twice is fine."""
+        """Stop following, and release the store and the engine's adapter. The engine keeps its weights. It may be called twice."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -152,7 +202,7 @@ class HotSwap:
         self.close()
 
     def _look(self) -> bool:
-        """For `follow`: whether there may be something new. Records in `last_error` what goes wrong."""
+        """Return whether there may be a new version, for `follow`. Records errors in `last_error`."""
         try:
             self._controller.ensure_running()
             is_due = self._subscriber._look()
@@ -169,4 +219,4 @@ class HotSwap:
         except Exception as error:
             self.last_error = error
             emit(self._on_event, "follow-failed", engine=self.engine.name, error=type(error).__name__, reason=str(error))
-            logging.getLogger("deltawire").error("%s does not follow any more: %s", self.engine.name, error)
+            logging.getLogger("deltawire").error("%s no longer follows the chain: %s", self.engine.name, error)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ..chain.memory_state import MemoryState, Update, UpdateStep
 from ..chain.restore import Hop
 from ..chain.routes import was_collected
+from ..chain.version import Version
 from ..chain.walk_route import HopFailed, taking, walk_route
 from ..errors import EngineQuarantined
 from ..events import emit
@@ -28,13 +29,13 @@ class MemoryReplica:
 
     Parameters
     ----------
-    weights:
+    weights
         The weights to keep up to date, such as those of an engine. None means new arrays.
-    swap:
+    swap
         Makes each prepared change, once. What it raises ends the move.
-    threads:
+    threads
         Number of threads for decoding and digests. None means one per core.
-    undo_bytes:
+    undo_bytes
         Most bytes kept for going back to earlier versions without the store. None means a quarter of the state.
     """
 
@@ -116,7 +117,7 @@ class MemoryReplica:
 
     def _make(self, change: PreparedSwap, target: Commit) -> None:
         try:
-            self._swap(change, target)
+            self._swap(change, Version.of(target))
         except EngineQuarantined:
             self._weights.forget()
             self._undo.clear()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..format.records.chain_records import Commit
+from ..chain.version import Version
 
 
 class PreparedSwap(Protocol):
@@ -28,7 +28,7 @@ class PreparedSwap(Protocol):
 
         Parameters
         ----------
-        full:
+        full
             True to read every weight. If False, it is enough to check what was written.
         """
         ...
@@ -38,14 +38,14 @@ class PreparedSwap(Protocol):
         ...
 
 
-Swap = Callable[[PreparedSwap, Commit], None]
-"""Makes a prepared change, which leads to the version of the commit. Returns when the change is made and confirmed.
+Swap = Callable[[PreparedSwap, Version], None]
+"""Makes a prepared change, which leads to this version. Returns when the change is made and confirmed.
 
 If it raises, the weights are the old ones. The exception is `EngineQuarantined`: then the weights are unknown, and the replica must start
 from a full checkpoint at its next move.
 """
 
 
-def apply_directly(prepared: PreparedSwap, target: Commit) -> None:
+def apply_directly(prepared: PreparedSwap, version: Version) -> None:
     """Make a change of weights that no engine uses. Decoding has checked the new values, so nothing is confirmed."""
     prepared.apply()

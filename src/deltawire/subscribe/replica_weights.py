@@ -56,7 +56,7 @@ class ArrayWeights:
 
     Parameters
     ----------
-    threads:
+    threads
         Number of threads for decoding and digests. None means one per core.
     """
 
@@ -106,9 +106,9 @@ class StepForward:
 
     Parameters
     ----------
-    weights:
+    weights
         The weights to change.
-    step:
+    step
         The update and the commits that it leads from and to.
     """
 
@@ -137,11 +137,11 @@ class StepsBack:
 
     Parameters
     ----------
-    weights:
+    weights
         The weights to change.
-    steps:
+    steps
         The steps to undo, newest first.
-    target:
+    target
         The commit whose state they lead back to.
     """
 

@@ -18,7 +18,7 @@ class UndoLog:
 
     Parameters
     ----------
-    budget:
+    budget
         Most bytes that the kept steps may occupy. None means a quarter of the state.
     """
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from ..chain.reader_options import ReaderOptions
+from ..chain.version import Version
 from ..engines import Engine, HotSwap, KvCache, PreparedSwap, Swap
 from ..errors import EngineQuarantined, EngineUnavailable, SwapFailed
-from ..format.records.chain_records import Commit
 from ..publish import Publisher
 from ..store.memory import MemoryStore
 from ..subscribe.replica import Replica
@@ -264,8 +264,8 @@ class Faults(Engine):
         self.moment = ""
 
     def replica(self, swap: Swap) -> Replica:
-        def make(prepared: PreparedSwap, target: Commit) -> None:
-            swap(FaultySwap(prepared, self.fail_at), target)
+        def make(prepared: PreparedSwap, version: Version) -> None:
+            swap(FaultySwap(prepared, self.fail_at), version)
 
         return self._engine.replica(make)
 

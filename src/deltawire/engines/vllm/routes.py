@@ -8,22 +8,22 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ...errors import EngineError
+from ...errors import EngineError, EngineUnavailable
 from ..http_session import HttpSession, NoAnswer, PendingAnswer, http_session
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of requests that are being answered: they wait and then go on; they are finished first; they are ended."""
 
-_PROMPT, _PATIENT = 10.0, 600.0
+_PROMPT, _PATIENT = 60.0, 600.0
+"""Seconds to wait for an answer that needs no work, which a busy machine may still take long for, and for one that does."""
 _LOOK = 5.0
 """Seconds between two looks at whether a server that is long in answering is still there."""
 
 
-class EngineUnreachable(EngineError):
-    """The server does not answer: it is starting, or gone."""
+class EngineUnreachable(EngineUnavailable):
+    """The server does not answer. It is starting, or it has ended."""
 
-    hint = "Is the server up, and is this its address?"
-    retryable = True
+    hint = "Check that the server is running, and that this is its address."
 
 
 class RouteFailed(EngineError):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,34 +26,57 @@ from ...chain.reader_options import ReaderOptions
 from ...chain.reports import QUARANTINED, REFUSED, SERVING, put_report
 from ...chain.version import Version
 from ...errors import DeltawireError, EngineError, EngineQuarantined, EngineRefused, NoChain, StoreError
-from ...events import OnEvent, emit
+from ...events import OnEvent, Value, emit
 from ...store import Store, open_store
 from ...subscribe import Subscriber
 from ...subscribe.follow import pause as pace
 from ...subscribe.pin_keeper import reader_name
 from ..base import KvCache
-from .routes import EngineUnreachable, PauseMode, RouteFailed, VllmRoutes
+from ..swap.swap_controller import SwapController, SwapRecord, SwapState
+from .routes import EngineUnreachable, PauseMode, VllmRoutes
+from .server_update import PausableServer, ServerUpdate, WorkerStatus, label, worker_errors
 
 QUARANTINED_LABEL = "deltawire-quarantined"
-"""What the server calls its weights while nobody knows what they are."""
+"""The label of the server's weights while they are in an unknown state."""
 
-_SLOWEST = 5
-"""How many times in a row the time between two attempts is doubled after failures."""
+_MOST_DOUBLINGS = 5
+"""After failures, the time between two attempts is doubled at most this many times."""
 
-_STAGING_LOOKS = (0.005, 0.25)
-"""Seconds between two looks at whether the workers have staged a version: at first, and at most."""
+_FIRST_STAGING_POLL, _LONGEST_STAGING_POLL = 0.005, 0.25
+"""Seconds between two questions whether the workers have staged a version."""
 
 
 class Sidecar:
-    """Brings the versions of the chain at `url` into the vLLM server at `engine`, by way of the directory `mirror`.
+    """Brings the versions of a chain into a running vLLM server.
 
-    `pause` says what becomes of requests that are being answered during a swap, and `kv_cache` of the keys and values that the old weights
-    made. `confirm` is what the workers read back after each update: "written" or "everything".
+    Parameters
+    ----------
+    engine
+        The URL of the server, such as http://127.0.0.1:8000, or a client of its routes.
+    url
+        The location of the chain, or an open store.
+    mirror
+        The directory that holds the newest version as a checkpoint. All workers of the server must be able to read it.
+    pause
+        What happens to requests that the server is answering during a swap: "keep" continues them afterwards, "wait" finishes them first,
+        "abort" ends them.
+    kv_cache
+        What happens to keys and values that the old weights computed.
+    confirm
+        What the workers read back after each update: "written" or "everything".
+    options
+        Which chain to accept, and how to read it.
+    threads
+        Number of threads for decoding and comparing. None means one per core.
+    staging_patience
+        Seconds that the workers may take to stage a version.
+    on_event
+        Called with each event, on the thread where it happened.
     """
 
     def __init__(
         self,
-        engine: str,
+        engine: str | VllmRoutes,
         url: str | Path | Store,
         mirror: Path | str,
         *,
@@ -67,13 +91,15 @@ class Sidecar:
         options = options or ReaderOptions()
         self.reader = options.reader or reader_name()
         options = replace(options, reader=self.reader)
-        self.routes = VllmRoutes(engine)
+        self.routes = VllmRoutes(engine) if isinstance(engine, str) else engine
         self.served: Version | None = None
-        """The version that the server has by this sidecar's doing; None if it is not known to have any."""
-        self._pause: PauseMode = pause
-        self._clear_cache = kv_cache is KvCache.DROP
+        """The version that this sidecar has brought into the server. None if the server's version is unknown."""
+        self._controller = SwapController(
+            PausableServer(self.routes, pause), kv_cache=kv_cache, details=self._swap_details, on_event=on_event
+        )
         self._init_info: dict[str, Any] = {"mirror": str(Path(mirror).absolute()), "confirm": confirm, "threads": threads}
         self._staging_patience = staging_patience
+        self._stage_seconds = 0.0
         self._on_event = on_event
         self._owns_store = not isinstance(url, Store)
         self._store = open_store(url, options=options.store, on_event=on_event)
@@ -81,7 +107,15 @@ class Sidecar:
         self._subscriber = Subscriber(self._store, mirror, options=options, threads=threads, on_event=on_event)
 
     def run(self, *, poll: float = 0.5, stop: threading.Event | None = None) -> None:
-        """Keep the server at the newest version until `stop` is set. Raises only what does not heal by itself."""
+        """Keep the server at the newest version until `stop` is set. Raises only errors that retrying cannot solve.
+
+        Parameters
+        ----------
+        poll
+            Seconds between two looks for a new version. After failures it is longer.
+        stop
+            Set this event to end the loop.
+        """
         stop = stop or threading.Event()
         failures = 0
         while not stop.is_set():
@@ -89,7 +123,7 @@ class Sidecar:
                 self.step()
                 failures = 0
             except NoChain:
-                failures = 0  # reported; there will be one, and then nobody should wait
+                failures = 0  # the subscriber has reported it; the first version should not wait longer than `poll`
             except EngineUnreachable as error:
                 if self.served is not None:
                     emit(self._on_event, "engine-lost", reason=str(error))
@@ -98,141 +132,121 @@ class Sidecar:
             except DeltawireError as error:
                 if not (error.retryable or isinstance(error, EngineError)):
                     raise
-                failures = min(failures + 1, _SLOWEST)
-                emit(self._on_event, "swap-failed", error=type(error).__name__, reason=str(error))
+                failures = min(failures + 1, _MOST_DOUBLINGS)
+                if error is not self._controller.last_error:  # the controller has reported its own errors
+                    emit(self._on_event, "swap-failed", error=type(error).__name__, reason=str(error))
             stop.wait(pace(poll, failures))
 
     def step(self) -> Version | None:
-        """Look once, and swap if there is something to do. Returns the version that was swapped in, if any."""
+        """Look for a new version once, and swap it in. Returns the version that was swapped in, or None if there is nothing to do."""
         try:
             self._subscriber.sync()
-        except DeltawireError as error:  # reported as an event; a server that is new can have the version at hand
+        except DeltawireError as error:  # the subscriber has reported it; a restarted server can still get the version in the mirror
             if not error.retryable or self._subscriber.version is None:
                 raise
         version = self._subscriber.version
         assert version is not None
-        if self.served is not None and self.routes.weight_version() != _label(self.served):
-            self.served = None  # it was restarted, or somebody else has changed its weights
+        if self.served is not None and self.routes.weight_version() != label(self.served):
+            self.served = None  # the server was restarted, or another process has changed its weights
         if self.served == version:
             return None
         self._bring(version)
         return version
 
     def close(self) -> None:
-        """Let go of mirror and store. The server goes on with what it has."""
+        """Release the mirror and the store. The server keeps its weights."""
         self._subscriber.close()
         if self._owns_store:
             self._store.close()
-
-    # One swap
 
     def _bring(self, version: Version) -> None:
         is_new = self.served is None
         self.routes.initialise(self._init_info)
         workers = self.routes.status()
-        if not (is_new and _have(workers, version) and self.routes.weight_version() == _label(version)):
-            self._swap(version, workers)
-        if is_new and self.routes.is_paused():  # by a sidecar before us that did not live to resume it
-            self.routes.resume()
-        self._tell_of_attachments(version)
+        if any(worker["quarantined"] for worker in workers):
+            self._controller.assume(SwapState.QUARANTINED)
+        elif is_new:  # an earlier sidecar may have been killed during a swap
+            self._controller.assume(SwapState.HALTED if self.routes.is_paused() else SwapState.SERVING)
+        if not (is_new and _have(workers, version) and self.routes.weight_version() == label(version)):
+            self._swap(version)
+        self._controller.ensure_running()
+        self._report_attachments(version)
         self.served = version
         self._report(SERVING, version.seq)
 
-    def _tell_of_attachments(self, version: Version) -> None:
-        """Report files that changed since the last swap: the server goes on with the config and tokenizer that it was started with."""
+    def _report_attachments(self, version: Version) -> None:
+        """Emit an event if attachments changed since the last swap. The server keeps the config and tokenizer that it started with."""
         before = {} if self.served is None else self.served.attachments
         if not before or before == version.attachments:
             return
         names = sorted(name for name in {*before, *version.attachments} if before.get(name) != version.attachments.get(name))
         emit(self._on_event, "attachments-changed", seq=version.seq, files=", ".join(names))
 
-    def _swap(self, version: Version, workers: list[dict[str, Any]]) -> None:
+    def _swap(self, version: Version) -> None:
+        """Bring the server to a version. If workers fail while they write, load everything anew before the server is resumed."""
+        anew = self._controller.state is SwapState.QUARANTINED
         start = time.monotonic()
-        anew = any(worker["quarantined"] for worker in workers)
         if not anew:
             self._stage(version)
         self.routes.settle()
-        paused = time.monotonic()
-        self.routes.pause(self._pause, clear_cache=self._clear_cache)
+        self._stage_seconds = time.monotonic() - start
         try:
             self._update(version, anew=anew)
-        except RouteFailed as failure:
-            workers = self.routes.settle()
-            if not any(worker["quarantined"] for worker in workers):  # nothing was changed: the old version serves on
-                self.routes.resume()
-                self._report(REFUSED, self.served.seq if self.served else None, str(failure))
-                raise EngineRefused(f"the workers did not take {version.describe()}: {_errors(workers) or failure}") from failure
-            self._repair(version, workers, failure)
-            anew = True
-        self.routes.resume()
-        now = time.monotonic()
-        emit(
-            self._on_event,
-            "swapped",
-            seq=version.seq,
-            updates=version.updates,
-            step=version.step,
-            stage_seconds=paused - start,
-            pause_seconds=now - paused,
-            behind_seconds=max(0.0, time.time() - version.time),
-            loaded_anew=int(anew or any(worker["last"].get("loaded_anew") for worker in self.routes.status())),
-        )
-
-    def _stage(self, version: Version) -> None:
-        """Return when all workers have the update at hand."""
-        deadline = time.monotonic() + self._staging_patience
-        workers = self.routes.prepare(version.seq)
-        look, longest = _STAGING_LOOKS
-        while not all(worker["staged"] == version.seq for worker in workers):
-            if any(worker["staging_error"] for worker in workers) or time.monotonic() > deadline:
-                reason = _errors(workers) or "time is up"
-                self._report(REFUSED, self.served.seq if self.served else None, reason)
-                raise EngineRefused(f"the workers cannot stage {version.describe()}: {reason}")
-            time.sleep(look)
-            look = min(look * 1.5, longest)
-            workers = self.routes.status()
+        except EngineQuarantined:
+            if anew:
+                raise
+            self._update(version, anew=True)
 
     def _update(self, version: Version, *, anew: bool) -> None:
-        self.routes.start_update()
-        self.routes.update(version.seq, anew=anew)
-        self.routes.finish_update(_label(version))
-
-    def _repair(self, version: Version, workers: list[dict[str, Any]], failure: RouteFailed) -> None:
-        """Load everything anew. Until that has worked the server stays paused."""
-        reason = _errors(workers) or str(failure)
-        self.served = None
-        self.routes.label(QUARANTINED_LABEL)
-        emit(self._on_event, "engine-quarantined", seq=version.seq, updates=version.updates, reason=reason)
-        self._report(QUARANTINED, None, reason)
+        update = ServerUpdate(self.routes, version, anew=anew)
         try:
-            self._update(version, anew=True)
-        except RouteFailed as again:
-            self.routes.settle()
-            raise EngineQuarantined(f"an update failed ({reason}), and so did loading {version.describe()} anew ({again}).") from again
-        emit(self._on_event, "repaired", seq=version.seq, updates=version.updates)
+            self._controller.swap(update, version)
+        except EngineRefused as error:
+            self._report(REFUSED, self.served.seq if self.served else None, update.failure or str(error))
+            raise
+        except EngineQuarantined as error:
+            if isinstance(error.__cause__, EngineUnreachable):  # the next step asks the server what it has
+                raise error.__cause__ from None
+            self.served = None
+            self.routes.label(QUARANTINED_LABEL)
+            self._report(QUARANTINED, None, update.failure or str(error))
+            raise
+
+    def _swap_details(self, record: SwapRecord) -> dict[str, Value]:
+        is_anew = any(worker["last"].get("loaded_anew") for worker in self.routes.status())
+        return {
+            "stage_seconds": self._stage_seconds,
+            "pause_seconds": record.wait_seconds + record.pause_seconds,  # the call of /pause takes most of it
+            "behind_seconds": max(0.0, time.time() - record.version.time),
+            "loaded_anew": int(is_anew),
+        }
+
+    def _stage(self, version: Version) -> None:
+        """Return when all workers have staged the update."""
+        deadline = time.monotonic() + self._staging_patience
+        workers = self.routes.prepare(version.seq)
+        wait = _FIRST_STAGING_POLL
+        while not all(worker["staged"] == version.seq for worker in workers):
+            if any(worker["staging_error"] for worker in workers) or time.monotonic() > deadline:
+                reason = worker_errors(workers) or f"they took longer than {self._staging_patience:.0f} seconds"
+                self._report(REFUSED, self.served.seq if self.served else None, reason)
+                raise EngineRefused(f"the workers cannot stage {version.describe()}: {reason}")
+            time.sleep(wait)
+            wait = min(wait * 1.5, _LONGEST_STAGING_POLL)
+            workers = self.routes.status()
 
     def _report(self, state: str, seq: int | None, error: str | None = None) -> None:
         try:
             put_report(self._store, self._log.run, self.reader, state, seq, error)
-        except StoreError as failure:  # nothing depends on it
+        except StoreError as failure:  # nothing depends on reports
             emit(self._on_event, "report-failed", reason=str(failure))
 
 
 def default_mirror(url: str) -> Path:
-    """A directory of this user's for the mirror of the chain at a URL."""
+    """Return a directory in this user's cache for the mirror of the chain at a URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "deltawire" / "mirrors" / blake3(url.encode()).hexdigest()[:16]
 
 
-def _label(version: Version) -> str:
-    """What the server calls a version, and what its completions are attributed to."""
-    return str(version.seq)
-
-
-def _have(workers: list[dict[str, Any]], version: Version) -> bool:
+def _have(workers: Sequence[WorkerStatus], version: Version) -> bool:
     return all(worker["version"] == version.seq and not worker["quarantined"] for worker in workers)
-
-
-def _errors(workers: list[dict[str, Any]]) -> str:
-    found = [(rank, worker["error"] or worker["staging_error"]) for rank, worker in enumerate(workers)]
-    return "; ".join(f"worker {rank}: {error}" for rank, error in found if error)

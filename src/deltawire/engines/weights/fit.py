@@ -21,11 +21,11 @@ def check_fits(live: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[An
 
     Parameters
     ----------
-    live:
+    live
         The module's tensors by the names of the chain.
-    arrays:
+    arrays
         The weights of the chain.
-    keep_others:
+    keep_others
         True to allow tensors in the chain that the module does not have.
     """
     tied = tied_names(live)

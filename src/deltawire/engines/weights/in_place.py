@@ -40,15 +40,15 @@ class InPlaceWeights:
 
     Parameters
     ----------
-    naming:
+    naming
         Returns the module's tensors by the names of its checkpoints.
-    at:
+    at
         The version that the module was loaded from, if it is known.
-    keep_others:
+    keep_others
         True to keep tensors of the chain that the module does not have in memory. If False, a chain with such tensors is refused.
-    threads:
+    threads
         Number of threads for decoding and digests. None means one per core.
-    other_namings:
+    other_namings
         Return the same tensors by other names, which the chain may use instead.
     """
 

@@ -23,11 +23,11 @@ class LiveTensors:
 
     Parameters
     ----------
-    naming:
+    naming
         Returns the tensors by the names of the module's checkpoints.
-    others:
+    others
         Return the same tensors by other names, which a chain may use instead.
-    at:
+    at
         The version that the module was loaded from, if it is known.
     """
 
