@@ -1,19 +1,27 @@
-"""A store that tells how many bytes go through it, so that commands can draw a bar without the layers below knowing of it."""
+"""A store that counts the bytes that pass through it, for progress bars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
-from ..store.base import Buffer, Progress, Store
+from ..store.base import Progress, Store
 from ..store.keys import DATA
-from ..store.wrapped import WrappedStore
+from ..store.wrapped import StoreCall, WrappedStore
 
 
 class MeteredStore(WrappedStore):
-    """The store `inner`; what data objects transfer is reported, from several threads. Small records are not counted.
+    """Report the bytes of data objects that are transferred, from several threads. Small records are not counted.
 
-    `read` gets the bytes that were read since its last call, `written` those that were written, and `announced` the size of each object
-    before it is written, where that is known.
+    Parameters
+    ----------
+    inner
+        The store that answers the calls.
+    read
+        Called with the number of bytes read since its last call.
+    written
+        Called with the number of bytes written since its last call.
+    announced
+        Called with the size of each object before it is written, if the size is known.
     """
 
     def __init__(
@@ -24,22 +32,15 @@ class MeteredStore(WrappedStore):
         self._written = written
         self._announced = announced
 
-    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
-        super().read_into(key, buffer, offset=offset, progress=_both(self._read if key.startswith(DATA) else None, progress))
+    def watch(self, call: StoreCall) -> AbstractContextManager[object]:
+        if call.operation == "put" and call.key.startswith(DATA) and self._announced is not None and call.size is not None:
+            self._announced(call.size)
+        return nullcontext()
 
-    def put(
-        self,
-        key: str,
-        data: Buffer | Iterable[Buffer],
-        *,
-        size: int | None = None,
-        progress: Progress | None = None,
-        durable: bool = True,
-    ) -> None:
-        is_data = key.startswith(DATA)
-        if is_data and self._announced is not None and size is not None:
-            self._announced(size)
-        super().put(key, data, size=size, progress=_both(self._written if is_data else None, progress), durable=durable)
+    def counted(self, call: StoreCall, progress: Progress | None) -> Progress | None:
+        if not call.key.startswith(DATA):
+            return progress
+        return _both(self._read if call.operation == "read_into" else self._written, progress)
 
 
 def _both(first: Progress | None, second: Progress | None) -> Progress | None:

@@ -1,71 +1,50 @@
-"""A store that reports every request to it, for `--verbose`."""
+"""A store that prints a line for every request, for `--verbose`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ..errors import DeltawireError
-from ..store.base import Buffer, ObjectInfo, Progress, Store
-from ..store.wrapped import WrappedStore
+from ..store.wrapped import StoreCall, WrappedStore
 from .output import figures
 from .output.terminal import print_trace
 
 
 class TracedStore(WrappedStore):
-    """The store `inner`; each request is a line on stderr: what was asked, how long it took, and what went wrong."""
+    """Print a line on stderr for each request to the store `inner`: the request, its time, and its error if it failed."""
 
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
+    def watch(self, call: StoreCall) -> AbstractContextManager[object]:
+        if call.operation == "list":  # its pages are fetched later
+            print_trace(_describe(call))
+            return nullcontext()
+        return _traced(_describe(call))
 
-    def get(self, key: str, *, limit: int) -> bytes:
-        with _traced(f"get {key}"):
-            return super().get(key, limit=limit)
 
-    def head(self, key: str) -> ObjectInfo:
-        with _traced(f"head {key}"):
-            return super().head(key)
-
-    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
-        with _traced(f"read {key} {figures.size(buffer.nbytes)} from byte {offset:,}"):
-            super().read_into(key, buffer, offset=offset, progress=progress)
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        with _traced(f"create {key} {figures.size(len(data))}"):
-            super().put_if_absent(key, data)
-
-    def put(
-        self,
-        key: str,
-        data: Buffer | Iterable[Buffer],
-        *,
-        size: int | None = None,
-        progress: Progress | None = None,
-        durable: bool = True,
-    ) -> None:
-        with _traced(f"put {key}" + ("" if size is None else f" {figures.size(size)}")):
-            super().put(key, data, size=size, progress=progress, durable=durable)
-
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-        print_trace(f"list {prefix or 'everything'}" + ("" if after is None else f" after {after}"))
-        return super().list(prefix, after=after)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        named = list(keys)
-        with _traced(f"delete {len(named):,} objects" if len(named) != 1 else f"delete {named[0]}"):
-            super().delete(named)
+def _describe(call: StoreCall) -> str:
+    match call.operation:
+        case "list":
+            return f"list {call.key or 'everything'}" + ("" if call.after is None else f" after {call.after}")
+        case "delete":
+            return f"delete {call.keys[0]}" if len(call.keys) == 1 else f"delete {len(call.keys):,} objects"
+        case "read_into":
+            return f"read {call.key} {figures.size(call.size or 0)} from byte {call.offset:,}"
+        case "put_if_absent":
+            return f"create {call.key} {figures.size(call.size or 0)}"
+        case operation:
+            return f"{operation} {call.key}" + ("" if call.size is None else f" {figures.size(call.size)}")
 
 
 @contextmanager
-def _traced(what: str) -> Iterator[None]:
+def _traced(request: str) -> Iterator[None]:
     start = time.perf_counter()
     try:
         yield
     except DeltawireError as error:
-        print_trace(f"{what}: {type(error).__name__} after {_milliseconds(start)}")
+        print_trace(f"{request}: {type(error).__name__} after {_milliseconds(start)}")
         raise
-    print_trace(f"{what}: {_milliseconds(start)}")
+    print_trace(f"{request}: {_milliseconds(start)}")
 
 
 def _milliseconds(start: float) -> str:

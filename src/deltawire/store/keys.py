@@ -118,6 +118,12 @@ def check_data_key(key: str) -> str:
     return key
 
 
+def find_data_key(text: str) -> str | None:
+    """Return the first key of a data object that a text, such as an error message, mentions. None if there is none."""
+    found = _DATA.search(text)
+    return found[0] if found else None
+
+
 def _reader(name: str) -> str:
     if not is_reader_name(name):
         raise ValueError(f"{name!r} cannot name a reader: letters, digits, '.', '_', '-', at most 64, no leading dot")

@@ -7,6 +7,7 @@ import secrets
 
 from ..errors import DataDamaged, LimitExceeded, ObjectExists, ObjectMissing, OutcomeUnknown, StoreError, StoreUnavailable, StoreUnsuitable
 from .base import Store
+from .keys import PROBES, probe_key
 
 _SIZE = 4096
 
@@ -18,7 +19,7 @@ def probe(store: Store) -> None:
     publishers would overwrite each other's commits), or if ranges or listings are wrong. Leaves nothing behind unless deletion
     fails. Other `StoreError`s say that the question could not be asked.
     """
-    key = f"probe/{secrets.token_hex(16)}"
+    key = probe_key(secrets.token_hex(16))
     first, second = secrets.token_bytes(_SIZE), secrets.token_bytes(_SIZE)
     try:
         _check_creation(store, key, first, second)
@@ -68,5 +69,5 @@ def _check_reading(store: Store, key: str, first: bytes) -> None:
 
 
 def _check_listing(store: Store, key: str) -> None:
-    if not any(info.key == key and info.size == _SIZE for info in store.list("probe/", after=key[:-1])):
+    if not any(info.key == key and info.size == _SIZE for info in store.list(PROBES, after=key[:-1])):
         raise StoreUnsuitable(f"{store.url} does not list {key!r} right after it was created.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +13,6 @@ from ..output.terminal import JsonOption, ThreadsOption, count_bar, exit_codes, 
 
 if TYPE_CHECKING:
     from ...chain.maintenance.verify import Problem, Report
-
-_DATA_KEY = re.compile(r"data/[0-9]+/[0-9]+/[0-9a-f]{64}\.[a-z]+")
 
 DAMAGED = 3
 """The exit code where something was found."""
@@ -122,9 +119,10 @@ def _add_to(causes: dict[str, Cause], problem: Problem, url: str) -> None:
 
 def _cause_of(problem: Problem, url: str) -> tuple[str, str]:
     """What tells this cause from others, and how it is worded."""
+    from ...store.keys import find_data_key
+
     what = _finding(problem).replace(f" in {url}", "")
-    named = _DATA_KEY.search(what)
-    return named[0] if named else f"{problem.where}: {what}", what
+    return find_data_key(what) or f"{problem.where}: {what}", what
 
 
 def _is_out_of_reach(report: Report) -> bool:
@@ -141,18 +139,24 @@ def _result(causes: int, superseded: int) -> str:
 
 def remedy_for(causes: list[Cause], url: str) -> str | None:
     """Say what to do about damage, the worst first. None if there is none."""
-    places = [cause.affects[0] for cause in causes]
-    if any(place.startswith("commit/") for place in places):
+    from ...store import keys
+
+    first_affected = [cause.affects[0] for cause in causes]
+    if any(where.startswith(keys.COMMITS) for where in first_affected):
         return (
             "Restore the commits that are named from a backup of the bucket, or begin a new run: readers follow hashes through all commits."
         )
-    data = [place for place in places if not place.startswith(("anchor/", "skip/", "gc"))]
+    data = [where for where in first_affected if not where.startswith((keys.ANCHORS, keys.SKIPS, keys.MARKS.rstrip("/")))]
     if data:
         return (
             f"Publish the newest good checkpoint that you have: deltawire publish CKPT {url} --full. Readers then need nothing that is "
             "damaged. A trainer that is running repairs the chain with its next full checkpoint."
         )
-    return "Delete the records that are named: they are shortcuts or marks, which publishers and collectors make again." if places else None
+    return (
+        "Delete the records that are named: they are shortcuts or marks, which publishers and collectors make again."
+        if first_affected
+        else None
+    )
 
 
 def _print(url: str, deep: bool, report: Report) -> None:

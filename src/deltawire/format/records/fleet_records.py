@@ -24,7 +24,7 @@ STATES = ("joining", "idle", "working", "leaving", "left")
 """What a member says of itself. One that has `left` holds no lease any more."""
 
 
-_OBJECT_KEY = re.compile(r"fleet/(tasks|accepted)/[0-9]{10}/([0-9a-f]{64})\.json")
+_OBJECT_KEY = re.compile(r"fleet/(tasks|accepted)/([0-9]{10})/([0-9a-f]{64})\.json")
 _MOST_TASKS, _MOST_ATTEMPTS = 10**5, 10**3
 _SIGNABLE = (1, 2)
 """The versions of records that a trainer writes: since version 2 they can be signed, and boards are numbered."""
@@ -54,9 +54,14 @@ class ObjectRef:
         reference = cls(fields.text("key"), fields.integer("size"), fields.matching("blake3", HASH))
         fields.done()
         form = _OBJECT_KEY.fullmatch(reference.key)
-        if form is None or form[2] != reference.blake3:
+        if form is None or form[3] != reference.blake3:
             fields.refuse(f"{reference.key!r} is not the key of an object with that hash")
         return reference
+
+    def is_of(self, folder: str, number: int) -> bool:
+        """Tell whether the key is in the folder "tasks" or "accepted" of this round."""
+        form = _OBJECT_KEY.fullmatch(self.key)
+        return form is not None and (form[1], int(form[2])) == (folder, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,7 @@ class Round:
             fields.refuse(f"a round has 1 to {_MOST_TASKS:,} tasks")
         if not 1 <= found.lease_seconds <= 10**9 or found.oldest_step >= found.for_step:
             fields.refuse("it leases for no time, or asks for versions that cannot be there before its step")
-        if not found.rows.key.startswith(f"fleet/tasks/{found.round:010}/"):
+        if not found.rows.is_of("tasks", found.round):
             fields.refuse("its rows are another round's")
         return found
 
@@ -218,7 +223,7 @@ class BatchRecord:
             signature=_read_signature(fields),
         )
         fields.done()
-        if not batch.accepted.key.startswith(f"fleet/accepted/{batch.round:010}/"):
+        if not batch.accepted.is_of("accepted", batch.round):
             fields.refuse("what it accepts is another round's")
         return batch
 
