@@ -56,7 +56,7 @@ def _missing_of_class(name: str, value: type) -> Iterator[str]:
     known = documented(value.__doc__) | documented(value.__init__.__doc__) | _described_fields(value)
     if dataclasses.is_dataclass(value):
         yield from (f"{name}: {field.name}" for field in dataclasses.fields(value) if field.init and field.name not in known)
-    elif "__init__" in vars(value) and not issubclass(value, BaseException):
+    elif "__init__" in vars(value) and not issubclass(value, BaseException) and not getattr(value, "_is_protocol", False):
         yield from _missing_of_function(name, value.__init__, known)
     for attribute, method in vars(value).items():
         function = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method
