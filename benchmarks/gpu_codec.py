@@ -29,10 +29,10 @@ from deltawire.codec.base import Buffer
 from deltawire.codec.gpu.device import gpu_at
 from deltawire.codec.gpu.digest import start_digest
 from deltawire.codec.gpu.encode import encode_tensors
+from deltawire.codec.gpu.kernel_table import KernelTable
 from deltawire.codec.gpu.resolve import resolve_tensors
-from deltawire.codec.gpu.spans import Table
 from deltawire.dtypes import dtype_named
-from deltawire.tensors.gpu_handover import Handover
+from deltawire.tensors.gpu_handover import GpuHandover
 
 DEVICE = torch.device("cuda", 0)
 GPU = gpu_at(DEVICE)
@@ -160,12 +160,12 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     bases, news = ([side.data_ptr() + start * side.element_size() for start in starts] for side in (base, new))
     facts = sizes, list(range(len(sizes))), [dtype.code] * len(sizes)
 
-    def table() -> Table:
+    def table() -> KernelTable:
         """Made anew for each call, as the codec does."""
-        return Table.of(bases, *facts)
+        return KernelTable.of(bases, *facts)
 
-    def pairs() -> Table:
-        return Table.of(bases, *facts, news)
+    def pairs() -> KernelTable:
+        return KernelTable.of(bases, *facts, news)
 
     nbytes = base.numel() * base.element_size()
     row = Row(name, at, len(sizes))
@@ -210,12 +210,12 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     return row
 
 
-def masters_ms(table: Table, new: torch.Tensor) -> float:
+def masters_ms(table: KernelTable, new: torch.Tensor) -> float:
     """Encoding from float32 that rounds to the new weights."""
     masters = torch.empty(new.numel(), dtype=torch.float32, device=DEVICE)
     for start in range(0, new.numel(), 1 << 30):
         masters[start : start + (1 << 30)] = new[start : start + (1 << 30)]
-    wide = dataclasses.replace(table, next=masters.data_ptr() + 2 * (table.next - new.data_ptr()), masters=True)
+    wide = dataclasses.replace(table, next=masters.data_ptr() + 2 * (table.next - new.data_ptr()), next_is_float32=True)
     assert (encode_tensors(wide, GPU).after == encode_tensors(table, GPU).after).all()
     return median_ms(lambda: encode_tensors(wide, GPU), 5)
 
@@ -236,14 +236,14 @@ def training_step(
     snapshot = {name: tensor.clone() for name, tensor in weights.items()}
     sizes: list[int] = []
 
-    def publish(handover: Handover) -> None:
-        with handover.taken():
+    def publish(handover: GpuHandover) -> None:
+        with handover.on_side_stream():
             sizes.append(len(deltawire.encode_delta(snapshot, weights)))
             torch._foreach_copy_(list(snapshot.values()), list(weights.values()))
             torch.cuda.current_stream().synchronize()
 
     def started() -> threading.Thread:
-        worker = threading.Thread(target=publish, args=(Handover(weights),))
+        worker = threading.Thread(target=publish, args=(GpuHandover(weights),))
         worker.start()
         return worker
 

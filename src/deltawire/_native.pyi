@@ -3,7 +3,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .codec.base import Bits, Lanes
+from .codec.base import Lanes
+from .codec.bits import Bits, HostBits
+
+# Functions that take `Bits` raise `TypeError` for bits on a GPU.
 
 _Type = tuple[int, int, int, int]
 
@@ -16,7 +19,7 @@ def encode(
     jobs: Sequence[tuple[Bits | None, Bits, _Type, int]], threads: int, isa: str
 ) -> list[tuple[list[NDArray[np.uint8]], int, Lanes, Lanes]]: ...
 def digest(arrays: Sequence[tuple[Bits, int]], threads: int, isa: str) -> list[Lanes]: ...
-def write_elements(array: Bits, indices: NDArray[np.int64], values: NDArray[np.uint8]) -> None: ...
+def write_elements(array: HostBits, indices: NDArray[np.int64], values: NDArray[np.uint8]) -> None: ...
 def inspect(payload: NDArray[np.uint8], type: _Type) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]: ...
 
 class Resolution:

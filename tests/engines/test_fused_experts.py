@@ -24,9 +24,10 @@ from deltawire.rl.generation import build_model
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 from deltawire.subscribe.model_files import ModelFiles, read_model_files
-from deltawire.tensors.bits import tensor_bits, to_torch
+from deltawire.tensors.bits import tensor_bits
 from deltawire.tensors.checkpoint_layout import CheckpointLayout
 from deltawire.tensors.module_tensors import named_weights
+from deltawire.tensors.torch_types import to_torch
 from deltawire.trainers import WeightSource
 from deltawire.trainers.trl import DeltaWireTransfer
 

@@ -13,7 +13,9 @@ from safetensors import safe_open
 from support import CODECS, bits_of, copied, split_delta
 
 import deltawire
-from deltawire.codec import reference, using_codec
+from deltawire.codec import using_codec
+from deltawire.codec.reference import decoder, terms
+from deltawire.codec.reference.payload import CODED
 from deltawire.delta.inspect import inspect_delta
 from deltawire.dtypes import DTYPES
 
@@ -117,7 +119,7 @@ def test_the_set_covers_every_change_of_structure():
     assert any(facts.before == facts.after and not facts.tensors for facts in found)
 
 
-class CountingReader(reference.BitReader):
+class CountingReader(decoder.BitReader):
     """Counts the codes that are escaped."""
 
     escaped = 0
@@ -133,18 +135,18 @@ def only_chunk(name, tensor):
     _, _, payloads = split_delta(delta_of(name))
     payload = payloads[tensor]
     word, length = struct.unpack_from("<II", payload, 1)
-    assert (word >> 30, len(payload)) == (reference.CODED, 9 + length)
+    assert (word >> 30, len(payload)) == (CODED, 9 + length)
     dtype = DTYPES[payload[0]]
     reader = CountingReader(payload[9:])
     assert reader.take(11) == 0
-    table, ks = reference.read_table(reader)
-    header = reference.read_context_header(reader, dtype.width, bool(table), 2**15)
-    reference.read_positions(reader, header, word % 2**30)
+    table, ks = decoder.read_table(reader)
+    header = decoder.read_context_header(reader, dtype.width, bool(table), 2**15)
+    decoder.read_positions(reader, header, word % 2**30)
     positions, reader.escaped = reader.escaped, 0
-    if header.mode == reference.SYMBOLS:
-        reference.read_xors(reader, header.n, table, ks, dtype.width)
+    if header.mode == terms.SYMBOLS:
+        decoder.read_xors(reader, header.n, table, ks, dtype.width)
     else:
-        reference.read_steps(reader, header, dtype.width)
+        decoder.read_steps(reader, header, dtype.width)
     reader.finish()
     return header, positions, reader.escaped
 
@@ -157,13 +159,13 @@ def test_the_set_covers_inverted_contexts():
 
 def test_the_set_covers_escapes_of_positions_and_values():
     header, positions, values = only_chunk("escapes", "gaps")
-    assert (header.mode, positions > 0, values > 0) == (reference.DIRECT, True, True)
+    assert (header.mode, positions > 0, values > 0) == (terms.DIRECT, True, True)
     header, positions, values = only_chunk("escapes", "runs")
-    assert (header.mode, positions, values) == (reference.RUNS, 0, 1)
+    assert (header.mode, positions, values) == (terms.RUNS, 0, 1)
 
 
 def test_the_set_covers_symbol_tables():
-    assert only_chunk("symbols", "x")[0].mode == reference.SYMBOLS
+    assert only_chunk("symbols", "x")[0].mode == terms.SYMBOLS
 
 
 def test_every_golden_delta_is_refused_by_the_wrong_state():

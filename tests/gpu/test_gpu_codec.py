@@ -14,7 +14,7 @@ from emulator.build import compiler
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.codec.base import EncodeJob, ResolveJob
-from deltawire.codec.reference import encode_job, resolve_job
+from deltawire.codec.reference.codec import encode_job, resolve_job
 from deltawire.dtypes import DTYPES, dtype_named
 from deltawire.errors import BaseMismatch, CorruptDelta, DeltawireError, StateNotWritable
 
@@ -27,7 +27,8 @@ from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
 from deltawire.codec.gpu import resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
-from deltawire.tensors.bits import _torch_types, tensor_bits  # noqa: E402
+from deltawire.tensors.bits import tensor_bits  # noqa: E402
+from deltawire.tensors.torch_types import torch_types  # noqa: E402
 
 TILE = 1 << 14
 locate_slabs = resolve._Work._locate_slabs
@@ -73,7 +74,7 @@ def pairs(dtype, sizes=SIZES, densities=DENSITIES):
 
 def cuda(bits, dtype, shape=None):
     """Bits as a CUDA tensor of this type."""
-    own = _torch_types(torch).dtypes
+    own = torch_types(torch).dtypes
     flat = torch.from_numpy(bits.view(f"i{bits.itemsize}").copy()).to(DEVICE).view(own[dtype.name])
     return flat if shape is None else flat.reshape(shape)
 
@@ -86,10 +87,10 @@ def host(tensor):
 
 def on_host(state):
     """A state as arrays: what other codecs work on."""
-    return {name: host(tensor).view(_torch_types(torch).elements[tensor.dtype][0].numpy) for name, tensor in state.items()}
+    return {name: host(tensor).view(torch_types(torch).elements[tensor.dtype][0].numpy) for name, tensor in state.items()}
 
 
-DTYPES_IN_TORCH = [dtype for dtype in DTYPES if dtype.name in _torch_types(torch).dtypes]
+DTYPES_IN_TORCH = [dtype for dtype in DTYPES if dtype.name in torch_types(torch).dtypes]
 by_dtype = pytest.mark.parametrize("dtype", DTYPES_IN_TORCH, ids=lambda dtype: dtype.name)
 
 

@@ -14,7 +14,8 @@ from emulator.build import compiler
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.codec.base import EncodeJob, ResolveJob
-from deltawire.codec.reference import encode_job
+from deltawire.codec.bits import DeviceBits, MasterWeightBits
+from deltawire.codec.reference.codec import encode_job
 from deltawire.delta.prepared import PreparedUpdate
 from deltawire.dtypes import dtype_named
 from deltawire.errors import UnsupportedTensor
@@ -25,9 +26,8 @@ if compiler() is None:
 
 from emulator.gpu import EmulatedGpu, Stream, emulated  # noqa: E402
 
-from deltawire.codec.gpu import device, encode, reach, resolve  # noqa: E402
+from deltawire.codec.gpu import device, encode, kernel_addresses, resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
-from deltawire.codec.gpu.device_bits import DeviceBits, MasterBits  # noqa: E402
 from deltawire.publish.snapshots import copy_tensors, new_arrays  # noqa: E402
 from deltawire.publish.upload.segments import TensorTable  # noqa: E402
 
@@ -137,16 +137,16 @@ def test_what_does_not_change_or_has_no_elements_leaves_the_payloads_of_others_w
 
 
 def test_tensors_that_need_copies_are_taken_a_few_at_a_time(monkeypatch):
-    monkeypatch.setattr(reach, "_MOST_COPIED", 5000)
-    copied, alive = reach.copied, []
+    monkeypatch.setattr(kernel_addresses, "_MOST_COPIED", 5000)
+    flat_on, alive = kernel_addresses.flat_on, []
 
     def counted(*arguments):
-        made = copied(*arguments)
+        made = flat_on(*arguments)
         alive.append(weakref.ref(made.untyped_storage()))
         assert sum(storage() is not None for storage in alive) <= 2, "more than fit into 5000 bytes"
         return made
 
-    monkeypatch.setattr(reach, "copied", counted)
+    monkeypatch.setattr(kernel_addresses, "flat_on", counted)
     cases = [(bits(1000, seed), step(bits(1000, seed), 7)) for seed in range(9)]
     jobs = [EncodeJob(on_gpu(base), on_gpu(new) if i % 3 else strided(new), BF16, i) for i, (base, new) in enumerate(cases)]
     want = [encode_job(EncodeJob(base, new, BF16, i)) for i, (base, new) in enumerate(cases)]
@@ -157,10 +157,10 @@ def test_tensors_that_need_copies_are_taken_a_few_at_a_time(monkeypatch):
 
 def test_master_weights_that_need_copies_count_with_all_their_bytes(monkeypatch):
     """What is copied is float32, though they are published as half of that."""
-    monkeypatch.setattr(reach, "_MOST_COPIED", 5000)
+    monkeypatch.setattr(kernel_addresses, "_MOST_COPIED", 5000)
     words = [np.random.default_rng(seed).standard_normal(1000, np.float32) for seed in range(3)]
-    masters = [MasterBits(torch.from_numpy(np.repeat(word, 2).view(np.int32))[::2]) for word in words]
-    assert [rows for rows, _ in reach.within_reach([masters], DEVICE)] == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    masters = [MasterWeightBits(torch.from_numpy(np.repeat(word, 2).view(np.int32))[::2]) for word in words]
+    assert [rows for rows, _ in kernel_addresses.readable_rows([masters], DEVICE)] == [slice(0, 1), slice(1, 2), slice(2, 3)]
 
 
 def test_a_gpu_that_is_too_old_for_the_kernels_counts_as_one_without(monkeypatch):
@@ -176,14 +176,14 @@ def test_what_a_resolution_hands_out_is_kept_for_the_stream_that_uses_it(gpu):
     base, came = bits(1000), bits(700, seed=2)
     payloads = [b"".join(encode_job(EncodeJob(old, new, BF16, 1)).payload) for old, new in ((base, step(base, 10)), (None, came))]
     resolution = GpuCodec(DEVICE).resolution(1, 0)
-    spans = (0, len(payloads[0])), (len(payloads[0]), len(b"".join(payloads)))
-    jobs = [ResolveJob(on_gpu(base), base.size, spans[0], BF16, 1), ResolveJob(None, came.size, spans[1], BF16, 1)]
+    payload_ranges = (0, len(payloads[0])), (len(payloads[0]), len(b"".join(payloads)))
+    jobs = [ResolveJob(on_gpu(base), base.size, payload_ranges[0], BF16, 1), ResolveJob(None, came.size, payload_ranges[1], BF16, 1)]
     resolution.add(jobs, b"".join(payloads))
     arrays = {array.data_ptr() for array in resolution.groups[0].patch._arrays}
     gpu.kept.clear()
     resolution.changes([0])
     assert arrays <= gpu.kept
-    assert resolution.dense([1])[0].data_ptr() in gpu.kept
+    assert resolution.dense([1])[0].address in gpu.kept
 
 
 def test_memory_of_a_snapshot_is_kept_for_the_stream_that_copies_into_it(gpu):
@@ -221,7 +221,7 @@ def test_a_resolution_that_breaks_off_waits_for_kernels_that_read_memory_of_the_
 
 def test_master_weights_are_rounded_one_tensor_at_a_time_to_be_digested(monkeypatch):
     """All of them at once would be a second copy of the model."""
-    rounded, live = MasterBits.rounded, []
+    rounded, live = MasterWeightBits.rounded, []
 
     def counted(masters):
         assert not any(made() is not None for made in live), "the one before is still held"
@@ -232,8 +232,8 @@ def test_master_weights_are_rounded_one_tensor_at_a_time_to_be_digested(monkeypa
     words = [np.random.default_rng(seed).standard_normal(700, np.float32) for seed in range(4)]
     halves = [torch.from_numpy(word).bfloat16().view(torch.int16) for word in words]
     expected = GpuCodec(DEVICE).digest([(DeviceBits(half), 5) for half in halves], 1).tolist()
-    monkeypatch.setattr(MasterBits, "rounded", counted)
-    masters = [(MasterBits(torch.from_numpy(word.view(np.int32))), 5) for word in words]
+    monkeypatch.setattr(MasterWeightBits, "rounded", counted)
+    masters = [(MasterWeightBits(torch.from_numpy(word.view(np.int32))), 5) for word in words]
     assert GpuCodec(DEVICE).digest([*masters, (on_gpu(bits(9)), 5)], 1)[:-1].tolist() == expected
     assert len(live) == len(words)
 

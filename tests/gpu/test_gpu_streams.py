@@ -77,7 +77,7 @@ class StreamingGpu(EmulatedGpu):
         yield
         self.own.stream = before
 
-    def finish(self):
+    def synchronize(self):
         self.finished += 1
 
 

@@ -18,8 +18,8 @@ from deltawire.publish import Publisher
 from deltawire.publish.attachments.model_files import files_of_model
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber, reading_mirror
-from deltawire.tensors.bits import to_torch
 from deltawire.tensors.casting import wire_dtype
+from deltawire.tensors.torch_types import to_torch
 from deltawire.trainers import WeightSource
 
 

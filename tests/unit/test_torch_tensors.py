@@ -14,12 +14,13 @@ from support import CODECS, run_python
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.errors import StateNotWritable, UnsupportedDtype, UnsupportedTensor
-from deltawire.tensors.bits import _TORCH_NAMES, tensor_bits
-from deltawire.tensors.gpu_handover import Handover
+from deltawire.tensors.bits import tensor_bits
+from deltawire.tensors.gpu_handover import GpuHandover
+from deltawire.tensors.torch_types import TORCH_NAMES
 
 torch = pytest.importorskip("torch")
 
-KNOWN = [name for name in _TORCH_NAMES if hasattr(torch, name)]
+KNOWN = [name for name in TORCH_NAMES if hasattr(torch, name)]
 
 
 def random_tensor(name, shape, seed=0):
@@ -69,7 +70,7 @@ def check(base, new):
 def test_all_types_that_both_sides_know_are_known():
     assert len(KNOWN) == 16 or not hasattr(torch, "float8_e8m0fnu")
     for name in KNOWN:
-        assert tensor_bits("x", random_tensor(name, (3,))).dtype.name == _TORCH_NAMES[name]
+        assert tensor_bits("x", random_tensor(name, (3,))).dtype.name == TORCH_NAMES[name]
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -241,7 +242,7 @@ def test_unknown_types_are_named(dtype):
 def test_states_of_arrays_are_handled_while_another_thread_is_importing_torch(monkeypatch):
     base, new = {"x": np.zeros(9)}, {"x": np.ones(9), "y": np.ones(2)}
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
-    with Handover(base, new).taken():
+    with GpuHandover(base, new).on_side_stream():
         deltawire.apply_delta(base, deltawire.encode_delta(base, new))
     assert deltawire.state_digest(base) == deltawire.state_digest(new)
     with pytest.raises(UnsupportedTensor, match="list"):

@@ -1,4 +1,13 @@
-"""Which codec works: the native one on the best instruction set, unless the environment variable DELTAWIRE_CODEC says otherwise."""
+"""The codec: what a delta says about one tensor, and digests. Names and files are not its business.
+
+base       what every codec does
+bits       the bits of one tensor, in host memory or on a GPU
+native     the codec in C++
+reference  the codec that defines the format, in NumPy
+gpu        the codec on NVIDIA GPUs
+
+The native codec on the machine's best instruction set is used, unless the environment variable DELTAWIRE_CODEC names another.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ from .base import Codec
 
 
 def codec_named(name: str) -> Codec:
-    """`auto`, `reference`, or an instruction set of the native codec: `avx512`, `avx2`, `scalar`."""
+    """Return the codec `auto`, `reference`, or the native codec on the instruction set `avx512`, `avx2` or `scalar`."""
     if name == "reference":
         from .reference import ReferenceCodec
 
@@ -29,7 +38,7 @@ _chosen: list[Codec] = []
 
 
 def default_codec() -> Codec:
-    """The codec named by DELTAWIRE_CODEC, read once; `auto` without it. `using_codec` overrides it."""
+    """Return the codec that DELTAWIRE_CODEC named when this was first called; `auto` if it is not set. `using_codec` overrides it."""
     if not _chosen:
         _chosen.append(codec_named(os.environ.get("DELTAWIRE_CODEC", "auto")))
     return _chosen[-1]
@@ -37,7 +46,7 @@ def default_codec() -> Codec:
 
 @contextlib.contextmanager
 def using_codec(name: str) -> Iterator[Codec]:
-    """Let all threads work with another codec for a while: for tests and benchmarks."""
+    """Let all threads use another codec within the context. Tests and benchmarks need this."""
     codec = codec_named(name)
     default_codec()
     _chosen.append(codec)

@@ -1,18 +1,16 @@
-"""What a codec is: operations on bits, with the same bytes from every implementation (docs/format.md §2–5)."""
+"""What every codec does: operations on bits that give the same bytes in every implementation (docs/format.md §2–5)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import DType
-
-Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
-"""A tensor as unsigned integers of its element width, any shape and strides."""
+from .bits import Bits, Indices
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Lanes: TypeAlias = tuple[int, int, int, int]
@@ -20,15 +18,15 @@ Lanes: TypeAlias = tuple[int, int, int, int]
 
 
 Sums: TypeAlias = NDArray[np.uint32]
-"""Word sums of tensors (their digests less the tags): a row of four lanes for each."""
+"""Word sums of tensors (their digests without the tags): one row of four lanes for each tensor."""
 
-# Models have ten thousand tensors and more. So there is a job for each, not frozen, as that takes three times as long to make; but what
-# codecs find is in columns.
+# Models have ten thousand tensors and more. Each has a job, which is not frozen because a frozen one takes three times as long to make.
+# Codecs return their results in columns instead of one object per tensor.
 
 
 @dataclass(slots=True)
 class EncodeJob:
-    """One tensor to encode; `base` is None for a tensor that appears (it is coded against zeros)."""
+    """One tensor to encode. `base` is None for a tensor that is added; it is coded against zeros."""
 
     base: Bits | None
     new: Bits
@@ -37,7 +35,7 @@ class EncodeJob:
 
 
 class Encoded(NamedTuple):
-    """One tensor of `Encodings`: its payload in pieces (none at all where nothing changes), and the word sums of both sides."""
+    """One tensor of `Encodings`: its payload in pieces (none if nothing changes), and the word sums before and after."""
 
     payload: Sequence[Buffer]
     changed: int
@@ -47,9 +45,10 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Encodings:
-    """What tensors were encoded to. `before` is all zeros where a job had no base.
+    """The result of encoding several tensors. `before` is all zeros if a job had no base.
 
-    `pieces` are all payloads in a row, in the order of tensors; where one ends is said by `sizes`, 0 where nothing changes.
+    `pieces` are all payloads one after the other, in the order of the tensors. `sizes` are the lengths of the payloads, 0 for a tensor
+    that does not change. A piece may end within a payload.
     """
 
     pieces: Sequence[Buffer]
@@ -80,10 +79,11 @@ class Encodings:
 
 @dataclass(slots=True)
 class ResolveJob:
-    """One tensor to resolve. `payload` None means that the tensor does not change and is only digested; `base` None that it appears.
+    """One tensor to resolve.
 
-    A payload is a part of the data that comes with the jobs: where it begins and ends there.
-    With `write`, changes go into the base at once, to be kept by `Resolution.settle` or taken back by `Resolution.revert`.
+    `payload` is the range of the tensor's payload in the data that comes with the jobs; None means that the tensor does not change and is
+    only digested. `base` is None for a tensor that is added. With `write`, the changes go into the base at once. Then
+    `Resolution.settle` makes them final and `Resolution.revert` undoes them.
     """
 
     base: Bits | None
@@ -96,7 +96,7 @@ class ResolveJob:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What resolving tensors found: how many elements change, and the word sums before and after."""
+    """The result of resolving several tensors: the number of changed elements, and the word sums before and after."""
 
     changed: NDArray[np.int64]
     before: Sums
@@ -104,70 +104,75 @@ class Outcomes:
 
 
 def sums(lanes: Sequence[Lanes]) -> Sums:
+    """Return rows of lanes as an array."""
     return np.array(lanes, np.uint32).reshape(-1, 4)
 
 
 class Resolution(Protocol):
-    """Payloads decoded against their bases. Tensors are counted over all calls of `add`."""
+    """Payloads that are decoded against their bases. Tensors are numbered over all calls of `add`."""
 
     def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
-        """Decode and digest. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`; then only `revert` is of use.
+        """Decode and digest tensors.
 
-        `data`, which payloads are parts of, must stay as it is until the resolution has done its work.
+        Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`. After an error only `revert` may be called.
 
-        Bases that are written to must share no memory with any other job of this call or a later one.
+        `data` holds the payloads and must not change while the resolution is in use. A base that is written to must not share memory with
+        any other job, in this call or a later one.
         """
         ...
 
-    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], Bits]]:
-        """The changed elements of tensors that were not written to: ascending flat indices and their new bits."""
+    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[Indices, Bits]]:
+        """Return the changes of tensors that were not written to: ascending flat indices, and the new bits at these indices.
+
+        The changes of a tensor on a GPU are on that GPU.
+        """
         ...
 
     def dense(self, tensors: Sequence[int]) -> Sequence[Bits]:
-        """All elements of tensors that appear, flat."""
+        """Return all elements of tensors that are added, as flat bits."""
         ...
 
     def settle(self) -> None:
-        """Make all writes final. Cannot fail half-way."""
+        """Make all writes final. This cannot fail half-way."""
         ...
 
     def revert(self) -> None:
-        """Put the old values back, as if nothing had been written."""
+        """Restore the old values, as if nothing had been written."""
         ...
 
     def exchange(self) -> None:
-        """If writes are deferred: swap the changes and what they change. Cannot fail half-way.
+        """Swap the changes with the values that they replace, if writes are deferred. This cannot fail half-way.
 
-        Once writes the new values, twice puts the old ones back, and so on.
+        The first call writes the new values, the second restores the old ones, and so on.
         """
         ...
 
     def compact(self) -> None:
-        """If writes are deferred, and nothing more is to be added: give back all memory but what `exchange` needs."""
+        """Free all memory that `exchange` does not need, if writes are deferred. Afterwards nothing can be added."""
         ...
 
 
 class Codec(Protocol):
-    """An implementation of the codec. Never reads outside a payload, never writes to a base unasked."""
+    """An implementation of the codec. It never reads outside a payload, and writes to a base only if a job says so."""
 
     name: str
-    takes_all: bool
-    """Whether the more tensors it is given at a time the better; its memory is bounded all the same."""
+    prefers_whole_state: bool
+    """Whether one call with all tensors is faster than batches. Memory is bounded in both cases."""
 
     def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings: ...
 
     def resolution(self, threads: int, budget: int) -> Resolution:
-        """An empty resolution that keeps at most `budget` bytes of decoded changes; the rest it may decode again."""
+        """Return an empty resolution that keeps at most `budget` bytes of decoded changes. It may decode the others a second time."""
         ...
 
     def deferred_resolution(self, threads: int) -> Resolution:
-        """An empty resolution that keeps all changes and writes none until `exchange`: neither `settle` nor `revert` is of use."""
+        """Return an empty resolution that keeps all changes and writes nothing before `exchange`. It uses neither `settle` nor `revert`."""
         ...
 
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
-        """The word sums of (bits, seed) pairs."""
+        """Return the word sums of (bits, seed) pairs."""
         ...
 
-    def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
-        """Set `bits.flat[indices] = values`; indices outside the array raise before anything is written."""
+    def write_elements(self, bits: Bits, indices: Indices, values: Bits) -> None:
+        """Set `bits.flat[indices] = values`. Raise `IndexError`, before anything is written, if an index is outside the array."""
         ...

@@ -11,23 +11,30 @@ from numpy.typing import NDArray
 from .. import _native
 from ..dtypes import DTYPES, DType
 from ..errors import CodecUnavailable, CorruptDelta, DtypeMismatch, ShapeMismatch
-from .base import Bits, Buffer, EncodeJob, Encodings, Outcomes, ResolveJob, Sums, sums
+from .base import Buffer, EncodeJob, Encodings, Outcomes, ResolveJob, Sums, sums
+from .bits import Bits, HostBits, Indices, in_host_memory
 
 _CODES = [bytes([dtype.code]) for dtype in DTYPES]
-"""What payloads begin with."""
+"""The first byte of a payload, for each element type."""
 
 _TYPES = [(dtype.code, dtype.itemsize, dtype.exponent_shift, dtype.exponent_bits) for dtype in DTYPES]
 
 
 def instruction_sets() -> list[str]:
-    """What this machine runs, best first; the last is always `scalar`."""
+    """Return the instruction sets that this machine runs, best first. The last is always `scalar`."""
     return _native.instruction_sets()
 
 
 class NativeCodec:
-    """Same bytes as the reference; runs without the GIL, in memory that does not grow with the tensors."""
+    """A codec that gives the same bytes as the reference. It runs without the GIL, in memory that does not grow with the tensors.
 
-    takes_all = False
+    Parameters
+    ----------
+    isa
+        The instruction set to use; by default the best one of this machine.
+    """
+
+    prefers_whole_state = False
 
     def __init__(self, isa: str | None = None) -> None:
         sets = instruction_sets()
@@ -56,12 +63,13 @@ class NativeCodec:
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
         return sums(_native.digest(list(arrays), threads, self.name))
 
-    def write_elements(self, bits: Bits, indices: NDArray[np.int64], values: Bits) -> None:
-        _native.write_elements(bits, np.ascontiguousarray(indices), np.ascontiguousarray(values).view(np.uint8))
+    def write_elements(self, bits: Bits, indices: Indices, values: Bits) -> None:
+        flat = np.ascontiguousarray(in_host_memory(values)).view(np.uint8)
+        _native.write_elements(in_host_memory(bits), np.ascontiguousarray(indices), flat)
 
 
 class NativeResolution:
-    """See `codec.base.Resolution`."""
+    """A `codec.base.Resolution` in C++."""
 
     def __init__(self, isa: str, threads: int, budget: int, defer: bool) -> None:
         self._native = _native.Resolution(threads, budget, defer, isa)
@@ -89,7 +97,7 @@ class NativeResolution:
         self._changed += changed
         return Outcomes(np.array(changed, np.int64), sums(before), sums(after))
 
-    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], Bits]]:
+    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], HostBits]]:
         found = []
         for tensor in tensors:
             indices, values = np.empty(self._changed[tensor], np.int64), np.empty(self._changed[tensor], self._dtypes[tensor].bits)
@@ -97,7 +105,7 @@ class NativeResolution:
             found.append((indices, values))
         return found
 
-    def dense(self, tensors: Sequence[int]) -> Sequence[Bits]:
+    def dense(self, tensors: Sequence[int]) -> Sequence[HostBits]:
         found = []
         for tensor in tensors:
             found.append(np.empty(self._counts[tensor], self._dtypes[tensor].bits))
@@ -120,7 +128,11 @@ class NativeResolution:
 
 
 def inspect_payload(payload: Buffer, dtype: DType) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:
-    """What a payload says without its base: (mode, elements, changed, bytes) per chunk, changes by value mode and by length of step."""
+    """Return what a payload says without its base.
+
+    The result is a list of chunks (mode, elements, changed, bytes), then the number of changes by value mode, then by bit length of their
+    step.
+    """
     try:
         return _native.inspect(_bytes(payload), _TYPES[dtype.code])
     except _native.Corrupt as error:

@@ -1,4 +1,4 @@
-"""Encoding beside other work: a call that returns at once, and tells later."""
+"""Encoding a delta in a separate thread, while the caller goes on."""
 
 from __future__ import annotations
 
@@ -7,39 +7,59 @@ from concurrent.futures import Future
 
 from ..tensors.bits import State
 from ..tensors.casting import WireDType
-from ..tensors.gpu_handover import Handover
+from ..tensors.gpu_handover import GpuHandover
 from .encode import encode_delta
 
 
 class PendingDelta:
-    """A delta that is being made by a thread of its own; on a GPU also on a stream of its own, beside what the caller's streams do.
+    """A delta that a separate thread makes; on a GPU it uses a separate stream, so that the caller's streams go on.
 
-    Neither state may change before it is `done`: a training step goes on through forward and backward pass, and asks for the `result`
-    before the optimizer writes.
+    Neither state may change before the delta is `done`. In a training loop, run the forward and backward pass, and call `result` before
+    the optimizer writes. `start_delta` makes this object.
     """
 
     def __init__(self, base: State, new: State, dtype: WireDType | None, threads: int | None) -> None:
         self._future: Future[bytes] = Future()
-        handover = Handover(base, new)
+        handover = GpuHandover(base, new)
 
         def work() -> None:
             try:
-                with handover.taken():
+                with handover.on_side_stream():
                     self._future.set_result(encode_delta(base, new, dtype=dtype, threads=threads))
-            except BaseException as error:  # raised by `result`
+            except BaseException as error:  # `result` raises it
                 self._future.set_exception(error)
 
         threading.Thread(target=work, name="deltawire-encode", daemon=True).start()
 
     def done(self) -> bool:
-        """Whether it was made, or failed. Then the states may change."""
+        """Tell whether the delta was made, or failed. Then the states may change."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> bytes:
-        """Wait for the delta: the same bytes as from `encode_delta`, or the same error. `TimeoutError` after so many seconds."""
+        """Wait for the delta. Return the same bytes as `encode_delta`, or raise the same error.
+
+        Parameters
+        ----------
+        timeout
+            Seconds after which `TimeoutError` is raised; None waits for ever.
+        """
         return self._future.result(timeout)
 
 
 def start_delta(base: State, new: State, *, dtype: WireDType | None = None, threads: int | None = None) -> PendingDelta:
-    """Like `encode_delta`, but returns at once. What the caller's streams were told to do with tensors on a GPU is done first."""
+    """Start to encode a delta as `encode_delta` does, and return at once.
+
+    The encoding starts after all work that the caller's streams were given, if tensors are on a GPU.
+
+    Parameters
+    ----------
+    base
+        The state that the delta is relative to.
+    new
+        The state that the delta leads to.
+    dtype
+        The type to which floating-point tensors of `new` are rounded, as for `encode_delta`.
+    threads
+        The number of threads to use; by default, as many as there are processors that this process may use.
+    """
     return PendingDelta(base, new, dtype, threads)

@@ -20,14 +20,15 @@ from ..format.checkpoints.staged_output import StagedOutput
 from ..format.content_hash import new_hash
 from ..format.delta_file import Parts, Structure
 from ..format.digest import Digest
-from ..tensors.bits import State, TensorBits, check_names, keys_of, named_bits
+from ..tensors.bits import State, TensorBits, keys_of, named_bits
 from ..tensors.casting import Casting, Casts, WireDType
+from ..tensors.names import check_names
 from ..tensors.state import Progress, batches, codec_for, digest_tensors, thread_count
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaSummary:
-    """What a delta came to. `before` and `after` are the digests of the two states that were given, unchanged tensors included."""
+    """The size of a delta and what changed. `before` and `after` are the digests of the two whole states, with all unchanged tensors."""
 
     bytes: int
     weight_bytes: int
@@ -39,15 +40,25 @@ class DeltaSummary:
 
 
 def encode_delta(base: State, new: State, *, dtype: WireDType | None = None, threads: int | None = None) -> bytes:
-    """The delta file that turns the state `base` into the state `new`, bit for bit.
+    """Return the delta file that turns the state `base` into the state `new`, bit for bit.
 
-    States map names to NumPy arrays (bf16 and fp8 as `ml_dtypes`) or torch tensors on the CPU or a GPU, of any shape and strides. Beyond
-    its inputs it needs about twice the size of the result, and on a GPU about 0.2 GB there, or 2% of the weights if that is more
-    (docs/gpu.md). The same states give the same bytes, wherever they are and whatever the number of threads.
+    States map names to NumPy arrays (bf16 and fp8 as `ml_dtypes`) or torch tensors on the CPU or a GPU, of any shape and strides. The same
+    states give the same bytes, on any device and with any number of threads. Beyond its inputs the call needs memory of about twice the
+    size of the result, and on a GPU about 0.2 GB there, or 2% of the weights if that is more (docs/gpu.md).
 
-    With `dtype`, floating-point tensors of `new` (16 bits or more) count as what they round to in that type: an optimizer's float32 weights
-    against a bfloat16 snapshot of the model. On a GPU that is done in one pass, without a copy.
-    Raises a `TensorError` for what cannot be encoded.
+    Raises a `TensorError` if a tensor cannot be encoded.
+
+    Parameters
+    ----------
+    base
+        The state that the delta is relative to.
+    new
+        The state that the delta leads to.
+    dtype
+        The type to which floating-point tensors of `new` (16 bits or more) are rounded first, such as an optimizer's float32 weights that
+        are compared with a bfloat16 snapshot. A GPU rounds in the same pass, without a copy.
+    threads
+        The number of threads to use; by default, as many as there are processors that this process may use.
     """
     return encode_with_summary(base, new, dtype=dtype, threads=threads)[0]
 
@@ -55,17 +66,17 @@ def encode_delta(base: State, new: State, *, dtype: WireDType | None = None, thr
 def encode_with_summary(
     base: State, new: State, *, dtype: WireDType | None = None, threads: int | None = None
 ) -> tuple[bytes, DeltaSummary]:
-    """Like `encode_delta`, with what the one pass over both states found on its way: their digests, and how much changed."""
+    """Like `encode_delta`, and also return what the pass over both states found: their digests, and how much changed."""
     pieces: list[Buffer] = []
     header, summary = _encode(base, new, thread_count(threads), pieces.append, None, Casting(dtype))
     return b"".join([header, *pieces]), summary
 
 
 def write_delta(base: State, new: State, path: Path, *, threads: int | None = None, progress: Progress | None = None) -> DeltaSummary:
-    """Like `encode_delta`, into a file that appears whole or not at all, in memory that does not grow with the states."""
+    """Like `encode_delta`, but write a file, which appears complete or not at all. Memory does not grow with the states."""
     staged = StagedOutput(path, directory=False, replace=True)
     try:
-        # The header stands first, but is known last: payloads wait in a file that has no name.
+        # The header comes first in the file but is known last, so the payloads go to a file without a name first.
         with tempfile.TemporaryFile(dir=staged.path.parent) as payloads, staged.path.open("xb") as out:
             header, summary = _encode(base, new, thread_count(threads), payloads.write, progress)
             out.write(header)
@@ -81,9 +92,9 @@ def write_delta(base: State, new: State, path: Path, *, threads: int | None = No
 
 @dataclass(slots=True)
 class _Pairs:
-    """The tensors of the new state, in order of names, each with the one that it follows: None where it appears.
+    """The tensors of the new state in the order of names, each with its predecessor in the base; None if it is added.
 
-    Lists beside each other: what there are ten thousand of, Python's collection of garbage has to look at.
+    These are two lists, not a list of pairs: Python's garbage collector would have to visit ten thousand pairs.
     """
 
     new: list[TensorBits] = field(default_factory=list)
@@ -96,11 +107,11 @@ class _Pairs:
 def _encode(
     base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None, casting: Casting | None = None
 ) -> tuple[bytes, DeltaSummary]:
-    """Hand the data section to `write`, piece by piece, and return the header that belongs before it."""
-    pairs, gone = _paired(base, new, casting if casting is not None and casting.is_given else None)
-    codec = codec_for(itertools.chain(gone, pairs.new, filter(None, pairs.old)))
-    parts = _parts(pairs, gone)
-    before = digest_tensors(gone, threads, codec)
+    """Pass the data section to `write`, piece by piece, and return the header, which belongs before it."""
+    pairs, removed = _pairs(base, new, casting if casting is not None and casting.is_given else None)
+    codec = codec_for(itertools.chain(removed, pairs.new, filter(None, pairs.old)))
+    parts = _parts(pairs, removed)
+    before = digest_tensors(removed, threads, codec)
     after = Digest()
     aliases = _aliases(pairs)
 
@@ -130,7 +141,7 @@ def _encode(
     changing = {name for name, _ in sizes}
     structure = Structure(
         {now.name: (now.dtype, now.shape) for now, old in pairs if old is None},
-        tuple(tensor.name for tensor in gone),
+        tuple(tensor.name for tensor in removed),
         {name: target for name, target in aliases.items() if target in changing},
     )
     header = delta_file.build_header(before, after, hasher.hexdigest(), sizes, structure, parts)
@@ -139,40 +150,40 @@ def _encode(
     return header, DeltaSummary(size, weight_bytes, elements, changed, len(sizes), before, after)
 
 
-def _paired(base: State, new: State, casting: Casting | None) -> tuple[_Pairs, list[TensorBits]]:
-    """What is to be encoded, and the tensors of the base that vanish."""
+def _pairs(base: State, new: State, casting: Casting | None) -> tuple[_Pairs, list[TensorBits]]:
+    """Return the pairs to encode, and the tensors of the base that are removed."""
     for state in (base, new):
         check_names(state)
     pairs, casts = _Pairs(), Casts()
-    gone: list[TensorBits] = []
+    removed: list[TensorBits] = []
     for name in sorted({*base, *new}):
         old = named_bits(name, base[name]) if name in base else None
         now = named_bits(name, new[name]) if name in new else None
         if now is not None and casting is not None:
             now = casts.cast(now, casting.dtype_of(now, new[name]), old)
         if old is not None and (now is None or not now.can_follow(old)):
-            gone.append(old)
+            removed.append(old)
             old = None
         if now is not None:
             pairs.new.append(now)
             pairs.old.append(old)
-    return pairs, gone
+    return pairs, removed
 
 
-def _parts(pairs: _Pairs, gone: Sequence[TensorBits]) -> Parts | None:
-    """What a delta between states of parts covers; None between states of whole tensors."""
-    tensors = [*pairs.new, *gone]
+def _parts(pairs: _Pairs, removed: Sequence[TensorBits]) -> Parts | None:
+    """Return the ranges that a delta between states of parts covers; None if the states consist of whole tensors."""
+    tensors = [*pairs.new, *removed]
     if all(tensor.whole is None for tensor in tensors):
         return None
-    changes_structure = bool(gone) or None in pairs.old
+    changes_structure = bool(removed) or None in pairs.old
     for tensor in tensors:
         if tensor.whole is None or changes_structure:
-            raise UnsupportedTensor(f"tensor {tensor.name!r}: parts are encoded against the same parts only, not beside whole tensors.")
+            raise UnsupportedTensor(f"tensor {tensor.name!r}: a state of parts must have the same parts as its base, and no whole tensors.")
     return {tensor.name: (tensor.start, tensor.start + tensor.size) for tensor in tensors if tensor.size}
 
 
 def _aliases(pairs: _Pairs) -> dict[str, str]:
-    """Tensors that are one memory with an earlier one, in the base as well as in the new state."""
+    """Return the tensors that share their memory with an earlier one, in the base as well as in the new state."""
     first: dict[object, str] = {}
     aliases: dict[str, str] = {}
     tensors_at = Counter(tensor.address for tensor in pairs.new)

@@ -1,4 +1,4 @@
-"""What a delta file says of itself, without the state it was made from."""
+"""What a delta file says without the state it was made from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VALUE_MODES = ("unit", "runs", "direct", "symbols")
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """One payload. Of raw chunks, which say nothing of their base, all elements count as changed."""
+    """One payload. All elements of a raw chunk count as changed, because it says nothing about its base."""
 
     name: str
     dtype: str
@@ -28,16 +28,16 @@ class TensorFacts:
     modes: Mapping[str, int]
     """Elements by the mode of their chunk: same, coded, raw."""
     values: Mapping[str, int]
-    """Changed elements by the way their values are coded: unit, runs, direct, symbols, raw."""
+    """Changed elements by how their values are coded: unit, runs, direct, symbols, raw."""
     steps: Sequence[int]
-    """Changed elements by the size of their step in ULPs: 1, 2–3, 4–7, …; those coded as symbols or raw are not counted."""
+    """Changed elements by the size of their step in ULPs: 1, 2–3, 4–7, …. Elements that are coded as symbols or raw are not counted."""
     density: Sequence[tuple[int, int]]
     """Elements and changed elements, chunk by chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaFacts:
-    """A whole delta file."""
+    """What a delta file says: its digests, its payloads, and how the set of tensors changes."""
 
     bytes: int
     before: Digest
@@ -49,14 +49,20 @@ class DeltaFacts:
 
 
 def inspect_delta(delta: DeltaBytes) -> DeltaFacts:
-    """Read a delta file as far as that goes without its base. Raises a `DeltaError` for a file that is no sound delta."""
+    """Return what a delta file says without its base. Raise a `DeltaError` if the file is not a valid delta.
+
+    Parameters
+    ----------
+    delta
+        The bytes of a delta file.
+    """
     file = delta_file.parse(delta)
     structure = file.structure
     return DeltaFacts(
         memoryview(delta).nbytes,
         file.before,
         file.after,
-        [_facts(name, file.data[slice(*span)]) for name, span in file.payloads.items()],
+        [_facts(name, file.data[slice(*payload)]) for name, payload in file.payloads.items()],
         {name: (dtype.name, shape) for name, (dtype, shape) in structure.added.items()},
         structure.removed,
         structure.aliases,

@@ -1,4 +1,4 @@
-"""A change of a state that is ready to be made: everything decoded and checked, and then only a swap of values."""
+"""A change of a state that is decoded and checked, so that applying it is only a swap of values."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from ..format.delta_file import Coverage, DeltaBytes, Span
 from ..format.digest import Digest
 from ..tensors.bits import Tensor
 from ..tensors.state import codec_for, thread_count
-from .resolve import ResolutionPlan, mark_writes, plan_resolution, resolve_plan
+from .plan import ResolutionPlan, mark_writes, plan_resolution
+from .resolve import resolve_plan
 
 
 class PreparedUpdate:
-    """Deltas decoded against a state, or each against a part of it, to be applied together in the shortest possible time, and taken back.
+    """Deltas that are decoded against a state, or each against a part of it, and then applied together in the shortest possible time.
 
     >>> update = PreparedUpdate()
     >>> update.add(state, delta)      # decodes and checks; changes nothing
     >>> update.apply()                # all of it; cannot fail half-way
     >>> update.revert()               # the state is again what it was
 
-    It holds on to the arrays, and to about 4 bytes and the old value per changed element (`nbytes`). Between `add` and `apply`, and between
-    `apply` and `revert`, the state must not be changed by anything else: the elements would get a mix of values. Parts must not overlap,
-    but for tied tensors: the same memory under several names, which must change in the same way under each (`TensorsTied`).
+    It keeps the arrays alive, and needs about 4 bytes and the size of one element for each changed element (`nbytes`). Nothing else may
+    change the state between `add` and `apply`, or between `apply` and `revert`: its elements would get a mix of values. The parts must not
+    overlap. Only tied tensors may have the same memory, and they must change in the same way under each name (`TensorsTied`).
+
+    Parameters
+    ----------
+    threads
+        The number of threads to use; by default, as many as there are processors that this process may use.
     """
 
     def __init__(self, *, threads: int | None = None) -> None:
@@ -33,30 +39,38 @@ class PreparedUpdate:
         self._is_ready = self.is_applied = False
         self._coverage = Coverage()
         self._data: list[memoryview] = []
-        """Of the deltas that were added."""
-        self._met: dict[object, tuple[str, int, Span | None]] = {}
-        """By memory: the tensor that has it, in which delta, and where its payload is there."""
+        """The data of each delta that was added."""
+        self._tensor_at: dict[object, tuple[str, int, Span | None]] = {}
+        """By memory: the name of its first tensor, the number of that tensor's delta, and the range of its payload."""
         self.changed = 0
-        """Elements that it changes."""
+        """The number of elements that the update changes."""
         self.nbytes = 0
+        """The memory that the update needs, in bytes."""
 
     def add(self, state: MutableMapping[str, Tensor], delta: DeltaBytes) -> tuple[Digest, Digest]:
-        """Decode a delta against the state that it was made from. Returns the digests before and after. Nothing is changed.
+        """Decode a delta against the state that it was made from, without changing anything. Return the digests before and after.
 
-        Raises as `apply_delta` does, after which the update must not be used; and `CorruptDelta` for a delta that adds or removes tensors,
-        since that is no change of values.
+        Raises as `apply_delta` does, and `CorruptDelta` if the delta adds or removes tensors, because only values can be swapped. After an
+        error the update must not be used.
+
+        Parameters
+        ----------
+        state
+            The state that the delta was made from, or a part of a larger one.
+        delta
+            The bytes of a delta file.
         """
         if self._is_ready:
             raise ValueError("the update was applied already; nothing can be added to it")
         file = delta_file.parse(delta, names=state)
         if file.structure.added or file.structure.removed:
-            raise CorruptDelta("the delta adds or removes tensors, which has no place here.")
+            raise CorruptDelta("the delta adds or removes tensors, but a prepared update can only change values.")
         plan = plan_resolution(state, file)
         self._coverage.add({tensor.name: (tensor.start, tensor.start + tensor.size) for tensor in plan.tensors})
         mark_writes(plan)
-        self._write_once(plan)
+        self._skip_repeated_writes(plan)
         codec = codec_for(plan.tensors)
-        if self._resolution is None:  # all parts are where the first is: on the host, or on one GPU
+        if self._resolution is None:  # all parts are on the same device as the first: on the host, or on one GPU
             self._resolution = codec.deferred_resolution(self._threads)
         found = resolve_plan(plan, self._resolution, self._threads, codec, None)
         for tensor, write, changed in zip(plan.tensors, plan.writes, found.tolist(), strict=True):
@@ -66,27 +80,27 @@ class PreparedUpdate:
         return file.before, file.after
 
     def apply(self) -> None:
-        """Write the new values. Does nothing if they are written."""
+        """Write the new values. Does nothing if they are written already."""
         if not self.is_applied:
             self._exchange()
 
     def revert(self) -> None:
-        """Put the old values back. Does nothing if they are there."""
+        """Restore the old values. Does nothing if the new ones are not written."""
         if self.is_applied:
             self._exchange()
 
-    def _write_once(self, plan: ResolutionPlan) -> None:
-        """Leave out writes to memory that an earlier part writes already, under another name."""
+    def _skip_repeated_writes(self, plan: ResolutionPlan) -> None:
+        """Skip writes to memory that an earlier delta writes already, under another name."""
         self._data.append(plan.file.data)
         for number, tensor in enumerate(plan.tensors):
             memory = tensor.memory
             if memory is None:
                 continue
-            name, part, payload = self._met.setdefault(memory, (tensor.name, len(self._data) - 1, plan.payloads[number]))
+            name, part, payload = self._tensor_at.setdefault(memory, (tensor.name, len(self._data) - 1, plan.payloads[number]))
             if name == tensor.name:
                 continue
-            if _bytes(self._data[part], payload) != _bytes(plan.file.data, plan.payloads[number]):  # the same change is the same bytes
-                changed = [owner for owner, span in ((name, payload), (tensor.name, plan.payloads[number])) if span is not None]
+            if _bytes(self._data[part], payload) != _bytes(plan.file.data, plan.payloads[number]):  # equal changes have equal bytes
+                changed = [owner for owner, changes in ((name, payload), (tensor.name, plan.payloads[number])) if changes is not None]
                 raise TensorsTied.of(name, tensor.name, changed=changed)
             plan.writes[number] = False
 
@@ -95,7 +109,7 @@ class PreparedUpdate:
             if self._resolution is not None:
                 self._resolution.compact()
             self._coverage = Coverage()
-            self._met.clear()
+            self._tensor_at.clear()
             self._data.clear()
             self._is_ready = True
         self.is_applied = not self.is_applied

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..chain.version import Version
 from ..errors import PublisherClosed
 from ..events import OnEvent, emit
-from ..tensors.gpu_handover import Handover
+from ..tensors.gpu_handover import GpuHandover
 from .at_exit import finish_at_exit, forget, wait_at_exit
 from .publication import Publication
 from .snapshots import SnapshotMemory, copy_tensors
@@ -68,7 +68,7 @@ class PendingVersion:
 @dataclass(slots=True)
 class _Snapshot:
     publication: Publication
-    copied: Handover
+    copied: GpuHandover
     """Says when the copy is complete: a GPU may still be making it."""
     handle: PendingVersion
 
@@ -125,10 +125,10 @@ class BackgroundQueue:
             state, table = publication.weights, publication.table
             arrays = self._memory.take(table, state, None if superseded is None else dict(superseded.publication.weights))
             if superseded is not None:
-                superseded.copied.precede()  # another stream may still be copying into this memory
+                superseded.copied.delay_current_streams()  # another stream may still be copying into this memory
             copy_tensors(state, arrays, wait=False)
             copy = replace(publication, weights=arrays, is_owned=True)
-            snapshot = _Snapshot(copy, Handover(state), PendingVersion(self._forget_error, publication.step))
+            snapshot = _Snapshot(copy, GpuHandover(state), PendingVersion(self._forget_error, publication.step))
             with self._changed:
                 self._check_open()  # it may have been closed while the state was copied
                 overtaken, self._waiting = self._waiting, snapshot  # another thread may have submitted one meanwhile
@@ -181,7 +181,7 @@ class BackgroundQueue:
                 self._publishing, self._is_following_up = None, True
                 self._changed.notify_all()
             try:
-                with snapshot.copied.taken():  # shortcuts read the same copies, so they must wait for training's stream, too
+                with snapshot.copied.on_side_stream():  # shortcuts read the same copies, so they must wait for training's stream, too
                     self._follow_up()
             except BaseException as error:  # not expected, because upkeep reports its errors; but the thread must survive
                 with self._changed:
@@ -192,7 +192,7 @@ class BackgroundQueue:
 
     def _publish(self, snapshot: _Snapshot) -> None:
         try:
-            with snapshot.copied.taken():
+            with snapshot.copied.on_side_stream():
                 version = self._write(snapshot.publication)
         except BaseException as error:  # the next call raises it, or `result` of the handle
             with self._changed:

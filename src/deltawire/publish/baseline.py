@@ -15,7 +15,7 @@ from ..delta.resolve import apply_delta
 from ..format.digest import Digest
 from ..format.records.chain_records import CommitRef
 from ..tensors.bits import State
-from ..tensors.gpu_handover import Handover, beside
+from ..tensors.gpu_handover import GpuHandover, on_side_stream
 from .history import History, budget_for, span_of
 from .shortcuts.compose import compose
 from .snapshots import Arrays, SnapshotDevice, copy_of, copy_tensors, is_kept_like, new_arrays
@@ -95,7 +95,7 @@ class Baseline:
         with self._moving(at, digest, None, 0):
             for index, delta in deltas.items():
                 apply_delta(self.part(index), delta, threads=self._threads)
-                Handover(self.part(index)).wait()
+                GpuHandover(self.part(index)).synchronize()
 
     def replace(self, arrays: Arrays, at: CommitRef, digest: Digest) -> None:
         """Start again from another state, of another table perhaps. The way back is lost."""
@@ -134,10 +134,10 @@ class Baseline:
         with self._lock:
             way = self._history.way_back(seq)
             now = self.part(index)
-            with beside(now) as wait:
+            with on_side_stream(now) as wait:
                 part = {name: copy_of(array) for name, array in now.items()}
                 wait()  # before anybody else, and any other stream, gets to change what is copied
-        with beside(part) as wait:
+        with on_side_stream(part) as wait:
             for reverse in way:
                 if index in reverse.deltas:
                     apply_delta(part, reverse.deltas[index], threads=self._threads)

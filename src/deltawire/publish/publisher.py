@@ -21,8 +21,9 @@ from ..errors import PublisherClosed, PublishError
 from ..events import OnEvent
 from ..format.records.signing import SigningKey
 from ..store import Store, open_store
-from ..tensors.bits import State, is_module
+from ..tensors.bits import State
 from ..tensors.casting import Casting, WireDType
+from ..tensors.torch_types import is_module
 from .advice import Advice
 from .append import Appender
 from .at_exit import warn_lost

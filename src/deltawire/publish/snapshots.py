@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..codec.bits import Bits, DeviceBits, on_gpu
 from ..dtypes import DType
 from ..tensors.bits import State, tensor_bits, typed
 from ..tensors.casting import Casts
-from ..tensors.gpu_handover import Handover, beside
+from ..tensors.gpu_handover import GpuHandover, on_side_stream
 from .upload.segments import TensorTable
 
 Arrays = dict[str, Any]
@@ -38,7 +39,7 @@ def new_arrays(table: TensorTable, state: State, place: SnapshotDevice) -> Array
 def is_kept_like(arrays: Mapping[str, Any], state: State, place: SnapshotDevice) -> bool:
     """Whether these arrays are where `new_arrays` would put them."""
     return all(
-        is_on_gpu(tensor_bits(name, arrays[name]).bits) == (place == "device" and is_on_gpu(tensor_bits(name, tensor).bits))
+        on_gpu(tensor_bits(name, arrays[name]).bits) == (place == "device" and on_gpu(tensor_bits(name, tensor).bits))
         for name, tensor in state.items()
     )
 
@@ -74,30 +75,30 @@ class SnapshotMemory:
 def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True) -> None:
     """Copy every tensor of `source` to the memory of its name, bit for bit; one of another type than that memory is cast.
 
-    Without `wait`, what a GPU copies is there when the current stream gets to it: to be read by way of a `Handover`.
+    Without `wait`, what a GPU copies is there when the current stream gets to it: to be read by way of a `GpuHandover`.
     """
     for name, tensor in source.items():
         _copy(name, tensor, target[name], wait)
     if wait:
-        Handover(source, {name: target[name] for name in source}).wait()
+        GpuHandover(source, {name: target[name] for name in source}).synchronize()
 
 
 def _copy(name: str, source: Any, target: Any, wait: bool) -> None:
     goal = tensor_bits(name, target)
     to, bits = goal.bits, Casts().cast(tensor_bits(name, source), goal.dtype, goal).bits
-    if is_on_gpu(bits) or is_on_gpu(to):
+    if on_gpu(bits) or on_gpu(to):
         _as_tensor(to).copy_(_as_tensor(bits), non_blocking=not wait)
-        if is_on_gpu(to) and not wait:
+        if on_gpu(to) and not wait:
             _keep(to)
     else:
         np.copyto(to, bits)
 
 
-def _keep(bits: Any) -> None:
+def _keep(bits: DeviceBits) -> None:
     """Memory on a GPU may have been made for another stream, to which it goes back when dropped: not before this one is done with it."""
     from ..codec.gpu.device import gpu_at
 
-    gpu = gpu_at(bits.tensor.device)
+    gpu = gpu_at(bits.device)
     gpu.keep(bits.tensor, gpu.current())
 
 
@@ -118,7 +119,7 @@ def host_array(name: str, array: Any) -> NDArray[Any]:
     flat = found.reshape(-1).view(f"i{found.itemsize}")
     step = _PIECE // found.itemsize
     pinned = gpu_at(there.device).pinned(min(step, flat.size), there.dtype)
-    with beside({name: array}) as wait:
+    with on_side_stream({name: array}) as wait:
         for start in range(0, flat.size, step):
             piece = there[start : start + step]
             pinned[: piece.numel()].copy_(piece, non_blocking=True)
@@ -127,27 +128,23 @@ def host_array(name: str, array: Any) -> NDArray[Any]:
     return found
 
 
-def is_on_gpu(bits: Any) -> bool:
-    return not isinstance(bits, np.ndarray)
-
-
-def _new_array(dtype: DType, shape: tuple[int, ...], like: Any, place: SnapshotDevice) -> Any:
-    if not is_on_gpu(like):
+def _new_array(dtype: DType, shape: tuple[int, ...], like: Bits, place: SnapshotDevice) -> Any:
+    if not on_gpu(like):
         return np.empty(shape, dtype.numpy)
     import torch
 
     from ..codec.gpu.device import gpu_at
 
-    gpu, integer = gpu_at(like.tensor.device), getattr(torch, f"int{dtype.width}")
+    gpu, integer = gpu_at(like.device), getattr(torch, f"int{dtype.width}")
     if place == "device":
-        return typed(gpu.empty(like.size, integer), dtype, shape)
+        return typed(DeviceBits(gpu.empty(like.size, integer)), dtype, shape)
     return gpu.pinned(like.size, integer).numpy().view(dtype.numpy).reshape(shape)
 
 
-def _as_tensor(bits: Any) -> Any:
+def _as_tensor(bits: Bits) -> Any:
     """Bits as a torch tensor of signed integers, of the same memory."""
-    if is_on_gpu(bits):
+    if on_gpu(bits):
         return bits.elements()
     import torch
 
-    return torch.from_numpy(cast("NDArray[Any]", bits).view(f"i{bits.itemsize}"))
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}"))

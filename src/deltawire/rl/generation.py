@@ -22,8 +22,8 @@ from ..fleet.generation import Generated, Stop, never
 from ..format.records.fleet_records import Sampling
 from ..store import Store
 from ..subscribe.model_files import FollowedFiles, ModelFiles
-from ..tensors.bits import to_torch
 from ..tensors.checkpoint_layout import CheckpointLayout
+from ..tensors.torch_types import to_torch
 from .sampling import passes_of, sample
 
 

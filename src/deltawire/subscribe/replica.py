@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from ..format.records.chain_records import Commit
 from .sync_context import SyncContext
 
-if TYPE_CHECKING:
-    from .mirror.mirror_replica import MirrorReplica
-
 
 class Replica(Protocol):
-    """A copy of the model. It always holds one complete version, or none yet, whatever fails."""
+    """A copy of the model. Whatever fails, it is at a whole version, or at none yet."""
 
     @property
     def commit(self) -> Commit | None:
-        """The commit of the version that the replica holds. It is never a fence. None before the first version."""
+        """The commit that made the version at hand; never a fence."""
         ...
 
     @property
     def state(self) -> Mapping[str, NDArray[Any]]:
-        """The weights, read-only. Empty before the first version."""
-        ...
-
-    @property
-    def mirror(self) -> MirrorReplica | None:
-        """The mirror that the replica is in, or gets its versions from. None if there is no mirror."""
+        """The weights, read-only; empty while there are none."""
         ...
 
     def move(self, target: Commit, context: SyncContext) -> None:
-        """Bring the replica to the version of `target`.
-
-        Parameters
-        ----------
-        target
-            The commit to reach.
-        context
-            The chain, its routes, and the means to fetch what they need.
-        """
+        """Get to the version of `target`."""
         ...
 
-    def close(self) -> None:
-        """Release what the replica holds. It may be called twice."""
-        ...
+    def close(self) -> None: ...

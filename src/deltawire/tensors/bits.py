@@ -1,22 +1,23 @@
-"""Tensors of any library as bits that the codec can work on, without a copy. torch is used only if the caller has imported it."""
+"""Tensors of NumPy or torch as bits that the codec can work on, without a copy."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec.base import Bits
-from ..dtypes import DType, dtype_named, dtype_of_numpy
-from ..errors import BadTensorName, ShapeMismatch, UnsupportedDtype, UnsupportedTensor
+from ..codec.bits import Bits, DeviceBits, HostBits, on_gpu
+from ..dtypes import DType, dtype_of_numpy
+from ..errors import ShapeMismatch, UnsupportedDtype, UnsupportedTensor
 from ..format.digest import PART_ALIGNMENT, TensorKeys
+from . import torch_types
+from .names import check_name, check_names
 
 if TYPE_CHECKING:
     import torch
@@ -26,34 +27,23 @@ else:
     Tensor: TypeAlias = Any
 
 State: TypeAlias = Mapping[str, Tensor]
-"""Where a process holds only parts of tensors, `TensorPart`s take their place."""
-
-_TORCH_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float64": "F64",
-}
+"""Names to tensors. In a process that holds only parts of tensors, the values are `TensorPart`s."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A run of a tensor's elements in row-major order, held without the rest of it (docs/format.md §6).
+    """A range of a tensor's elements in row-major order, for a process that does not hold the rest of it (docs/format.md §6).
 
-    In the state of a process that has only its own shards it stands for the tensor: `elements`, of one dimension, are those from `start` on
-    of a tensor of `shape`. `start` must be a multiple of 512 bytes. States of parts are encoded, digested and changed like others.
+    Such a part stands for its tensor in a state. States of parts are encoded, digested and changed like other states.
+
+    Parameters
+    ----------
+    elements
+        The elements, as an array of one dimension.
+    shape
+        The shape of the whole tensor.
+    start
+        The index of the first element in the whole tensor. It must be at a multiple of 512 bytes.
     """
 
     elements: NDArray[Any]
@@ -72,28 +62,28 @@ class TensorPart:
         return dataclasses.replace(self, elements=self.elements.copy())
 
 
-@dataclass(slots=True)  # frozen, it would take three times as long to make
+@dataclass(slots=True)  # a frozen dataclass would take three times as long to make
 class TensorBits:
-    """A named tensor, seen as unsigned integers. `bits` shares memory with the tensor.
+    """A named tensor as integers of its element width, in the tensor's own memory.
 
-    Of a part, `whole` is the shape of the tensor that it is a part of, and `start` its first element there.
+    If the tensor is a part, `whole` is the shape of the tensor that it belongs to, and `start` its first element there.
     """
 
     name: str
     dtype: DType
-    source: Any
-    """The bits, as `Bits`; or a torch tensor on the host, in plain memory, of which they are made each time that they are asked for."""
+    source: Bits | torch.Tensor
+    """The bits; or a torch tensor in host memory, from which `bits` makes an array at each call."""
     whole: tuple[int, ...] | None = None
     start: int = 0
-    seen_as: Any = None
-    """Of a torch tensor: torch's unsigned integer of the same width."""
+    unsigned: torch.dtype | None = None
+    """If `source` is a torch tensor: torch's unsigned integer type of the same width."""
 
     @property
     def bits(self) -> Bits:
-        found: Bits = self.source
-        if self.seen_as is not None:
-            tensor = self.source.detach() if self.source.requires_grad else self.source
-            found = tensor.view(self.seen_as).numpy()
+        if self.unsigned is None:
+            return self.source
+        tensor: torch.Tensor = self.source
+        found: HostBits = (tensor.detach() if tensor.requires_grad else tensor).view(self.unsigned).numpy()
         return found
 
     @property
@@ -102,52 +92,61 @@ class TensorBits:
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
-        return int(self.source.size if self.seen_as is None else self.source.numel())
+        """The number of elements."""
+        if self.unsigned is None:
+            return int(self.source.size)
+        tensor: torch.Tensor = self.source
+        return int(tensor.numel())
 
     @property
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
     def can_follow(self, other: TensorBits) -> bool:
-        """Whether a delta can lead from the other one to this."""
+        """Tell whether a delta can lead from the other tensor to this one."""
         alike = self.dtype.code == other.dtype.code and self.source.shape == other.source.shape
         return bool(alike and self.whole == other.whole and self.start == other.start)
 
     def cut(self, start: int, stop: int) -> TensorBits:
-        """Its elements from `start` to `stop`, in row-major order. `ShapeMismatch` if it has not got them.
+        """Return the elements from `start` to `stop` in row-major order. Raise `ShapeMismatch` if the tensor does not have them.
 
-        They are the same memory where the tensor is contiguous, or the part is one of whole rows; else a copy that cannot be written to.
+        They are the tensor's own memory if the tensor is contiguous or the range consists of whole rows. Otherwise they are a read-only
+        copy.
         """
         if self.whole is not None:
             if (start, stop) != (self.start, self.start + self.size):
-                raise ShapeMismatch(f"of tensor {self.name!r} there are not exactly the elements from {start} to {stop}.")
+                raise ShapeMismatch(
+                    f"the state holds elements {self.start} to {self.start + self.size} of tensor {self.name!r}, not {start} to {stop}."
+                )
             return self
         if not 0 <= start <= stop <= self.size:
-            raise ShapeMismatch(f"tensor {self.name!r} has no elements from {start} to {stop}.")
-        return TensorBits(self.name, self.dtype, _run(self.bits, start, stop), self.shape, start)
+            raise ShapeMismatch(f"tensor {self.name!r} has {self.size} elements; it does not have elements {start} to {stop}.")
+        return TensorBits(self.name, self.dtype, _range_of(self.bits, start, stop), self.shape, start)
 
     @property
     def memory(self) -> tuple[int, ...] | None:
-        """Equal for two tensors that are the same memory seen in the same way; None where there are no elements."""
+        """A key that is equal for two tensors with the same memory, type, shape and strides; None if there are no elements."""
         return (self.address, self.dtype.code, *self.shape, *self.strides) if self.size else None
 
     @property
     def address(self) -> int:
-        """Of the first element, on whatever device."""
-        return address(self.source) if self.seen_as is None else int(self.source.data_ptr())
+        """The address of the first element, in host memory or on a GPU."""
+        if self.unsigned is None:
+            return self.source.address if on_gpu(self.source) else int(self.source.ctypes.data)
+        tensor: torch.Tensor = self.source
+        return int(tensor.data_ptr())
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """In bytes."""
-        if self.seen_as is None:
-            strides: tuple[int, ...] = self.source.strides
-            return strides
-        return tuple(stride * self.dtype.itemsize for stride in self.source.stride())
+        """The strides in bytes."""
+        if self.unsigned is None:
+            return tuple(self.source.strides)
+        tensor: torch.Tensor = self.source
+        return tuple(stride * self.dtype.itemsize for stride in tensor.stride())
 
     @property
     def byte_bounds(self) -> tuple[int, int]:
-        """The first address of its elements, and the first after them. Of no meaning where there are none."""
+        """The first address of the elements, and the first address after them. Meaningless if there are no elements."""
         low = high = self.address
         if self.is_contiguous:
             return low, low + self.nbytes
@@ -160,133 +159,88 @@ class TensorBits:
 
     @property
     def is_contiguous(self) -> bool:
-        if isinstance(self.source, np.ndarray):
-            return self.source.flags.c_contiguous
-        return bool((self.source.tensor if self.seen_as is None else self.source).is_contiguous())
+        if self.unsigned is None:
+            return self.source.is_contiguous if on_gpu(self.source) else bool(self.source.flags.c_contiguous)
+        tensor: torch.Tensor = self.source
+        return bool(tensor.is_contiguous())
 
     @property
     def is_read_only(self) -> bool:
-        return isinstance(self.source, np.ndarray) and not self.source.flags.writeable
-
-    @property
-    def on_host(self) -> bool:
-        """Whether `bits` are an array. Those of a CUDA tensor only have the attributes of one that whole states are handled with."""
-        return self.seen_as is not None or isinstance(self.source, np.ndarray)
+        return self.unsigned is None and not on_gpu(self.source) and not self.source.flags.writeable
 
 
 def tensor_bits(name: object, tensor: object) -> TensorBits:
-    """See a tensor as bits. Raises `BadTensorName`, `UnsupportedTensor` or `UnsupportedDtype`."""
+    """Return a tensor as bits. Raise `BadTensorName`, `UnsupportedTensor` or `UnsupportedDtype` if the codec cannot work on it."""
     return named_bits(check_name(name), tensor)
 
 
 def state_bits(state: State) -> list[TensorBits]:
-    """See all tensors of a state as bits. Raises as `tensor_bits` does."""
+    """Return all tensors of a state as bits. Raise as `tensor_bits` does."""
     check_names(state)
     return [named_bits(name, tensor) for name, tensor in state.items()]
 
 
 def named_bits(checked: str, tensor: object) -> TensorBits:
-    """Like `tensor_bits`, for a name that was checked."""
+    """Like `tensor_bits`, for a name that was checked already."""
     if isinstance(tensor, TensorPart):
         part = named_bits(checked, tensor.elements)
-        room = math.prod(tensor.shape)
-        if len(part.shape) != 1 or not 0 <= tensor.start <= tensor.stop <= room or tensor.start * part.dtype.itemsize % PART_ALIGNMENT:
-            raise UnsupportedTensor(f"tensor {checked!r} has a part that cannot be: elements {tensor.start} to {tensor.stop} of {room}.")
+        count = math.prod(tensor.shape)
+        if len(part.shape) != 1 or not 0 <= tensor.start <= tensor.stop <= count or tensor.start * part.dtype.itemsize % PART_ALIGNMENT:
+            raise UnsupportedTensor(
+                f"tensor {checked!r} has an invalid part: elements {tensor.start} to {tensor.stop} of {count}, "
+                f"in {len(part.shape)} dimensions. A part has one dimension and starts at a multiple of {PART_ALIGNMENT} bytes."
+            )
         return dataclasses.replace(part, whole=tensor.shape, start=tensor.start)
     if isinstance(tensor, np.generic):
         tensor = np.asarray(tensor)
-        tensor.flags.writeable = False  # a copy: writing to it would be lost
+        tensor.flags.writeable = False  # it is a copy, so that a write to it would be lost
     if isinstance(tensor, np.ndarray):
         dtype = dtype_of_numpy(tensor.dtype)
         if not tensor.flags.c_contiguous and any(
             stride % dtype.itemsize and size > 1 for size, stride in zip(tensor.shape, tensor.strides, strict=True)
         ):
-            raise UnsupportedTensor(f"tensor {checked!r} has strides that are no multiple of its element size.")
+            raise UnsupportedTensor(f"tensor {checked!r} has strides that are not multiples of its element size.")
         return TensorBits(checked, dtype, np.asarray(tensor).view(dtype.bits))
-    if is_torch(tensor):
-        return _torch_bits(checked, cast(Any, tensor), _torch_types(sys.modules["torch"]))
+    if torch_types.is_torch(tensor):
+        return _torch_bits(checked, tensor, torch_types.torch_types(sys.modules["torch"]))
     raise UnsupportedTensor(f"tensor {checked!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}.")
 
 
-def check_name(name: object) -> str:
-    """The name, if it can stand in a safetensors file."""
-    if not isinstance(name, str):
-        raise BadTensorName(f"{name!r} is not a string.")
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise BadTensorName(f"{name!r} is not valid Unicode.") from None
-    if name in ("", "__metadata__"):
-        raise BadTensorName(f"{name!r} cannot be the name of a tensor.")
-    return name
-
-
-def check_names(names: Collection[object]) -> None:
-    """`check_name` of many."""
-    try:
-        "".join(cast("Collection[str]", names)).encode()
-        sound = "" not in names and "__metadata__" not in names
-    except (TypeError, UnicodeEncodeError):
-        sound = False
-    if not sound:
-        for name in names:
-            check_name(name)
-
-
 def keys_of(tensors: Sequence[TensorBits]) -> TensorKeys:
+    """Return the digest keys of tensors or of parts of tensors."""
     keys = TensorKeys.of((tensor.name, tensor.dtype, tensor.shape if tensor.whole is None else tensor.whole) for tensor in tensors)
     if all(tensor.whole is None for tensor in tensors):
         return keys
     return keys.of_parts([None if tensor.whole is None else tensor.start * tensor.dtype.itemsize for tensor in tensors])
 
 
-def address(bits: Bits) -> int:
-    return bits.ctypes.data if isinstance(bits, np.ndarray) else bits.address
+def typed(flat: Bits, dtype: DType, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Return integers as elements of their own type: a NumPy array, or a torch tensor on the GPU."""
+    own: Tensor = flat.tensor.view(torch_types.torch_dtype(dtype)) if on_gpu(flat) else flat.view(dtype.numpy)
+    return own if shape is None else own.reshape(shape)
 
 
-def _run(bits: Any, start: int, stop: int) -> Bits:
-    """Elements in row-major order: a view where they are one, else a read-only copy; on a device, which has no such thing, refused."""
+def _range_of(bits: Bits, start: int, stop: int) -> Bits:
+    """Return a range of elements in row-major order as a view, or else as a read-only copy. Raise if a GPU would have to copy."""
     row = math.prod(bits.shape[1:])
-    memory: Any = bits if isinstance(bits, np.ndarray) else bits.tensor
-    if memory.flags.c_contiguous if memory is bits else memory.is_contiguous():
-        run = memory.reshape(-1)[start:stop]
-    elif start % row == stop % row == 0:
-        run = memory[start // row : stop // row]
-    elif memory is bits:
-        run = memory.reshape(-1)[start:stop]
-        run.flags.writeable = False
-    else:
-        raise UnsupportedTensor("a part of a tensor that is not contiguous can be had on the CPU only.")
-    return cast("Bits", run if memory is bits else type(bits)(run))
+    is_rows = row > 0 and start % row == stop % row == 0
+    if on_gpu(bits):
+        if bits.is_contiguous:
+            return DeviceBits(bits.tensor.reshape(-1)[start:stop])
+        if is_rows:
+            return DeviceBits(bits.tensor[start // row : stop // row])
+        raise UnsupportedTensor("a part of a tensor that is not contiguous can be read on the CPU only.")
+    if is_rows and not bits.flags.c_contiguous:
+        return bits[start // row : stop // row]
+    elements = bits.reshape(-1)[start:stop]
+    if not bits.flags.c_contiguous:
+        elements.flags.writeable = False
+    return elements
 
 
-def is_torch(tensor: object) -> bool:
-    known = torch_tensor()
-    return known is not None and isinstance(tensor, known)
-
-
-def is_module(model: object) -> bool:
-    """Whether this is a `torch.nn.Module`."""
-    known = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
-    return known is not None and isinstance(model, known)
-
-
-def torch_tensor() -> type | None:
-    """The class of torch's tensors; None where nobody has imported torch, or somebody is at it: then there are none."""
-    return getattr(sys.modules.get("torch"), "Tensor", None)
-
-
-def to_torch(array: NDArray[Any]) -> torch.Tensor:
-    """A torch tensor of an array's memory; for states that hold torch tensors."""
-    import torch
-
-    dtype = dtype_of_numpy(array.dtype)
-    return torch.from_numpy(array.view(_signed(dtype.width))).view(_torch_types(torch).dtypes[dtype.name])
-
-
-def _torch_bits(name: str, tensor: torch.Tensor, known: _TorchTypes) -> TensorBits:
+def _torch_bits(name: str, tensor: torch.Tensor, known: torch_types.TorchTypes) -> TensorBits:
     if type(tensor) not in known.tensors:
-        more = " deltawire.trainers.FSDPPublisher publishes such." if type(tensor).__name__ == "DTensor" else ""
+        more = " deltawire.trainers.FSDPPublisher publishes DTensors." if type(tensor).__name__ == "DTensor" else ""
         raise UnsupportedTensor(f"tensor {name!r} is a {type(tensor).__name__}.{more}")
     if tensor.layout != known.dense or tensor.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} is not dense.")
@@ -295,97 +249,28 @@ def _torch_bits(name: str, tensor: torch.Tensor, known: _TorchTypes) -> TensorBi
     if tensor.dtype not in known.elements:
         raise UnsupportedDtype(str(tensor.dtype))
     dtype, signed, unsigned = known.elements[tensor.dtype]
-    if is_on_gpu(tensor):
-        return TensorBits(name, dtype, _cuda_bits(name, tensor.detach() if tensor.requires_grad else tensor, signed))
+    if torch_types.gpu_of(tensor) is not None:
+        return TensorBits(name, dtype, _device_bits(name, tensor.detach() if tensor.requires_grad else tensor, signed))
     try:
         found = TensorBits(name, dtype, tensor, None, 0, unsigned)
         if tensor.is_contiguous() and tensor.data_ptr() and not (tensor.is_neg() or tensor.is_nested):
             return found
         if not _is_freed(tensor):
             return TensorBits(name, dtype, found.bits)
-    except RuntimeError:  # nested, or computed when it is read (lazily negated): there is no memory that is these bits
+    except RuntimeError:  # the tensor is nested, or lazily negated: no memory holds these bits
         pass
     raise UnsupportedTensor(f"tensor {name!r} is not plain memory.")
 
 
-def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether it is the GPU codec's to work on."""
-    return bool(tensor.is_cuda)
-
-
 def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether it has elements, but no memory: trainers give that back while they do without; zeros of torch's own have never had any."""
+    """Tell whether a tensor has elements but no memory.
+
+    Some trainers free the memory of weights that they do not need. Torch's internal zero tensors never have memory.
+    """
     return not tensor.data_ptr() and tensor.numel() > 0
 
 
-def _cuda_bits(name: str, tensor: torch.Tensor, integer: torch.dtype) -> Bits:
+def _device_bits(name: str, tensor: torch.Tensor, integer: torch.dtype) -> DeviceBits:
     if tensor.is_neg() or tensor.is_conj() or _is_freed(tensor):
         raise UnsupportedTensor(f"tensor {name!r} is not plain memory.")
-    bits: Bits = _device_bits()(tensor.view(integer))
-    return bits
-
-
-@functools.cache
-def _device_bits() -> Any:
-    from ..codec.gpu.device_bits import DeviceBits
-
-    return DeviceBits
-
-
-def typed(flat: Any, dtype: DType, shape: tuple[int, ...] | None = None) -> Any:
-    """Elements given as integers, an array or a torch tensor, in their own type."""
-    own = flat.view(dtype.numpy) if isinstance(flat, np.ndarray) else flat.view(torch_dtype(dtype))
-    return own if shape is None else own.reshape(shape)
-
-
-def dtype_of(values: Any) -> DType:
-    """The type of an array or of a torch tensor."""
-    if isinstance(values, np.ndarray):
-        return dtype_of_numpy(values.dtype)
-    return _torch_types(sys.modules["torch"]).elements[values.dtype][0]
-
-
-def torch_dtype(dtype: DType, *, bits: bool = False) -> Any:
-    """Torch's element type; with `bits`, its signed integer of the same width."""
-    import torch
-
-    return getattr(torch, f"int{dtype.width}") if bits else _torch_types(torch).dtypes[dtype.name]
-
-
-def torch_name(dtype: DType) -> str:
-    """What torch calls the type, such as "bfloat16"."""
-    return next(ours for ours, theirs in _TORCH_NAMES.items() if theirs == dtype.name)
-
-
-def named_dtype(name: str) -> DType | None:
-    """The type that torch calls so, such as "bfloat16"; None if the format does not know it."""
-    return dtype_named(_TORCH_NAMES[name]) if name in _TORCH_NAMES else None
-
-
-class _TorchTypes(NamedTuple):
-    """What of torch is asked for with every tensor."""
-
-    tensors: frozenset[type]
-    """Classes that are plain memory."""
-    dense: Any
-    is_hip: bool
-    """It calls AMD's GPUs cuda."""
-    elements: dict[Any, tuple[DType, Any, Any]]
-    """Of torch's element types: ours, and the integers of the same width, signed and unsigned."""
-    dtypes: dict[str, Any]
-    """Torch's element types by our names."""
-
-
-@functools.lru_cache(maxsize=1)
-def _torch_types(torch: Any) -> _TorchTypes:
-    dtypes = {theirs: getattr(torch, ours) for ours, theirs in _TORCH_NAMES.items() if hasattr(torch, ours)}
-    elements = {}
-    for name, dtype in dtypes.items():
-        width = dtype_named(name).width
-        elements[dtype] = dtype_named(name), getattr(torch, f"int{width}"), getattr(torch, f"uint{width}")
-    classes = [torch.Tensor, torch.nn.Parameter, *([torch.nn.Buffer] if hasattr(torch.nn, "Buffer") else [])]
-    return _TorchTypes(frozenset(classes), torch.strided, bool(torch.version.hip), elements, dtypes)
-
-
-def _signed(width: int) -> np.dtype[Any]:
-    return np.dtype(f"int{width}")
+    return DeviceBits(tensor.view(integer))

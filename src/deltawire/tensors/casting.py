@@ -1,34 +1,44 @@
-"""Casting weights to what the fleet serves: a trainer that holds float32 publishes the bfloat16 that it rounds to.
+"""Casting weights to the element type that the fleet serves: a trainer that holds float32 publishes the bfloat16 that it rounds to.
 
-Nothing is cast unless somebody asks for it, by `dtype`. Only float16, bfloat16, float32 and float64 are cast, and only to one of these:
-integers are no weights, and 8-bit floats mean nothing without their scales.
+Weights are cast only if the caller passes `dtype`. Only float16, bfloat16, float32 and float64 are cast, and only to one of these:
+integers are not weights, and 8-bit floats mean nothing without their scales.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ..codec.base import Bits
+from ..codec.bits import Bits, DeviceBits, HostBits, MasterWeightBits, in_host_memory, on_gpu
 from ..dtypes import DType, dtype_named, dtype_of_numpy
 from ..errors import UnsupportedDtype
-from .bits import TensorBits, named_dtype, torch_dtype
+from .bits import TensorBits
+from .torch_types import named_dtype, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 DTypeLike: TypeAlias = Any
 """A torch or NumPy type, or its name: `torch.bfloat16`, `ml_dtypes.bfloat16`, `"bfloat16"`."""
 
 WireDType: TypeAlias = DTypeLike | Callable[[str, Any], "DTypeLike | None"]
-"""One type for all weights, or a function of a tensor's name and the tensor; where that returns None, the tensor stays as it is."""
+"""One type for all weights, or a function of a tensor's name and the tensor. If the function returns None, the tensor is not cast."""
 
 _BF16, _F32 = dtype_named("BF16"), dtype_named("F32")
 _CASTABLE = {dtype_named(name) for name in ("F16", "BF16", "F32", "F64")}
 
 
 class Casting:
-    """Says for each tensor what type it has on the wire. `dtype` is what a user asked for; None casts nothing."""
+    """Decides which element type each tensor has on the wire.
+
+    Parameters
+    ----------
+    dtype
+        The type that the user asked for, or a function that returns it; None casts nothing.
+    """
 
     def __init__(self, dtype: WireDType | None) -> None:
         self._choose: Callable[[str, Any], DTypeLike | None] | None = None
@@ -45,11 +55,11 @@ class Casting:
 
     @property
     def dtype(self) -> DType | None:
-        """The one type that all weights are cast to, if there is one."""
+        """The one type that all weights are cast to; None if there is no such type."""
         return self._dtype
 
     def dtype_of(self, tensor: TensorBits, original: Any) -> DType:
-        """The type of a tensor on the wire. `original` is what the caller passed for it."""
+        """Return the type of a tensor on the wire. `original` is the tensor that the caller passed."""
         if tensor.dtype not in _CASTABLE:
             return tensor.dtype
         if self._choose is not None:
@@ -59,69 +69,70 @@ class Casting:
 
 
 class Casts:
-    """Casts tensors of one state, each memory once: tied tensors stay tied."""
+    """Casts the tensors of one state. Each memory is cast once, so tied tensors stay tied."""
 
     def __init__(self) -> None:
-        self._made: dict[object, tuple[TensorBits, Bits]] = {}
-        """By memory and type. What was cast is held too: nothing else may come to lie where it was."""
+        self._made: dict[object, tuple[TensorBits, HostBits]] = {}
+        """Casts by memory and type. The originals are kept too, so that no other tensor can get their memory."""
 
     def cast(self, tensor: TensorBits, to: DType, base: TensorBits | None = None) -> TensorBits:
-        """Return the tensor as `to`, rounded to nearest and to even in between; the tensor itself if it is of that type.
+        """Return the tensor as `to`, rounded to nearest, ties to even; or the tensor itself if it has that type already.
 
-        On a GPU, float32 that is to be compared with a bfloat16 `base` is not copied: elements are rounded as they are read. NaNs of
-        float32 all become one bfloat16.
+        A GPU does not copy float32 that is to be compared with a bfloat16 `base`: its kernels round elements as they read them. All NaNs
+        of float32 become the same bfloat16.
         """
         if tensor.dtype == to:
             return tensor
-        if tensor.on_host:
+        bits: Bits
+        if on_gpu(tensor.source):
+            bits = _cast_on_gpu(tensor.source, tensor, to, base)
+        else:
             key = (tensor.memory or tensor.name, to.code)
             if key not in self._made:
-                self._made[key] = tensor, _cast(tensor, to)
+                self._made[key] = tensor, _cast_on_host(tensor, to)
             bits = self._made[key][1]
-        else:
-            bits = _cast_on_gpu(tensor, to, base)
         return TensorBits(tensor.name, to, bits, tensor.whole, tensor.start)
 
 
 def wire_dtype(dtype: DTypeLike) -> DType:
-    """Read a type that weights may be cast to. Raises `ValueError` for any other."""
+    """Return a type that weights may be cast to. Raise `ValueError` for any other."""
     found: DType | None = None
     with contextlib.suppress(TypeError, UnsupportedDtype):
         found = named_dtype(str(dtype).removeprefix("torch.")) or dtype_of_numpy(np.dtype(dtype))
-    if dtype is None or found not in _CASTABLE:  # NumPy takes None for float64
-        raise ValueError(f"dtype is what the fleet serves: float16, bfloat16, float32 or float64, not {dtype!r}")
+    if dtype is None or found not in _CASTABLE:  # NumPy reads None as float64
+        raise ValueError(f"dtype is the type that the fleet serves: float16, bfloat16, float32 or float64, not {dtype!r}")
     return found
 
 
-def _cast(tensor: TensorBits, to: DType) -> Bits:
-    if tensor.seen_as is not None:
+def _cast_on_host(tensor: TensorBits, to: DType) -> HostBits:
+    if tensor.unsigned is not None:
         return _cast_by_torch(tensor, to)
+    bits = in_host_memory(tensor.bits)
     if (tensor.dtype, to) == (_F32, _BF16):
-        return _rounded(tensor.bits)
-    with np.errstate(over="ignore"):  # beyond the range is infinite; the publisher looks for that
-        return tensor.bits.view(tensor.dtype.numpy).astype(to.numpy).view(to.bits)
+        return _rounded(bits)
+    with np.errstate(over="ignore"):  # values beyond the range become infinite, and the publisher looks for infinities
+        return bits.view(tensor.dtype.numpy).astype(to.numpy).view(to.bits)
 
 
-def _rounded(bits: Bits) -> Bits:
+def _rounded(bits: HostBits) -> HostBits:
     wide = bits.astype(np.uint32)
     halves = (wide + np.uint32(0x7FFF) + (wide >> 16 & 1)) >> 16
     return np.where((wide & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC0), halves).astype(np.uint16)
 
 
-def _cast_by_torch(tensor: TensorBits, to: DType) -> Bits:
-    """The same bits as without torch, several times as fast. What torch makes of a NaN depends on where in the tensor it is."""
-    made = tensor.source.detach().to(torch_dtype(to))
+def _cast_by_torch(tensor: TensorBits, to: DType) -> HostBits:
+    """Return the same bits as NumPy would, several times as fast. NaNs are replaced: torch's depend on their position in the tensor."""
+    source: torch.Tensor = tensor.source
+    made = source.detach().to(torch_dtype(to))
     bits = made.view(torch_dtype(to, bits=True))
     if (tensor.dtype, to) == (_F32, _BF16) and bool((is_nan := made.isnan()).any()):
         bits.masked_fill_(is_nan, 0x7FC0)
-    return cast("Bits", bits.numpy().view(to.bits))
+    found: HostBits = bits.numpy().view(to.bits)
+    return found
 
 
-def _cast_on_gpu(tensor: TensorBits, to: DType, base: TensorBits | None) -> Bits:
-    from ..codec.gpu.device_bits import DeviceBits, MasterBits
-
-    there: Any = cast(Any, tensor.bits).tensor
+def _cast_on_gpu(bits: DeviceBits, tensor: TensorBits, to: DType, base: TensorBits | None) -> DeviceBits:
     if (tensor.dtype, to) == (_F32, _BF16):
-        masters = MasterBits(there)
-        return cast("Bits", masters if base is not None and base.dtype == to and base.shape == tensor.shape else masters.rounded())
-    return cast("Bits", DeviceBits(there.view(torch_dtype(tensor.dtype)).to(torch_dtype(to)).view(torch_dtype(to, bits=True))))
+        masters = MasterWeightBits(bits.tensor)
+        return masters if base is not None and base.dtype == to and base.shape == tensor.shape else masters.rounded()
+    return DeviceBits(bits.tensor.view(torch_dtype(tensor.dtype)).to(torch_dtype(to)).view(torch_dtype(to, bits=True)))

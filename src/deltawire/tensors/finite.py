@@ -1,41 +1,58 @@
-"""Finding weights that are NaN or infinite, at the speed of memory: by the largest bit patterns of each tensor."""
+"""Finding weights that are NaN or infinite, at the speed of memory: the largest bit patterns of a tensor tell whether it has any."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from ..codec.base import Bits
+from ..codec.bits import DeviceBits, HostBits, in_host_memory, on_gpu
 from ..dtypes import DType
-from .bits import State, TensorBits, state_bits, torch_dtype
+from .bits import State, TensorBits, state_bits
 from .state import thread_count
+from .torch_types import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 _PIECE = 1 << 18
-"""Bytes that are looked at a second time while they are still in the cache."""
+"""Bytes per step. A step reads them twice, the second time from the cache."""
 
 _WORTH_A_THREAD = 64 << 20
-"""Bytes from which on starting threads costs less than it gains."""
+"""Bytes from which on threads save more time than their start costs."""
+
+
+_OnGpu: TypeAlias = tuple[str, DType, DeviceBits]
+"""A tensor on a GPU: its name, its type, its bits."""
 
 
 def count_nonfinite(state: State, *, threads: int | None = None) -> dict[str, int]:
-    """Return how many elements of each tensor are NaN or infinite; tensors that have none are not listed.
+    """Return how many elements of each tensor are NaN or infinite. Tensors without such elements are not listed.
 
-    It reads every element once, and makes no copies. Integers are never listed.
+    Every element is read once, and nothing is copied. Integer tensors are never listed.
+
+    Parameters
+    ----------
+    state
+        Names to NumPy arrays or torch tensors, on the CPU or a GPU.
+    threads
+        The number of threads to use; by default, as many as there are processors that this process may use.
     """
     tensors = [tensor for tensor in state_bits(state) if tensor.size and _limits(tensor.dtype) is not None]
-    on_host = [tensor for tensor in tensors if tensor.on_host]
-    found = [*_among_host(on_host, thread_count(threads)), *_among_gpu([tensor for tensor in tensors if not tensor.on_host])]
-    return {tensor.name: _count(tensor) for tensor in found}
+    on_host = [tensor for tensor in tensors if not on_gpu(tensor.source)]
+    on_device = [(tensor.name, tensor.dtype, tensor.source) for tensor in tensors if on_gpu(tensor.source)]
+    counts = {tensor.name: _count_on_host(tensor) for tensor in _nonfinite_on_host(on_host, thread_count(threads))}
+    return counts | {name: _count_on_gpu(dtype, bits) for name, dtype, bits in _nonfinite_on_gpu(on_device)}
 
 
 def _limits(dtype: DType) -> tuple[int, int] | None:
-    """The first bit patterns that are no numbers: of those that signed integers count as positive, and of the largest unsigned ones.
+    """Return the first nonfinite bit patterns with a clear and with a set sign bit; None for integer types.
 
-    Infinities and NaNs are the largest magnitudes there are. e4m3fn has no infinity and one NaN; e8m0 has neither sign nor infinity.
+    Infinities and NaNs have the largest magnitudes of all bit patterns. Type e4m3fn has no infinity and one NaN. Type e8m0 has no sign and
+    no infinity.
     """
     sign = 1 << (dtype.width - 1)
     if dtype.name == "F8_E4M3":
@@ -48,30 +65,30 @@ def _limits(dtype: DType) -> tuple[int, int] | None:
     return None
 
 
-def _among_host(tensors: Sequence[TensorBits], threads: int) -> list[TensorBits]:
+def _nonfinite_on_host(tensors: Sequence[TensorBits], threads: int) -> list[TensorBits]:
+    """Return the tensors that have a nonfinite element."""
     if threads > 1 and sum(tensor.nbytes for tensor in tensors) >= _WORTH_A_THREAD:
         with contextlib.suppress(RuntimeError), ThreadPoolExecutor(threads) as pool:  # pools refuse work once the main thread has ended
-            return [tensor for tensor, found in zip(tensors, pool.map(_has_any, tensors), strict=True) if found]
-    return [tensor for tensor in tensors if _has_any(tensor)]
+            return [tensor for tensor, found in zip(tensors, pool.map(_has_nonfinite, tensors), strict=True) if found]
+    return [tensor for tensor in tensors if _has_nonfinite(tensor)]
 
 
-def _has_any(tensor: TensorBits) -> bool:
+def _has_nonfinite(tensor: TensorBits) -> bool:
     limits = _limits(tensor.dtype)
     assert limits is not None
     signed = f"i{tensor.dtype.itemsize}"
-    return any(int(piece.view(signed).max()) >= limits[0] or int(piece.max()) >= limits[1] for piece in _pieces(tensor.bits))
+    return any(int(piece.view(signed).max()) >= limits[0] or int(piece.max()) >= limits[1] for piece in _pieces(tensor))
 
 
-def _count(tensor: TensorBits) -> int:
-    if not tensor.on_host:
-        return int((~_numbers(tensor).isfinite()).sum())
+def _count_on_host(tensor: TensorBits) -> int:
     limits = _limits(tensor.dtype)
     assert limits is not None
     sign = 1 << (tensor.dtype.width - 1)
-    return sum(int(np.count_nonzero((piece >= limits[1]) | ((piece >= limits[0]) & (piece < sign)))) for piece in _pieces(tensor.bits))
+    return sum(int(np.count_nonzero((piece >= limits[1]) | ((piece >= limits[0]) & (piece < sign)))) for piece in _pieces(tensor))
 
 
-def _pieces(bits: Bits) -> Iterator[Bits]:
+def _pieces(tensor: TensorBits) -> Iterator[HostBits]:
+    bits = in_host_memory(tensor.bits)
     if not bits.flags.c_contiguous:
         yield bits
         return
@@ -80,15 +97,16 @@ def _pieces(bits: Bits) -> Iterator[Bits]:
         yield flat[start : start + step]
 
 
-def _among_gpu(tensors: Sequence[TensorBits]) -> list[TensorBits]:
+def _nonfinite_on_gpu(tensors: Sequence[_OnGpu]) -> list[_OnGpu]:
+    """Return the tensors that have a nonfinite element."""
     if not tensors:
         return []
     import torch
 
     verdicts = []
-    for tensor in tensors:
-        numbers: Any = _numbers(tensor)
-        if tensor.dtype.width == 8:
+    for _, dtype, bits in tensors:
+        numbers = _numbers(dtype, bits)
+        if dtype.width == 8:
             verdicts.append(~numbers.isfinite().all())
         else:  # one pass without a copy: a NaN becomes both the smallest and the largest
             low, high = torch.aminmax(numbers)
@@ -97,8 +115,11 @@ def _among_gpu(tensors: Sequence[TensorBits]) -> list[TensorBits]:
     return [tensor for tensor, is_found in zip(tensors, found, strict=True) if is_found]
 
 
-def _numbers(tensor: TensorBits) -> Any:
-    """A tensor on a GPU in its own type, or in one that torch computes with."""
-    bits: Any = tensor.bits
-    numbers = bits.elements().view(torch_dtype(tensor.dtype))
-    return numbers.float() if tensor.dtype.width == 8 else numbers
+def _count_on_gpu(dtype: DType, bits: DeviceBits) -> int:
+    return int((~_numbers(dtype, bits).isfinite()).sum())
+
+
+def _numbers(dtype: DType, bits: DeviceBits) -> torch.Tensor:
+    """Return a tensor on a GPU in its own type; 8-bit floats, with which torch cannot compute, as float32."""
+    numbers = bits.elements().view(torch_dtype(dtype))
+    return numbers.float() if dtype.width == 8 else numbers

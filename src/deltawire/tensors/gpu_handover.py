@@ -1,51 +1,62 @@
-"""From one thread to another: what a GPU was told to do with a state must be done before another thread reads it there.
+"""Handing states on a GPU from one thread to another.
 
-Streams order work on a GPU, and by default all threads share one. A thread that works beside training must not use that: it would wait
-for the step that is already queued, and the step after would wait for it.
+Work that a thread gives to a GPU runs later, in the order of a stream. Before another thread reads the result, that work must be done.
+By default all threads share one stream. Code that runs during training must not use it: it would wait for the training step that is
+already queued, and the next step would wait for it. So such code works on a side stream.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import bits as tensors
+from . import torch_types
 from .bits import State
 
+if TYPE_CHECKING:
+    from ..codec.gpu.device import Gpu
 
-class Handover:
-    """Made where states were last changed; entered, by any thread, to work on them.
 
-    To enter it waits until all that the maker's streams had been given is done; within it, GPUs work for the thread on other streams. The
-    maker's streams wait for nothing. Where all is on the host, it does nothing.
+class GpuHandover:
+    """Marks a point in the work of the current streams, so that any thread can wait for it before it uses the states.
+
+    Make it in the thread that last changed the states. The streams of that thread never wait. If all tensors are in host memory, every
+    method does nothing.
+
+    Parameters
+    ----------
+    states
+        The states that another thread will use.
     """
 
     def __init__(self, *states: State) -> None:
         self._marks = [(gpu, gpu.mark()) for gpu in _gpus(states)]
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        self.wait()
-        with _in_background([gpu for gpu, _ in self._marks]):
+    def on_side_stream(self) -> Iterator[None]:
+        """Wait for the marked work; within the context, the calling thread's GPU work goes to side streams."""
+        self.synchronize()
+        with _on_side_streams([gpu for gpu, _ in self._marks]):
             yield
 
-    def wait(self) -> None:
-        """Return when all that the maker's streams had been given is done."""
+    def synchronize(self) -> None:
+        """Wait until the marked work is done."""
         for _, mark in self._marks:
             mark.synchronize()
 
-    def precede(self) -> None:
-        """Let what the calling thread's streams are given from now on come after what the maker's had been given. Nobody waits here."""
+    def delay_current_streams(self) -> None:
+        """Let later work on the calling thread's streams start after the marked work. The thread itself does not wait."""
         for gpu, mark in self._marks:
             gpu.current().wait_event(mark)
 
 
 @contextlib.contextmanager
-def beside(*states: State) -> Iterator[Callable[[], None]]:
-    """To work on states that are complete, beside all other streams: like a `Handover` of which there is nothing to wait for.
+def on_side_stream(*states: State) -> Iterator[Callable[[], None]]:
+    """Let the calling thread's GPU work go to side streams, for states that are complete already.
 
-    Gives what waits until the work is done: to be called before anybody else may change what it reads, or use what it makes.
+    The context gives a function that waits until the work is done. Call it before another thread changes what the work reads, or uses
+    what it makes.
     """
     gpus = _gpus(states)
 
@@ -53,31 +64,31 @@ def beside(*states: State) -> Iterator[Callable[[], None]]:
         for gpu in gpus:
             gpu.current().synchronize()
 
-    with _in_background(gpus):
+    with _on_side_streams(gpus):
         yield wait
 
 
-def finish(*states: State) -> None:
-    """Wait until the GPUs that these are on have done all that they were given, by whatever thread, on whatever stream."""
+def synchronize_gpus(*states: State) -> None:
+    """Wait until the GPUs that hold these states have done all work that any thread gave them, on any stream."""
     for gpu in _gpus(states):
-        gpu.finish()
+        gpu.synchronize()
 
 
 @contextlib.contextmanager
-def _in_background(gpus: Sequence[Any]) -> Iterator[None]:
+def _on_side_streams(gpus: Sequence[Gpu]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for gpu in gpus:
             stack.enter_context(gpu.using(gpu.stream("background")))
         yield
 
 
-def _gpus(states: Sequence[State]) -> list[Any]:
-    """The GPUs that have tensors of these states."""
-    known = tensors.torch_tensor()
+def _gpus(states: Sequence[State]) -> list[Gpu]:
+    """Return the GPUs that hold tensors of these states."""
+    known = torch_types.torch_tensor()
     if known is None:
         return []
     each: Iterator[Any] = (tensor for state in states for tensor in state.values() if isinstance(tensor, known))
-    devices = dict.fromkeys(tensor.device for tensor in each if tensors.is_on_gpu(tensor))
+    devices = dict.fromkeys(device for tensor in each if (device := torch_types.gpu_of(tensor)) is not None)
     if not devices:
         return []
     from ..codec.gpu.device import gpu_at

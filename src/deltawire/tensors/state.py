@@ -1,47 +1,56 @@
-"""What holds for whole states, whatever is done with them: their digest, and how work on them is cut up."""
+"""Work on whole states: their digest, the codec that they need, and batches of their tensors."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from ..codec import default_codec
 from ..codec.base import Codec
+from ..codec.bits import on_gpu
 from ..format.digest import Digest
 from .bits import State, TensorBits, keys_of, state_bits
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes of weights done since the last call."""
+"""A function that is called with the number of bytes of weights processed since its last call."""
 
-_BATCH = 1 << 29
-"""Bytes of weights handed to the codec at a time: between batches Python reports progress and takes signals."""
+_BATCH_BYTES = 1 << 29
+"""Bytes of weights that the codec gets at a time. Between batches Python reports progress and handles signals."""
 
-_MOST_AT_A_TIME = 512
-"""Tensors handed to it at a time, at most. What Python makes for each of them is gone again before its collector gets to know it."""
+_BATCH_TENSORS = 512
+"""The most tensors that the codec gets at a time. Python frees the objects of a batch before its garbage collector tracks them for long."""
 
 
 def state_digest(state: State, *, threads: int | None = None) -> Digest:
-    """The digest of a state: equal for equal names, types, shapes and bits, in whatever order or memory layout (docs/format.md §2).
+    """Return the digest of a state (docs/format.md §2).
 
-    It is linear: `patch.after - patch.before` of a resolved patch, added to the digest of its base, gives that of its result.
+    It is equal for equal names, types, shapes and bits, whatever their order or memory layout. It is linear: if
+    `patch.after - patch.before` of a resolved patch is added to the digest of its base, the sum is the digest of its result.
+
+    Parameters
+    ----------
+    state
+        Names to NumPy arrays or torch tensors, on the CPU or a GPU.
+    threads
+        The number of threads to use; by default, as many as there are processors that this process may use.
     """
     tensors = state_bits(state)
     return digest_tensors(tensors, thread_count(threads), codec_for(tensors))
 
 
 def codec_for(tensors: Iterable[TensorBits]) -> Codec:
-    """The codec that can work on all of these: the GPU's where one of them is on a GPU, else that of the host."""
-    on_device = next((tensor for tensor in tensors if not tensor.on_host), None)
+    """Return the codec that can work on all of these tensors: the GPU codec if one of them is on a GPU, else that of the host."""
+    on_device = next((tensor.source for tensor in tensors if on_gpu(tensor.source)), None)
     if on_device is None:
         return default_codec()
     from ..codec.gpu.codec import GpuCodec
 
-    return GpuCodec(cast(Any, on_device.bits).tensor.device)
+    return GpuCodec(on_device.device)
 
 
 def digest_tensors(tensors: Sequence[TensorBits], threads: int, codec: Codec) -> Digest:
-    """The digest of a part of a state."""
+    """Return the sum of the tensors' digests."""
     keys = keys_of(tensors)
     seeds = keys.seeds.tolist()
     total = keys.tag()
@@ -54,8 +63,8 @@ _Item = TypeVar("_Item")
 
 
 def batches(items: Sequence[_Item], size: Callable[[_Item], int], codec: Codec | None = None) -> Iterator[list[_Item]]:
-    """Cut a list into parts of about `_BATCH` bytes and no more than `_MOST_AT_A_TIME` items; or all of it, if the codec wants that."""
-    if codec is not None and codec.takes_all:
+    """Split a list into batches of about `_BATCH_BYTES` and at most `_BATCH_TENSORS` items; one batch if the codec prefers that."""
+    if codec is not None and codec.prefers_whole_state:
         if items:
             yield list(items)
         return
@@ -64,7 +73,7 @@ def batches(items: Sequence[_Item], size: Callable[[_Item], int], codec: Codec |
     for item in items:
         batch.append(item)
         total += size(item)
-        if total >= _BATCH or len(batch) == _MOST_AT_A_TIME:
+        if total >= _BATCH_BYTES or len(batch) == _BATCH_TENSORS:
             yield batch
             batch, total = [], 0
     if batch:
@@ -72,7 +81,7 @@ def batches(items: Sequence[_Item], size: Callable[[_Item], int], codec: Codec |
 
 
 def thread_count(threads: int | None) -> int:
-    """The number of threads to use: as many as this process may run on, unless the caller says."""
+    """Return the number of threads to use: the caller's choice, or as many as there are processors that this process may use."""
     if threads is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads < 1:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # what torch.distributed.checkpoint asks, too
 
 from ..chain.version import Version
+from ..codec.bits import in_host_memory
 from ..dtypes import DType
 from ..errors import PublishError, UnsupportedTensor
 from ..events import OnEvent
@@ -35,9 +36,10 @@ from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
 from ..store import Store
 from ..store.base import Buffer
-from ..tensors.bits import TensorPart, named_dtype, tensor_bits
+from ..tensors.bits import TensorPart, tensor_bits
 from ..tensors.casting import wire_dtype
 from ..tensors.checkpoint_layout import CheckpointLayout
+from ..tensors.torch_types import named_dtype
 
 
 class FSDPPublisher:
@@ -244,7 +246,7 @@ def _held(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype | None,
     if copy and local.data_ptr() == original.data_ptr():
         local = local.clone()
     bits = tensor_bits(name, local.view(-1))
-    return TensorPart(bits.bits.view(bits.dtype.numpy), shape, start)
+    return TensorPart(in_host_memory(bits.bits).view(bits.dtype.numpy), shape, start)
 
 
 def _dtype_of(tensor: torch.Tensor) -> DType | None:

@@ -94,7 +94,7 @@ class EmulatedGpu:
     def mark(self) -> Event:
         return Event()
 
-    def finish(self) -> None: ...
+    def synchronize(self) -> None: ...
 
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None: ...
 
@@ -111,10 +111,10 @@ def emulated(gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
     import pytest
 
     from deltawire.codec.gpu import codec, device
-    from deltawire.tensors import bits as tensors
+    from deltawire.tensors import torch_types
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (codec, device):
             patch.setattr(module, "gpu_at", lambda device: gpu)
-        patch.setattr(tensors, "is_on_gpu", lambda tensor: True)
+        patch.setattr(torch_types, "gpu_of", lambda tensor: gpu.device)
         yield gpu

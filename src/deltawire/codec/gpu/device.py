@@ -79,7 +79,7 @@ class Gpu:
         event.record(self.current())
         return event
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all that the device was given, on any stream, is done."""
         torch.cuda.synchronize(self.device)
 

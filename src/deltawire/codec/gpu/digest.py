@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 
 from ..base import Sums
 from .device import Gpu
-from .spans import SUMS, Table, place_tiles
+from .kernel_table import SUMS, KernelTable, place_tiles
 
 _BLOCKS = 3
 """Thread blocks per processor."""
 
 
-def digest_tensors(table: Table, gpu: Gpu) -> Sums:
+def digest_tensors(table: KernelTable, gpu: Gpu) -> Sums:
     """The word sums of tensors of one width, on the current stream."""
     found: Sums = start_digest(table, gpu).cpu().numpy().view(SUMS)["before"]
     return found
 
 
-def start_digest(table: Table, gpu: Gpu) -> torch.Tensor:
+def start_digest(table: KernelTable, gpu: Gpu) -> torch.Tensor:
     """The same, not waited for: `SUMS` of all tensors on the device."""
     sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
     digest_spans(table.blocks(), table.width, sums, gpu)

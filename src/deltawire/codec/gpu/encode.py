@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..base import Buffer, Encodings
 from .device import Gpu
-from .spans import BLOCK, SUMS, TILE, UNIT, Bodies, Changes, Table, place_tiles
+from .kernel_table import BLOCK, SUMS, TILE, UNIT, Bodies, Changes, KernelTable, place_tiles
 
 _SHARE = 0.0082
 """Share of the weights' bytes that the list of changes may take. There is always room for one block, all of it changed."""
@@ -41,7 +41,7 @@ _GRANT = 1024
 """Slots of the list that a warp of the scan takes at a time."""
 
 
-def encode_tensors(table: Table, gpu: Gpu) -> Encodings:
+def encode_tensors(table: KernelTable, gpu: Gpu) -> Encodings:
     """Encode tensors of one width, on the current stream. Returns when all bytes are on the host, in pinned memory."""
     spans = table.blocks()
     upto = np.concatenate([[0], np.cumsum(spans["count"], dtype=np.int64)])
@@ -141,13 +141,14 @@ class _Slab:
 class _Workspace:
     """Device memory that all slabs of one call share."""
 
-    def __init__(self, table: Table, gpu: Gpu) -> None:
+    def __init__(self, table: KernelTable, gpu: Gpu) -> None:
         self.gpu = gpu
         self.kernels = gpu.kernels(table.width)
         self.width = table.itemsize
-        self.masters = table.masters
+        self.next_is_float32 = table.next_is_float32
         scan_shared, self.plan_shared, scratch, masters_shared = self.kernels.constants("encode_sizes", 4)
-        self.scan, self.scan_shared = ("find_changes_of_masters", masters_shared) if table.masters else ("find_changes", scan_shared)
+        masters = table.next_is_float32
+        self.scan, self.scan_shared = ("find_changes_of_masters", masters_shared) if masters else ("find_changes", scan_shared)
         elements, units, ntiles = (int((-(-table.count // size)).sum()) for size in (1, UNIT, TILE))
         # A unit never takes more slots than it has elements, so one block always fits.
         wanted = max(int(_SHARE * elements * self.width / (2 + 2 * self.width)), BLOCK)
@@ -231,7 +232,7 @@ class _Workspace:
             span_ends,
             self.bodies,
             self.codes,
-            ctypes.c_uint32(self.masters),
+            ctypes.c_uint32(self.next_is_float32),
             out,
         ]
         self.kernels.launch("join_chunks", min(slab.nchunks, 16 * self.gpu.processors), 128, arguments)

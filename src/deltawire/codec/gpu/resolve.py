@@ -18,10 +18,10 @@ from ...errors import CorruptDelta, DtypeMismatch, ShapeMismatch
 from ..base import Buffer, Outcomes, Sums
 from .device import Gpu, KernelSet, Purpose
 from .digest import digest_spans
+from .kernel_table import CONTEXTS, MASKS, SHIFTS, SPAN, SUMS, TILE, KernelTable
 from .patch import DevicePatch, Patch
 from .payloads import Numbers, Payloads, Spans
 from .slabs import Chunks, Slab
-from .spans import CONTEXTS, MASKS, SHIFTS, SPAN, SUMS, TILE, Table
 
 _SHARE = 0.0198
 """Of the weights' bytes: what is held in all, the patch included, if that alone is not more."""
@@ -88,7 +88,7 @@ class _Targets(ctypes.Structure):
     _fields_ = [("ranks", ctypes.c_void_p), ("operands", ctypes.c_void_p), ("first", ctypes.c_uint32)]
 
 
-def resolve_tensors(table: Table, payloads: Spans, data: Buffer, gpu: Gpu) -> tuple[DevicePatch, Outcomes]:
+def resolve_tensors(table: KernelTable, payloads: Spans, data: Buffer, gpu: Gpu) -> tuple[DevicePatch, Outcomes]:
     """Decode and digest tensors of one width, on the current stream. Nothing is written to them.
 
     Payloads are parts of `data`. A tensor without one is only digested. Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`.
@@ -118,7 +118,7 @@ def resolve_tensors(table: Table, payloads: Spans, data: Buffer, gpu: Gpu) -> tu
 class _Work:
     """One call's arrays on the device, and its steps in order."""
 
-    def __init__(self, table: Table, data: Payloads, gpu: Gpu) -> None:
+    def __init__(self, table: KernelTable, data: Payloads, gpu: Gpu) -> None:
         self.gpu, self.table, self.data = gpu, table, data
         self.kernels: KernelSet = gpu.kernels(table.width)
         self.count_shared, self.locate_shared, self.head_size, self.task_size, self.tile_size = self.kernels.constants("resolve_sizes", 5)

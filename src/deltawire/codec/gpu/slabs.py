@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .kernel_table import CONTEXTS
 from .payloads import SLACK, Numbers
-from .spans import CONTEXTS
 
 Slab = tuple[int, int]
 """Chunks, first and end."""

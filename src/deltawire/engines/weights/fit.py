@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...codec.bits import HostBits, in_host_memory
 from ...errors import EngineDtypeDiffers, EngineRefused
-from ...tensors.bits import tensor_bits, to_torch
+from ...tensors.bits import tensor_bits
 from ...tensors.module_tensors import tied_names
+from ...tensors.torch_types import to_torch
 
 if TYPE_CHECKING:
     import torch
@@ -58,4 +60,8 @@ def _plain(dtype: torch.dtype) -> str:
 
 
 def _same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and np.array_equal(tensor_bits("a", a).bits, tensor_bits("b", b).bits)
+    return a.dtype == b.dtype and a.shape == b.shape and np.array_equal(_bits(a), _bits(b))
+
+
+def _bits(array: NDArray[Any]) -> HostBits:
+    return in_host_memory(tensor_bits("array", array).bits)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...chain.memory_state import MemoryState, Update
+from ...codec.bits import in_host_memory
 from ...delta.patch import ResolvedPatch, TensorPatch
 from ...delta.resolve import resolve_delta
 from ...errors import BaseMismatch, CorruptDelta, ResultMismatch
@@ -18,8 +19,9 @@ from ...format.digest import Digest
 from ...format.records.chain_records import Commit
 from ...subscribe.prepared_swap import PreparedSwap
 from ...subscribe.sync_context import SyncContext
-from ...tensors.bits import tensor_bits, to_torch
+from ...tensors.bits import tensor_bits
 from ...tensors.state import batches, state_digest
+from ...tensors.torch_types import to_torch
 from .fit import check_fits
 from .live_tensors import LiveTensors, Naming, as_bits
 
@@ -236,7 +238,7 @@ class HostCopyUpdate:
 def _host_copy(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a new array with the bits of a tensor on any device."""
     found = tensor_bits("tensor", tensor.detach().cpu().contiguous())
-    array: NDArray[Any] = found.bits.view(found.dtype.numpy)
+    array: NDArray[Any] = in_host_memory(found.bits).view(found.dtype.numpy)
     return array.copy()
 
 

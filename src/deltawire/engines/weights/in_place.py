@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...chain.memory_state import MemoryState, Update
+from ...codec.bits import on_gpu
 from ...delta.prepared import PreparedUpdate
 from ...errors import BaseMismatch, ResultMismatch
 from ...format.delta_file import DeltaBytes
@@ -18,7 +19,7 @@ from ...format.records.chain_records import Commit
 from ...subscribe.prepared_swap import PreparedSwap
 from ...subscribe.sync_context import SyncContext
 from ...tensors.bits import tensor_bits
-from ...tensors.gpu_handover import Handover
+from ...tensors.gpu_handover import GpuHandover
 from ...tensors.module_tensors import tied_names
 from ...tensors.state import codec_for, state_digest
 from .fit import check_fits
@@ -85,7 +86,7 @@ class InPlaceWeights:
 
     def digest(self, tensors: Mapping[str, Any]) -> Digest:
         """Return the digest of live tensors. A GPU computes it on a separate stream, so that generation goes on."""
-        with Handover(tensors).taken():
+        with GpuHandover(tensors).on_side_stream():
             return state_digest(tensors, threads=self._threads)
 
     def check_written(self, update: Update) -> None:
@@ -140,7 +141,7 @@ class InPlaceUpdate(PreparedUpdate):
         self._resolution = codec_for(first).deferred_resolution(self._threads)
 
     def add(self, state: Any, delta: DeltaBytes) -> tuple[Digest, Digest]:
-        with Handover(state).taken():
+        with GpuHandover(state).on_side_stream():
             return super().add(state, delta)
 
 
@@ -190,4 +191,5 @@ def _exchange(live: torch.Tensor, array: NDArray[Any]) -> None:
 def _shape_and_type(name: str, tensor: Any) -> NDArray[Any]:
     """Return a tensor as an array. For a tensor on a GPU only shape and type are right, not the values."""
     found = tensor_bits(name, tensor)
-    return found.bits.view(found.dtype.numpy) if found.on_host else np.broadcast_to(np.zeros((), found.dtype.numpy), found.shape)
+    bits = found.bits
+    return np.broadcast_to(np.zeros((), found.dtype.numpy), found.shape) if on_gpu(bits) else bits.view(found.dtype.numpy)

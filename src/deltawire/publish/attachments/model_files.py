@@ -10,7 +10,7 @@ from typing import Any
 
 from ...dtypes import DType
 from ...format.checkpoints.checkpoint_copy import WEIGHT_SUFFIXES
-from ...tensors.bits import torch_name
+from ...tensors.torch_types import torch_name
 
 _WRAPPED = "_orig_mod"
 """The attribute in which `torch.compile` keeps the module that it wraps."""

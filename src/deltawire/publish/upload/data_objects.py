@@ -17,7 +17,7 @@ from ...format.records.chain_records import FileEntry
 from ...store.base import Buffer, Store
 from ...store.keys import data_key
 from ...tensors.bits import State
-from ...tensors.gpu_handover import beside
+from ...tensors.gpu_handover import on_side_stream
 from ...tensors.state import state_digest
 from ..snapshots import Arrays
 from .checkpoint_files import Layout, SegmentSource, Shard
@@ -172,7 +172,7 @@ def upload_checkpoint(place: DataPlace, layout: Layout, source: SegmentSource, t
         arrays = dict(source(index))
         if index not in seen:
             seen.add(index)
-            with beside(arrays):
+            with on_side_stream(arrays):
                 done.digest += state_digest(arrays, threads=threads)
         return arrays
 

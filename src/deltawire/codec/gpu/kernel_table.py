@@ -43,7 +43,7 @@ class Bodies(ctypes.Structure):
 
 
 @dataclass(slots=True)
-class Table:
+class KernelTable:
     """The facts of many tensors of one width, a column each: models have thousands of tensors, and Python is slow with each of them."""
 
     base: NDArray[np.uint64]
@@ -55,7 +55,7 @@ class Table:
     """Of their types."""
     appears: NDArray[np.bool_]
     """They had no base: then they have a payload even if nothing changes."""
-    masters: bool
+    next_is_float32: bool
     """`next` are float32, to be rounded to the type (bfloat16)."""
 
     @classmethod
@@ -68,8 +68,8 @@ class Table:
         next: Sequence[int] = (),
         appears: Sequence[bool] = (),
         *,
-        masters: bool = False,
-    ) -> Table:
+        next_is_float32: bool = False,
+    ) -> KernelTable:
         """Of at least one tensor. Without `next` and `appears`, there is nothing to follow, and none appears."""
         return cls(
             np.array(base, np.uint64),
@@ -78,7 +78,7 @@ class Table:
             np.array(seed, np.uint64),
             np.frombuffer(bytes(codes), np.uint8),
             np.array(appears, np.bool_) if appears else np.zeros(len(base), np.bool_),
-            masters,
+            next_is_float32,
         )
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class Table:
         spans = self.spans(owner, first)
         spans["count"] = np.minimum(self.count[owner] - first, BLOCK)
         spans["base"] = addresses(self.base, owner, first, self.itemsize)
-        spans["next"] = addresses(self.next, owner, first, 4 if self.masters else self.itemsize)
+        spans["next"] = addresses(self.next, owner, first, 4 if self.next_is_float32 else self.itemsize)
         place_tiles(spans)
         return spans
 

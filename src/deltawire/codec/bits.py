@@ -1,0 +1,125 @@
+"""The bits of one tensor, in host memory or on a GPU: what every codec works on.
+
+This module does not import torch: `DeviceBits` can only be made from a CUDA tensor, and then torch is already imported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import TypeIs
+
+HostBits: TypeAlias = NDArray[np.unsignedinteger[Any]]
+"""A tensor in host memory as unsigned integers of its element width, of any shape and strides."""
+
+_ALIGNMENT = 16
+"""Kernels read this many bytes at a time."""
+
+
+class DeviceBits:
+    """A tensor on a GPU as integers of its element width. It has the attributes of an array that code for whole states uses.
+
+    Parameters
+    ----------
+    tensor
+        A CUDA tensor of signed integers. The bits share its memory.
+    """
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(self.tensor.numel())
+
+    @property
+    def itemsize(self) -> int:
+        return int(self.tensor.element_size())
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides in bytes."""
+        return tuple(stride * self.itemsize for stride in self.tensor.stride())
+
+    @property
+    def address(self) -> int:
+        return int(self.tensor.data_ptr())
+
+    @property
+    def is_contiguous(self) -> bool:
+        return bool(self.tensor.is_contiguous())
+
+    @property
+    def is_kernel_readable(self) -> bool:
+        """Whether kernels can read the tensor where it is: it is contiguous and aligned."""
+        return self.is_contiguous and self.address % _ALIGNMENT == 0
+
+    def elements(self) -> torch.Tensor:
+        """Return the integers as a tensor of the same shape."""
+        return self.tensor
+
+    def flat(self) -> torch.Tensor:
+        """Return the elements in row-major order where kernels can read them: in the tensor's own memory, or else in a copy."""
+        import torch
+
+        return self.tensor.view(-1) if self.is_kernel_readable else self.tensor.clone(memory_format=torch.contiguous_format).view(-1)
+
+
+class MasterWeightBits(DeviceBits):
+    """A float32 tensor that stands for the bfloat16 values that it rounds to (to nearest, ties to even). Kernels round as they read."""
+
+    __slots__ = ()
+
+    @property
+    def itemsize(self) -> int:
+        return 2
+
+    def elements(self) -> torch.Tensor:
+        return self.rounded().tensor
+
+    def rounded(self) -> DeviceBits:
+        """Return the rounded values as a new tensor."""
+        import torch
+
+        numbers = self.tensor.view(torch.float32)
+        halves = numbers.to(torch.bfloat16).view(torch.int16)
+        # The fill value is a Python number: the host would wait for the stream to copy it from a tensor.
+        return DeviceBits(halves.masked_fill_(numbers.isnan(), 0x7FC0))
+
+
+Bits: TypeAlias = "HostBits | DeviceBits"
+"""A tensor as integers of its element width, in host memory or on a GPU."""
+
+if TYPE_CHECKING:
+    Indices: TypeAlias = NDArray[np.int64] | torch.Tensor
+else:
+    Indices: TypeAlias = Any
+"""Flat indices of elements, in host memory or on a GPU."""
+
+
+def on_gpu(bits: object) -> TypeIs[DeviceBits]:
+    """Tell whether bits are on a GPU. This is the one way to ask: `False` means that they are a NumPy array, or None."""
+    return isinstance(bits, DeviceBits)
+
+
+def in_host_memory(bits: Bits) -> HostBits:
+    """Return bits that must be in host memory. Raise `TypeError` if they are on a GPU, where the codecs of the host cannot read them."""
+    if on_gpu(bits):
+        raise TypeError(f"bits are on {bits.device}, but must be in host memory")
+    return bits

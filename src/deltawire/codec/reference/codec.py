@@ -1,0 +1,118 @@
+"""The reference as a `Codec`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ShapeMismatch
+from ..base import Buffer, Encoded, EncodeJob, Encodings, Outcomes, ResolveJob, Sums, sums
+from ..bits import Bits, HostBits, Indices, in_host_memory
+from .decoder import decode_coded
+from .digest import word_sums
+from .encoder import encode_tensor
+from .payload import CODED, RAW, read_chunks
+
+
+class ReferenceCodec:
+    """The codec that defines the format. It uses one thread, and memory in proportion to the tensors."""
+
+    name = "reference"
+    prefers_whole_state = False
+
+    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
+        return Encodings.of([encode_job(job) for job in jobs])
+
+    def resolution(self, threads: int, budget: int) -> ReferenceResolution:
+        return ReferenceResolution()
+
+    def deferred_resolution(self, threads: int) -> ReferenceResolution:
+        return ReferenceResolution()
+
+    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
+        return sums([word_sums(in_host_memory(bits), seed) for bits, seed in arrays])
+
+    def write_elements(self, bits: Bits, indices: Indices, values: Bits) -> None:
+        array = in_host_memory(bits)
+        if indices.size and not 0 <= indices.min() <= indices.max() < array.size:
+            raise IndexError("index")
+        array.flat[indices] = in_host_memory(values)
+
+
+class ReferenceResolution:
+    """A resolution that keeps all old and new elements of every tensor, and writes at the end."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[HostBits | None, HostBits, HostBits]] = []  # the array to write to, and its old and new elements, flat
+
+    def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
+        resolved = [resolve_job(job, data) for job in jobs]
+        targets = [in_host_memory(job.base) if job.write and job.base is not None else None for job in jobs]
+        self.tensors += [(target, base, new) for target, (base, new) in zip(targets, resolved, strict=True)]
+        before = sums([word_sums(base, job.seed) for job, (base, _) in zip(jobs, resolved, strict=True)])
+        after = sums([word_sums(new, job.seed) for job, (_, new) in zip(jobs, resolved, strict=True)])
+        return Outcomes(np.array([np.count_nonzero(new != base) for base, new in resolved], np.int64), before, after)
+
+    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], HostBits]]:
+        return [self._changes(*self.tensors[tensor][1:]) for tensor in tensors]
+
+    def _changes(self, base: HostBits, new: HostBits) -> tuple[NDArray[np.int64], HostBits]:
+        indices = np.flatnonzero(new != base).astype(np.int64)
+        return indices, new[indices]
+
+    def dense(self, tensors: Sequence[int]) -> Sequence[HostBits]:
+        return [self.tensors[tensor][2] for tensor in tensors]
+
+    def settle(self) -> None:
+        for target, _, new in self.tensors:
+            if target is not None:
+                target[...] = new.reshape(target.shape)
+
+    def revert(self) -> None:
+        """Do nothing: nothing has been written yet."""
+
+    def exchange(self) -> None:
+        for index, (target, _, new) in enumerate(self.tensors):
+            if target is not None:
+                old = target.flatten()  # a copy, because `base` may be the target itself
+                target[...] = new.reshape(target.shape)
+                self.tensors[index] = target, new, old
+
+    def compact(self) -> None:
+        """Do nothing: all that it keeps is needed."""
+
+
+def encode_job(job: EncodeJob) -> Encoded:
+    new = _flat(job.new)
+    base = np.zeros_like(new) if job.base is None else _flat(job.base)
+    changed = int(np.count_nonzero(base != new))
+    payload = encode_tensor(base, new, job.dtype) if changed or job.base is None else []
+    return Encoded(payload, changed, word_sums(base, job.seed), word_sums(new, job.seed))
+
+
+def resolve_job(job: ResolveJob, data: Buffer) -> tuple[HostBits, HostBits]:
+    """Return the old and the new elements of a tensor, flat."""
+    chunks = []
+    if job.payload is not None:
+        payload = bytes(data[slice(*job.payload)])
+        chunks = read_chunks(payload, job.dtype)
+        covered = sum(elements for elements, _, _ in chunks)
+        if covered != job.count:  # checked before memory of that size is allocated
+            raise ShapeMismatch(f"the delta is for {covered} elements, the tensor has {job.count}.")
+    base = np.zeros(job.count, job.dtype.bits) if job.base is None else _flat(job.base)
+    new = base.copy()
+    at = 0
+    for elements, mode, body in chunks:
+        part = slice(at, at + elements)
+        at += elements
+        if mode == CODED:
+            new[part] = decode_coded(body, base[part], job.dtype)
+        elif mode == RAW:
+            new[part] = np.frombuffer(body, job.dtype.bits.newbyteorder("<"))
+    return base, new
+
+
+def _flat(bits: Bits) -> HostBits:
+    return np.ascontiguousarray(in_host_memory(bits)).reshape(-1)
