@@ -32,7 +32,7 @@ from deltawire.fleet.steps.requests import FindVersion, Generate, Sync, run_step
 from deltawire.format.records.fleet_files import Accepted
 from deltawire.format.records.fleet_records import AttemptId, BatchRecord, Lease, Round, Sampling
 from deltawire.format.records.signing import SigningKey
-from deltawire.format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
+from deltawire.format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from deltawire.publish import Publisher
 from deltawire.store import Store, fleet_keys
 from deltawire.store.memory import MemoryStore
@@ -81,7 +81,7 @@ def make_rollouts(record: Round, lease: Lease, rows: Sequence[Any], version: Kno
         prompts=tuple(np.array([1, 2], np.int32) for _ in rows),
         completions=tuple(completions),
         reward_names=("right",),
-        versions={version.seq: VersionRef(version.step, version.digest)},
+        versions={version.seq: ClaimedVersion(version.step, version.digest)},
         seconds={"generate": 0.5},
     )
     return replace(made, **changes)

@@ -13,7 +13,7 @@ from deltawire.fleet import FleetOptions, Rollouts, StalenessBudget
 from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.fleet.steps import intake_steps
 from deltawire.format.records.fleet_records import AttemptId, Lease, Round
-from deltawire.format.rollouts import VersionRef
+from deltawire.format.rollouts import ClaimedVersion
 from deltawire.store import fleet_keys
 from deltawire.testing import FaultyStore, Reading, call
 
@@ -124,7 +124,7 @@ def test_a_result_some_of_which_was_made_by_too_old_a_version_is_refused() -> No
         whole = honest(trainer, record, lease)
         first = whole.completions[0]
         spans = (replace(first.spans[0], end=1, seq=old.seq), replace(first.spans[0], start=1))
-        versions = {old.seq: VersionRef(old.step, old.digest), **whole.versions}
+        versions = {old.seq: ClaimedVersion(old.step, old.digest), **whole.versions}
         return replace(whole, completions=(replace(first, spans=spans), *whole.completions[1:]), versions=versions)
 
     assert_refused("stale", make, steps=1)

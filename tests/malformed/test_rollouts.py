@@ -18,7 +18,7 @@ from safetensors.numpy import load, save
 from deltawire import Digest
 from deltawire.dtypes import dtype_of_numpy
 from deltawire.errors import CorruptRollouts, UnsupportedVersion
-from deltawire.format.rollouts import _DTYPES, Completion, RolloutLimits, Rollouts, TokenSpan, VersionRef
+from deltawire.format.rollouts import _DTYPES, ClaimedVersion, Completion, RolloutLimits, Rollouts, TokenSpan
 from deltawire.format.safetensors_header import build_header, place_in_order
 
 RUN, NONCE = "ab" * 16, "cd" * 16
@@ -46,7 +46,7 @@ GOOD = Rollouts(
     prompts=(np.array([1, 2, 3], np.int32), np.array([4], np.int32)),
     completions=(completion(0, 4), completion(1, 3, TokenSpan(0, 1, 5), TokenSpan(1, 3, 9), reward=-0.25), completion(0, 2)),
     reward_names=("right", "größer"),
-    versions={5: VersionRef(2, Digest((1, 2, 3, 4))), 9: VersionRef(3, Digest())},
+    versions={5: ClaimedVersion(2, Digest((1, 2, 3, 4))), 9: ClaimedVersion(3, Digest())},
     seconds={"generate": 0.1, "sync": 1e-9},
 )
 DATA = GOOD.to_bytes()

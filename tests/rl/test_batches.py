@@ -10,7 +10,7 @@ import pytest
 from tiny_models import torch
 
 from deltawire.format.digest import Digest
-from deltawire.format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
+from deltawire.format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from deltawire.rl.batches import training_batch
 from deltawire.rl.metrics import step_metrics
 
@@ -28,7 +28,7 @@ def completion(prompt: int, tokens: list[int], *, rewards: Any = (1.0,), mask: A
 
 
 def rollouts(prompts: list[list[int]], completions: list[Completion], names: tuple[str, ...] = ("a",)) -> Rollouts:
-    versions = {4: VersionRef(2, Digest()), 5: VersionRef(3, Digest())}
+    versions = {4: ClaimedVersion(2, Digest()), 5: ClaimedVersion(3, Digest())}
     used = {span.seq for one in completions for span in one.spans}
     return Rollouts(
         "0" * 32,

@@ -13,7 +13,7 @@ from tiny_checkpoints import TinyModel, train
 
 from deltawire.engines.vllm.generation import VllmGenerator
 from deltawire.errors import EngineRefused
-from deltawire.fleet import Coordinator, FleetOptions, VersionRef
+from deltawire.fleet import ClaimedVersion, Coordinator, FleetOptions
 from deltawire.fleet.generation import Interrupted
 from deltawire.format.records.fleet_records import Sampling
 from deltawire.rl.member import MemberOptions
@@ -111,7 +111,7 @@ def test_a_member_makes_rollouts_with_a_vllm_server(start_run: Callable[[TinyMod
             fleet.open_round(rows, for_step=step, sampling=Sampling(samples=2, max_tokens=16))
             batch = fleet.collect(step, timeout=300)
             for rollouts in batch.rollouts:
-                assert rollouts.versions.items() <= {each.seq: VersionRef(each.step, each.digest) for each in versions}.items()
+                assert rollouts.versions.items() <= {each.seq: ClaimedVersion(each.step, each.digest) for each in versions}.items()
                 assert [one.rewards for one in rollouts.completions] == [(float(len(one.tokens)),) for one in rollouts.completions]
             train(run.state, np.random.default_rng(step))
             versions.append(run.publisher.publish(run.state, step=step))

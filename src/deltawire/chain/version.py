@@ -1,4 +1,14 @@
-"""What users see of a version."""
+"""A version as users see it.
+
+Several types describe a version, each for one purpose:
+
+- `Commit` (format.records): the record in the chain that makes the version. Only code that follows chains sees it.
+- `CommitRef` (format.records): a reference from one record to a commit: number, hash of the record, digest of the state.
+- `Version` (here): what publishers and readers return to users. It is made from a commit.
+- `ClaimedVersion` (format.rollouts): step and digest of a version that made tokens, as a member claims them in a rollout file.
+- `KnownVersion` (fleet.rules.staleness): the same facts as the chain has them. The trainer compares claims with it.
+- `LiveInterval` (engines.swap): the time in which one version was live in an engine.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +22,34 @@ from ..format.records.chain_records import Commit
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One version of the model: `seq` is its place in the chain, `updates` counts the versions up to it, so that lags can be subtracted.
+    """One version of the model.
 
-    `bytes` is the size of the files that it took, `changed` the number of weights that differ from the version before (0 for kinds
-    "anchor" and "rewind"), `time` the publisher's clock in seconds since 1970, `meta` the strings that it was published with,
-    `attachments` the files beside its weights: names with the BLAKE3 of their contents (none of versions from before commits named them).
+    Parameters
+    ----------
+    seq
+        The number of the commit that made the version.
+    step
+        The training step that the publisher gave, if any.
+    digest
+        The digest of the state.
+    epoch
+        The epoch of the writer that published it.
+    updates
+        The number of versions up to this one, counted from 1. The difference of two such numbers is a lag in versions.
+    kind
+        How it was published: "delta", "anchor" or "rewind".
+    state_bytes
+        The size of the state in bytes.
+    bytes
+        The size of the files that were uploaded for it.
+    changed
+        The number of weights that differ from the version before. It is 0 for the kinds "anchor" and "rewind".
+    time
+        When it was published, by the publisher's clock, in seconds since 1970.
+    meta
+        The strings that it was published with.
+    attachments
+        The names of its attachments, with the BLAKE3 hash of each. Empty for versions whose commits (record version 1) name none.
     """
 
     seq: int
@@ -34,7 +67,7 @@ class Version:
 
     @classmethod
     def of(cls, commit: Commit) -> Version:
-        """The version that a commit makes. A fence makes none: ask for that of its `state_seq` (`VersionUnknown`)."""
+        """Return the version that a commit makes. Raises `VersionUnknown` for a fence, which makes none: use the commit `state_seq`."""
         if commit.kind == "fence" or commit.digest is None:
             raise VersionUnknown(f"commit {commit.seq} is a fence, which makes no version; commit {commit.state_seq} is in force there.")
         return cls(
@@ -53,5 +86,5 @@ class Version:
         )
 
     def describe(self) -> str:
-        """Name it in messages, as `Commit.describe` does."""
+        """Return the name for messages, in the form of `Commit.describe`."""
         return f"version {self.updates} (commit {self.seq})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..format.records.fleet_records import Round, Sampling
-from ..format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
+from ..format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from .batch import Batch
 from .coordinator import Coordinator
 from .options import FleetOptions
@@ -14,6 +14,7 @@ from .rules.training_limits import TrainingLimits
 
 __all__ = [
     "Batch",
+    "ClaimedVersion",
     "Completion",
     "Coordinator",
     "FleetOptions",
@@ -25,5 +26,4 @@ __all__ = [
     "StalenessBudget",
     "TokenSpan",
     "TrainingLimits",
-    "VersionRef",
 ]

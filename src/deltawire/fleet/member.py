@@ -25,7 +25,7 @@ from ..errors import DeltawireError, EngineError, EngineUnavailable, RewardError
 from ..events import OnEvent, emit, with_fields
 from ..format.records.fleet_files import Row
 from ..format.records.fleet_records import AttemptId, Sampling
-from ..format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
+from ..format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from ..store.base import Store
 from ..store.fleet_keys import member_key
 from .fleet_keyring import FleetKeyring
@@ -237,7 +237,7 @@ class Member:
             prompts=tuple(np.array(prompt, np.int32) for prompt in prompts),
             completions=tuple(_completion(index // sampling.samples, each, rewards[index]) for index, each in enumerate(made)),
             reward_names=self._score.names,
-            versions={span.version.seq: VersionRef(_step(span.version), span.version.digest) for each in made for span in each.spans},
+            versions={span.version.seq: ClaimedVersion(_step(span.version), span.version.digest) for each in made for span in each.spans},
             seconds=seconds,
         )
 

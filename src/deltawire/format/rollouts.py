@@ -66,8 +66,8 @@ class TokenSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionRef:
-    """The training step of a version, and the digest of its weights, as the member had them."""
+class ClaimedVersion:
+    """Step and digest of a version that made tokens, as the member claims them."""
 
     step: int
     digest: Digest
@@ -106,7 +106,7 @@ class Rollouts:
     prompts: tuple[NDArray[np.int32], ...]
     completions: tuple[Completion, ...]
     reward_names: tuple[str, ...]
-    versions: Mapping[int, VersionRef]
+    versions: Mapping[int, ClaimedVersion]
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -218,8 +218,8 @@ def _rollouts(facts: Fields, arrays: Mapping[str, NDArray[Any]], limits: Rollout
     return Rollouts(run, *attempt, member, nonce, tuple(prompts), completions, names, versions, seconds)
 
 
-def _versions(facts: Fields, limits: RolloutLimits) -> dict[int, VersionRef]:
-    versions: dict[int, VersionRef] = {}
+def _versions(facts: Fields, limits: RolloutLimits) -> dict[int, ClaimedVersion]:
+    versions: dict[int, ClaimedVersion] = {}
     listed = facts.items("versions")
     if len(listed) > limits.versions:
         facts.refuse(f"it names {len(listed):,} versions; {limits.versions:,} are allowed")
@@ -229,7 +229,7 @@ def _versions(facts: Fields, limits: RolloutLimits) -> dict[int, VersionRef]:
         seq, step, digest = value
         if min(seq, step) < 0 or not NONCE.fullmatch(digest) or (versions and seq <= max(versions)):
             facts.refuse("its versions are malformed, or do not rise")
-        versions[seq] = VersionRef(step, Digest.from_hex(digest))
+        versions[seq] = ClaimedVersion(step, Digest.from_hex(digest))
     return versions
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deltawire import Digest
-from deltawire.fleet import Completion, Rollouts, Round, Sampling, StalenessBudget, TokenSpan, VersionRef
+from deltawire.fleet import ClaimedVersion, Completion, Rollouts, Round, Sampling, StalenessBudget, TokenSpan
 from deltawire.fleet.rules.admission import Demand, Reason, Refusal, judge_content, judge_key, judge_origin, judge_versions, most_bytes
 from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.fleet.rules.training_limits import LARGEST_REWARD, TrainingLimits, why_untrainable
@@ -41,7 +41,7 @@ GOOD = Rollouts(
     prompts=(np.ones(2, np.int32),),
     completions=(completion(), completion()),
     reward_names=("right",),
-    versions={8: VersionRef(3, DIGEST), 9: VersionRef(4, DIGEST)},
+    versions={8: ClaimedVersion(3, DIGEST), 9: ClaimedVersion(4, DIGEST)},
 )
 CHAIN = {8: KnownVersion(8, 3, DIGEST), 9: KnownVersion(9, 4, DIGEST)}
 DEMAND = Demand(ROUND, 1, StalenessBudget(1))
@@ -119,7 +119,7 @@ def test_no_result_that_is_allowed_is_larger_than_what_is_read() -> None:
     names = tuple(f"reward {number:02} " + "x" * 180 for number in range(64))
     demand = replace(DEMAND, prompt_ids=[[1] * 50] * 2, prompts=2, environment_tokens=60)
     length = ROUND.sampling.max_tokens + 60
-    versions = {seq: VersionRef(3, DIGEST) for seq in range(10**6, 10**6 + length)}
+    versions = {seq: ClaimedVersion(3, DIGEST) for seq in range(10**6, 10**6 + length)}
     spans = tuple(TokenSpan(place, place + 1, 10**6 + place) for place in range(length))
     one = replace(completion(length=length, own=4), rewards=(1.0,) * 64, spans=spans)
     largest = replace(

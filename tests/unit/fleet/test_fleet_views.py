@@ -28,7 +28,7 @@ from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.format.records.fleet_files import Accepted, AcceptedResult
 from deltawire.format.records.fleet_records import BatchRecord, Board, Heartbeat, ObjectRef, Rejection, Round, Sampling
 from deltawire.format.records.signing import SigningKey
-from deltawire.format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
+from deltawire.format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import Store, fleet_keys, open_store
 
@@ -52,7 +52,7 @@ class Run:
         (files / "tokenizer.json").write_text(tokenizer.to_str())
         with Publisher(self.store, run="views", attachments=files, options=WriterOptions(signing_key=key)) as publisher:
             version = publisher.publish({"weight": np.zeros(8, np.float32)}, step=4)
-            self.version = version.seq, VersionRef(4, version.digest)
+            self.version = version.seq, ClaimedVersion(4, version.digest)
             self.id = publisher._writer.run.id
             self.epoch = publisher.epoch
         for name, state in zip(NAMES, ("working", "left"), strict=True):

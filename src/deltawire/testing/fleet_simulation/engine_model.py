@@ -9,7 +9,7 @@ import numpy as np
 
 from ...fleet.rules.staleness import KnownVersion
 from ...fleet.steps.requests import Generate, Sync
-from ...format.rollouts import Completion, Rollouts, TokenSpan, VersionRef
+from ...format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from .chain_model import ChainModel
 from .kernel import Kernel, Strand
 
@@ -76,7 +76,7 @@ class EngineModel:
             prompts=tuple(np.array([1], np.int32) for _ in request.rows),
             completions=completions,
             reward_names=("simulated",),
-            versions={version.seq: VersionRef(version.step, version.digest) for version in made_by if version.seq in used},
+            versions={version.seq: ClaimedVersion(version.step, version.digest) for version in made_by if version.seq in used},
         )
 
     def _completion(self, prompt: int, length: int, made_by: list[KnownVersion], *, swapped: bool) -> Completion:

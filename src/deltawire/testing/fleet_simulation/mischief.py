@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from ...format.digest import Digest
 from ...format.records.fleet_records import AttemptId, Heartbeat, Lease
-from ...format.rollouts import Rollouts, TokenSpan, VersionRef
+from ...format.rollouts import ClaimedVersion, Rollouts, TokenSpan
 from ...store import fleet_keys
 from ...store.fleet_keys import RolloutKey
 from ...store.requests import Create, Put
@@ -92,15 +92,15 @@ class Mischief:
     def _forge(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
         """Weights that are not those of the version that it names."""
         wrong = Digest.from_hex(f"{self._random.getrandbits(128):032x}")
-        return [_put(replace(rollouts, versions={seq: VersionRef(ref.step, wrong) for seq, ref in rollouts.versions.items()}))]
+        return [_put(replace(rollouts, versions={seq: ClaimedVersion(ref.step, wrong) for seq, ref in rollouts.versions.items()}))]
 
     def _future(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
         """A version that is not there yet, or any that ever was."""
         every = self._chain.every()
         if self._random.random() < 0.5:
             version = self._random.choice(every)
-            return [_put(_relabelled(rollouts, version.seq, VersionRef(version.step, version.digest)))]
-        unknown = VersionRef(every[-1].step + 1, Digest.from_hex(f"{self._random.getrandbits(128):032x}"))
+            return [_put(_relabelled(rollouts, version.seq, ClaimedVersion(version.step, version.digest)))]
+        unknown = ClaimedVersion(every[-1].step + 1, Digest.from_hex(f"{self._random.getrandbits(128):032x}"))
         return [_put(_relabelled(rollouts, every[-1].seq + 1 + self._random.randrange(3), unknown))]
 
     def _foreign(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
@@ -137,6 +137,6 @@ def _put(rollouts: Rollouts) -> Put:
     return Put(fleet_keys.rollout_key(key), data)
 
 
-def _relabelled(rollouts: Rollouts, seq: int, version: VersionRef) -> Rollouts:
+def _relabelled(rollouts: Rollouts, seq: int, version: ClaimedVersion) -> Rollouts:
     completions = tuple(replace(one, spans=(TokenSpan(0, len(one.tokens), seq),)) for one in rollouts.completions)
     return replace(rollouts, completions=completions, versions={seq: version})
