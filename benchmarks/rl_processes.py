@@ -24,7 +24,7 @@ from deltawire.fleet.generation import Generated, Stop, never
 from deltawire.fleet.member import Member
 from deltawire.fleet.options import FleetOptions
 from deltawire.fleet.rules.scheduler import Candidate, OpenTask, Scheduler
-from deltawire.format.records.fleet_records import Sampling
+from deltawire.format.records.trainer_records import Sampling
 from deltawire.publish.append import Appender
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.rl.generation import TransformersGenerator

@@ -21,7 +21,7 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import DeltawireError
 from deltawire.fleet.generation import Generated, Stop, never
 from deltawire.fleet.member import Member
-from deltawire.format.records.fleet_records import Sampling
+from deltawire.format.records.trainer_records import Sampling
 from deltawire.rl.generation import TransformersGenerator
 from deltawire.rl.member import RewardScorer
 from deltawire.store import open_store

@@ -30,8 +30,10 @@ from deltawire.fleet.steps.coordinator_steps import CoordinatorSteps
 from deltawire.fleet.steps.member_steps import MemberState, leave_steps, member_steps, tell
 from deltawire.fleet.steps.requests import FindVersion, Generate, Sync, run_steps
 from deltawire.format.records.fleet_files import Accepted
-from deltawire.format.records.fleet_records import AttemptId, BatchRecord, Lease, Round, Sampling
+from deltawire.format.records.fleet_parts import AttemptId
+from deltawire.format.records.member_records import Lease
 from deltawire.format.records.signing import SigningKey
+from deltawire.format.records.trainer_records import BatchRecord, Round, Sampling
 from deltawire.format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from deltawire.publish import Publisher
 from deltawire.store import Store, fleet_keys

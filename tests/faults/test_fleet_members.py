@@ -12,7 +12,9 @@ from deltawire.errors import EngineError, FleetDeserted, FleetTimeout, RewardErr
 from deltawire.fleet import FleetOptions, StalenessBudget
 from deltawire.fleet.steps.member_steps import tell
 from deltawire.fleet.steps.requests import Generate, Sync
-from deltawire.format.records.fleet_records import AttemptId, Board, Heartbeat
+from deltawire.format.records.fleet_parts import AttemptId
+from deltawire.format.records.member_records import Heartbeat
+from deltawire.format.records.trainer_records import Board
 from deltawire.store import Store, fleet_keys
 from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, Reading, call
 from deltawire.testing.faulty_store import Failure

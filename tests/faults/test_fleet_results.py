@@ -12,7 +12,9 @@ from small_fleet import Fleet, Trainer, make_rollouts, nonce, other_digest, plac
 from deltawire.fleet import FleetOptions, Rollouts, StalenessBudget
 from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.fleet.steps import intake_steps
-from deltawire.format.records.fleet_records import AttemptId, Lease, Round
+from deltawire.format.records.fleet_parts import AttemptId
+from deltawire.format.records.member_records import Lease
+from deltawire.format.records.trainer_records import Round
 from deltawire.format.rollouts import ClaimedVersion
 from deltawire.store import fleet_keys
 from deltawire.testing import FaultyStore, Reading, call

@@ -19,8 +19,9 @@ from deltawire.errors import SignatureInvalid, StoreDenied
 from deltawire.fleet import Coordinator
 from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.format.records.fleet_files import Accepted
-from deltawire.format.records.fleet_records import BatchRecord, Board, ObjectRef, Rejection, Round
+from deltawire.format.records.fleet_parts import ObjectRef
 from deltawire.format.records.signing import SigningKey
+from deltawire.format.records.trainer_records import BatchRecord, Board, Rejection, Round
 from deltawire.store import Store, fleet_keys
 from deltawire.store.wrapped import WrappedStore
 

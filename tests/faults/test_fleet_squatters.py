@@ -10,9 +10,11 @@ from test_fleet_members import LAST, offers, poll
 
 from deltawire.fleet import FleetOptions
 from deltawire.fleet.rules.board import _MOST_OFFERS, _Offers
-from deltawire.format.records.fleet_records import MAX_BOARD_BYTES, AttemptId, Board, Heartbeat, Lease, Round
+from deltawire.format.records.fleet_parts import MOST_ATTEMPTS, AttemptId
+from deltawire.format.records.member_records import Heartbeat, Lease
+from deltawire.format.records.trainer_records import MAX_BOARD_BYTES, Board, Round
 from deltawire.store import fleet_keys
-from deltawire.store.fleet_keys import FIRST_FREE_ATTEMPT, MOST_ATTEMPTS
+from deltawire.store.fleet_keys import FIRST_FREE_ATTEMPT
 
 SQUATTERS: dict[str, Callable[[Round, int, int], bytes]] = {
     "junk": lambda record, task, attempt: b"{}",

@@ -11,7 +11,7 @@ from test_fleet_members import LAST, claimed, offers, poll
 
 from deltawire.fleet.rules.fleet_clock import FleetClock
 from deltawire.fleet.steps.member_steps import tell
-from deltawire.format.records.fleet_records import Round
+from deltawire.format.records.trainer_records import Round
 from deltawire.store import fleet_keys
 from deltawire.testing import FaultyStore
 

@@ -25,7 +25,7 @@ from deltawire.errors import Fenced, FleetTimeout
 from deltawire.fleet import FleetOptions, StalenessBudget
 from deltawire.fleet.steps.requests import run_steps
 from deltawire.fleet.steps.sweep_steps import sweep
-from deltawire.format.records.fleet_records import Board
+from deltawire.format.records.trainer_records import Board
 from deltawire.store import fleet_keys
 from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, call
 from deltawire.testing.faulty_store import Failure

@@ -318,7 +318,7 @@ def test_a_running_follower_notices_that_its_store_was_set_back(
     with open_publisher(store) as publisher:
         ledger.publish(publisher, 3)
     newer = copy_of(store)
-    monkeypatch.setattr(log, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(log, "_RECHECK_SECONDS", 0.0)
     monkeypatch.setattr(log, "_SURE_AFTER", 0.0)
     events = Listener()
     with open_subscriber(store, tmp_path / "mirror" if mirrored else None, on_event=events) as reader:
@@ -353,7 +353,7 @@ def test_a_follower_waits_for_a_store_that_shows_less_than_before_for_a_while(mo
     with open_publisher(store) as publisher:
         ledger.publish(publisher, 3)
     newer = copy_of(store)
-    monkeypatch.setattr(log, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(log, "_RECHECK_SECONDS", 0.0)
     reported: list[str] = []
 
     def catch_up(event: Event) -> None:

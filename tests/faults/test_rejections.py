@@ -13,7 +13,7 @@ from small_fleet import Fleet, Trainer, blake3_of, hashes_of, live_versions, mak
 
 from deltawire.errors import Fenced
 from deltawire.fleet import Batch, FleetOptions, StalenessBudget, TrainingLimits
-from deltawire.format.records.fleet_records import Rejection
+from deltawire.format.records.trainer_records import Rejection
 from deltawire.store import fleet_keys
 from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, call
 

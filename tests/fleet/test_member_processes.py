@@ -14,7 +14,7 @@ from member_nursery import LiveMember, MemberNursery, wait_until
 from small_run import TASKS, SmallRun
 
 from deltawire.fleet.rules.scheduler import Scheduler
-from deltawire.format.records.fleet_records import Heartbeat
+from deltawire.format.records.member_records import Heartbeat
 from deltawire.store import Store, fleet_keys, open_store
 
 LENGTH, HELD = ("--env", "rewards_for_tests:length"), ("--env", "rewards_for_tests:held")

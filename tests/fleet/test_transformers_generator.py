@@ -17,7 +17,7 @@ from deltawire.engines import pretrained
 from deltawire.engines.prompts import Prompts
 from deltawire.errors import EngineError, NoChain
 from deltawire.fleet.generation import Interrupted
-from deltawire.format.records.fleet_records import Sampling
+from deltawire.format.records.trainer_records import Sampling
 from deltawire.publish import Publisher
 from deltawire.rl.generation import TransformersGenerator, build_model
 from deltawire.store import Store, open_store

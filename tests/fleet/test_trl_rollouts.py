@@ -14,7 +14,7 @@ import pytest
 from forked_python import ForkedPopen, forked_run
 from member_nursery import HERE, MemberNursery, wait_until
 
-from deltawire.format.records.fleet_records import Board
+from deltawire.format.records.trainer_records import Board
 
 for library in ("trl", "vllm", "datasets"):
     if importlib.util.find_spec(library) is None:

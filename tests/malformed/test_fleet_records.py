@@ -10,8 +10,10 @@ import pytest
 
 from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
 from deltawire.format.records.fleet_files import Accepted, AcceptedResult, Tasks
-from deltawire.format.records.fleet_records import BatchRecord, Board, Heartbeat, Lease, ObjectRef, Rejection, Round, Sampling
+from deltawire.format.records.fleet_parts import ObjectRef
+from deltawire.format.records.member_records import Heartbeat, Lease
 from deltawire.format.records.record_parts import Signature
+from deltawire.format.records.trainer_records import BatchRecord, Board, Rejection, Round, Sampling
 
 ID, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32
 SAMPLING = Sampling(samples=8, max_tokens=256, temperature=0.7, top_p=0.9, seed=11)

@@ -20,7 +20,7 @@ from deltawire.engines.model_limits import limits_of_files, load_prompts
 from deltawire.errors import TrainingFailed
 from deltawire.events import Event
 from deltawire.fleet.rules.training_limits import TrainingLimits
-from deltawire.format.records.fleet_records import Rejection
+from deltawire.format.records.trainer_records import Rejection
 from deltawire.rl import preflight
 from deltawire.rl import trainer as trainer_module
 from deltawire.store import fleet_keys

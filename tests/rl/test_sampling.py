@@ -19,7 +19,7 @@ from deltawire.chain.version import Version
 from deltawire.engines import HotSwap, ModuleEngine
 from deltawire.errors import EngineUnavailable
 from deltawire.fleet.generation import Generated, Interrupted
-from deltawire.format.records.fleet_records import Sampling
+from deltawire.format.records.trainer_records import Sampling
 from deltawire.rl.sampling import draw, passes_of, sample
 from deltawire.store.memory import MemoryStore
 

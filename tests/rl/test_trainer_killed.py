@@ -22,7 +22,7 @@ from deltawire.chain.maintenance.verify import verify
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.format.records.chain_records import MAX_RECORD_BYTES
 from deltawire.format.records.fleet_files import MAX_ACCEPTED_BYTES, Accepted
-from deltawire.format.records.fleet_records import BatchRecord
+from deltawire.format.records.trainer_records import BatchRecord
 from deltawire.format.rollouts import Rollouts
 from deltawire.store import Store, fleet_keys, keys, open_store
 from deltawire.store.fleet_keys import RolloutKey

@@ -15,7 +15,7 @@ from deltawire.engines.vllm.generation import VllmGenerator
 from deltawire.errors import EngineRefused
 from deltawire.fleet import ClaimedVersion, Coordinator, FleetOptions
 from deltawire.fleet.generation import Interrupted
-from deltawire.format.records.fleet_records import Sampling
+from deltawire.format.records.trainer_records import Sampling
 from deltawire.rl.member import MemberOptions
 from deltawire.rl.member import serve as member_from_options
 from deltawire.store import open_store

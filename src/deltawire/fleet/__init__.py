@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..format.records.fleet_records import Round, Sampling
+from ..format.records.trainer_records import Round, Sampling
 from ..format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from .batch import Batch
 from .coordinator import Coordinator

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ..format.records.fleet_files import AcceptedResult, Row
-from ..format.records.fleet_records import Round
+from ..format.records.trainer_records import Round
 from ..format.rollouts import Rollouts
 from .rules.admission import Reason
 

@@ -16,8 +16,8 @@ from ..chain.version import Version
 from ..errors import DeltawireError, FleetTimeout, SignatureInvalid, StoreError
 from ..events import OnEvent, emit
 from ..format.records.fleet_files import Row
-from ..format.records.fleet_records import Round, Sampling
 from ..format.records.signing import SigningKey
+from ..format.records.trainer_records import Round, Sampling
 from ..store import Store, StoreOptions, open_store
 from .batch import Batch
 from .chain_versions import ChainVersions

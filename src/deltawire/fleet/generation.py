@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..chain.version import Version
 from ..format.records.fleet_files import Row
-from ..format.records.fleet_records import Sampling
+from ..format.records.trainer_records import Sampling
 
 Stop: TypeAlias = Callable[[], bool]
 """Asked now and then whether to stop."""

@@ -24,7 +24,8 @@ from ..chain.version import Version
 from ..errors import DeltawireError, EngineError, EngineUnavailable, RewardError, UnusableReward
 from ..events import OnEvent, emit, with_fields
 from ..format.records.fleet_files import Row
-from ..format.records.fleet_records import AttemptId, Sampling
+from ..format.records.fleet_parts import AttemptId
+from ..format.records.trainer_records import Sampling
 from ..format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from ..store.base import Store
 from ..store.fleet_keys import member_key

@@ -14,7 +14,8 @@ from blake3 import blake3
 
 from ..errors import CorruptRollouts, LimitExceeded, ObjectMissing
 from ..format.records.canonical import MAX_RECORD_BYTES
-from ..format.records.fleet_records import MAX_BOARD_BYTES, Board, Heartbeat, Round
+from ..format.records.member_records import Heartbeat
+from ..format.records.trainer_records import MAX_BOARD_BYTES, Board, Round
 from ..format.rollouts import RolloutLimits, Rollouts
 from ..store import fleet_keys
 from ..store.base import ObjectInfo, Store

@@ -23,7 +23,7 @@ from ..dtypes import dtype_named
 from ..errors import CorruptRecord, CorruptRollouts
 from .digest import Digest
 from .records.canonical import MAX_RECORD_BYTES, Fields, dump
-from .records.fleet_records import read_attempt, read_number
+from .records.fleet_parts import read_attempt, read_number
 from .records.record_parts import NONCE, READER
 from .safetensors_header import LENGTH_BYTES, MalformedHeader, TensorEntry, build_header, header_length, parse_header, place_in_order
 

@@ -19,7 +19,7 @@ from ..engines.prompts import Prompts
 from ..errors import EngineError, EngineRefused, EngineUnavailable
 from ..events import OnEvent
 from ..fleet.generation import Generated, Stop, never
-from ..format.records.fleet_records import Sampling
+from ..format.records.trainer_records import Sampling
 from ..store import Store
 from ..subscribe.model_files import FollowedFiles, ModelFiles
 from ..tensors.checkpoint_layout import CheckpointLayout

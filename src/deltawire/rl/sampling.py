@@ -18,7 +18,7 @@ from ..chain.version import Version
 from ..engines import HotSwap, ModuleEngine
 from ..errors import EngineUnavailable
 from ..fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
-from ..format.records.fleet_records import Sampling
+from ..format.records.trainer_records import Sampling
 
 ForwardPass = Callable[[], contextlib.AbstractContextManager[Version]]
 """Entered around every forward pass. It yields the version of the weights and prevents swaps until it is left."""

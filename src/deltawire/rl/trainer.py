@@ -25,7 +25,7 @@ from ..fleet.options import FleetOptions
 from ..fleet.rules.scheduler import Scheduler
 from ..fleet.rules.staleness import StalenessBudget
 from ..format.records.fleet_files import Row
-from ..format.records.fleet_records import Sampling
+from ..format.records.trainer_records import Sampling
 from ..publish import PendingVersion, Publisher, WriterOptions
 from ..publish.attachments.read_files import Attachments
 from ..publish.snapshots import SnapshotDevice

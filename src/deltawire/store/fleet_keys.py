@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from ..format.records.chain_records import is_reader_name
-from ..format.records.fleet_records import AttemptId
+from ..format.records.fleet_parts import AttemptId
 
 FLEET = "fleet/"
 BOARD = "fleet/board.json"
@@ -14,10 +14,6 @@ ROUNDS, TASKS, LEASES, ROLLOUTS = "fleet/round/", "fleet/tasks/", "fleet/lease/"
 ACCEPTED, BATCHES, MEMBERS = "fleet/accepted/", "fleet/batch/", "fleet/member/"
 REJECTED = "fleet/rejected/"
 """Prefixes to list by."""
-
-MOST_TASKS = 10**5
-MOST_ATTEMPTS = 10**3
-"""So many have numbers of their own in keys."""
 
 FIRST_FREE_ATTEMPT = 16
 """Attempts from this number on need no lease: whoever takes all leases of a task cannot keep it from being done (docs/protocol.md §10)."""

@@ -8,7 +8,7 @@ import pytest
 from servers import Server
 
 from deltawire.errors import StoreUnsuitable
-from deltawire.format.records.fleet_records import AttemptId
+from deltawire.format.records.fleet_parts import AttemptId
 from deltawire.store import Store, StoreOptions, fleet_keys, probe
 from deltawire.testing import StoreConformance
 

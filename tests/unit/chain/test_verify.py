@@ -63,7 +63,7 @@ def test_a_collected_chain_has_no_problems(deep):
     assert report.rebuilt == (6 if deep else 0)  # the checkpoint that the floor stands on, too
 
 
-NO_WAY = "no new reader can get to the newest version: nothing that is sound leads there"
+NO_ROUTE = "no new reader can get to the newest version: nothing that is sound leads there"
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -79,7 +79,7 @@ def test_the_checkpoint_that_the_floor_stands_on_must_be_there(head, deep):
     report = verify(chain.store, deep, threads=1)
     assert (report.floor, report.ok) == (5, False)
     assert ("version 5 (commit 5)", f"{lost.key} is missing") in problem_pairs(report.problems)
-    assert (f"version {head} (commit {head})", NO_WAY) in problem_pairs(report.problems)
+    assert (f"version {head} (commit {head})", NO_ROUTE) in problem_pairs(report.problems)
 
 
 def test_a_flipped_bit_in_the_checkpoint_that_the_floor_stands_on_is_found():
@@ -117,7 +117,7 @@ def test_a_mark_that_anybody_wrote_hides_no_damage(floor, deep):
     chain.store.put(keys.mark_key(0), Mark(RUN_ID, 0, 1, floor, "0" * 32, 0).to_bytes())
     chain.store.delete([info.key for info in list(chain.store.list(keys.DATA))])
     report = verify(chain.store, deep, threads=1, options=ReaderOptions(trusted_keys=[key.public]))
-    assert ("version 3 (commit 3)", NO_WAY) in problem_pairs(report.problems)
+    assert ("version 3 (commit 3)", NO_ROUTE) in problem_pairs(report.problems)
     assert (floor > 3) == any("no collector wrote it" in what for _, what in problem_pairs(report.problems))
 
 

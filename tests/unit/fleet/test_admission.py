@@ -14,7 +14,8 @@ from deltawire.fleet.rules.admission import Demand, Reason, Refusal, judge_conte
 from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.fleet.rules.training_limits import LARGEST_REWARD, TrainingLimits, why_untrainable
 from deltawire.format.records.fleet_files import AcceptedResult
-from deltawire.format.records.fleet_records import Lease, ObjectRef
+from deltawire.format.records.fleet_parts import ObjectRef
+from deltawire.format.records.member_records import Lease
 from deltawire.store.fleet_keys import RolloutKey
 
 RUN, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32

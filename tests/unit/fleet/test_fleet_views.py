@@ -26,8 +26,10 @@ from deltawire.cli import app
 from deltawire.cli.output.fleet_table import short_name
 from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.format.records.fleet_files import Accepted, AcceptedResult
-from deltawire.format.records.fleet_records import BatchRecord, Board, Heartbeat, ObjectRef, Rejection, Round, Sampling
+from deltawire.format.records.fleet_parts import ObjectRef
+from deltawire.format.records.member_records import Heartbeat
 from deltawire.format.records.signing import SigningKey
+from deltawire.format.records.trainer_records import BatchRecord, Board, Rejection, Round, Sampling
 from deltawire.format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import Store, fleet_keys, open_store

@@ -9,7 +9,8 @@ import pytest
 
 from deltawire.fleet.rules.roster import Roster
 from deltawire.fleet.rules.round_state import HeldLease, TaskState
-from deltawire.format.records.fleet_records import Heartbeat, Lease
+from deltawire.format.records import fleet_parts
+from deltawire.format.records.member_records import Heartbeat, Lease
 from deltawire.store import fleet_keys
 from deltawire.store.base import ObjectInfo
 
@@ -97,5 +98,5 @@ def test_when_all_leases_of_a_task_are_taken_every_offer_is_a_free_attempt_of_it
     for now in range(2000):  # numbers come round again
         task.offer_to("ab"[now % 2], 100 + now, patience=60)
         task.leases[task.next_attempt()] = HeldLease(LEASE, 0, 0)
-        assert first <= task.next_attempt() < fleet_keys.MOST_ATTEMPTS
+        assert first <= task.next_attempt() < fleet_parts.MOST_ATTEMPTS
     assert task.is_free

@@ -22,8 +22,10 @@ from deltawire.fleet.generation import Generated, GeneratedSpan, Interrupted
 from deltawire.fleet.member import Member
 from deltawire.fleet.steps.member_steps import tell
 from deltawire.fleet.steps.requests import Generate, Sync, run_steps
-from deltawire.format.records.fleet_records import Heartbeat, Lease, ObjectRef, Round
+from deltawire.format.records.fleet_parts import ObjectRef
+from deltawire.format.records.member_records import Heartbeat, Lease
 from deltawire.format.records.signing import SigningKey
+from deltawire.format.records.trainer_records import Round
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.rl.member import MemberOptions, RewardScorer, parse_engine
 from deltawire.store import Store

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deltawire.format.records.fleet_records import AttemptId
+from deltawire.format.records import fleet_parts
+from deltawire.format.records.fleet_parts import AttemptId
 from deltawire.store import fleet_keys
 from deltawire.store.base import is_key
 from deltawire.store.fleet_keys import BatchKey, RolloutKey
@@ -35,8 +36,8 @@ def test_numbers_and_names_that_have_no_key_are_refused() -> None:
     for make in (
         lambda: fleet_keys.round_key(10**10),
         lambda: fleet_keys.round_key(-1),
-        lambda: fleet_keys.lease_key(AttemptId(0, fleet_keys.MOST_TASKS, 0)),
-        lambda: fleet_keys.lease_key(AttemptId(0, 0, fleet_keys.MOST_ATTEMPTS)),
+        lambda: fleet_keys.lease_key(AttemptId(0, fleet_parts.MOST_TASKS, 0)),
+        lambda: fleet_keys.lease_key(AttemptId(0, 0, fleet_parts.MOST_ATTEMPTS)),
         lambda: fleet_keys.member_key("../x"),
         lambda: fleet_keys.member_key(""),
     ):

@@ -15,7 +15,7 @@ NAMES_KEYS = {
     "store/keys.py",
     "store/fleet_keys.py",
     "format/records/record_parts.py",  # the form of keys that records may name
-    "format/records/fleet_records.py",
+    "format/records/fleet_parts.py",
 }
 
 

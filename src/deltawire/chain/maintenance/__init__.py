@@ -1,7 +1,9 @@
-"""Looking after a chain as a whole: what is damaged, and what can be deleted.
+"""Check chains, and delete what no reader needs.
 
-survey      all objects of a chain, and which of them are needed
-verify      checking every object
-superseded  damage that no reader of the newest version meets
-collect     garbage collection
+verify         check every record and file of a chain
+deep_check     the part of that check that rebuilds every version
+verify_report  the result of a check
+superseded     which data readers of the newest version need
+survey         what a chain holds and what is garbage
+collect        delete garbage, with marks
 """

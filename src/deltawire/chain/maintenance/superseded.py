@@ -29,9 +29,7 @@ class Needed:
 
     @property
     def _start(self) -> int | None:
-        if self.checkpoint is None:
-            return None
-        return self.checkpoint.target.seq if isinstance(self.checkpoint, Shortcut) else self.checkpoint.seq
+        return None if self.checkpoint is None else target_seq(self.checkpoint)
 
 
 def find_needed(commits: Sequence[Commit], shortcuts: Iterable[Shortcut], is_damaged: Callable[[Record], bool]) -> Needed:
@@ -63,10 +61,15 @@ def _anchors_of(shortcuts: Iterable[Shortcut]) -> dict[int, Shortcut]:
 
 def _history(commits: Sequence[Commit]) -> Iterator[Commit]:
     """Yield the commits that led to the last one, newest first. Versions that a rewind abandoned are not among them."""
-    places = {commit.seq: place for place, commit in enumerate(commits)}
-    place: int | None = len(commits) - 1
-    while place is not None and place >= 0:
-        commit = commits[place]
+    positions = {commit.seq: position for position, commit in enumerate(commits)}
+    position: int | None = len(commits) - 1
+    while position is not None and position >= 0:
+        commit = commits[position]
         yield commit
         rewound = commit.base.seq if commit.kind == "rewind" and commit.base is not None else None
-        place = place - 1 if rewound is None else places.get(rewound)
+        position = position - 1 if rewound is None else positions.get(rewound)
+
+
+def target_seq(record: Record) -> int:
+    """Return the number of the commit that a commit or shortcut leads to."""
+    return record.target.seq if isinstance(record, Shortcut) else record.seq

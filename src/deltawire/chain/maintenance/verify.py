@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from ...errors import (
     ChainError,
@@ -31,50 +29,9 @@ from ..rebuild import rebuild
 from ..restore import Hop
 from ..routes import Routes
 from ..walk_route import HopFailed, walk_route
-from .superseded import Record, find_needed, live_checkpoints
-
-ReportProgress = Callable[[int, int], None]
-"""Called with the number of commits done, and of all."""
-
-
-NO_WAY = "no new reader can get to the newest version: nothing that is sound leads there"
-"""What is said of the newest version when damage elsewhere leaves no way to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that should not be: `where` is a key, or a version."""
-
-    where: str
-    what: str
-
-
-@dataclass(slots=True)
-class Report:
-    """What a check found. `floor` is −1 where nothing was ever collected; files at or below it may be gone, and are not asked for."""
-
-    commits: int = 0
-    versions: int = 0
-    void: int = 0
-    shortcuts: int = 0
-    files: int = 0
-    bytes: int = 0
-    rebuilt: int = 0
-    floor: int = -1
-    problems: list[Problem] = field(default_factory=list)
-    superseded: list[Problem] = field(default_factory=list)
-    """Damage to data that readers of the newest version do not need: versions that a rewind abandoned, and what lies below the newest
-    sound checkpoint. Such versions cannot be pulled any more. Collection removes them."""
-    notes: list[Problem] = field(default_factory=list)
-    """What is no damage: it is in nobody's way, and collection removes it."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether readers can get to the newest version, as far as the check has looked.
-
-        A reader that has nothing yet can, over files that were all looked at; and no other way that readers may take is damaged.
-        """
-        return not self.problems
+from .deep_check import DeepCheck
+from .superseded import Record, find_needed, live_checkpoints, target_seq
+from .verify_report import NO_ROUTE, Problem, Report, ReportProgress
 
 
 def verify(
@@ -130,12 +87,15 @@ class _Check:
         if checkpoint is not None:
             self._check_files(checkpoint)
         self._check_attachments(checkpoint, deep=deep)
-        state = self._rebuild_all(shortcuts, checkpoint) if deep else None
+        state = self._deep_check().run(shortcuts, checkpoint) if deep else None
         self._judge_damage(shortcuts)
         is_reachable = self._check_way_for_new_readers(state)
         # A shortcut that leads nowhere is in nobody's way, unless it was the only way.
         (self._report.notes if is_reachable else self._report.problems).extend(problem for _, problem in self._dangling)
         return self._report
+
+    def _deep_check(self) -> DeepCheck:
+        return DeepCheck(self._log, self._sound, self._report, self._damaged, progress=self._progress, threads=self._threads)
 
     def _checked_floor(self) -> int:
         """Read the floor, and refuse one above the newest commit, which would hide all damage. Call it before the data are listed."""
@@ -151,7 +111,7 @@ class _Check:
     def _floor_checkpoint(self, shortcuts: list[Shortcut]) -> Record | None:
         """Find the checkpoint that collection must have kept: the newest at or below the floor in the history of the newest version."""
         candidates = live_checkpoints(self._sound, [*shortcuts, *(shortcut for shortcut, _ in self._dangling)])
-        below = [record for record in candidates if _target_seq(record) <= self._report.floor]
+        below = [record for record in candidates if target_seq(record) <= self._report.floor]
         dangling = {id(shortcut) for shortcut, _ in self._dangling}
         if below and id(below[0]) in dangling:
             # Collection kept another one then. If there is none, the new readers' way is missing, which is reported with the shortcut.
@@ -179,7 +139,7 @@ class _Check:
             if lost:
                 raise HopFailed(lost[0], VersionGone("files are lost"))
 
-        what = NO_WAY
+        what = NO_ROUTE
         try:
             walk_route(routes, lambda: routes.find(None, target), look_at_files)
             if state is not None and (state.commit is None or state.commit.digest != target.digest):
@@ -339,7 +299,7 @@ class _Check:
         """Check each object once, and name all versions that refer to it. Only those of the newest version are in anybody's way."""
         newest = self._newest_version()
         in_force = set() if newest is None else {entry.key for entry in newest.attachments or ()}
-        lowest = None if checkpoint is None else _target_seq(checkpoint)
+        lowest = None if checkpoint is None else target_seq(checkpoint)
         named = [commit for commit in self._sound if commit.seq > self._report.floor or commit.seq == lowest or commit is newest]
         users: dict[str, tuple[FileEntry, list[Commit]]] = {}
         for commit in named:
@@ -366,81 +326,12 @@ class _Check:
             return f"{entry.key} has {self._sizes[entry.key]:,} bytes, not {entry.size:,}"
         return None
 
-    def _rebuild_all(self, shortcuts: list[Shortcut], checkpoint: Record | None) -> MemoryState:
-        """Go through all versions in order. Each is made by its own files where that is possible: a detour would leave them unread.
-
-        Begins with `checkpoint`, on which the floor stands. Returns the last state that could be made.
-        """
-        fetcher = Fetcher(self._log.store, limits=self._log.limits, patience=0)
-        state = MemoryState(threads=self._threads)
-        for done, commit in enumerate(self._sound, 1):
-            if checkpoint is not None and commit.seq == _target_seq(checkpoint):
-                self._report.rebuilt += self._load(state, checkpoint, Hop(commit, None, checkpoint.files, "anchor"), fetcher)
-            elif commit.seq > self._report.floor and commit.digest is not None:
-                self._rebuild(state, commit, fetcher)
-            if state.commit is commit:
-                for shortcut in shortcuts:
-                    if shortcut.base is not None and shortcut.base.seq == commit.seq:
-                        self._try_shortcut(state, shortcut, fetcher)
-            if self._progress:
-                self._progress(done, len(self._sound))
-        for shortcut in shortcuts:
-            if shortcut.base is None and shortcut.target.seq > self._report.floor:
-                self._try_shortcut(MemoryState(threads=self._threads), shortcut, fetcher)
-        return state
-
-    def _rebuild(self, state: MemoryState, commit: Commit, fetcher: Fetcher) -> None:
-        at_base = commit.base is not None and state.commit is not None and state.commit.seq == commit.base.seq
-        if commit.kind == "fence":
-            if at_base:
-                state.relabel(commit)
-            return
-        if commit.kind == "anchor":
-            rebuilt = self._load(state, commit, Hop(commit, None, commit.files, "anchor"), fetcher)
-        elif commit.kind == "delta" and commit.base is not None and at_base:
-            hop = Hop(commit, commit.base.seq, commit.files, "commit", commit.base.digest)
-            rebuilt = self._attempt(commit, lambda: state.apply(state.resolve(hop, fetcher), commit))
-        else:
-            rebuilt = self._attempt(commit, lambda: rebuild(state, self._log, fetcher, commit))
-        self._report.rebuilt += rebuilt
-
-    def _try_shortcut(self, state: MemoryState, shortcut: Shortcut, fetcher: Fetcher) -> None:
-        target = next(commit for commit in self._sound if commit.seq == shortcut.target.seq)
-        base = shortcut.base
-        if base is None:
-            self._load(state, shortcut, Hop(target, None, shortcut.files, "anchor"), fetcher)
-        elif target.seq > self._report.floor:
-            hop = Hop(target, base.seq, shortcut.files, "skip", base.digest)
-            self._attempt(shortcut, lambda: state.resolve(hop, fetcher))
-
-    def _load(self, state: MemoryState, record: Record, hop: Hop, fetcher: Fetcher) -> bool:
-        """Load a checkpoint, and read its other files too, which a state does not need."""
-        others = [entry for entry in hop.files if entry.name is not None and not entry.name.endswith(".safetensors")]
-        intact = [self._attempt(record, functools.partial(fetcher.fetch, entry)) for entry in others]
-        return self._attempt(record, lambda: state.load_anchor(hop, fetcher)) and all(intact)
-
-    def _attempt(self, record: Record, work: Callable[[], object]) -> bool:
-        try:
-            work()
-        except VersionGone:
-            return False  # collected: it lies above the floor, but what it is made from does not
-        except StoreError:
-            raise
-        except DeltawireError as error:
-            self._damaged(record, record.describe(), error)
-            return False
-        return True
-
     def _exists(self, key: str) -> bool:
         try:
             self._log.store.head(key)
         except (StoreError, DataDamaged):
             return False
         return True
-
-
-def _target_seq(record: Record) -> int:
-    return record.target.seq if isinstance(record, Shortcut) else record.seq
 
 
 def _describe_all(commits: list[Commit]) -> str:

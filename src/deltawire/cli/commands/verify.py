@@ -12,7 +12,7 @@ from ..output import figures
 from ..output.terminal import JsonOption, ThreadsOption, count_bar, exit_codes, print_json, print_rows, print_wrapped, result_console
 
 if TYPE_CHECKING:
-    from ...chain.maintenance.verify import Problem, Report
+    from ...chain.maintenance.verify_report import Problem, Report
 
 DAMAGED = 3
 """The exit code where something was found."""
@@ -97,7 +97,7 @@ def causes_of(report: Report, url: str) -> tuple[list[Cause], list[Cause]]:
     A damaged object is one problem, however many versions are made from it. If some of these are superseded, it is one all the same. That
     no way leads to the newest version any more is a consequence, and is left out where a cause is known.
     """
-    from ...chain.maintenance.verify import NO_WAY
+    from ...chain.maintenance.verify_report import NO_ROUTE
 
     causes: dict[str, Cause] = {}
     superseded: dict[str, Cause] = {}
@@ -106,7 +106,7 @@ def causes_of(report: Report, url: str) -> tuple[list[Cause], list[Cause]]:
     for problem in report.superseded:
         key = _cause_of(problem, url)[0]
         _add_to(causes if key in causes else superseded, problem, url)
-    known = [cause for cause in causes.values() if cause.what != NO_WAY]
+    known = [cause for cause in causes.values() if cause.what != NO_ROUTE]
     return known or list(causes.values()), list(superseded.values())
 
 
@@ -126,9 +126,9 @@ def _cause_of(problem: Problem, url: str) -> tuple[str, str]:
 
 
 def _is_out_of_reach(report: Report) -> bool:
-    from ...chain.maintenance.verify import NO_WAY
+    from ...chain.maintenance.verify_report import NO_ROUTE
 
-    return any(problem.what.startswith(NO_WAY) for problem in report.problems)
+    return any(problem.what.startswith(NO_ROUTE) for problem in report.problems)
 
 
 def _result(causes: int, superseded: int) -> str:

@@ -24,7 +24,7 @@ from ...chain.version import Version
 from ...errors import DeltawireError, EngineError, EngineRefused, EngineUnavailable, VersionUnknown
 from ...events import OnEvent
 from ...fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
-from ...format.records.fleet_records import Sampling
+from ...format.records.trainer_records import Sampling
 from ...store import Store
 from ...subscribe.model_files import FollowedFiles
 from ..http_session import NoAnswer, PendingAnswer, http_session

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from ...format.records.fleet_files import AcceptedResult
-from ...format.records.fleet_records import Lease, Round
+from ...format.records.member_records import Lease
+from ...format.records.trainer_records import Round
 from ...format.rollouts import Rollouts
 from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
 from .staleness import KnownVersion, StalenessBudget

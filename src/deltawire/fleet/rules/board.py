@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from zlib import crc32
 
-from ...format.records.fleet_records import AttemptId, Board
+from ...format.records.fleet_parts import AttemptId
+from ...format.records.trainer_records import Board
 from .roster import Roster
 from .round_state import RoundState
 from .scheduler import Candidate, OpenTask, Scheduler

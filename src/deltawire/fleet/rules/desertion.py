@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from ...errors import FleetDeserted
 from ...events import printable
-from ...format.records.fleet_records import Heartbeat
+from ...format.records.member_records import Heartbeat
 
 _MOST = 1000
 """Largest number of departures that are remembered."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...format.records.fleet_records import Heartbeat, Lease
+from ...format.records.member_records import Heartbeat, Lease
 from ...store.base import ObjectInfo
 
 _COARSE = 2.0

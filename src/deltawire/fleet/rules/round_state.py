@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...format.records.fleet_files import AcceptedResult, Row
-from ...format.records.fleet_records import AttemptId, Lease, Round
+from ...format.records.fleet_parts import MOST_ATTEMPTS, AttemptId
+from ...format.records.member_records import Lease
+from ...format.records.trainer_records import Round
 from ...format.rollouts import Rollouts
-from ...store.fleet_keys import FIRST_FREE_ATTEMPT, MOST_ATTEMPTS, RolloutKey
+from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
 from .admission import Reason
 from .roster import Roster
 from .scheduler import OpenTask, Scheduler

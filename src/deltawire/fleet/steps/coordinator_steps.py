@@ -15,7 +15,8 @@ from ...errors import CorruptRecord, DeltawireError, Fenced, FleetTimeout, Limit
 from ...events import OnEvent, emit, printable
 from ...format.records.chain_records import MAX_RECORD_BYTES
 from ...format.records.fleet_files import Accepted, AcceptedResult, Row, Tasks
-from ...format.records.fleet_records import MAX_BOARD_BYTES, BatchRecord, Board, ObjectRef, Round, Sampling
+from ...format.records.fleet_parts import ObjectRef
+from ...format.records.trainer_records import MAX_BOARD_BYTES, BatchRecord, Board, Round, Sampling
 from ...store import fleet_keys, keys
 from ...store.base import ObjectInfo
 from ...store.create_rule import create_steps

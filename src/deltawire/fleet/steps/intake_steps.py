@@ -11,7 +11,7 @@ from ...errors import CorruptRollouts, DeltawireError, LimitExceeded, ObjectMiss
 from ...events import OnEvent, emit
 from ...format.records.chain_records import MAX_RECORD_BYTES
 from ...format.records.fleet_files import Accepted
-from ...format.records.fleet_records import Heartbeat, Lease
+from ...format.records.member_records import Heartbeat, Lease
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys
 from ...store.base import ObjectInfo

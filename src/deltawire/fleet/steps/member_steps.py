@@ -27,7 +27,9 @@ from ...errors import (
 from ...events import OnEvent, emit
 from ...format.records.chain_records import MAX_RECORD_BYTES
 from ...format.records.fleet_files import MAX_TASKS_BYTES, Row, Tasks
-from ...format.records.fleet_records import MAX_BOARD_BYTES, MAX_WHY, MAX_WORKING, AttemptId, Board, Heartbeat, Lease, Round
+from ...format.records.fleet_parts import MAX_WHY, AttemptId
+from ...format.records.member_records import MAX_WORKING, Heartbeat, Lease
+from ...format.records.trainer_records import MAX_BOARD_BYTES, Board, Round
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys, keys
 from ...store.create_rule import create_steps

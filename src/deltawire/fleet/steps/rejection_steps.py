@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from blake3 import blake3
 
 from ...format.records.chain_records import MAX_RECORD_BYTES
-from ...format.records.fleet_records import MAX_REJECTED, MAX_WHY, RejectedResult, Rejection
+from ...format.records.fleet_parts import MAX_WHY
+from ...format.records.trainer_records import MAX_REJECTED, RejectedResult, Rejection
 from ...store import fleet_keys
 from ...store.base import ObjectInfo
 from ...store.fleet_keys import RejectedKey, RolloutKey

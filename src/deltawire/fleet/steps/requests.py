@@ -14,7 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from ...errors import DeltawireError
 from ...format.records.fleet_files import Row
-from ...format.records.fleet_records import Lease, Round
+from ...format.records.member_records import Lease
+from ...format.records.trainer_records import Round
 from ...store.base import Store
 from ...store.requests import Create, Delete, Get, Head, List, Put, Sleep, ask_store, drive
 

@@ -11,7 +11,7 @@ from blake3 import blake3
 from ...errors import CorruptRecord, DeltawireError, LimitExceeded, ObjectMissing, UnsupportedVersion
 from ...format.records.chain_records import MAX_RECORD_BYTES
 from ...format.records.fleet_files import MAX_ACCEPTED_BYTES, Accepted
-from ...format.records.fleet_records import BatchRecord, Round
+from ...format.records.trainer_records import BatchRecord, Round
 from ...store import fleet_keys
 from ...store.base import ObjectInfo
 from ...store.requests import Get, List

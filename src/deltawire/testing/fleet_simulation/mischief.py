@@ -11,7 +11,8 @@ import numpy as np
 from blake3 import blake3
 
 from ...format.digest import Digest
-from ...format.records.fleet_records import AttemptId, Heartbeat, Lease
+from ...format.records.fleet_parts import AttemptId
+from ...format.records.member_records import Heartbeat, Lease
 from ...format.rollouts import ClaimedVersion, Rollouts, TokenSpan
 from ...store import fleet_keys
 from ...store.fleet_keys import RolloutKey

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from ...fleet.rules.staleness import StalenessBudget
 from ...format.records.fleet_files import Accepted, AcceptedResult
-from ...format.records.fleet_records import AttemptId, BatchRecord, Lease, Rejection, Round
+from ...format.records.fleet_parts import AttemptId
+from ...format.records.member_records import Lease
+from ...format.records.trainer_records import BatchRecord, Rejection, Round
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys
 from ...store.fleet_keys import RolloutKey

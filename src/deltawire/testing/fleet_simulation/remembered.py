@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from ...format.records.fleet_files import Tasks
-from ...format.records.fleet_records import BatchRecord, Board, Heartbeat, Lease, Round
+from ...format.records.member_records import Heartbeat, Lease
+from ...format.records.trainer_records import BatchRecord, Board, Round
 from ...format.rollouts import RolloutLimits, Rollouts
 
 _KEPT = 4096

@@ -13,7 +13,7 @@ from ...fleet.options import FleetOptions
 from ...fleet.rules.scheduler import Scheduler
 from ...fleet.rules.staleness import KnownVersion, StalenessBudget
 from ...fleet.steps.coordinator_steps import CoordinatorSteps
-from ...format.records.fleet_records import Sampling
+from ...format.records.trainer_records import Sampling
 from ...store import keys
 from ...store.requests import Create, Sleep
 from .chain_model import ChainModel

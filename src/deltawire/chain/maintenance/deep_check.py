@@ -1,0 +1,102 @@
+"""The deep part of a check: rebuild every version from its files, and resolve every shortcut."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from ...errors import DeltawireError, StoreError, VersionGone
+from ...format.records.chain_records import Commit, Shortcut
+from ..fetch import Fetcher
+from ..log import ChainLog
+from ..memory_state import MemoryState
+from ..rebuild import rebuild
+from ..restore import Hop
+from .superseded import Record, target_seq
+from .verify_report import Report, ReportProgress
+
+
+class DeepCheck:
+    """Reads every file of the sound commits. Counts rebuilt versions in `report`, and calls `damaged` for each record that is damaged."""
+
+    def __init__(
+        self,
+        log: ChainLog,
+        sound: Sequence[Commit],
+        report: Report,
+        damaged: Callable[[Record, str, object], None],
+        *,
+        progress: ReportProgress | None,
+        threads: int | None,
+    ) -> None:
+        self._log = log
+        self._sound = sound
+        self._report = report
+        self._damaged = damaged
+        self._progress = progress
+        self._threads = threads
+
+    def run(self, shortcuts: list[Shortcut], checkpoint: Record | None) -> MemoryState:
+        """Go through all versions in order. Each is made by its own files where that is possible: a detour would leave them unread.
+
+        Begins with `checkpoint`, on which the floor stands. Returns the last state that could be made.
+        """
+        fetcher = Fetcher(self._log.store, limits=self._log.limits, patience=0)
+        state = MemoryState(threads=self._threads)
+        for done, commit in enumerate(self._sound, 1):
+            if checkpoint is not None and commit.seq == target_seq(checkpoint):
+                self._report.rebuilt += self._load(state, checkpoint, Hop(commit, None, checkpoint.files, "anchor"), fetcher)
+            elif commit.seq > self._report.floor and commit.digest is not None:
+                self._rebuild(state, commit, fetcher)
+            if state.commit is commit:
+                for shortcut in shortcuts:
+                    if shortcut.base is not None and shortcut.base.seq == commit.seq:
+                        self._try_shortcut(state, shortcut, fetcher)
+            if self._progress:
+                self._progress(done, len(self._sound))
+        for shortcut in shortcuts:
+            if shortcut.base is None and shortcut.target.seq > self._report.floor:
+                self._try_shortcut(MemoryState(threads=self._threads), shortcut, fetcher)
+        return state
+
+    def _rebuild(self, state: MemoryState, commit: Commit, fetcher: Fetcher) -> None:
+        at_base = commit.base is not None and state.commit is not None and state.commit.seq == commit.base.seq
+        if commit.kind == "fence":
+            if at_base:
+                state.relabel(commit)
+            return
+        if commit.kind == "anchor":
+            rebuilt = self._load(state, commit, Hop(commit, None, commit.files, "anchor"), fetcher)
+        elif commit.kind == "delta" and commit.base is not None and at_base:
+            hop = Hop(commit, commit.base.seq, commit.files, "commit", commit.base.digest)
+            rebuilt = self._attempt(commit, lambda: state.apply(state.resolve(hop, fetcher), commit))
+        else:
+            rebuilt = self._attempt(commit, lambda: rebuild(state, self._log, fetcher, commit))
+        self._report.rebuilt += rebuilt
+
+    def _try_shortcut(self, state: MemoryState, shortcut: Shortcut, fetcher: Fetcher) -> None:
+        target = next(commit for commit in self._sound if commit.seq == shortcut.target.seq)
+        base = shortcut.base
+        if base is None:
+            self._load(state, shortcut, Hop(target, None, shortcut.files, "anchor"), fetcher)
+        elif target.seq > self._report.floor:
+            hop = Hop(target, base.seq, shortcut.files, "skip", base.digest)
+            self._attempt(shortcut, lambda: state.resolve(hop, fetcher))
+
+    def _load(self, state: MemoryState, record: Record, hop: Hop, fetcher: Fetcher) -> bool:
+        """Load a checkpoint, and read its other files too, which a state does not need."""
+        others = [entry for entry in hop.files if entry.name is not None and not entry.name.endswith(".safetensors")]
+        intact = [self._attempt(record, functools.partial(fetcher.fetch, entry)) for entry in others]
+        return self._attempt(record, lambda: state.load_anchor(hop, fetcher)) and all(intact)
+
+    def _attempt(self, record: Record, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except VersionGone:
+            return False  # collected: it lies above the floor, but what it is made from does not
+        except StoreError:
+            raise
+        except DeltawireError as error:
+            self._damaged(record, record.describe(), error)
+            return False
+        return True

@@ -1,0 +1,247 @@
+"""Read single records of a chain from the store, and check each by itself.
+
+Whether commits fit together is the business of `deltawire.chain.log`. Commits are immutable and never deleted, so those that were read are
+kept in memory. An empty slot is never remembered, because it may be filled at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+
+from ..errors import CorruptRecord, LimitExceeded, NoChain, ObjectMissing, RunMismatch, UnsupportedVersion, VersionUnknown, WrongRun
+from ..format.records.chain_records import (
+    MAX_RECORD_BYTES,
+    Commit,
+    CommitRef,
+    Head,
+    Limits,
+    Mark,
+    Run,
+    Shortcut,
+    check_same_run,
+    record_hash,
+)
+from ..format.records.signing import check_signature
+from ..store import keys
+from ..store.base import Store
+from ..store.urls import default_run_name
+
+_KEPT_BYTES = 32 << 20
+"""Bytes of commits that are kept in memory."""
+
+
+class RecordReader:
+    """Reads the records of one chain. May be used from several threads.
+
+    Parameters
+    ----------
+    store
+        The store that holds the chain.
+    run
+        The name that the run must have (`RunMismatch`). One key may sign several runs, so with `trusted_keys` and without `run` the name
+        must be the one that the URL suggests (`WrongRun`).
+    trusted_keys
+        Public keys. Records that none of them signed are refused (`SignatureInvalid`).
+    limits
+        The largest sizes that records may claim, in addition to the run's own limits.
+    followed_run
+        The id of a run that the reader already follows. This run may have another name than the URL suggests.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        run: str | None = None,
+        trusted_keys: Collection[str] = (),
+        limits: Limits | None = None,
+        followed_run: str | None = None,
+    ) -> None:
+        self.store = store
+        self.followed_run = followed_run
+        self.trusted_keys = frozenset(trusted_keys)
+        self._run_name = run
+        self._suggested_name = default_run_name(store.url) if trusted_keys and run is None else None
+        self._own_limits = limits or Limits()
+        self._run: Run | None = None
+        self._kept: OrderedDict[int, tuple[bytes, str, Commit]] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.RLock()
+
+    @property
+    def run(self) -> Run:
+        """Identity and limits of the chain. `NoChain` where there is none yet, `RunMismatch` for another than was asked for."""
+        if self._run is None:
+            data = self._get(keys.RUN)
+            if data is None:
+                raise NoChain(f"nothing is published at {self.store.url}.")
+            run = Run.parse(data)
+            if self._run_name is not None and run.run != self._run_name:
+                raise RunMismatch(f"{self.store.url} holds the run {run.run!r}, not {self._run_name!r}.")
+            self._run = run
+        return self._run
+
+    def trust_first_key(self) -> None:
+        """Trust the key that signed the first commit, if it is signed and no keys were given. A chain is signed throughout or not at all.
+
+        This is for whoever works on the chain without knowing its keys: what somebody else added without the key is refused. It does not
+        prove whose chain it is, so readers that must know are given keys.
+        """
+        first = None if self.trusted_keys else self.read(0)
+        if first is not None and first.signature is not None:
+            self.forget()
+            self.trusted_keys = frozenset({first.signature.key})
+
+    @property
+    def limits(self) -> Limits:
+        """What records may claim: the run's limits, and the reader's own."""
+        return self.run.limits.within(self._own_limits)
+
+    def read(self, seq: int) -> Commit | None:
+        """The commit in a slot, None if the slot is empty. Its form, run, limits and signature are checked; not what it links to."""
+        found = self._slot(seq)
+        return None if found is None else found[2]
+
+    def raw(self, seq: int) -> bytes | None:
+        """The bytes of the commit in a slot."""
+        found = self._slot(seq)
+        return None if found is None else found[0]
+
+    def hash(self, seq: int) -> str:
+        """The hash that links to this slot must carry. `VersionUnknown` if it is empty."""
+        found = self._slot(seq)
+        if found is None:
+            raise VersionUnknown(f"the chain at {self.store.url} has no commit {seq}.")
+        return found[1]
+
+    def ref(self, commit: Commit) -> CommitRef:
+        """A reference to a commit that was read from here."""
+        return commit.ref(self.hash(commit.seq))
+
+    def forget(self) -> None:
+        """Read everything anew from here on: something was wrong, and it may have been what was read. `known` stays."""
+        with self._lock:
+            self._kept.clear()
+            self._kept_bytes = 0
+
+    def anchors(self, after: int | None, upto: int) -> list[int]:
+        """The versions of which anchors are listed."""
+        found = []
+        for info in self.store.list(keys.ANCHORS, after=None if after is None else keys.anchor_key(after)):
+            seq = keys.parse_anchor_key(info.key)
+            if seq is not None and seq > upto:
+                break
+            if seq is not None:
+                found.append(seq)
+        return found
+
+    def skips(self, after: int | None, upto: int) -> list[tuple[int, int]]:
+        """(seq, base) of the skips that are listed."""
+        found = []
+        for info in self.store.list(keys.SKIPS, after=None if after is None else keys.skip_key(after, 10**20 - 1)):
+            pair = keys.parse_skip_key(info.key)
+            if pair is not None and pair[0] > upto:
+                break
+            if pair is not None:
+                found.append(pair)
+        return found
+
+    def shortcut(self, seq: int, base: int | None = None) -> Shortcut | None:
+        """The record of an anchor, or of a skip from `base`; None if there is none. Not yet compared with the chain's commits."""
+        key = keys.anchor_key(seq) if base is None else keys.skip_key(seq, base)
+        data = self._get(key)
+        if data is None:
+            return None
+        shortcut = Shortcut.parse(data)
+        check_same_run(shortcut.id, self.run, key)
+        if (shortcut.target.seq, shortcut.base and shortcut.base.seq) != (seq, base):
+            raise CorruptRecord(f"{key} holds {shortcut.describe()}.")
+        self.limits.check(shortcut)
+        check_signature(shortcut, self.trusted_keys)
+        return shortcut
+
+    def highest_epoch(self) -> int:
+        """The highest epoch that is listed as claimed; 0 if none is. A listing may be old."""
+        numbers = [number for info in self.store.list(keys.EPOCHS) if (number := keys.parse_epoch_key(info.key)) is not None]
+        return max(numbers, default=0)
+
+    def mark(self) -> Mark | None:
+        """The newest announcement of what will be deleted; None before the first."""
+        found = [info.key for info in self.store.list(keys.MARKS) if keys.parse_mark_key(info.key) is not None]
+        return self._mark(found[-1]) if found else None
+
+    def floor(self) -> int:
+        """Data that only versions up to this one need may be gone; −1 while nothing was ever collected.
+
+        A mark that cannot be read is passed over: it says what not to wait for, and nobody should be kept out by a broken one.
+        """
+        found = [info.key for info in self.store.list(keys.MARKS) if keys.parse_mark_key(info.key) is not None]
+        for key in reversed(found):
+            try:
+                return self._mark(key).floor
+            except (ObjectMissing, CorruptRecord, UnsupportedVersion, LimitExceeded):
+                continue
+        return -1
+
+    def _mark(self, key: str) -> Mark:
+        mark = Mark.parse(self.store.get(key, limit=MAX_RECORD_BYTES))
+        check_same_run(mark.id, self.run, key)
+        return mark
+
+    def _hash_in_store(self, seq: int) -> str | None:
+        """The hash of what a slot holds now, None if it is empty."""
+        data = self._get(keys.commit_key(seq))
+        return None if data is None else record_hash(data)
+
+    def _hint(self) -> int | None:
+        try:
+            data = self._get(keys.HEAD)
+            return None if data is None else Head.parse(data).seq
+        except (CorruptRecord, UnsupportedVersion):  # anybody may have overwritten it; it is only a hint
+            return None
+
+    def _slot(self, seq: int) -> tuple[bytes, str, Commit] | None:
+        with self._lock:
+            if seq in self._kept:
+                self._kept.move_to_end(seq)
+                return self._kept[seq]
+        data = self._get(keys.commit_key(seq))
+        if data is None:
+            return None
+        try:
+            commit = Commit.parse(data)
+        except CorruptRecord as error:
+            raise CorruptRecord(f"slot {seq} in {self.store.url}: {error.message}") from None
+        if commit.seq != seq:
+            raise CorruptRecord(f"slot {seq} in {self.store.url} holds commit {commit.seq}.")
+        check_same_run(commit.id, self.run, f"commit {seq} in {self.store.url}")
+        self.limits.check(commit)
+        check_signature(commit, self.trusted_keys)
+        self._check_name(commit)
+        found = data, record_hash(data), commit
+        with self._lock:
+            if seq not in self._kept:
+                self._kept[seq] = found
+                self._kept_bytes += len(data)
+            while self._kept_bytes > _KEPT_BYTES:
+                self._kept_bytes -= len(self._kept.popitem(last=False)[1][0])
+        return found
+
+    def _check_name(self, commit: Commit) -> None:
+        """Check the run's name in a commit, which its signature covers. Commits of version 1 do not have it."""
+        if commit.run is None:
+            return
+        if commit.run != self.run.run:
+            raise RunMismatch(f"{commit.describe()} in {self.store.url} is of the run {commit.run!r}, but run.json says {self.run.run!r}.")
+        if self._suggested_name is not None and commit.run != self._suggested_name and self.run.id != self.followed_run:
+            raise WrongRun(f"{self.store.url} holds the run {commit.run!r}, but the URL suggests {self._suggested_name!r}.")
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return self.store.get(key, limit=MAX_RECORD_BYTES)
+        except ObjectMissing:
+            return None
+        except LimitExceeded:
+            raise CorruptRecord(f"{key} in {self.store.url} is larger than a record may be.") from None

@@ -1,0 +1,110 @@
+"""The records that members of a fleet write, in canonical form (docs/protocol.md §10). They are read like those of the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .canonical import Fields
+from .fleet_parts import MAX_WHY, AttemptId, checked_bytes, read_attempt, read_attempts
+from .record_parts import NONCE, READER
+
+MAX_WORKING = 256
+"""A heartbeat names at most this many tasks."""
+
+STATES = ("joining", "idle", "working", "leaving", "left")
+"""What a member says of itself. One that has `left` holds no lease any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A member's claim to one attempt at a task. `seq` is the version that it had when it claimed it."""
+
+    id: str
+    round: int
+    task: int
+    attempt: int
+    member: str
+    nonce: str
+    seq: int
+    time: int
+
+    def to_bytes(self) -> bytes:
+        own = {name: getattr(self, name) for name in ("id", "round", "task", "attempt", "member", "nonce", "seq", "time")}
+        return checked_bytes(Lease, {"deltawire": "lease", "version": 1, **own})
+
+    @classmethod
+    def parse(cls, data: bytes) -> Lease:
+        """The record with these bytes."""
+        fields = Fields.parse(data, "lease")
+        attempt = read_attempt(fields)
+        lease = cls(
+            fields.matching("id", NONCE),
+            *attempt,
+            member=fields.matching("member", READER),
+            nonce=fields.matching("nonce", NONCE),
+            seq=fields.integer("seq"),
+            time=fields.integer("time"),
+        )
+        fields.done()
+        return lease
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a member says of itself. That it was written is what counts; the rest is for offers and for people.
+
+    `session` is drawn when the process starts. `seq` and `step` are of the version that it has, null while it has none; `lag` counts the
+    versions that it is behind. `tokens` and `busy_ms` sum up what it generated in this session, and how long that took. `working` are the
+    leases that it still holds, and with them keeps alive. `reason` says which error it leaves because of, if any: with one the record is
+    of version 2, without of version 1.
+    """
+
+    id: str
+    member: str
+    session: str
+    state: str
+    seq: int | None
+    step: int | None
+    lag: int
+    tokens: int
+    busy_ms: int
+    working: tuple[AttemptId, ...]
+    time: int
+    reason: str | None = None
+
+    def to_bytes(self) -> bytes:
+        own = {
+            name: getattr(self, name) for name in ("id", "member", "session", "state", "seq", "step", "lag", "tokens", "busy_ms", "time")
+        }
+        added: dict[str, Any] = {"version": 1} if self.reason is None else {"version": 2, "reason": self.reason}
+        return checked_bytes(Heartbeat, {"deltawire": "member", **own, **added, "working": [list(attempt) for attempt in self.working]})
+
+    @classmethod
+    def parse(cls, data: bytes) -> Heartbeat:
+        """The record with these bytes."""
+        fields = Fields.parse(data, "member", versions=(1, 2))
+        beat = cls(
+            id=fields.matching("id", NONCE),
+            member=fields.matching("member", READER),
+            session=fields.matching("session", NONCE),
+            state=fields.text("state"),
+            seq=fields.nullable("seq", fields.integer),
+            step=fields.nullable("step", fields.integer),
+            lag=fields.integer("lag"),
+            tokens=fields.integer("tokens"),
+            busy_ms=fields.integer("busy_ms"),
+            working=read_attempts(fields, "working", fields.items("working")),
+            time=fields.integer("time"),
+            reason=fields.text("reason") if fields.version == 2 else None,
+        )
+        fields.done()
+        if beat.reason is not None and not 1 <= len(beat.reason) <= MAX_WHY:
+            fields.refuse(f"its reason must have 1 to {MAX_WHY} characters")
+        if beat.state not in STATES:
+            fields.refuse(f"it has the unknown state {beat.state!r}")
+        if (beat.seq is None) != (beat.step is None):
+            fields.refuse("it has a version, or none")
+        if len(beat.working) > MAX_WORKING:
+            fields.refuse(f"it works on {len(beat.working)} tasks")
+        return beat
