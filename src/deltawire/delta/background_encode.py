@@ -16,6 +16,11 @@ class PendingDelta:
 
     Neither state may change before the delta is `done`. In a training loop, run the forward and backward pass, and call `result` before
     the optimizer writes. `start_delta` makes this object.
+
+    Parameters
+    ----------
+    base, new, dtype, threads
+        See `start_delta`.
     """
 
     def __init__(self, base: State, new: State, dtype: WireDType | None, threads: int | None) -> None:

@@ -22,29 +22,33 @@ _WORTH_A_THREAD = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class TensorPatch:
-    """The changed elements of one tensor: ascending flat (row-major) indices, and the new values in the tensor's own type.
-
-    Both are NumPy arrays, or torch tensors on the same GPU as the tensor.
-    """
+    """The changed elements of one tensor. Indices and values are NumPy arrays, or torch tensors on the same GPU as the tensor."""
 
     indices: Indices
+    """Flat (row-major) indices of the changed elements, ascending."""
     values: Tensor
+    """The new values of these elements, in the tensor's own type."""
     shape: tuple[int, ...]
+    """The shape of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPatch:
     """What a delta does to the state that it was made from, in absolute terms.
 
-    `before` and `after` are the digests of the two states. `after - before` may be added to a digest that is kept elsewhere.
     A tensor whose type or shape changes is in `removed` and in `added`.
     """
 
     before: Digest
+    """The digest of the state that the delta was made from."""
     after: Digest
+    """The digest of the result. `after - before` may be added to a digest that is kept elsewhere."""
     changed: Mapping[str, TensorPatch]
+    """The changed elements of each tensor that changes, by name."""
     added: Mapping[str, Tensor]
+    """The tensors that the delta adds, by name."""
     removed: Sequence[str]
+    """The names of the tensors that the delta removes."""
 
     def apply(self, state: MutableMapping[str, Tensor], *, threads: int | None = None) -> None:
         """Write the new values in place. This may be repeated, also after it was interrupted half-way.
