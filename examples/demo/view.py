@@ -12,12 +12,11 @@ from typing import Any, Protocol
 
 from plots import clock
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 from story import MemberStory, Story
-
-from deltawire.cli.output import figures
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS, _LAST_MARKS = 5, 4
@@ -64,14 +63,12 @@ class LineView:
         if event["event"] == "demo":
             self._line(event, f"{event['steps']} steps, over {event['store']}")
         elif event["event"] == "model":
-            self._line(event, f"a new model of {figures.short_count(event['weights'])} weights reads the documentation")
+            self._line(event, f"a new model of {event['weights']:,} weights reads the documentation")
         elif event["event"] == "joined":
             self._line(event, f"{event['from']} is in the fleet")
         elif event["event"] == "trained" and (event["step"] % 10 == 0 or event["step"] in (1, story.goal)):
             step = story.steps[-1]
-            wire = (
-                f"{figures.size(step.bytes)} for {figures.size(step.state_bytes)}, {figures.percent(step.changed, story.weights)}% changed"
-            )
+            wire = f"{decimal(step.bytes)} for {decimal(step.state_bytes)}, {100 * step.changed / max(1, story.weights):.2f}% changed"
             self._line(event, f"step {step.step}: reward {step.reward:.3f}, {wire}, rollouts {step.lag:.1f} steps old")
         for at, text in story.marks[self._told :]:
             self._line({"at": at}, text)
@@ -166,11 +163,11 @@ def _facts(story: Story, width: int) -> list[Text]:
         return []
     fetched, instead = story.fetched
     last = story.steps[-1]
-    density = f"{figures.percent(last.changed, story.weights)}% changed"
+    density = f"{100 * last.changed / max(1, story.weights):.2f}% changed"
     rejected = ", ".join(f"{count} {reason}" for reason, count in story.rejected.most_common()) or "none"
     facts = [
-        ("wire", f"{figures.size(last.bytes)} a step instead of {figures.size(last.state_bytes)}: {story.reduction:.0f}× less; {density}"),
-        ("fetched", f"{figures.size(fetched)} by all members, joining included; {figures.size(instead)} as full weights"),
+        ("wire", f"{decimal(last.bytes)} a step instead of {decimal(last.state_bytes)}: {story.reduction:.0f}× less; {density}"),
+        ("fetched", f"{decimal(fetched)} by all members, joining included; {decimal(instead)} as full weights"),
         ("rollouts", f"{story.accepted} accepted; rejected: {rejected}; trained on {last.lag:.1f} steps old"),
     ]
     return [_cut(Text.assemble((f"{name:<10}", "bold"), text), width) for name, text in facts]

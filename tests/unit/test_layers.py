@@ -100,3 +100,20 @@ def test_files_of_a_bucket_are_loaded_by_transformers_in_one_place_only():
     assert len(loading) == 4
     trusting = [call for call in loading if not call.startswith("GenerationConfig") and "**_LOCAL" not in call]
     assert trusting == ["AutoModelForCausalLM.from_config(config, trust_remote_code=False)"]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = {path.stem for path in (ROOT / "tests").rglob("*.py")}
+PROGRAMS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_benchmarks_and_examples_import_neither_tests_nor_the_command_line(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    own = {other.stem for other in path.parent.glob("*.py")}
+    names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not [name for name in names if name == "deltawire.cli" or name.startswith("deltawire.cli.")]
+    assert not [name for name in names if name.partition(".")[0] in {"tests", *TESTS} - own]
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert "tests" not in texts, "it builds a path to the tests"
