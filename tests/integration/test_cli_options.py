@@ -228,7 +228,7 @@ def test_keys_may_be_in_files(place: Path) -> None:
     assert ask("pull", place / "signed", place / "out", "--trust", trusted)["version"] == 1
     trusted.write_text(keys[1])
     assert ask("pull", place / "signed", place / "never", "--trust", trusted, code=1)["error"]["type"] == "SignatureInvalid"
-    for wrong, word in (("", "holds no public key"), ("abc\n", "no public key"), ((place / "ours").read_text(), "secret key")):
+    for wrong, word in (("", "holds no public key"), ("abc\n", "not a public key"), ((place / "ours").read_text(), "secret key")):
         trusted.write_text(wrong)
         assert word in " ".join(call("log", place / "signed", "--trust", trusted, code=2).replace("│", " ").split())
     call("log", place / "signed", "--trust", place / "nowhere", code=2)

@@ -124,7 +124,7 @@ def test_a_terminal_without_unicode_gets_plain_characters(place: Path) -> None:
 def test_damage_is_called_damage_and_counted_by_cause(place: Path) -> None:
     verified, pulled = in_pipe("utf-8", ["verify", "--deep", place / "broken"], ["pull", place / "broken", place / "no", "--at", 1])
     assert "damage found: 1 problem\n" in verified.text
-    assert re.search(r"new readers +cannot get to the newest version", verified.text)  # which is a consequence
+    assert re.search(r"new readers +cannot reach the newest version", verified.text)  # which is a consequence
     assert verified.text.count(" is damaged: ") == 1
     assert re.search(r"noticed at: version 1 \(commit 1\), .*version 2 \(commit 2\)", verified.text)
     assert re.search(r"error: data/\S+ in \S+ is damaged: ", pulled.text)

@@ -31,8 +31,8 @@ from .commands import (
     verify,
 )
 from .output.plain_output import never_fail_to_print
-from .output.terminal import interrupt_on_termination
-from .usage_errors import CommandsWithJsonErrors
+from .process.exit_codes import interrupt_on_termination
+from .process.usage_errors import CommandsWithJsonErrors
 
 _CHAINS, _FLEET, _FILES = "Versions in an object store", "Rollouts for a run", "Delta files"
 

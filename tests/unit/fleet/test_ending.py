@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from deltawire import Publisher
-from deltawire.cli.ending import Ending, on_another_thread
+from deltawire.cli.process.ending import Ending, on_another_thread
 
 LONG = 10_000
 HANGING_TOP = """

@@ -242,5 +242,5 @@ def test_a_member_that_comes_after_the_end_says_that_the_run_is_over(capsys: pyt
     Member(store, engine, RewardScorer([broken_reward]), name="late", poll=0.01, patience=0.0, on_event=told).run(threading.Event())
     lines = [line[10:] for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "joined as late"
-    assert re.fullmatch(r"the run is over at step \d+: the trainer has told all members to leave", lines[1])
+    assert re.fullmatch(r"the trainer ended the run at step \d+, so this member leaves", lines[1])
     assert lines[2:] == ["left after 0 results"]

@@ -159,7 +159,7 @@ def test_rollouts_are_shown_as_text_with_rewards_and_the_steps_of_their_versions
         ("accepted", "one two", [0, 1], {"right": 1.0, "\x1b[31mform": None})
     ]
     assert only[0]["versions"] == [{"seq": run.version[0], "step": 4}]
-    assert shown("rollouts", run.url, "--step", "99") == "there are no such completions in the store\n"
+    assert shown("rollouts", run.url, "--step", "99") == "the store holds no such completions\n"
 
 
 def test_without_a_tokenizer_token_ids_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
@@ -215,7 +215,7 @@ def test_what_no_trusted_key_has_signed_is_not_shown(tmp_path: Path) -> None:
     run.store.put(fleet_keys.BOARD, Board(run.id, 99, 1, 9, 60, {}, True).to_bytes())
     assert as_json("top", run.url, "-n", "1")["board"]["stop"] is True
     assert as_json("top", run.url, "-n", "1", "--run", "views", "--trust", key.public)["board"] is None
-    assert "no trainer has offered work yet" in shown("top", run.url, "-n", "1", "--run", "views", "--trust", key.public)
+    assert "the trainer has not offered work yet" in shown("top", run.url, "-n", "1", "--run", "views", "--trust", key.public)
 
 
 def test_a_result_that_lies_about_its_place_is_passed_over(run: Run, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from deltawire.cli.chain_options import RetryNotices, opened
+from deltawire.cli.stores.opened import RetryNotices, opened
 from deltawire.errors import ObjectMissing, OutcomeUnknown, StoreUnavailable
 from deltawire.events import Event
 from deltawire.store.remote import RemoteStore

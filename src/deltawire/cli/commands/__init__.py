@@ -1,1 +1,1 @@
-"""One module per subcommand of `deltawire`; `cli/__init__.py` lists them."""
+"""One module per subcommand of `deltawire`. `cli/__init__.py` lists them and groups them for `--help`."""

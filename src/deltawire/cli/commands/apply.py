@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..options.common import ForceOption, JsonOption, ThreadsOption
 from ..output import figures
-from ..output.terminal import ForceOption, JsonOption, ThreadsOption, exit_codes, print_json, print_rows, progress_bar
+from ..output.progress import progress_bar
+from ..output.terminal import print_json, print_rows
+from ..process.exit_codes import exit_codes
 
 if TYPE_CHECKING:
     from ...format.checkpoints.checkpoint import Checkpoint
@@ -18,19 +21,22 @@ if TYPE_CHECKING:
 
 
 def apply(
-    base: Annotated[Path, typer.Argument(metavar="BASE", help="A .safetensors file or a checkpoint directory.", show_default=False)],
-    delta: Annotated[Path, typer.Argument(metavar="DELTA", help="A delta made from BASE.", show_default=False)],
+    base: Annotated[
+        Path, typer.Argument(metavar="BASE", help="A .safetensors file or a checkpoint directory: the old weights.", show_default=False)
+    ],
+    delta: Annotated[Path, typer.Argument(metavar="DELTA", help="A delta file that was made from BASE.", show_default=False)],
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="OUT", help="The checkpoint to write, in the layout of BASE.", show_default=False)
+        Path, typer.Option("--out", "-o", metavar="OUT", help="Write the new checkpoint here, in the layout of BASE.", show_default=False)
     ],
     force: ForceOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write BASE with DELTA applied, exactly the checkpoint that the delta was made for.
+    """Apply a delta file to a checkpoint, and write the result.
 
-    BASE is checked before and the result after; OUT appears only when it is complete and right. Tensors are mapped, not loaded.
-    Other files of a directory are copied along, except other weights.
+    The result is exactly the checkpoint that the delta was made for. The command checks BASE before and the result afterwards, and OUT
+    appears only when it is complete. Tensors are mapped, not loaded, so checkpoints may be larger than memory. Other files of a checkpoint
+    directory are copied, except other weights.
     """
     with exit_codes(json):
         from ...delta.resolve import apply_delta
@@ -44,7 +50,7 @@ def apply(
         source, mapped = Checkpoint(base), map_delta(delta)
         refuse_overlap(delta, out)
         file = parse(mapped)
-        _refuse_foreign(file, source)
+        _refuse_other_model(file, source)
         structure = file.structure
         with progress_bar(f"copy {base.name}", source.weight_bytes, quiet=json) as progress:
             state = copy_checkpoint(source, out, drop=set(structure.removed), add=structure.added, replace=force, progress=progress)
@@ -61,7 +67,7 @@ def apply(
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What was done, for the report. `left_out` are the files of the base directory that were not copied."""
+    """The results of the command, for the report. `left_out` are the files of the base directory that were not copied."""
 
     out: Path
     weight_bytes: int
@@ -75,8 +81,11 @@ class Applied:
         return len(self.file.payloads) + len(self.file.structure.aliases)
 
 
-def _refuse_foreign(file: DeltaFile, source: Checkpoint) -> None:
-    """Fail before gigabytes are copied where names alone show that the delta is for another model. The codec checks everything again."""
+def _refuse_other_model(file: DeltaFile, source: Checkpoint) -> None:
+    """Raise `TensorMissing`, before gigabytes are copied, if the names show that the delta is for another model.
+
+    The codec checks everything again later.
+    """
     from ...errors import TensorMissing
 
     for name in [*file.payloads, *file.structure.aliases]:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..options.common import ForceOption, JsonOption, ThreadsOption
 from ..output import figures
-from ..output.terminal import ForceOption, JsonOption, ThreadsOption, exit_codes, print_json, print_rows, progress_bar
+from ..output.progress import progress_bar
+from ..output.terminal import print_json, print_rows
+from ..process.exit_codes import exit_codes
 
 if TYPE_CHECKING:
     from ...delta.encode import DeltaSummary
@@ -18,16 +21,19 @@ if TYPE_CHECKING:
 
 
 def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="A .safetensors file or a checkpoint directory.", show_default=False)],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The same after an update.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The delta file to write.", show_default=False)],
+    old: Annotated[
+        Path, typer.Argument(metavar="OLD", help="A .safetensors file or a checkpoint directory: the old weights.", show_default=False)
+    ],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The same checkpoint after an update.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Write the delta file here.", show_default=False)],
     force: ForceOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write the delta that turns OLD into NEW, exactly.
+    """Write a delta file that turns one checkpoint into another.
 
-    Tensors are mapped, not loaded: checkpoints may be larger than memory. FILE appears only when it is complete.
+    `deltawire apply` makes exactly NEW from OLD and the delta. Tensors are mapped, not loaded, so checkpoints may be larger than memory.
+    FILE appears only when it is complete.
     """
     with exit_codes(json):
         from ...delta.encode import write_delta
@@ -48,13 +54,13 @@ def diff(
 def _refuse_output(out: Path, inputs: tuple[Checkpoint, ...], force: bool) -> None:
     from ...errors import CheckpointError
 
-    os.stat(out.parent)  # there is no point in comparing gigabytes for a place that does not exist
+    os.stat(out.parent)  # fail before gigabytes are compared if the directory does not exist
     if not os.path.lexists(out):
         return
     if out.is_dir():
         raise CheckpointError(f"{out} is a directory. Name the delta file to write.")
     if any(out.exists() and out.samefile(shard.path) for checkpoint in inputs for shard in checkpoint.shards):
-        raise CheckpointError(f"{out} is a part of the checkpoints to compare. Name an output elsewhere.")
+        raise CheckpointError(f"{out} is a part of the checkpoints to compare. Name another output.")
     if not force:
         raise CheckpointError(f"{out} exists already. Name another output, or pass --force to replace it.")
 

@@ -13,67 +13,71 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...events import Event
-from ..chain_options import RunOption, TrustOption
-from ..ending import Ending
-from ..member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
+from ..options.chain import RunOption, TrustOption
+from ..options.common import JsonLinesOption
+from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
 from ..output import figures
 from ..output.fleet_table import short_name
-from ..output.terminal import JsonOption, exit_codes, print_json_line, print_labelled
+from ..output.terminal import print_json_line, print_labelled
+from ..process.ending import Ending
+from ..process.exit_codes import exit_codes
 
 if TYPE_CHECKING:
     from ...fleet.supervision import Running
     from ...rl.member import MemberOptions
 
 _LONGEST_ENDING = 60.0
-"""Seconds after a signal within which the command ends. Its members have 30 of them to leave."""
+"""The command ends at most this many seconds after a signal. Its members have 30 of them to leave."""
 _WIDEST_NAME = 20
-"""Columns for the name before each line. Longer names lose their middle: members of one fleet differ at the end."""
+"""Columns for the name before each line. Longer names lose their middle, because members of one fleet differ at the end."""
 
 
 def fleet(
     source: SourceOption,
     env: EnvOption,
     count: Annotated[
-        int | None, typer.Argument(metavar="[N]", min=1, help="How many members to start on this machine.", show_default=False)
+        int | None, typer.Argument(metavar="[N]", min=1, help="Start this many members on this machine.", show_default=False)
     ] = None,
     engine: EngineOption = "transformers",
     ray: Annotated[
-        int | None, typer.Option("--ray", min=1, metavar="N", help="How many members to start on a Ray cluster.", show_default=False)
+        int | None, typer.Option("--ray", min=1, metavar="N", help="Start this many members on a Ray cluster instead.", show_default=False)
     ] = None,
     ray_address: Annotated[
-        str | None, typer.Option("--ray-address", metavar="ADDRESS", help="The cluster; by default the one that this machine is part of.")
+        str | None,
+        typer.Option("--ray-address", metavar="ADDRESS", help="Use this Ray cluster instead of the one that this machine is part of."),
     ] = None,
-    cpus: Annotated[float, typer.Option("--cpus", min=0, metavar="X", help="CPUs that a member takes of a Ray node.")] = 1.0,
-    gpus: Annotated[float, typer.Option("--gpus", min=0, metavar="X", help="GPUs that a member takes of a Ray node.")] = 0.0,
+    cpus: Annotated[float, typer.Option("--cpus", min=0, metavar="X", help="Reserve this many CPUs of a Ray node for each member.")] = 1.0,
+    gpus: Annotated[float, typer.Option("--gpus", min=0, metavar="X", help="Reserve this many GPUs of a Ray node for each member.")] = 0.0,
     pass_env: Annotated[
         list[str] | None,
-        typer.Option("--pass-env", metavar="NAME", help="Pass this environment variable on to members on Ray; may be given several times."),
+        typer.Option("--pass-env", metavar="NAME", help="Pass this environment variable to members on Ray. May be repeated."),
     ] = None,
     name: Annotated[
         str | None,
         typer.Option(
-            "--name", metavar="NAME", help="Members are called NAME-0, NAME-1, and so on.", show_default=False, callback=check_member_name
+            "--name", metavar="NAME", help="Call the members NAME-0, NAME-1, and so on.", show_default=False, callback=check_member_name
         ),
     ] = None,
     device: DeviceOption = "auto",
     mirror: MirrorOption = None,
     poll: PollOption = 0.5,
     restarts: Annotated[
-        int, typer.Option("--restarts", min=0, metavar="N", help="How often in an hour a member that died is restarted.")
+        int, typer.Option("--restarts", min=0, metavar="N", help="Restart a member that died at most this many times in an hour.")
     ] = 10,
     trust: TrustOption = None,
     run: RunOption = None,
-    json: JsonOption = False,
+    json: JsonLinesOption = False,
 ) -> None:
     """Start several members and keep them running.
 
-    A member that dies is started again, within bounds. A member whose reward function cannot be used at all is not, nor is one that leaves
-    because the trainer ended the run. When all have left, the command ends with code 0. Ctrl-C and SIGTERM let all members leave first. The
-    command ends with code 1 if it gave a member up. Every line begins with the name of the member that it is about. With --json prints one
-    JSON object per line.
+    The command restarts a member that dies, at most --restarts times in an hour. It does not restart a member whose reward function cannot
+    be used, or that leaves because the trainer ended the run. It ends with code 0 when all members have left, and with code 1 if it gave
+    one of them up. After Ctrl-C or SIGTERM it waits until the members have left.
+
+    Every line of output begins with the name of its member.
     """
     if (count is None) == (ray is None):
-        raise typer.BadParameter("say how many, and where: either `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")
+        raise typer.BadParameter("give the number of members: either `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ...fleet.supervision import Supervisor
         from ...rl.member import MemberOptions
@@ -120,7 +124,7 @@ def _on_ray(
 
     missing = [name for name in pass_env if name not in os.environ]
     if missing:
-        raise typer.BadParameter(f"{missing[0]} is not set here.", param_hint="--pass-env")
+        raise typer.BadParameter(f"{missing[0]} is not set in the environment of this command.", param_hint="--pass-env")
     cluster = RayCluster(address, cpus=cpus, gpus=gpus, environment={name: os.environ[name] for name in pass_env})
 
     def start(options: MemberOptions) -> Running:
@@ -132,9 +136,9 @@ def _on_ray(
 
 
 class _Output:
-    """What all members print, and what becomes of them: one line at a time, each with the name of the member that it is about.
+    """Prints the output of all members, and events about them, one line at a time. Each line begins with the name of its member.
 
-    It goes to what was stdout when this object was made.
+    It prints to the stdout of the time at which this object was made.
     """
 
     def __init__(self, names: list[str], *, as_json: bool) -> None:
@@ -154,12 +158,12 @@ class _Output:
                 print_labelled(self._label(name), line, is_notice=is_error, to=self._stdout)
 
     def __call__(self, event: Event) -> None:
-        """Print what became of a member; with `as_json` any event of a member."""
+        """Print an event about a member: it started, left, died, or was given up. With `as_json` print any event of a member."""
         with self._lock:
             if self.as_json:
                 print_json_line(event.to_json(), self._stdout)
                 return
-            text = _told(event)
+            text = _describe(event)
             if text:
                 calm = event.name in ("member-started", "member-left")
                 name = str(event.fields["member"])
@@ -169,7 +173,7 @@ class _Output:
         return f"{short_name(name, self._width):<{self._width}}"
 
 
-def _told(event: Event) -> str:
+def _describe(event: Event) -> str:
     if event.name == "member-started":
         return "starts" + (" again" if event.fields["restarts"] else "")
     if event.name == "member-left":
@@ -177,5 +181,5 @@ def _told(event: Event) -> str:
     if event.name == "member-died":
         return f"died: {event.fields['reason']}"
     if event.name == "member-given-up":
-        return "is not started again: it would fail again" if event.fields["lasting"] else "died too often, and is not started again"
+        return "is not restarted, because it would fail again" if event.fields["lasting"] else "died too often, and is not restarted"
     return ""

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
+from ..options.chain import RunOption, TrustOption, UrlArgument, reader_options
+from ..options.common import JsonOption, VerboseOption
 from ..output import figures
-from ..output.terminal import JsonOption, exit_codes, print_json, print_rows
+from ..output.terminal import print_json, print_rows
+from ..process.exit_codes import exit_codes
+from ..stores.opened import opened
 
 if TYPE_CHECKING:
     from ...chain.log import ChainLog
@@ -23,7 +26,7 @@ _GRACE = 3600.0
 
 def gc(
     url: UrlArgument,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what could go; write and delete nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what could be deleted, and write and delete nothing.")] = False,
     grace: Annotated[
         float,
         typer.Option(
@@ -31,35 +34,42 @@ def gc(
             min=0.0,
             max=1e9,
             metavar="SECONDS",
-            help="How long before its deletion data is announced; longer than any reader takes to sync.",
+            help="Delete data this long after they were marked. It must be longer than any reader takes to sync.",
         ),
     ] = _GRACE,
     keep_anchors: Annotated[
-        int, typer.Option("--keep-anchors", min=1, metavar="N", help="How many of the newest full checkpoints stay.")
+        int,
+        typer.Option(
+            "--keep-anchors",
+            min=1,
+            metavar="N",
+            help="Keep this many of the newest full checkpoints, and everything above the oldest of them.",
+        ),
     ] = 2,
     trust: TrustOption = None,
     verbose: VerboseOption = False,
     run: RunOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Delete data that no version above the older checkpoints needs.
+    """Delete data that readers of newer versions do not need (garbage collection).
 
-    Works in two steps, by the store's clock: a first call announces what will go; a later one, when the grace period has passed, deletes
-    it if nothing has come in between. So run it now and then. Readers that are behind pin what they need. Commits are never deleted.
-    On a signed chain only signed checkpoints count. Without --trust, the key of the first commit must have signed all of them.
+    Collection has two steps, by the store's clock: a first call marks data, and a later call deletes them when the grace period has passed,
+    unless a reader needs them by then. So run the command regularly. Readers that are behind write pins, which keep the data that they
+    need. Commits are never deleted.
+
+    On a signed chain only signed full checkpoints count. Without --trust, the key of the first commit must have signed all of them.
     """
     with exit_codes(json):
         from ...chain.find import version_number
-        from ...chain.log import ChainLog
         from ...chain.maintenance.collect import collect
 
         with opened(url, verbose=verbose) as store:
-            chain = ChainLog(store, run=run, trusted_keys=trust or ())
-            chain.run  # noqa: B018 - a place without a chain is refused before anything is written to it
+            chain = reader_options(run, trust).open_log(store)
+            chain.run  # noqa: B018 - a location without a chain is refused before anything is written to it
             done = collect(store, grace=grace, keep_anchors=keep_anchors, dry_run=dry_run, log=chain)
-            pins = holding_back(chain, keep_anchors)
-            places = {placed.pin.seq for placed in pins} | ({done.floor} if done.floor is not None else set())
-            numbers = {seq: version_number(chain, seq) for seq in places}
+            pins = blocking_pins(chain, keep_anchors)
+            seqs = {placed.pin.seq for placed in pins} | ({done.floor} if done.floor is not None else set())
+            numbers = {seq: version_number(chain, seq) for seq in seqs}
             swept = Swept(store.url, dry_run, keep_anchors, done, pins, numbers)
         if json:
             print_json(_as_json(swept))
@@ -69,7 +79,7 @@ def gc(
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What was done, or would be, and which pins are in the way of more."""
+    """What was collected, or would be, and the pins that prevent more."""
 
     url: str
     dry_run: bool
@@ -77,15 +87,15 @@ class Swept:
     done: Collected
     pins: list[PlacedPin]
     numbers: Mapping[int, int]
-    """The version numbers of all places that are mentioned."""
+    """The version numbers of all commits that are mentioned."""
 
     @property
     def floor_version(self) -> int | None:
         return None if self.done.floor is None else self.numbers[self.done.floor]
 
 
-def holding_back(log: ChainLog, keep_anchors: int) -> list[PlacedPin]:
-    """The pins without which the floor could be higher, lowest first."""
+def blocking_pins(log: ChainLog, keep_anchors: int) -> list[PlacedPin]:
+    """Return the pins without which the floor could be higher, lowest first."""
     from ...chain.maintenance.survey import survey
     from ...chain.pins import read_pins
 
@@ -120,12 +130,12 @@ def _rows(swept: Swept) -> list[tuple[str, str]]:
     rows = {
         "collected": [("would be deleted" if swept.dry_run else "deleted", objects)],
         "waiting": [
-            ("announced", f"what only versions up to {swept.floor_version} need"),
-            ("next sweep", f"in {figures.duration(done.wait)}: run this again then"),
+            ("marked", f"data that only versions up to {swept.floor_version} need"),
+            ("deletion", f"in {figures.duration(done.wait)}: run this command again then"),
         ],
         "held": [
-            ("announced", f"what only versions up to {swept.floor_version} need"),
-            ("held back", "a reader's pin, a new publisher or a damaged full checkpoint forbids it now"),
+            ("marked", f"data that only versions up to {swept.floor_version} need"),
+            ("not deleted yet", "because of a reader's pin, a new publisher or a damaged full checkpoint"),
         ],
         "nothing": [("nothing to collect", _why_nothing(swept))],
     }[done.outcome]
@@ -134,11 +144,11 @@ def _rows(swept: Swept) -> list[tuple[str, str]]:
     if done.floor is not None and done.outcome == "collected":
         rows.append(("floor", f"version {swept.floor_version}"))
     for placed in swept.pins:
-        rows.append((f"pin of {placed.pin.reader}", f"keeps what leads on from version {swept.numbers[placed.pin.seq]}"))
+        rows.append((f"pin of {placed.pin.reader}", f"keeps data that a reader at version {swept.numbers[placed.pin.seq]} needs"))
     return rows
 
 
 def _why_nothing(swept: Swept) -> str:
     if swept.done.floor is None:
-        return f"there are not yet more than {swept.keep_anchors} full checkpoints, or nothing lies below them"
-    return f"what lies below version {swept.floor_version} is gone already"
+        return f"there are at most {swept.keep_anchors} full checkpoints, or no data below them"
+    return f"data below version {swept.floor_version} were deleted already"

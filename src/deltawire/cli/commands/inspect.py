@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..options.common import JsonOption
 from ..output import figures
-from ..output.terminal import JsonOption, exit_codes, print_json
+from ..output.terminal import print_json
+from ..process.exit_codes import exit_codes
 
 if TYPE_CHECKING:
     from ...delta.inspect import DeltaFacts, TensorFacts
 
 
 class Order(str, Enum):
-    """How the tensors are listed: by bytes in the delta, by share of changed elements (both largest first), or by name."""
+    """The order of the tensors: by bytes in the delta, by share of changed elements (both largest first), or by name."""
 
     size = "size"
     density = "density"
@@ -25,12 +27,18 @@ class Order(str, Enum):
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A delta file.", show_default=False)],
-    sort: Annotated[Order, typer.Option("--sort", help="Largest payload first, densest first, or by name.")] = Order.size,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The delta file.", show_default=False)],
+    sort: Annotated[
+        Order,
+        typer.Option("--sort", help="List the tensors with the most bytes first, the highest share of changed weights first, or by name."),
+    ] = Order.size,
     top: Annotated[int | None, typer.Option("--top", min=1, metavar="N", help="Show only the first N tensors.", show_default=False)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show what a delta changes, tensor by tensor, and how it is coded. The base is not needed."""
+    """Show what a delta file changes, tensor by tensor.
+
+    The table also shows how the changes are coded, and how many bits each of them takes. The command does not need the base checkpoint.
+    """
     with exit_codes(json):
         from ...delta.inspect import inspect_delta
         from ..delta_input import map_delta
@@ -45,7 +53,7 @@ def inspect(
 
 
 def in_order(tensors: Sequence[TensorFacts], order: Order) -> list[TensorFacts]:
-    """Sorted as asked; equal ones by name."""
+    """Return the tensors in this order; equal ones by name."""
     if order is Order.size:
         return sorted(tensors, key=lambda tensor: (-tensor.bytes, tensor.name))
     if order is Order.density:

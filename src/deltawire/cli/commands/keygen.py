@@ -7,19 +7,23 @@ from typing import Annotated
 
 import typer
 
-from ..chain_options import load_signing_key
-from ..output.terminal import JsonOption, exit_codes, print_json, print_line, print_rows
+from ..options.chain import load_signing_key
+from ..options.common import JsonOption
+from ..output.terminal import print_json, print_line, print_rows
+from ..process.exit_codes import exit_codes
 
 
 def keygen(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to keep the key; it must not exist yet.", show_default=False)],
-    public: Annotated[bool, typer.Option("--public", help="Make no key: print the public half of the one in FILE.")] = False,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Write the secret key to this file, which must not exist yet.", show_default=False)
+    ],
+    public: Annotated[bool, typer.Option("--public", help="Make no key, but print the public key of the one in FILE.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Make a key to sign versions with, and print its public half.
+    """Make a key to sign versions with, and print its public key.
 
-    FILE is for the publisher alone (`deltawire publish --sign FILE`). Readers are given the public key (`--trust PUBKEY`), or a file with
-    public keys, one per line: `deltawire keygen --public FILE >> trusted.keys`.
+    Only the publisher has FILE (`deltawire publish --sign FILE`). Readers get the public key (`--trust PUBKEY`), or a file with public
+    keys, one per line: `deltawire keygen --public FILE >> trusted.keys`.
     """
     with exit_codes(json):
         from ...format.records.signing import SigningKey
@@ -34,4 +38,6 @@ def keygen(
         elif public:
             print_line(key.public)
         else:
-            print_rows(str(file), [("public key", key.public), ("keep it", "secret: whoever has the file can sign in your name")])
+            print_rows(
+                str(file), [("public key", key.public), ("keep it secret", "everyone who has this file can sign versions in your name")]
+            )

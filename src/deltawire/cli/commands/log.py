@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
-from ..output.terminal import JsonOption, exit_codes, print_json
+from ..options.chain import RunOption, TrustOption, UrlArgument, reader_options
+from ..options.common import JsonOption, VerboseOption
+from ..output.terminal import print_json
+from ..process.exit_codes import exit_codes
+from ..stores.opened import opened
 
 if TYPE_CHECKING:
     from ...format.records.chain_records import Run
@@ -17,29 +20,26 @@ if TYPE_CHECKING:
 
 def log(
     url: UrlArgument,
-    count: Annotated[int, typer.Option("-n", "--count", min=1, metavar="N", help="How many versions to show.")] = 20,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, metavar="N", help="Show this many versions.")] = 20,
     everything: Annotated[bool, typer.Option("--all", help="Show all versions.")] = False,
-    commits: Annotated[
-        bool, typer.Option("--commits", help="Show every commit by its place in the chain, also those that make no version.")
-    ] = False,
+    commits: Annotated[bool, typer.Option("--commits", help="Show every commit by its seq, also those that make no version.")] = False,
     trust: TrustOption = None,
     verbose: VerboseOption = False,
     run: RunOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the versions of a chain, newest first, under a picture of it.
+    """List the versions of a chain, newest first, below a picture of the chain.
 
-    The picture runs from old to new. In the list, "smaller" compares with the full weights, and "in %" is the share of weights that
-    changed, if each weight has 16 bits. "skips from" lists older versions from which one delta leads straight to this one.
-    A narrow terminal gets fewer columns. The command checks records against each other, but reads no data: see `deltawire verify`.
+    The picture runs from old to new. In the list, "smaller" compares with the size of the full weights, and "in %" is the share of weights
+    that changed, if each weight has 16 bits. "skips from" lists older versions from which one delta leads directly to this one. A narrow
+    terminal shows fewer columns. The command checks records against each other, but reads no data: see `deltawire verify`.
     """
     with exit_codes(json):
-        from ...chain.log import ChainLog
         from ..chain_history import read_history
         from ..output.chain_table import print_history
 
         with opened(url, verbose=verbose) as store:
-            chain = ChainLog(store, run=run, trusted_keys=trust or ())
+            chain = reader_options(run, trust).open_log(store)
             found = chain.run
             history = read_history(chain, None if everything else count, by_commits=commits)
             if json:

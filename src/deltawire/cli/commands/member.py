@@ -16,14 +16,16 @@ from rich.console import Console
 from rich.status import Status
 
 from ...errors import UnusableReward
-from ..chain_options import RunOption, TrustOption
-from ..ending import Ending
-from ..member_options import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
+from ..options.chain import RunOption, TrustOption
+from ..options.common import JsonLinesOption
+from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
 from ..output import figures
-from ..output.terminal import JsonOption, exit_codes, print_json_line, print_labelled, print_wrapped
+from ..output.terminal import print_json_line, print_labelled, print_wrapped
+from ..process.ending import Ending
+from ..process.exit_codes import exit_codes
 
 _LONGEST_ENDING = 30.0
-"""Seconds after a signal within which the command ends. Leaving takes less, unless something hangs."""
+"""The command ends at most this many seconds after a signal. Leaving takes less time, unless something hangs."""
 
 if TYPE_CHECKING:
     from ...events import Event, Value
@@ -38,7 +40,7 @@ def member(
         typer.Option(
             "--name",
             metavar="NAME",
-            help="The name of this member. No other member may have it.",
+            help="Call this member NAME, which no other member may have.",
             show_default=False,
             callback=check_member_name,
         ),
@@ -49,20 +51,22 @@ def member(
     trust: TrustOption = None,
     run: RunOption = None,
     leave_with_stdin: Annotated[bool, typer.Option("--leave-with-stdin", hidden=True)] = False,
-    json: JsonOption = False,
+    json: JsonLinesOption = False,
 ) -> None:
-    """Make rollouts for a run: join its fleet, follow its policy, lease work, generate, score, upload.
+    """Join the fleet of a run, and make rollouts for its trainer.
 
-    All that it needs is access to the store. It may join, leave, be killed or cut off at any time; work that it does not finish goes to
-    others. Ctrl-C and SIGTERM make it give back what it has begun, and leave, with code 0; a second one ends it on the spot. It also ends
-    when the trainer says that the run is over. With --json prints one JSON object per line.
+    A member follows the policy, leases tasks, generates completions, scores them and uploads the results. It needs nothing except access to
+    the store. It may join, leave, be killed or lose its connection at any time; other members then do the work that it did not finish.
+
+    Ctrl-C and SIGTERM make it give back its unfinished tasks and leave, with code 0. A second signal ends it at once. It also leaves when
+    the trainer ends the run.
     """
     from ...fleet.local_members import LASTING_ERROR
 
     with exit_codes(json, one_line=True, codes={UnusableReward: LASTING_ERROR} if leave_with_stdin else None):
         from ...rl.member import MemberOptions, serve
 
-        sys.path.insert(0, os.getcwd())  # where the module of the rewards usually is, as for `python -m`
+        sys.path.insert(0, os.getcwd())  # the module of the reward function is usually here, as with `python -m`
         options = MemberOptions(
             source, engine, tuple(env), name or "", device, str(mirror) if mirror else None, tuple(trust or ()), poll, run
         )
@@ -85,7 +89,7 @@ def _leaving_on_signals(stop: threading.Event) -> Iterator[None]:
         stop.set()
 
     numbers = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in numbers}  # `nohup` ignores SIGHUP; so do we then
+    before = {number: signal.signal(number, leave) for number in numbers}  # `nohup` ignores SIGHUP, and so do we
     try:
         yield
     finally:
@@ -94,20 +98,23 @@ def _leaving_on_signals(stop: threading.Event) -> Iterator[None]:
 
 
 def _leave_with_stdin(stop: threading.Event) -> None:
-    """Whoever started us holds the other end, and has gone when it closes. Past Python's buffers, whose locks must be free at exit."""
+    """Leave when stdin closes, because then the process that started this one has ended.
+
+    Reads without Python's buffers, whose locks must be free at exit.
+    """
     while os.read(0, 4096):
         pass
     stop.set()
 
 
 class _View:
-    """One line that says how things stand, where there is a terminal; a line for what matters; and each notice once while it holds."""
+    """Prints a line for each important event, and each notice once. On a terminal the last line shows the current state."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
         self._status: Status | None = self._console.status("joining") if self._console.is_terminal else None
-        self._told: str | None = None
-        self._told_failure: str | None = None
+        self._reported: str | None = None
+        self._reported_failure: str | None = None
         self._has_left = False
         self._version, self._work = "no version yet", "waiting for work"
         self._results = self._tokens = 0
@@ -127,19 +134,19 @@ class _View:
     def __call__(self, event: Event) -> None:
         with self._lock:
             self._time = event.time
-            self._take(event)
+            self._print_event(event)
             if self._status is not None:
                 rate = f"{self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
                 self._status.update("  ".join(filter(None, [self._version, self._work, f"{self._results} results", rate])))
 
-    def _take(self, event: Event) -> None:
+    def _print_event(self, event: Event) -> None:
         fields = event.fields
         if self._has_left:
-            return  # the engine may still report what it was at
+            return  # the engine may still report the end of its last work
         if event.name == "joined":
             self._line(f"joined as {fields['member']}")
         elif event.name == "swapped":
-            self._told = None
+            self._reported = None
             step = "" if fields["step"] is None else f" (step {fields['step']})"
             self._version = f"version {fields['updates']}{step}"
             self._line(f"{self._version}  paused {1e3 * float(fields['pause_seconds'] or 0):.0f} ms")
@@ -150,24 +157,24 @@ class _View:
             self._seconds += (seconds := float(fields["seconds"] or 0))
             self._line(f"round {fields['round']} task {fields['task']}  {fields['tokens']} tokens  in {figures.duration(seconds)}")
         elif event.name == "rollout-uploaded":
-            self._told = self._told_failure = None
+            self._reported = self._reported_failure = None
             self._work = "waiting for work"
             self._results += 1
         elif event.name == "left":
             self._has_left = True
             self._line(f"left after {self._results} results")
         elif event.name == "run-over":
-            self._line(f"the run is over at step {fields['step']}: the trainer has told all members to leave")
+            self._line(f"the trainer ended the run at step {fields['step']}, so this member leaves")
         elif event.name == "work-failed":
-            self._tell_of_failure(fields)
+            self._report_failure(fields)
         elif event.name in ("waiting", "sync-failed", "swap-failed", "engine-lost"):
             self._notice(f"will try again: {fields['reason']}")
         elif event.name == "board-refused":
-            self._notice(f"takes no work: {fields['reason']}")
+            self._notice(f"this member takes no work: {fields['reason']}")
         elif event.name == "member-retrying":
             self._notice(f"will try again: {fields['error']}")
         elif event.name == "engine-quarantined":
-            self._notice(f"nothing is generated until a whole checkpoint is loaded: {fields['reason']}")
+            self._notice(f"this member generates nothing until it has loaded a full checkpoint: {fields['reason']}")
 
     def _line(self, text: str) -> None:
         text = f"{figures.clock_time(self._time)}  {text}"
@@ -176,23 +183,23 @@ class _View:
         else:
             print_wrapped(self._console, text, indent=4)
 
-    def _tell_of_failure(self, fields: Mapping[str, Value]) -> None:
-        """Print why a task failed, once until a task succeeds. The last one ends the member, and the command prints its error."""
+    def _report_failure(self, fields: Mapping[str, Value]) -> None:
+        """Print why a task failed, once until a task succeeds. After the final failure the command prints its error itself."""
         reason = str(fields["reason"])
-        if reason == self._told_failure or (fields.get("final") and not fields.get("traceback")):
+        if reason == self._reported_failure or (fields.get("final") and not fields.get("traceback")):
             return
-        self._told_failure = reason
+        self._reported_failure = reason
         self._print_notice(f"{'failed' if fields.get('final') else 'will try again'}: {reason}", str(fields.get("traceback") or ""))
 
     def _notice(self, text: str) -> None:
         """Print a notice, unless it is the one that was printed last."""
-        if text != self._told:
-            self._told = text
+        if text != self._reported:
+            self._reported = text
             self._print_notice(text)
 
     def _print_notice(self, text: str, details: str = "") -> None:
         for line in [f"{figures.clock_time(self._time)}  {text}", *(f"    {line}" for line in details.splitlines())]:
             if self._status is None:
                 print_labelled("", line, is_notice=True)
-            else:  # another console would print into the line that says how things stand
+            else:  # another console would print into the line with the current state
                 print_wrapped(self._console, line, style="yellow", indent=4)

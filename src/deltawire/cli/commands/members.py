@@ -6,26 +6,28 @@ import time
 
 from rich.text import Text
 
-from ..chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
+from ..options.chain import RunOption, TrustOption, UrlArgument, reader_options
+from ..options.common import JsonOption, VerboseOption
 from ..output import figures
-from ..output.terminal import JsonOption, exit_codes, print_json, print_wrapped, result_console
+from ..output.terminal import print_json, print_wrapped, result_console
+from ..process.exit_codes import exit_codes
+from ..stores.opened import opened
 
 
 def members(
     url: UrlArgument, trust: TrustOption = None, run: RunOption = None, verbose: VerboseOption = False, json: JsonOption = False
 ) -> None:
-    """List the members of a run's fleet: what they do, which version they have, how fast they are, and when they were last heard of.
+    """List the members of a run's fleet, with their versions, tasks and speeds.
 
-    A member that was not heard of for longer than a lease lasts is "silent". "works on" names round and task. What members say about
-    themselves is not checked. Ages are by this machine's clock.
+    "heard" is the time since the last record of a member. A member without a record for longer than a lease lasts is "silent". "works on"
+    names round and task. The command shows what members report about themselves, and does not check it. Ages are by this machine's clock.
     """
     with exit_codes(json):
-        from ...chain.log import ChainLog
         from ...fleet.overview import FleetReader
         from ..output.fleet_table import member_as_json, member_lines
 
         with opened(url, verbose=verbose) as store:
-            its_run = ChainLog(store, run=run, trusted_keys=trust or ()).run
+            its_run = reader_options(run, trust).open_log(store).run
             with FleetReader(store, its_run.id, trusted_keys=trust or ()) as reader:
                 fleet = reader.fleet(0)
             now = time.time()

@@ -9,21 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..chain_options import (
-    PinOption,
-    RunOption,
-    StepOption,
-    TrustOption,
-    UrlArgument,
-    VerboseOption,
-    find_seq,
-    opened,
-    refuse_several,
-    tell_if_verbose,
-    tell_of_waiting,
-)
+from ..options.chain import PinOption, RunOption, StepOption, TrustOption, UrlArgument, find_seq, reader_options, refuse_several
+from ..options.common import ForceOption, JsonOption, ThreadsOption, VerboseOption
 from ..output import figures
-from ..output.terminal import ForceOption, JsonOption, ThreadsOption, exit_codes, print_json, print_rows, progress_bar
+from ..output.event_notices import print_if_verbose, print_if_waiting
+from ..output.progress import progress_bar
+from ..output.terminal import print_json, print_rows
+from ..process.exit_codes import exit_codes
+from ..stores.opened import opened
 
 if TYPE_CHECKING:
     from ...chain.log import ChainLog
@@ -33,29 +26,28 @@ if TYPE_CHECKING:
 
 def pull(
     url: UrlArgument,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The checkpoint directory to write.", show_default=False)],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Write the checkpoint to this directory.", show_default=False)],
     at: Annotated[
-        int | None, typer.Option("--at", min=1, metavar="VERSION", help="Which version; the newest if not given.", show_default=False)
+        int | None, typer.Option("--at", min=1, metavar="VERSION", help="Take this version instead of the newest.", show_default=False)
     ] = None,
     step: StepOption = None,
     force: ForceOption = False,
     trust: TrustOption = None,
     run: RunOption = None,
     pin: PinOption = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be fetched; write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be fetched, and write nothing.")] = False,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Write one version of a chain to a plain checkpoint directory, exactly as it was published.
+    """Fetch one version of a chain as a checkpoint directory.
 
-    DIR appears only when it is complete and checked, and loads with any library that reads safetensors. A checkpoint that was published as
-    several files comes back as the same files. --force replaces a checkpoint in DIR, but refuses if DIR also holds files of others. To keep
-    a directory up to date, use `follow`.
+    The checkpoint is exactly the one that was published, in the same files, and any library that reads safetensors can load it. DIR appears
+    only when it is complete and checked. --force replaces a checkpoint in DIR, but never a directory that also holds other files. To keep a
+    directory up to date, use `follow`.
     """
     refuse_several(at=at, step=step)
     with exit_codes(json):
-        from ...chain.reader_options import ReaderOptions
         from ...subscribe.pull import pull as pull_version
 
         started = time.perf_counter()
@@ -67,14 +59,14 @@ def pull(
         ):
 
             def on_event(event: Event) -> None:
-                tell_if_verbose(event, verbose)
+                print_if_verbose(event, verbose)
                 if event.name == "planned":
                     planned.update(event.fields)
                     progress.expect(planned["bytes"])
                 elif not json:
-                    tell_of_waiting(event, waited_for)
+                    print_if_waiting(event, waited_for)
 
-            options = ReaderOptions(run=run, trusted_keys=trust or (), pin=pin)
+            options = reader_options(run, trust, pin=pin)
             chain = options.open_log(store)
             seq = find_seq(chain, at, step)
             if dry_run:
@@ -101,7 +93,7 @@ def pull(
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """What a pull would do."""
+    """The version that a pull would fetch, its size, and the files that it would write."""
 
     version: Version
     bytes: int
@@ -110,7 +102,7 @@ class PullPlan:
 
 
 def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: bool) -> PullPlan:
-    """Find the way to a version, and check that the directory could be written. Fetches no data, and writes nothing."""
+    """Find the route to a version, and check that the directory could be written. Fetches no data, and writes nothing."""
     from ...chain.restore import fetched_hops, find_route
     from ...chain.version import Version
     from ...format.checkpoints.shard_layout import LAYOUT_FILE
@@ -164,7 +156,7 @@ def _as_json(url: str, directory: Path, version: Version, planned: dict[str, Any
 
 
 def _fetched(size: int, hops: int) -> str:
-    """Say how much is fetched, and what: a route from nothing is a full checkpoint, and deltas over it."""
+    """Describe the fetched data. A route from nothing has a full checkpoint, and then deltas."""
     deltas = "" if hops < 2 else " and one delta" if hops == 2 else f" and {hops - 1:,} deltas"
     return f"{figures.size(size)}: a full checkpoint{deltas}"
 

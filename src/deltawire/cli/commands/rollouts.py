@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ..chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
-from ..member_options import check_member_name
+from ..options.chain import RunOption, TrustOption, UrlArgument, reader_options
+from ..options.common import JsonOption, VerboseOption
+from ..options.member import check_member_name
 from ..output import figures
 from ..output.completion_text import open_decoder, tokens_as_text
-from ..output.terminal import JsonOption, exit_codes, print_json, print_notice, print_wrapped, result_console
+from ..output.terminal import print_json, print_notice, print_wrapped, result_console
+from ..process.exit_codes import exit_codes
+from ..stores.opened import opened
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,18 +25,20 @@ if TYPE_CHECKING:
     from ..output.completion_text import Decode
 
 _SHORT = 8
-"""Lines of a text that are shown without --full."""
+"""The number of lines of a text that are shown without --full."""
 
 
 def rollouts(
     url: UrlArgument,
-    count: Annotated[int, typer.Option("-n", "--count", min=1, metavar="N", help="How many completions to show.")] = 10,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, metavar="N", help="Show this many completions.")] = 10,
     step: Annotated[
-        int | None, typer.Option("--step", min=0, metavar="N", help="Only those for this training step.", show_default=False)
+        int | None, typer.Option("--step", min=0, metavar="N", help="Show only completions for this training step.", show_default=False)
     ] = None,
     member: Annotated[
         str | None,
-        typer.Option("--member", metavar="NAME", help="Only those of this member.", show_default=False, callback=check_member_name),
+        typer.Option(
+            "--member", metavar="NAME", help="Show only completions of this member.", show_default=False, callback=check_member_name
+        ),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help=f"Show whole texts, not only their first {_SHORT} lines.")] = False,
     trust: TrustOption = None,
@@ -41,18 +46,19 @@ def rollouts(
     verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Show completions that members made, the newest first: their texts, rewards, and the training steps of the versions that made them.
+    """Show completions that members made, with their rewards, newest first.
 
-    Texts need the tokenizer that is published beside the weights; without one token ids are shown. "accepted" completions were
-    acknowledged by the trainer, "rejected" ones it left out again, the others were uploaded. Old rounds are swept from the store.
+    Each completion comes with the training steps of the versions that made it. The texts need the tokenizer that is published with the
+    weights; without it the command shows token ids. The trainer acknowledged "accepted" completions and left out "rejected" ones; it has
+    not decided about "uploaded" ones. Old rounds are deleted from the store.
     """
     with exit_codes(json):
-        from ...chain.log import ChainLog
         from ...fleet.overview import FleetReader
 
         with opened(url, verbose=verbose) as store:
-            its_run = ChainLog(store, run=run, trusted_keys=trust or ()).run
-            decode, why = open_decoder(store, run, trust or ())
+            options = reader_options(run, trust)
+            its_run = options.open_log(store).run
+            decode, why = open_decoder(store, options)
             if decode is None:
                 print_notice(f"showing token ids: {why}")
             with FleetReader(store, its_run.id, trusted_keys=trust or ()) as reader:
@@ -64,7 +70,7 @@ def rollouts(
                 return
             console = result_console()
             if not chosen:
-                print_wrapped(console, "there are no such completions in the store")
+                print_wrapped(console, "the store holds no such completions")
             before: tuple[object, int] | None = None
             for result, made, one in chosen:
                 if before is None or before[0] is not made:
@@ -76,7 +82,7 @@ def rollouts(
 
 
 def _chosen(reader: FleetReader, count: int, step: int | None, member: str | None) -> Iterator[tuple[SeenResult, Rollouts, Completion]]:
-    """Yield at most `count` completions. What cannot be read is reported and passed over."""
+    """Yield at most `count` completions. Results that cannot be read are counted in a notice, and left out."""
     left, unreadable = count, 0
     for result in reader.results(step=step):
         made = reader.read(result)
@@ -135,7 +141,7 @@ def _print_text(console: Console, title: str, tokens: list[int], decode: Decode 
     lines = [part for line in text.splitlines() for part in figures.wrap_words(figures.printable(line), console.width - 4)]
     shown = lines if full else lines[:_SHORT]
     for line in shown:
-        console.print(Text(f"    {line}"), soft_wrap=True)  # as it is: no markup, no emoji
+        console.print(Text(f"    {line}"), soft_wrap=True)  # Text, so that the completion is not read as markup
     if len(shown) < len(lines):
         more = len(lines) - len(shown)
         console.print(Text(f"    … {more:,} more line{'s' if more > 1 else ''}: --full shows them", style="dim"), soft_wrap=True)

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..chain_options import RunOption, StepOption, TrustOption, UrlArgument, VerboseOption, find_seq, opened, refuse_several
+from ..options.chain import RunOption, StepOption, TrustOption, UrlArgument, find_seq, reader_options, refuse_several
+from ..options.common import JsonOption, VerboseOption
 from ..output import figures
-from ..output.terminal import JsonOption, exit_codes, print_json, print_rows
+from ..output.terminal import print_json, print_rows
+from ..process.exit_codes import exit_codes
+from ..stores.opened import opened
 
 if TYPE_CHECKING:
     from ...chain.log import ChainLog
@@ -19,34 +22,36 @@ if TYPE_CHECKING:
     from ...format.records.chain_records import Commit, FileEntry, Shortcut
 
 _HOPS = {"anchor": "full checkpoint", "commit": "delta"}
-"""What people call the steps of a route."""
+"""The words for the hops of a route."""
 
 _KINDS = {"anchor": "full checkpoint"}
-"""What people call the kinds of commits."""
+"""The words for the kinds of commits."""
 
 
 def show(
     url: UrlArgument,
     version: Annotated[
-        int | None, typer.Argument(metavar="VERSION", min=1, help="Which one; the newest if not given.", show_default=False)
+        int | None,
+        typer.Argument(metavar="VERSION", min=1, help="The number of the version. The default is the newest.", show_default=False),
     ] = None,
     step: StepOption = None,
     seq: Annotated[
         int | None,
-        typer.Option("--seq", min=0, metavar="N", help="A commit by its place, as `log --commits` shows it.", show_default=False),
+        typer.Option("--seq", min=0, metavar="N", help="Show the commit with this seq, as `log --commits` lists it.", show_default=False),
     ] = None,
     trust: TrustOption = None,
     verbose: VerboseOption = False,
     run: RunOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show one version in full: its fields, its files, how readers get it, and who signed it."""
+    """Show all details of one version.
+
+    The command prints the version's fields and files, the route by which a new reader gets it, and the key that signed it.
+    """
     refuse_several(VERSION=version, step=step, seq=seq)
     with exit_codes(json):
-        from ...chain.log import ChainLog
-
         with opened(url, verbose=verbose) as store:
-            chain = ChainLog(store, run=run, trusted_keys=trust or ())
+            chain = reader_options(run, trust).open_log(store)
             shown = find_commit(chain, seq if seq is not None else find_seq(chain, version, step))
         if json:
             print_json(_as_json(shown))
@@ -56,7 +61,7 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A commit and what leads to its version. `route` is the cheapest way from nothing, None where none is left."""
+    """A commit, and the shortcuts and the route to its version. `route` is the cheapest one from nothing; None if none exists any more."""
 
     commit: Commit
     hash: str
@@ -65,7 +70,7 @@ class Shown:
     shortcuts: list[Shortcut]
     route: list[Hop] | None
     numbers: Mapping[int, int]
-    """The version numbers of all places that are mentioned."""
+    """The version numbers of all commits that are mentioned."""
 
     @property
     def is_version(self) -> bool:
@@ -77,7 +82,10 @@ class Shown:
 
 
 def find_commit(log: ChainLog, seq: int | None) -> Shown:
-    """The commit in a slot, or the newest one that made a version; reached from the head by hashes. `VersionUnknown` if there is none."""
+    """Return the commit with this seq, or the newest one that made a version, checked by the hashes from the head down.
+
+    Raises `VersionUnknown` if the chain does not have it.
+    """
     from ...chain.find import version_number
     from ...errors import VersionUnknown
 
@@ -98,14 +106,14 @@ def find_commit(log: ChainLog, seq: int | None) -> Shown:
 
 
 def _find_route(log: ChainLog, commit: Commit) -> list[Hop] | None:
-    """The cheapest way from nothing of which all data are there; None if none is left."""
+    """Return the cheapest route from nothing whose data all exist; None if there is none."""
     from ...chain.restore import find_route
     from ...errors import ObjectMissing, VersionGone
 
     floor = log.floor()
     try:
         route = find_route(log, None, commit)
-        for entry in (entry for hop in route if hop.target.seq <= floor for entry in hop.files):  # above it nothing is ever deleted
+        for entry in (entry for hop in route if hop.target.seq <= floor for entry in hop.files):  # nothing above the floor is ever deleted
             log.store.head(entry.key)
     except (VersionGone, ObjectMissing):
         return None
@@ -113,7 +121,7 @@ def _find_route(log: ChainLog, commit: Commit) -> list[Hop] | None:
 
 
 def _signature(commit: Commit) -> str:
-    """Whether the signature is right says nothing about whose key it is: that is what --trust is for."""
+    """Return whether the commit has a signature, and whether it is right. This does not say whose key it is: --trust checks that."""
     from ...errors import SignatureInvalid
     from ...format.records.signing import check_signature
 
@@ -170,7 +178,7 @@ def _as_json(shown: Shown) -> dict[str, Any]:
 def _moment(milliseconds: int) -> str:
     try:
         return datetime.fromtimestamp(milliseconds / 1000, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):  # a clock can say anything
+    except (ValueError, OverflowError, OSError):  # the publisher's clock may have been wrong
         return f"{milliseconds:,} ms after 1970"
 
 
@@ -178,15 +186,15 @@ def _print(shown: Shown) -> None:
     commit = shown.commit
     moment = f"{_moment(commit.time)}, by the publisher's clock"
     base = f"version {shown.numbers[commit.base.seq]}" if commit.base else ""
-    place = f"commit {commit.seq}"
+    name = f"commit {commit.seq}"
     kind = _KINDS.get(commit.kind, commit.kind)
-    in_force = "no version yet" if commit.state_seq is None else f"version {commit.updates}"
+    newest = "no version yet" if commit.state_seq is None else f"version {commit.updates}"
     print_rows(
-        f"version {commit.updates}, {kind}" if shown.is_version else f"{place}, {kind}",
+        f"version {commit.updates}, {kind}" if shown.is_version else f"{name}, {kind}",
         [
-            ("void", "it does not count: a newer publisher had taken over" if shown.void else ""),
-            ("in force after it", "" if shown.is_version else in_force),
-            ("place in the chain", place if shown.is_version else ""),
+            ("void", "it does not count, because a newer publisher had taken over" if shown.void else ""),
+            ("newest version then", "" if shown.is_version else newest),
+            ("in the chain", name if shown.is_version else ""),
             ("step", "" if commit.step is None else f"{commit.step:,}"),
             ("published", moment),
             ("publisher", f"number {commit.epoch} of this run"),
@@ -205,7 +213,7 @@ def _print(shown: Shown) -> None:
     if commit.attachments:
         print_rows("attachments", [(figures.size(entry.size), _file_text(entry)) for entry in commit.attachments])
     if commit.digest is not None and not shown.void:
-        print_rows("how readers get it", _ways(shown))
+        print_rows("how readers get it", _routes(shown))
 
 
 def _size(commit: Commit) -> str:
@@ -228,7 +236,7 @@ def _file_text(entry: FileEntry) -> str:
     return f"{what}  {entry.key}"
 
 
-def _ways(shown: Shown) -> list[tuple[str, str]]:
+def _routes(shown: Shown) -> list[tuple[str, str]]:
     rows = []
     for shortcut in shown.shortcuts:
         size = figures.size(shortcut.stored_bytes)
@@ -237,7 +245,7 @@ def _ways(shown: Shown) -> list[tuple[str, str]]:
         else:
             rows.append(("skip", f"one delta from version {shown.numbers[shortcut.base.seq]}, {size}"))
     if shown.route is None:
-        return [*rows, ("from nothing", "none is left: its data were collected")]
+        return [*rows, ("from nothing", "impossible: its data were deleted by garbage collection")]
     steps = " → ".join(
         f"{hop.target.updates} ({_HOPS.get(hop.source, hop.source)}, {figures.size(sum(entry.size for entry in hop.files))})"
         for hop in shown.route

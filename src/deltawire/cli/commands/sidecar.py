@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..chain_options import PinOption, RunOption, TrustOption, VerboseOption, check_url, tell_if_verbose
-from ..ending import Ending
+from ..options.chain import URL_HELP, PinOption, RunOption, TrustOption, check_url, reader_options
+from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..output import figures
-from ..output.terminal import JsonOption, ThreadsOption, exit_codes, print_json_line, print_line, print_notice
+from ..output.event_notices import print_if_verbose
+from ..output.terminal import print_json_line, print_line, print_notice
+from ..process.ending import Ending
+from ..process.exit_codes import exit_codes
 
 _LONGEST_ENDING = 60.0
-"""Seconds after a signal within which the command ends."""
+"""The command ends at most this many seconds after a signal."""
 
 if TYPE_CHECKING:
     from ...events import Event
@@ -38,45 +41,48 @@ class Confirm(str, enum.Enum):
 
 def sidecar(
     engine: Annotated[
-        str, typer.Option("--engine", metavar="URL", help="The vLLM server, such as http://127.0.0.1:8000.", show_default=False)
+        str, typer.Option("--engine", metavar="URL", help="The URL of the vLLM server, such as http://127.0.0.1:8000.", show_default=False)
     ],
-    source: Annotated[
-        str, typer.Option("--from", metavar="URL", help="Where the chain is, as for `follow`.", show_default=False, callback=check_url)
-    ],
+    source: Annotated[str, typer.Option("--from", metavar="URL", help=URL_HELP, show_default=False, callback=check_url)],
     mirror: Annotated[
         Path | None,
-        typer.Option("--mirror", metavar="DIR", help="The mirror, which the server's workers read; by default one in ~/.cache/deltawire."),
+        typer.Option(
+            "--mirror",
+            metavar="DIR",
+            help="Keep the mirror, which the server's workers read, in this directory instead of one in ~/.cache/deltawire.",
+        ),
     ] = None,
     pause: Annotated[
         Pause,
-        typer.Option("--pause", help="Requests that are being answered at a swap go on after it, are finished before it, or end."),
+        typer.Option("--pause", help="At a swap, let running requests go on afterwards, finish them first, or abort them."),
     ] = Pause.keep,
     kv_cache: Annotated[
-        Cache, typer.Option("--kv-cache", help="Keys and values of the old weights: computed anew with the new ones, or kept.")
+        Cache, typer.Option("--kv-cache", help="Drop the keys and values of the old weights, and compute them again, or keep them.")
     ] = Cache.drop,
     confirm: Annotated[
-        Confirm, typer.Option("--confirm", help="What is read back from the server after each swap: what was written, or every tensor.")
+        Confirm, typer.Option("--confirm", help="After each swap, read back the tensors that were written, or all tensors.")
     ] = Confirm.written,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="What this engine calls itself in the store.", show_default=False)
+        str | None, typer.Option("--name", metavar="NAME", help="The name of this engine in the store.", show_default=False)
     ] = None,
-    poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="SECONDS", help="How often to look for the next version.")] = 0.5,
+    poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="SECONDS", help="Look for the next version this often.")] = 0.5,
     trust: TrustOption = None,
     run: RunOption = None,
     pin: PinOption = True,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
-    json: JsonOption = False,
+    json: JsonLinesOption = False,
 ) -> None:
-    """Keep a vLLM server at the newest version of a chain, without restarting it.
+    """Keep a running vLLM server up to date with the newest version of a chain.
 
-    The server runs with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "deltawire"}'`, on the same machine. A version
-    is fetched and decoded while it generates; only writing the changed weights, and reading them back, happens in a pause. Sidecar and
-    server may be restarted at any time. A server whose weights are in doubt stays paused until they have been loaded anew. Prints a line
-    per swap; ends with Ctrl-C or SIGTERM, and then with code 0. With --json prints one JSON object per line.
+    Start the server on the same machine with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "deltawire"}'`. The
+    sidecar fetches and decodes a version while the server generates. It pauses the server only to write the changed weights and to read
+    them back. Sidecar and server may be restarted at any time. If the weights of the server are in an unknown state, it stays paused until
+    the sidecar has loaded a full checkpoint.
+
+    The command prints a line per swap. Ctrl-C and SIGTERM end it with code 0.
     """
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
-        from ...chain.reader_options import ReaderOptions
         from ...engines.base import KvCache
         from ...engines.vllm.sidecar import Sidecar, default_mirror
 
@@ -87,7 +93,7 @@ def sidecar(
             pause=pause.value,
             kv_cache=KvCache(kv_cache.value),
             confirm=confirm.value,
-            options=ReaderOptions(run=run, trusted_keys=trust or (), reader=name, pin=pin),
+            options=reader_options(run, trust, reader=name, pin=pin),
             threads=threads,
             on_event=ending.with_output(_print_as_json if json else _Listener(verbose)),
         )
@@ -104,37 +110,38 @@ def _print_as_json(event: Event) -> None:
 
 
 class _Listener:
-    """Prints a line per swap, and a notice for what goes wrong, once for as long as it does."""
+    """Prints a line per swap, and a notice about each problem, once while the problem lasts."""
 
     def __init__(self, verbose: bool = False) -> None:
         self._verbose = verbose
-        self._told: str | None = None
+        self._reported: str | None = None
 
     def __call__(self, event: Event) -> None:
-        tell_if_verbose(event, self._verbose)
+        print_if_verbose(event, self._verbose)
         fields = event.fields
         if event.name == "swapped":
-            self._told = None
+            self._reported = None
             parts = [
                 f"version {fields['updates']}",
                 "" if fields["step"] is None else f"step {fields['step']}",
                 f"paused {1e3 * float(fields['pause_seconds'] or 0):.0f} ms",
                 f"{figures.duration(float(fields['behind_seconds'] or 0))} after it was published",
-                "loaded anew" if fields["loaded_anew"] else "",
+                "full checkpoint loaded" if fields["loaded_anew"] else "",
             ]
             print_line("  ".join(filter(None, parts)))
         elif event.name == "engine-quarantined":
-            self._tell(
-                f"the update to version {fields['updates']} failed; the server stays paused while it is loaded anew: {fields['reason']}"
+            self._notice(
+                f"the update to version {fields['updates']} failed; the server stays paused until a full checkpoint is loaded: "
+                f"{fields['reason']}"
             )
         elif event.name == "attachments-changed":
-            self._tell(f"restart the server to use these files, which changed: {fields['files']}")
+            self._notice(f"these files changed; restart the server to use them: {fields['files']}")
         elif event.name == "repaired":
-            self._tell(f"version {fields['updates']} was loaded anew")
+            self._notice(f"version {fields['updates']} was loaded as a full checkpoint")
         elif event.name in ("swap-failed", "sync-failed", "engine-lost", "report-failed"):
-            self._tell(f"will try again: {fields['reason']}")
+            self._notice(f"will try again: {fields['reason']}")
 
-    def _tell(self, notice: str) -> None:
-        if notice != self._told:
-            self._told = notice
+    def _notice(self, notice: str) -> None:
+        if notice != self._reported:
+            self._reported = notice
             print_notice(notice)

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..chain_options import RunOption, TrustOption, UrlArgument, opened
-from ..ending import Ending, on_another_thread
+from ..options.chain import RunOption, TrustOption, UrlArgument, reader_options
+from ..options.common import JsonLinesOption
 from ..output import figures
-from ..output.terminal import JsonOption, exit_codes, print_json_line, print_notice, result_console
+from ..output.terminal import print_json_line, print_notice, result_console
+from ..process.ending import Ending, on_another_thread
+from ..process.exit_codes import exit_codes
+from ..stores.opened import opened
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,32 +24,39 @@ if TYPE_CHECKING:
     from ...format.records.chain_records import Run
 
 _LONGEST_ENDING = 5.0
-"""Seconds after a signal within which the command ends, also while the store does not answer."""
+"""The command ends at most this many seconds after a signal, also while the store does not answer."""
 _OTHER_LINES = 4
-"""Lines of a screen that are neither rounds nor members."""
+"""The number of lines of a screen that are neither rounds nor members."""
 
 
 def top(
     url: UrlArgument,
-    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="How often to look.")] = 2.0,
+    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Refresh this often.")] = 2.0,
     count: Annotated[
-        int | None, typer.Option("-n", "--count", min=1, metavar="N", help="Look so often, then end.", show_default=False)
+        int | None,
+        typer.Option(
+            "-n",
+            "--count",
+            min=1,
+            metavar="N",
+            help="Show the fleet this many times, then end. The default is to go on until Ctrl-C.",
+            show_default=False,
+        ),
     ] = None,
     trust: TrustOption = None,
     run: RunOption = None,
-    json: JsonOption = False,
+    json: JsonLinesOption = False,
 ) -> None:
-    """Watch a run's fleet: its newest version, its rounds, and its members, until Ctrl-C.
+    """Watch the rounds and members of a run's fleet until Ctrl-C.
 
-    A round counts its tasks: how many have a lease, and how many have a result. With --json prints one JSON object per look. Losses of
-    the store are waited out.
+    For each round the command counts the tasks, those with a lease, and those with a result. If the store does not answer, it prints a
+    notice and tries again.
     """
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING):
-        from ...chain.log import ChainLog
         from ...fleet.overview import FleetReader
 
         with opened(url) as store:
-            its_run = ChainLog(store, run=run, trusted_keys=trust or ()).run
+            its_run = reader_options(run, trust).open_log(store).run
             with FleetReader(store, its_run.id, trusted_keys=trust or ()) as reader:
                 looks = _looks(reader, every, count)
                 try:
@@ -59,7 +69,7 @@ def top(
 
 
 Look = tuple["SeenFleet | None", "str | None"]
-"""What there was to be seen, or why there was nothing."""
+"""The fleet, or the reason why it could not be read."""
 
 
 def _looks(reader: FleetReader, every: float, count: int | None) -> Iterator[Look]:
@@ -98,7 +108,7 @@ def _print_as_json(run: Run, looks: Iterator[Look]) -> None:
 
 
 def _show(run: Run, looks: Iterator[Look]) -> None:
-    """Redraw one picture where there is a terminal; else print one after the other."""
+    """Redraw one picture on a terminal; elsewhere print one picture after the other."""
     from rich.live import Live
 
     console = result_console()
@@ -135,12 +145,12 @@ def _summary(fleet: SeenFleet, now: float) -> str:
 
     board = fleet.board
     if board is None or fleet.board_modified is None:
-        return "no trainer has offered work yet"
+        return "the trainer has not offered work yet"
     here = [one for one in fleet.members if one.beat.state not in ("leaving", "left") and not is_silent(one, fleet, now)]
     working = sum(1 for one in here if one.beat.working)
     parts = [
         f"step {board.step}",
-        "the run is over" if board.stop else f"board {figures.duration(max(0.0, now - fleet.board_modified))} old",
+        "the trainer ended the run" if board.stop else f"board {figures.duration(max(0.0, now - fleet.board_modified))} old",
         f"{len(here):,} member{'s' if len(here) != 1 else ''}, {working:,} working",
     ]
     return "  ".join(parts)

@@ -7,38 +7,45 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..chain_options import RunOption, TrustOption, UrlArgument, VerboseOption, opened
+from ..options.chain import RunOption, TrustOption, UrlArgument, reader_options
+from ..options.common import JsonOption, ThreadsOption, VerboseOption
 from ..output import figures
-from ..output.terminal import JsonOption, ThreadsOption, count_bar, exit_codes, print_json, print_rows, print_wrapped, result_console
+from ..output.progress import count_bar
+from ..output.terminal import print_json, print_rows, print_wrapped, result_console
+from ..process.exit_codes import exit_codes
+from ..stores.opened import opened
 
 if TYPE_CHECKING:
     from ...chain.maintenance.verify_report import Problem, Report
 
 DAMAGED = 3
-"""The exit code where something was found."""
+"""The exit code if damage was found."""
 
 
 def verify(
     url: UrlArgument,
-    deep: Annotated[bool, typer.Option("--deep", help="Read all data and rebuild every version. Needs memory for one state.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read all data and rebuild every version. This needs memory for the weights of one version.")
+    ] = False,
     trust: TrustOption = None,
     run: RunOption = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Check a whole chain: every record, every link, every signature, and that all data are there.
+    """Check a whole chain: records, links, signatures and data.
 
-    Without --deep only the sizes of data are compared; with it every byte is read and every version rebuilt. What was collected is not
-    missed. Exits with 3 if anything is wrong that readers of the newest version may meet. Damage to versions that were abandoned, or lie
-    below the newest sound checkpoint, is listed as superseded.
+    Without --deep the command compares only the sizes of data. With --deep it reads every byte and rebuilds every version. Data that
+    garbage collection has deleted are not reported as missing.
+
+    The command ends with code 3 if it finds damage that can affect readers of the newest version. Damage that cannot affect them is listed
+    as superseded: in versions that were abandoned, or that are older than the newest undamaged full checkpoint.
     """
     with exit_codes(json):
         from ...chain.maintenance.verify import verify as verify_chain
-        from ...chain.reader_options import ReaderOptions
 
         with opened(url, verbose=verbose) as store, count_bar("rebuild versions", quiet=json or verbose or not deep) as progress:
-            report = verify_chain(store, deep, progress, options=ReaderOptions(run=run, trusted_keys=trust or ()), threads=threads)
+            report = verify_chain(store, deep, progress, options=reader_options(run, trust), threads=threads)
         if json:
             print_json(_as_json(store.url, deep, report))
         else:
@@ -74,7 +81,7 @@ def _as_json(url: str, deep: bool, report: Report) -> dict[str, Any]:
 
 
 def _finding(problem: Problem) -> str:
-    """What is wrong, without the advice to do what is being done."""
+    """Return the problem without its hint, which advises to run this command."""
     from ...errors import ChainBroken, CorruptRecord, DataDamaged, DataMissing
 
     what = problem.what
@@ -85,17 +92,17 @@ def _finding(problem: Problem) -> str:
 
 @dataclass(slots=True)
 class Cause:
-    """One thing that is wrong, and all the places where that was noticed."""
+    """One cause of damage, and the keys and versions at which it was noticed."""
 
     what: str
     affects: list[str]
 
 
 def causes_of(report: Report, url: str) -> tuple[list[Cause], list[Cause]]:
-    """The problems that a check found, and those that are superseded, one for each cause.
+    """Return the causes of damage, and the causes of superseded damage.
 
-    A damaged object is one problem, however many versions are made from it. If some of these are superseded, it is one all the same. That
-    no way leads to the newest version any more is a consequence, and is left out where a cause is known.
+    A damaged object is one cause, however many versions need it, even if some of these are superseded. An unreachable newest version is a
+    consequence, so it is left out if a cause is known.
     """
     from ...chain.maintenance.verify_report import NO_ROUTE
 
@@ -118,7 +125,7 @@ def _add_to(causes: dict[str, Cause], problem: Problem, url: str) -> None:
 
 
 def _cause_of(problem: Problem, url: str) -> tuple[str, str]:
-    """What tells this cause from others, and how it is worded."""
+    """Return a key that identifies the cause, and a text that describes it."""
     from ...store.keys import find_data_key
 
     what = _finding(problem).replace(f" in {url}", "")
@@ -134,29 +141,25 @@ def _is_out_of_reach(report: Report) -> bool:
 def _result(causes: int, superseded: int) -> str:
     if causes:
         return f"damage found: {causes:,} problem{'s' if causes > 1 else ''}"
-    return "no damage that matters to readers of the newest version" if superseded else "no damage found"
+    return "no damage that affects readers of the newest version" if superseded else "no damage found"
 
 
 def remedy_for(causes: list[Cause], url: str) -> str | None:
-    """Say what to do about damage, the worst first. None if there is none."""
+    """Return advice about the worst damage; None if there is none."""
     from ...store import keys
 
-    first_affected = [cause.affects[0] for cause in causes]
-    if any(where.startswith(keys.COMMITS) for where in first_affected):
+    affected = [cause.affects[0] for cause in causes]
+    if any(where.startswith(keys.COMMITS) for where in affected):
         return (
-            "Restore the commits that are named from a backup of the bucket, or begin a new run: readers follow hashes through all commits."
+            "Restore the named commits from a backup of the bucket, or begin a new run, because readers follow hashes through all commits."
         )
-    data = [where for where in first_affected if not where.startswith((keys.ANCHORS, keys.SKIPS, keys.MARKS.rstrip("/")))]
+    data = [where for where in affected if not where.startswith((keys.ANCHORS, keys.SKIPS, keys.MARKS.rstrip("/")))]
     if data:
         return (
-            f"Publish the newest good checkpoint that you have: deltawire publish CKPT {url} --full. Readers then need nothing that is "
-            "damaged. A trainer that is running repairs the chain with its next full checkpoint."
+            f"Publish the newest undamaged checkpoint that you have: deltawire publish CKPT {url} --full. Readers then need no damaged "
+            "data. A running trainer repairs the chain with its next full checkpoint."
         )
-    return (
-        "Delete the records that are named: they are shortcuts or marks, which publishers and collectors make again."
-        if first_affected
-        else None
-    )
+    return "Delete the named records: they are shortcuts or marks, which publishers and collectors make again." if affected else None
 
 
 def _print(url: str, deep: bool, report: Report) -> None:
@@ -175,10 +178,10 @@ def _print(url: str, deep: bool, report: Report) -> None:
                 "rebuilt",
                 f"{rebuilt}, each with the digest of its commit" if deep else "",
             ),
-            ("floor", f"commit {report.floor}: what lies below may be collected" if report.floor >= 0 else ""),
-            ("superseded", f"{len(superseded):,} damaged, which no reader of the newest version needs" if superseded else ""),
-            ("to be collected", f"{len(report.notes):,} shortcuts that lead nowhere; `deltawire gc` removes them" if report.notes else ""),
-            ("new readers", "cannot get to the newest version" if _is_out_of_reach(report) else ""),
+            ("floor", f"commit {report.floor}: data below it may have been deleted" if report.floor >= 0 else ""),
+            ("superseded", f"{len(superseded):,} damaged; no reader of the newest version needs them" if superseded else ""),
+            ("to be collected", f"{len(report.notes):,} shortcuts without a target; `deltawire gc` removes them" if report.notes else ""),
+            ("new readers", "cannot reach the newest version" if _is_out_of_reach(report) else ""),
             ("result", _result(len(causes), len(superseded))),
         ],
     )

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..subscribe.mirror.durable_json import read_json, write_json
+from ...subscribe.mirror.durable_json import read_json, write_json
 
 if TYPE_CHECKING:
-    from ..chain.version import Version
+    from ...chain.version import Version
 
 _DONE = ".exec.json"
 _STDERR = 2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from ..store.base import Progress, Store
-from ..store.keys import DATA
-from ..store.wrapped import StoreCall, WrappedStore
+from ...store.base import Progress, Store
+from ...store.keys import DATA
+from ...store.wrapped import StoreCall, WrappedStore
 
 
 class MeteredStore(WrappedStore):

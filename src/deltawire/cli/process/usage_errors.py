@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from .output.terminal import print_json_line
+from ..output.terminal import print_json_line
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """The `UsageError` of click, or of the copy of click that newer releases of typer contain."""

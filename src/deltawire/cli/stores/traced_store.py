@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from ..errors import DeltawireError
-from ..store.wrapped import StoreCall, WrappedStore
-from .output import figures
-from .output.terminal import print_trace
+from ...errors import DeltawireError
+from ...store.wrapped import StoreCall, WrappedStore
+from ..output import figures
+from ..output.terminal import print_trace
 
 
 class TracedStore(WrappedStore):

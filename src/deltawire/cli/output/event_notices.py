@@ -1,0 +1,25 @@
+"""Lines on stderr about events that several commands report alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .terminal import print_notice, print_trace
+
+if TYPE_CHECKING:
+    from ...events import Event
+
+
+def print_if_verbose(event: Event, verbose: bool) -> None:
+    """Print an event with all its fields if `verbose` is true."""
+    if verbose:
+        print_trace(" ".join([event.name, *(f"{name}={value}" for name, value in event.fields.items())]))
+
+
+def print_if_waiting(event: Event, reported: set[str]) -> None:
+    """Print that the command waits for an object, once per object. `reported` holds the keys of those that were printed."""
+    if event.name == "retrying" and event.fields.get("reason") == "missing":
+        key = str(event.fields["key"])
+        if key not in reported:
+            reported.add(key)
+            print_notice(f"waiting for {key}, which is not in the store yet")
