@@ -65,10 +65,10 @@ def test_a_fleet_is_kept_running_and_ends_with_the_run(tmp_path: Path, run: Smal
     [
         (["member", "--from", "PLACE", "--env", "reward"], "MODULE:FUNCTION"),
         (["member", "--from", "PLACE", "--env", "m:f", "--engine", "sglang"], "is not an engine"),
-        (["member", "--from", "PLACE", "--env", "m:f", "--name", "a/b"], "a name has letters"),
+        (["member", "--from", "PLACE", "--env", "m:f", "--name", "a/b"], "a name has at most 64 letters"),
         (["member", "--from", "s3:bucket", "--env", "m:f"], "Did you mean s3://bucket?"),
-        (["fleet", "--from", "PLACE", "--env", "m:f"], "say how many"),
-        (["fleet", "2", "--ray", "2", "--from", "PLACE", "--env", "m:f"], "say how many"),
+        (["fleet", "--from", "PLACE", "--env", "m:f"], "give the number of members"),
+        (["fleet", "2", "--ray", "2", "--from", "PLACE", "--env", "m:f"], "give the number of members"),
     ],
 )
 def test_wrong_usage_is_told_kindly(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -36,7 +36,7 @@ def fleet(
     source: SourceOption,
     env: EnvOption,
     count: Annotated[
-        int | None, typer.Argument(metavar="[N]", min=1, help="Start this many members on this machine.", show_default=False)
+        int | None, typer.Argument(metavar="N", min=1, help="Start this many members on this machine.", show_default=False)
     ] = None,
     engine: EngineOption = "transformers",
     ray: Annotated[
