@@ -25,7 +25,7 @@ from deltawire.format.records.record_parts import FileEntry
 from deltawire.publish.attachments.read_files import MOST_FILES, MOST_NAME_BYTES
 from deltawire.publish.publisher import Publisher
 from deltawire.publish.sharded import ShardedPublisher
-from deltawire.publish.sharded.parts import MOST_FILES as MOST_DELTAS
+from deltawire.publish.sharded.division import MOST_FILES as MOST_DELTAS
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import Store, keys, open_store

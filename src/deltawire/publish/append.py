@@ -26,7 +26,7 @@ from .resume import Resumed, read_state, version_commit
 from .shortcuts.cadence import ChainCost, Speed
 from .snapshots import Arrays, SnapshotMemory, copy_tensors, new_arrays
 from .upload.checkpoint_files import lay_out
-from .upload.data_objects import DataPlace, upload_checkpoint, upload_update
+from .upload.data_objects import DataLocation, upload_checkpoint, upload_update
 from .upload.segments import TensorTable, cut_segments
 from .writer_options import WriterOptions
 
@@ -161,7 +161,7 @@ class Appender:
             if baseline is None or baseline.table != table:
                 return None
             baseline.settle_beside(state, self._memory.device)
-            update = upload_update(self._place(), baseline, state, self._threads, limit=table.state_bytes)
+            update = upload_update(self._location(), baseline, state, self._threads, limit=table.state_bytes)
             if update is None:
                 return None
             if update.before == baseline.digest:
@@ -180,7 +180,7 @@ class Appender:
             tensors=len(table.names),
             changed=update.changed,
             files=update.files,
-            attachments=self._attached.upload(self._place(), publication.attachments),
+            attachments=self._attached.upload(self._location(), publication.attachments),
             step=publication.step,
             meta=publication.meta,
         )
@@ -201,7 +201,7 @@ class Appender:
         def segment(index: int) -> Arrays:
             return {name: own[name] for name in table.names_of(segments[index])}
 
-        done = upload_checkpoint(self._place(), layout, segment, self._threads)
+        done = upload_checkpoint(self._location(), layout, segment, self._threads)
         self.speed = self.speed.observe(sent=done.size, send_seconds=done.seconds)
         attempt = self._writer.propose(
             "anchor",
@@ -210,7 +210,7 @@ class Appender:
             state_bytes=table.state_bytes,
             tensors=len(table.names),
             files=done.files,
-            attachments=attached.upload(self._place(), publication.attachments, anew=True),
+            attachments=attached.upload(self._location(), publication.attachments, anew=True),
             step=publication.step,
             meta=publication.meta,
         )
@@ -287,7 +287,7 @@ class Appender:
             digest=commit.digest,
             state_bytes=commit.state_bytes,
             tensors=commit.tensors,
-            attachments=self._attached.at(commit).upload(self._place(), None),
+            attachments=self._attached.at(commit).upload(self._location(), None),
             step=commit.step,
             meta=commit.meta,
         )
@@ -307,8 +307,8 @@ class Appender:
         else:
             self.baseline.replace(arrays, at, digest)
 
-    def _place(self) -> DataPlace:
-        return DataPlace(self._writer.store, self._pool, self._writer.epoch, self._writer.next_seq)
+    def _location(self) -> DataLocation:
+        return DataLocation(self._writer.store, self._pool, self._writer.epoch, self._writer.next_seq)
 
 
 def _owned(publication: Publication) -> Arrays | None:

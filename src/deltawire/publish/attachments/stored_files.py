@@ -13,7 +13,7 @@ from ...errors import DataDamaged, DataMissing, VersionGone
 from ...events import OnEvent, emit
 from ...format.content_hash import content_hash
 from ...format.records.chain_records import Commit, FileEntry
-from ..upload.data_objects import DataPlace, Uploads, file_upload
+from ..upload.data_objects import DataLocation, Uploads, file_upload
 
 _MOST_READ = 256 << 20
 """How many bytes of attachments a publisher reads back when it opens. Beyond that only the sizes of objects are compared."""
@@ -127,7 +127,7 @@ class AttachedFiles:
         found = {str(entry.name): entry for entry in in_force}
         return {name: bytes(fetcher.fetch(entry)) if self._stored.is_intact(entry) else self._spare(entry) for name, entry in found.items()}
 
-    def upload(self, place: DataPlace, wanted: Mapping[str, bytes] | None, *, anew: bool = False) -> tuple[FileEntry, ...]:
+    def upload(self, location: DataLocation, wanted: Mapping[str, bytes] | None, *, anew: bool = False) -> tuple[FileEntry, ...]:
         """Return the attachments of the next version, after uploading those that are not in the store, or damaged there.
 
         `wanted` are all attachments by name; None keeps those in force. `anew` uploads all of `wanted`, so that a full checkpoint does not
@@ -143,14 +143,14 @@ class AttachedFiles:
         kept = [entry for entry in others if self._stored.is_intact(entry)]
         wanted |= {str(entry.name): self._spare(entry) for entry in others if not self._stored.is_intact(entry)}
         there = {} if anew else {entry.blake3: entry for entry in in_force or () if self._stored.is_intact(entry)}
-        uploads = Uploads(place.pool)
+        uploads = Uploads(location.pool)
         try:
             for name, data in sorted(wanted.items()):
                 known = there.get(content_hash(data))
                 if known is not None:
                     kept.append(replace(known, name=name))
                 else:
-                    uploads.start(file_upload(place, data, name))
+                    uploads.start(file_upload(location, data, name))
             sent, _ = uploads.finish()
         except BaseException:
             uploads.abandon()

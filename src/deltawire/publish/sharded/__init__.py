@@ -1,7 +1,14 @@
-"""Publishing one model from many processes: each encodes and uploads what it holds, the first one commits.
+"""Publishing one model from many processes: each encodes and uploads the parts that it holds, and the first one commits.
 
-`ranks` is how they talk, `shares` (pure) who publishes what, `publisher` one version after the other, `skips` several in one step, `anchor`
-and `resume` what needs tensors to be moved between them: whole checkpoints, and taking a chain up again.
+- `publisher`: `ShardedPublisher`, which publishes one version after the other
+- `ranks`: how the processes communicate
+- `ranges` (pure): which elements of a tensor each process publishes
+- `division`: the same for a whole model, and how elements get to the process that publishes them
+- `parts_baseline`: the copy of its parts that each process encodes the next version against
+- `first_rank`: what only the first process does, which is to read and write the records of the chain
+- `checkpoint`: full checkpoints that all processes write together
+- `shortcuts`: skips and anchors, after each version
+- `resume`: rebuilding the parts of all processes from the store
 """
 
 from __future__ import annotations

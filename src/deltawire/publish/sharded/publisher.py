@@ -1,4 +1,4 @@
-"""One version after the other, published by all processes of a training job together."""
+"""The publisher of many processes. They publish one version after the other together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 from ...chain.fetch import Fetcher
 from ...chain.log import ChainLog
 from ...chain.version import Version
-from ...errors import DataDamaged, DeltawireError, PublisherClosed, PublishError, RunMismatch, VersionGone
+from ...errors import PublisherClosed, PublishError, RunMismatch
 from ...events import OnEvent, emit
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit, CommitRef, FileEntry, Limits, record_hash
+from ...format.records.chain_records import Commit, CommitRef, Limits, record_hash
 from ...store import Store, open_store
 from ...tensors.bits import TensorPart
 from ...tensors.state import state_digest
@@ -25,49 +24,71 @@ from ..advice import Advice
 from ..attachments.model_files import TokenizerFiles
 from ..attachments.read_files import Attachments, CollectedFiles, read_attachments
 from ..commits import check_meta, check_step
-from ..upload.data_objects import DataPlace, Update, upload_update
+from ..upload.data_objects import DataLocation, Update, upload_update
 from ..upload.upload_pool import UploadPool
 from ..writer_options import WriterOptions
-from .anchor import SharedCheckpoint, upload_together
-from .chain_lead import ChainLead
-from .parts import MOST_FILES, Division, Parts, PartsBaseline, Splitter
-from .ranks import Ranks, lead, together
-from .resume import HopFailed, restore_parts
-from .skips import in_order, skips_due, upload_skip
+from .checkpoint import SharedCheckpoint, upload_together
+from .division import MOST_FILES, Division, Parts, Splitter
+from .first_rank import FirstRank
+from .parts_baseline import PartsBaseline
+from .ranks import Ranks, by_first_rank, together
+from .resume import PartsReader
+from .shortcuts import SharedShortcuts, in_order
 
 _STREAMS = 4
-_ATTEMPTS = 6
+"""Number of objects that each process uploads at the same time."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """What moves this process's baseline if the commit under way lands, also where that is found out only at the next call."""
+    """What is needed to move this process's baseline when the commit in progress lands, perhaps only at the next call."""
 
     division: Division
     digest: Digest
     deltas: Mapping[int, bytes] | None
-    """By segment; None for a whole checkpoint."""
+    """The deltas by segment. None for a full checkpoint."""
     parts: Parts | None
-    """The new parts. Those of a delta are the caller's memory, and so only good while the call lasts."""
+    """The new parts. Those of a delta are the caller's memory, so they are dropped when the call ends."""
 
 
 class ShardedPublisher:
-    """Publishes a model of which each process holds a part: every one encodes and uploads its own, the first one commits.
+    """Publishes a model of which each process holds a part: every process encodes and uploads its part, and the first one commits.
 
-    All processes open it, call `publish` for the same versions in the same order, and close it. A version is visible once all have uploaded
-    theirs and the first one has committed, or not at all; what fails in one process is raised in all of them. Opening one takes the run
-    over, as with `Publisher`. Each process holds a copy of its own parts. Where the chain has versions already, the newest is read back at
-    the first call of `publish`, whatever number of processes it was published by; with `resume_from` an older one, and once that is rebuilt
-    and found sound, those after it are abandoned. With `starts_full` the first version is a full checkpoint, and nothing is read back: that
-    also goes on with a chain whose newest version is damaged. Of `options`, each process uses its own `threads`, `segment_bytes`,
-    `shard_bytes` and `store`; for the rest, only the first process's count. The first process also collects garbage (`auto_collect`).
+    All processes open it, call `publish` for the same versions in the same order, and close it. A version becomes visible when all
+    processes have uploaded their parts and the first one has committed it. An error in one process is raised in all of them, and then
+    nothing is published. Each process keeps a copy of its own parts.
 
-    Before the run is taken over, the version to go on from is checked: all its objects by name and size; its attachments, and up to 256 MiB
-    of its smallest files of weights, by their hashes too. Other weights are checked when they are read back, after that: if they are
-    damaged, the first `publish` raises `DataDamaged`.
+    Opening it takes the run over, as with `Publisher`. Before that, it checks the version that it continues from: the name and size of
+    every object, and the hashes of attachments and of the smallest files of weights, up to 256 MiB. If the chain has versions already, the
+    first `publish` reads the newest one back, whatever number of processes published it, and raises `DataDamaged` if its weights are
+    damaged.
 
-    Skips and anchors are made by all together, before `publish` returns. Nothing happens in the background; `deltawire.trainers.fsdp` puts
-    a thread around it.
+    All processes make skips and anchors together before `publish` returns. It does nothing in the background;
+    `deltawire.trainers.FSDPPublisher` does.
+
+    Parameters
+    ----------
+    ranks
+        The processes, and how they communicate.
+    url
+        The location of the chain: a URL, a directory, or an open `Store`. It must be the same for all processes.
+    run
+        The name of a new run, or the run that must be at `url`.
+    attachments
+        Further files of each version, as for `Publisher`. Only those of the first process count.
+    tokenizer
+        A tokenizer whose files are published with the model. Only that of the first process counts.
+    refuse_nonfinite
+        Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
+    resume_from
+        The version (its `seq`) to go back to. Later versions are abandoned once this one is rebuilt. None: the newest.
+    starts_full
+        Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
+    options
+        How versions are written. Each process uses its own `threads`, `segment_bytes`, `shard_bytes` and `store`; the other fields of the
+        first process count for all.
+    on_event
+        Called with every event of this process.
     """
 
     def __init__(
@@ -96,13 +117,13 @@ class ShardedPublisher:
         self._splitter = Splitter(ranks)
         self._baseline: PartsBaseline | None = None
         self._pending: _Pending | None = None
-        self._lead: ChainLead | None = None
+        self._first: FirstRank | None = None
         self._closed = False
         with ExitStack() as opened:
 
             def open_all() -> dict[str, Any] | None:
                 if ranks.size > MOST_FILES:
-                    raise PublishError(f"{ranks.size} processes cannot publish together; {MOST_FILES} can. Pass a group of fewer.")
+                    raise PublishError(f"{ranks.size} processes cannot publish together, at most {MOST_FILES} can. Pass a smaller group.")
                 self._store = open_store(url, options=options.store, on_event=on_event)
                 if self._store is not url:
                     opened.callback(self._store.close)
@@ -110,8 +131,8 @@ class ShardedPublisher:
                 if ranks.rank > 0:
                     return None
                 self._attachments.of_tokenizer = self.files_of_tokenizer()
-                given = read_attachments(self._attachments) or {}  # what is wrong with them should show now, not hours later
-                self._lead = ChainLead(
+                given = read_attachments(self._attachments) or {}  # so that errors in them are raised now, not hours later
+                self._first = FirstRank(
                     self._store,
                     self._pool,
                     run,
@@ -122,26 +143,28 @@ class ShardedPublisher:
                     given=given,
                     on_event=on_event,
                 )
-                return {**self._lead.opening(), "skips": options.skips, "full": starts_full}
+                return {**self._first.opening(), "skips": options.skips, "full": starts_full}
 
             opening = together(ranks, open_all)[0]
             together(ranks, lambda: self._require_run(opening["id"]))
             self._opened = opened.pop_all()
         self.epoch: int = opening["epoch"]
-        """The number under which this job writes. Each one that opens the run gets a higher one."""
-        self._fetcher = Fetcher(self._store, limits=Limits(*opening["limits"]), on_event=on_event)
+        """The number of this job's epoch. Each job that opens the run gets a higher one."""
+        fetcher = Fetcher(self._store, limits=Limits(*opening["limits"]), on_event=on_event)
+        self._reader = PartsReader(ranks, self._store, fetcher, options.threads)
         self._commit = None if opening["commit"] is None else Commit.parse(opening["commit"].encode())
-        self._is_to_rewind: bool = opening["rewind"]
+        self._must_rewind: bool = opening["rewind"]
         self._starts_full: bool = opening["full"]
         self._has_skips: bool = opening["skips"]
+        self._shortcuts = SharedShortcuts(ranks, self._first, self._location, self._upload_checkpoint)
 
     @property
     def version(self) -> Version | None:
-        """The newest version that is known to be in the chain; None before the first. With `resume_from`, that one at first."""
+        """The newest version that is known to be in the chain. None if nothing is published yet. At first, the one of `resume_from`."""
         return None if self._commit is None else Version.of(self._commit)
 
     def files_of_tokenizer(self) -> dict[str, bytes]:
-        """Read the files of the tokenizer as it is now. Empty without one, and at all ranks but the first."""
+        """Read the files of the tokenizer as it is now. Returns none if there is no tokenizer, or this is not the first rank."""
         return {} if self._tokenizer is None else self._tokenizer.read()
 
     def publish(
@@ -153,12 +176,22 @@ class ShardedPublisher:
         files: Mapping[str, bytes] | None = None,
         tokenizer_files: Mapping[str, bytes] | None = None,
     ) -> Version:
-        """Publish a model by what this process holds of it; of the parts that are passed, `start` may be anything. All names must be there.
+        """Publish a model of which this process holds some elements, and return the version. Readers can see it by then.
 
-        Returns the version, which readers can see by then. Raises what `Publisher.publish` does, in all processes alike; for what went
-        wrong elsewhere the message says at which rank. Only the first process's `step`, `meta` and `files` count. `files` are those of the
-        model, such as config.json, which `attachments` of the same names replace. `tokenizer_files` are those of the tokenizer, if they
-        were read before (`files_of_tokenizer`).
+        Raises the same errors as `Publisher.publish`, in all processes. For an error of another process, the message names its rank.
+
+        Parameters
+        ----------
+        held
+            The elements of each tensor that this process holds, by name. All processes pass all names; a part may be empty.
+        step
+            The trainer's step. Only that of the first process counts.
+        meta
+            Further strings that are recorded with the version. Only those of the first process count.
+        files
+            Files of the model, such as config.json. `attachments` of the same names replace them. Only those of the first process count.
+        tokenizer_files
+            The files of the tokenizer, if the caller has read them already (`files_of_tokenizer`).
         """
         if self._closed:
             raise PublisherClosed("the publisher was closed.")
@@ -179,10 +212,10 @@ class ShardedPublisher:
         together(self._ranks, check)
         division, parts = self._splitter.split(held)
         seq = self._settle(division)
-        if self._is_to_rewind:
+        if self._must_rewind:
             seq = self._rewind(division)
         try:
-            is_full = self._is_to_rewind or self._starts_full
+            is_full = self._must_rewind or self._starts_full
             sent = None if is_full else self._publish_delta(division, parts, seq, step, meta or {}, attachments)
             if sent is None:
                 sent = self._publish_checkpoint(division, parts, seq, step, meta or {}, attachments)
@@ -197,7 +230,7 @@ class ShardedPublisher:
         return self.version
 
     def close(self) -> None:
-        """Let go of everything, after the outcome of the last commit is known. May be called twice. To be called by all."""
+        """Find out whether the last commit landed, and release all resources. All processes call it. It may be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -210,35 +243,39 @@ class ShardedPublisher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is None:
             self.close()
-        elif not self._closed:  # others may be gone, or wait for something else: do not talk to them
+        elif not self._closed:  # other processes may have died or wait for something else, so do not talk to them
             self._closed = True
             self._opened.close()
 
     def _require_run(self, run_id: str) -> None:
-        """Every process must see the store that the first one does: a directory, or `memory://`, need not be the same one everywhere."""
+        """Raise `RunMismatch` if this process sees another run than the first: directories and `memory://` may differ by machine."""
         found = ChainLog(self._store).run.id
         if found != run_id:
-            raise RunMismatch(f"{self._store.url} is not the same place for every process: it holds run {found}, not {run_id}.")
+            raise RunMismatch(
+                f"{self._store.url} is not the same location for every process: it holds run {found} here, and run {run_id} at rank 0."
+            )
 
-    def _leading(self, work: Callable[[ChainLead], Any]) -> Any:
+    def _by_first(self, work: Callable[[FirstRank], Any]) -> Any:
+        """Do something in the first process, and return the result in all."""
+
         def do() -> Any:
-            assert self._lead is not None
-            return work(self._lead)
+            assert self._first is not None
+            return work(self._first)
 
-        return lead(self._ranks, do)
+        return by_first_rank(self._ranks, do)
 
     def _settle(self, division: Division | None) -> int:
-        """Know what became of the last commit. Returns the slot that the next one aims at."""
-        answer = self._leading(lambda first: first.settle(None if division is None else division.table))
+        """Find out whether the last commit landed. Returns the seq of the next commit."""
+        answer = self._by_first(lambda first: first.settle(None if division is None else division.table))
         if answer["landed"] is not None:
             self._move(answer["landed"])
         self._pending = None
         return int(answer["seq"])
 
     def _rewind(self, division: Division) -> int:
-        """Take up an older version; as before where the chain cannot rest on it. Returns the slot that the next commit aims at."""
-        self._sound_baseline(division)  # or raise, and leave the chain as it is
-        record = self._leading(ChainLead.rewind)
+        """Go back to an older version, if its data are not marked for deletion. Returns the seq of the next commit."""
+        self._sound_baseline(division)  # raises if the version cannot be rebuilt, before the chain is changed
+        record = self._by_first(FirstRank.rewind)
         if record is not None:
             self._move(record)
         return self._settle(division)
@@ -252,7 +289,7 @@ class ShardedPublisher:
         meta: Mapping[str, str],
         attachments: Mapping[str, bytes] | None,
     ) -> int | None:
-        """Returns the bytes that this process sent; None where there must be a checkpoint instead."""
+        """Publish a delta. Returns the bytes that this process uploaded, or None if a full checkpoint is needed instead."""
         for _ in range(2):
             baseline = self._sound_baseline(division)
             if baseline is None:
@@ -262,9 +299,9 @@ class ShardedPublisher:
                 return None
             if all(answer["sound"] for answer in answers):
                 break
-            self._baseline = None  # a bit of it has flipped since; readers have the right one, so take it from there
+            self._baseline = None  # a bit in memory has flipped; the store has the right weights, so read them back
         else:
-            raise PublishError("a process's own copy of the last version changed in memory, twice. Is that machine's memory sound?")
+            raise PublishError("a process's copy of the last version changed in memory, twice. Check the memory of that machine.")
         assert update is not None
         files = in_order([answer["files"] for answer in answers])
         if sum(entry.size for entry in files) >= division.table.state_bytes:
@@ -274,24 +311,22 @@ class ShardedPublisher:
             difference += Digest.from_hex(answer["difference"])
         changed = sum(answer["changed"] for answer in answers)
         self._pending = _Pending(division, update.after, update.deltas, parts)
-        answer = self._leading(lambda first: first.commit_delta(division.table, files, difference, changed, step, meta, attachments))
+        answer = self._by_first(lambda first: first.commit_delta(division.table, files, difference, changed, step, meta, attachments))
         self._finish(answer)
         return update.size
 
     def _upload(self, baseline: PartsBaseline, parts: Parts, seq: int) -> tuple[Update | None, list[Any]]:
-        """Encode and upload what is this process's; what came of it, and what all processes report."""
+        """Encode and upload this process's parts. Returns the update, and what all processes report."""
         update: Update | None = None
 
         def encode() -> dict[str, Any] | None:
             nonlocal update
-            update = upload_update(self._place(seq), baseline, parts, self._threads, limit=baseline.division.table.state_bytes)
+            update = upload_update(self._location(seq), baseline, parts, self._threads, limit=baseline.division.table.state_bytes)
             if update is None:
                 return None
-            if self._lead is not None:
+            if self._first is not None:
                 scanned = sum(segment.raw for segment in baseline.segments)
-                self._lead.observe(
-                    sent=update.size, seconds=update.upload_seconds, scanned=scanned, scan_seconds=update.encode_seconds
-                )  # fmt: skip
+                self._first.observe(sent=update.size, seconds=update.upload_seconds, scanned=scanned, scan_seconds=update.encode_seconds)
             return {
                 "sound": update.before == baseline.digest,
                 "files": [entry.plain() for entry in update.files],
@@ -322,23 +357,28 @@ class ShardedPublisher:
             digest += Digest.from_hex(found)
         done = self._upload_checkpoint(division, own, digest, seq)
         self._pending = _Pending(division, digest, None, own)
-        answer = self._leading(lambda first: first.commit_checkpoint(division.table, done.files, digest, step, meta, attachments))
+        answer = self._by_first(lambda first: first.commit_checkpoint(division.table, done.files, digest, step, meta, attachments))
         self._finish(answer)
         return done.sent
 
     def _finish(self, answer: Mapping[str, Any]) -> None:
         self._move(answer["record"])
         self._pending = None
-        if self._make_skips(answer["anchor"]):
-            self._anchor()
+        if self._baseline is not None:
+            due = bool(answer["anchor"])
+            if self._has_skips:
+                due = self._shortcuts.make_skips(self._baseline, anchor_due=due)
+            if due:
+                assert self._commit is not None
+                self._shortcuts.make_anchor(self._baseline, self._commit)
 
     def _move(self, record: str) -> None:
-        """The commit is in the chain: so is the baseline, from here on."""
+        """Move the baseline to a commit that has landed."""
         pending = self._pending
         self._commit = Commit.parse(record.encode())
-        self._is_to_rewind = False
+        self._must_rewind = False
         at = self._here()
-        if pending is None:  # a rewind, to what was rebuilt before
+        if pending is None:  # a rewind to the version that was rebuilt before
             if self._baseline is not None:
                 self._baseline.rename(at)
         elif pending.deltas is None:
@@ -352,7 +392,7 @@ class ShardedPublisher:
                 self._baseline.move_by_deltas(pending.deltas, at, pending.digest)
 
     def _sound_baseline(self, division: Division) -> PartsBaseline | None:
-        """The baseline of this division; rebuilt from the store unless every process has it. None where the chain has other tensors."""
+        """Return the baseline, read back from the store unless every process has it. None if the chain has other tensors."""
         baseline = self._baseline
         fits = baseline is not None and baseline.intact and baseline.division is division
         if all(together(self._ranks, lambda: fits)):
@@ -360,33 +400,8 @@ class ShardedPublisher:
         self._baseline = None
         if self._commit is None or self._commit.digest is None:
             return None
-        failed: HopFailed | None = None
-        for _ in range(_ATTEMPTS):
-            try:
-                hops = self._leading(partial(ChainLead.route, failed=None if failed is None else failed.hop))
-            except VersionGone:
-                if failed is None:
-                    raise
-                break  # every way to it has failed
-            route = [[FileEntry(**entry) for entry in files] for files in hops]
-            found = restore_parts(
-                self._ranks,
-                self._store,
-                self._fetcher,
-                division,
-                route,
-                self._commit.digest,
-                check_hashes=self._commit.signature is not None,
-                threads=self._threads,
-            )
-            if found is None:
-                return None
-            if not isinstance(found, HopFailed):
-                return self._take(division, found)
-            failed = found
-            emit(self._on_event, "rerouting", target=self._commit.seq, reason=failed.reason)
-        assert failed is not None
-        raise DataDamaged(f"{self._commit.describe()} cannot be taken up: {failed.reason} Open with starts_full=True to go on without it.")
+        parts = self._reader.read(self._commit, division, self._by_first)
+        return None if parts is None else self._take(division, parts)
 
     def _take(self, division: Division, parts: Parts) -> PartsBaseline:
         segments = division.segments(self._ranks.rank, self._options.segment_bytes)
@@ -394,43 +409,16 @@ class ShardedPublisher:
         return self._baseline
 
     def _here(self) -> CommitRef:
-        """The version that the chain is known to be at."""
+        """Return a reference to the newest version that is known."""
         assert self._commit is not None
         return self._commit.ref(record_hash(self._commit.to_bytes()))
 
-    def _make_skips(self, anchor_due: bool) -> bool:
-        """Those that are due at the version at the head. That they fail is only reported. Returns whether an anchor is due then."""
-        baseline = self._baseline
-        if baseline is None or not self._has_skips:
-            return anchor_due
-        for skip in skips_due(self._ranks, baseline):
-            try:
-                files = upload_skip(self._ranks, self._place(skip.target.seq), skip, baseline.segments)
-                anchor_due = self._leading(lambda first: first.record_skip(skip, baseline.division.table, files))  # noqa: B023
-            except DeltawireError as error:
-                if self._lead is not None:
-                    self._lead.skip_failed(error)
-        return anchor_due
-
-    def _anchor(self) -> None:
-        """A checkpoint of the version at the head, from the baselines. That it fails is only reported."""
-        baseline, commit = self._baseline, self._commit
-        assert baseline is not None
-        assert commit is not None
-        assert commit.digest is not None
-        try:
-            done = self._upload_checkpoint(baseline.division, baseline.parts, commit.digest, commit.seq)
-            self._leading(lambda first: first.record_anchor(baseline.division.table, done.files))
-        except DeltawireError as error:
-            if self._lead is not None:
-                self._lead.anchor_failed(error)
-
     def _upload_checkpoint(self, division: Division, parts: Parts, digest: Digest, seq: int) -> SharedCheckpoint:
-        place = self._place(seq)
-        done = upload_together(self._ranks, place, division, parts, digest, shard_bytes=self._options.shard_bytes, threads=self._threads)
-        if self._lead is not None:
-            self._lead.observe(sent=done.sent, seconds=done.seconds)
+        location = self._location(seq)
+        done = upload_together(self._ranks, location, division, parts, digest, shard_bytes=self._options.shard_bytes, threads=self._threads)
+        if self._first is not None:
+            self._first.observe(sent=done.sent, seconds=done.seconds)
         return done
 
-    def _place(self, seq: int) -> DataPlace:
-        return DataPlace(self._store, self._pool, self.epoch, seq)
+    def _location(self, seq: int) -> DataLocation:
+        return DataLocation(self._store, self._pool, self.epoch, seq)

@@ -1,156 +1,207 @@
-"""Taking a chain up again with many processes: each rebuilds some tensors from the store, and sends everybody its parts of them.
+"""Continue a chain with many processes: each rebuilds some tensors from the store, and sends the other processes their parts of them.
 
-So it does not matter how many processes published before, or how they held the model; every object is read once, and nobody holds more
-whole tensors than one run of them, which are those that the files of one delta segment are about. In a signed chain the checkpoint is read
-twice: its files are hashed before tensors are taken from them, as the digest alone does not notice a change that was made to escape it.
+Therefore the number of processes may change from job to job, and the way in which they hold the model, too. Every object is read once. No
+process holds more whole tensors at a time than the files of one delta segment cover. In a signed chain the checkpoint is read twice: its
+files are hashed before tensors are taken from them, because an attacker could make a change that the digest does not notice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...chain.fetch import Fetcher
+from ...chain.restore import Hop
+from ...chain.walk_route import HopFailed, taking, walk_route
 from ...delta.resolve import apply_delta
-from ...errors import ChainBroken, ChainError, DataDamaged, DeltaError, ObjectMissing, StateError
+from ...errors import ChainBroken, DataDamaged, DataMissing, DeltawireError, ObjectMissing, StoreError
 from ...format.content_hash import content_hash, new_hash
 from ...format.digest import Digest
-from ...format.records.chain_records import FileEntry
+from ...format.records.chain_records import Commit, FileEntry
 from ...format.safetensors_header import LENGTH_BYTES, MalformedHeader, TensorEntry, header_length, parse_header
 from ...store.base import Store
 from ...tensors.state import state_digest
 from ..upload.segments import SEGMENT_BYTES, TensorTable, cut_segments
-from .parts import Division, Parts, Reader
-from .ranks import Ranks, together
+from .division import Division, Parts, Reader
+from .ranks import Ranks, error_named, together, without_hint
+
+if TYPE_CHECKING:
+    from .first_rank import FirstRank
 
 _WINDOW = 64 << 20
+"""Bytes that are read at a time to be hashed."""
 
-Route = Sequence[Sequence[FileEntry]]
-"""The files of each hop; those of the first are a checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class HopFailed:
-    """Which hop of a route could not be taken, and why."""
-
-    hop: int
-    reason: str
+ByFirst = Callable[[Callable[["FirstRank"], Any]], Any]
+"""Does something in the first process, and returns the result in all."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor stands in the store."""
+class _TensorLocation:
+    """Where a tensor is in the store."""
 
     key: str
     offset: int
     entry: TensorEntry
 
 
-def restore_parts(
-    ranks: Ranks,
-    store: Store,
-    fetcher: Fetcher,
-    division: Division,
-    route: Route,
-    digest: Digest,
-    *,
-    check_hashes: bool,
-    threads: int | None,
-) -> Parts | HopFailed | None:
-    """This process's parts of the state that a route leads to; None if that has other tensors than these. In all processes alike.
+@dataclass(frozen=True, slots=True)
+class PartsReader:
+    """Rebuilds the parts of all processes at a version. All processes have one, and call it at the same time."""
 
-    The checkpoint is read by ranges, of which records have no hashes. The digest of the whole state is checked in the end, which finds
-    accidents. With `check_hashes`, as for a signed chain, each file is read once more by one process and compared with the hash in its
-    record, and every tensor that is taken from it with the hash that the tensor had then.
-    """
-    places: dict[str, _Place] = {}
-    hashes: dict[str, str] = {}
+    ranks: Ranks
+    store: Store
+    fetcher: Fetcher
+    threads: int | None
 
-    def find() -> dict[str, Any]:
-        try:
-            places.update(_find_tensors(store, route[0]))
-        except (ChainError, ObjectMissing) as error:
-            return {"why": str(error)}
-        return {"same": _table(places) == division.table}
+    def read(self, target: Commit, division: Division, by_first: ByFirst) -> Parts | None:
+        """Return this process's parts of version `target`. Returns None, in all processes, if the version has other tensors.
 
-    for answer in together(ranks, find):
-        if "why" in answer:
-            return HopFailed(0, answer["why"])
-        if not answer["same"]:
+        The first process finds routes. Raises `DataDamaged` if no route is left because of damaged or missing data.
+        """
+        assert target.digest is not None
+        digest = target.digest
+        routes = _SharedRoutes(target, by_first)
+        return walk_route(routes, routes.find, lambda hops: self._take(hops, division, digest, check_hashes=target.signature is not None))
+
+    def _take(self, hops: Sequence[Hop], division: Division, digest: Digest, *, check_hashes: bool) -> Parts | None:
+        """Take a route from nothing. Raises `HopFailed` in all processes if one of them cannot take a hop.
+
+        The checkpoint is read by ranges, for which records have no hashes. The digest of the whole state is checked in the end, which
+        detects accidents. With `check_hashes`, one process also reads each file as a whole and compares it with the hash in its record.
+        Every tensor that is taken from the file must have the same hash as then.
+        """
+        ranks, table = self.ranks, division.table
+        locations: dict[str, _TensorLocation] = {}
+        hashes: dict[str, str] = {}
+
+        def find() -> bool:
+            with taking(hops[0]):
+                locations.update(_find_tensors(self.store, hops[0].files))
+            return _table(locations) == table
+
+        def check() -> dict[str, str]:
+            with taking(hops[0]):
+                return _hash_share(self.store, hops[0].files, ranks)
+
+        if not all(_try(ranks, hops, find)):
             return None
-    if check_hashes:
-        for answer in together(ranks, lambda: _hash_share(store, route[0], ranks)):
-            if "why" in answer:
-                return HopFailed(0, answer["why"])
-            hashes.update(answer["hashes"])
-    runs = _runs(division.table, route)
-    plan = _assign(division.table, runs, ranks.size)
-    parts = division.new_parts(ranks.rank)
-    total = Digest()
-    for turn in range(max(map(len, plan))):
-        tensors: dict[str, NDArray[Any]] = {}
-        mine = plan[ranks.rank][turn] if turn < len(plan[ranks.rank]) else range(0)
+        if check_hashes:
+            for found in _try(ranks, hops, check):
+                hashes.update(found)
+        plan = _assign(table, _runs(table, hops), ranks.size)
+        parts = division.new_parts(ranks.rank)
+        total = Digest()
+        for turn in range(max(map(len, plan))):
+            tensors: dict[str, NDArray[Any]] = {}
+            mine = plan[ranks.rank][turn] if turn < len(plan[ranks.rank]) else range(0)
 
-        def rebuild(tensors: dict[str, NDArray[Any]] = tensors, mine: range = mine) -> dict[str, Any]:
-            failed = _rebuild(store, fetcher, division.table, places, hashes if check_hashes else None, route, mine, tensors, threads)
-            return {"digest": state_digest(tensors, threads=threads).hex()} if failed is None else {"hop": failed.hop, "why": failed.reason}
+            def rebuild(tensors: dict[str, NDArray[Any]] = tensors, mine: range = mine) -> str:
+                self._rebuild(hops, table, locations, hashes if check_hashes else None, mine, tensors)
+                return state_digest(tensors, threads=self.threads).hex()
 
-        for answer in together(ranks, rebuild):
-            if "hop" in answer:
-                return HopFailed(answer["hop"], answer["why"])
-            total += Digest.from_hex(answer["digest"])
-        theirs = [rank_plan[turn] if turn < len(rank_plan) else range(0) for rank_plan in plan]
-        _send(ranks, division, parts, tensors, theirs)
-    return parts if total == digest else HopFailed(0, f"the checkpoint and its deltas lead to the digest {total}, not {digest}.")
+            for own in _try(ranks, hops, rebuild):
+                total += Digest.from_hex(own)
+            theirs = [rank_plan[turn] if turn < len(rank_plan) else range(0) for rank_plan in plan]
+            _send(ranks, division, parts, tensors, theirs)
+        if total != digest:
+            raise HopFailed(hops[0], DataDamaged(f"the checkpoint and its deltas lead to the digest {total}, not {digest}."))
+        return parts
+
+    def _rebuild(
+        self,
+        hops: Sequence[Hop],
+        table: TensorTable,
+        locations: dict[str, _TensorLocation],
+        hashes: dict[str, str] | None,
+        run: range,
+        tensors: dict[str, NDArray[Any]],
+    ) -> None:
+        """Read a run of tensors from the checkpoint, and apply the deltas of the further hops to them."""
+        with taking(hops[0]):
+            for name in table.names[run.start : run.stop]:
+                tensors[name] = _read_tensor(self.store, locations[name])
+                if hashes is not None and content_hash(_as_bytes(tensors[name])) != hashes.get(name):
+                    raise DataDamaged(f"tensor {name!r} in {locations[name].key} has another hash than when its file was checked.")
+        for hop in hops[1:]:
+            with taking(hop):
+                for entry in hop.files:
+                    assert entry.first is not None
+                    assert entry.count is not None
+                    if entry.first in run:
+                        covered = table.names[entry.first : entry.first + entry.count]
+                        apply_delta({name: tensors[name] for name in covered}, self.fetcher.fetch(entry), threads=self.threads)
 
 
-def _rebuild(
-    store: Store,
-    fetcher: Fetcher,
-    table: TensorTable,
-    places: dict[str, _Place],
-    hashes: dict[str, str] | None,
-    route: Route,
-    run: range,
-    tensors: dict[str, NDArray[Any]],
-    threads: int | None,
-) -> HopFailed | None:
-    """Read a run of tensors from the checkpoint, and change them by the deltas that follow."""
-    hop = 0
-    try:
-        for name in table.names[run.start : run.stop]:
-            tensors[name] = _read_tensor(store, places[name])
-            if hashes is not None and content_hash(_as_bytes(tensors[name])) != hashes.get(name):
-                raise DataDamaged(f"tensor {name!r} in {places[name].key} is not the one whose hash was checked.")
-        for files in route[1:]:
-            hop += 1
-            for entry in files:
-                assert entry.first is not None
-                assert entry.count is not None
-                if entry.first in run:
-                    covered = table.names[entry.first : entry.first + entry.count]
-                    apply_delta({name: tensors[name] for name in covered}, fetcher.fetch(entry), threads=threads)
-    except (ChainError, DeltaError, StateError, ObjectMissing) as error:
-        return HopFailed(hop, str(error))
-    return None
+class _SharedRoutes:
+    """Routes that the first process finds for all processes."""
+
+    def __init__(self, target: Commit, by_first: ByFirst) -> None:
+        self._target = target
+        self._by_first = by_first
+        self._failure: HopFailed | None = None
+        by_first(lambda first: first.forget_failures())
+
+    def find(self) -> list[Hop]:
+        try:
+            return [_parse_hop(plain) for plain in self._by_first(lambda first: first.find_route())]
+        except StoreError:
+            raise
+        except DeltawireError:
+            if self._failure is None:
+                raise
+            why = without_hint(self._failure.error)
+            raise DataDamaged(
+                f"{self._target.describe()} cannot be rebuilt: {why} Open with starts_full=True to continue without it."
+            ) from None
+
+    def avoid(self, failure: HopFailed) -> None:
+        self._by_first(lambda first: first.avoid(failure))
+        self._failure = failure
+
+
+def plain_hop(hop: Hop) -> dict[str, Any]:
+    """Return a hop as JSON."""
+    files = [entry.plain() for entry in hop.files]
+    return {"target": hop.target.to_bytes().decode(), "base": hop.base, "files": files, "source": hop.source}
+
+
+def _parse_hop(plain: dict[str, Any]) -> Hop:
+    files = tuple(FileEntry(**entry) for entry in plain["files"])
+    return Hop(Commit.parse(plain["target"].encode()), plain["base"], files, plain["source"])
+
+
+def _try(ranks: Ranks, hops: Sequence[Hop], work: Callable[[], Any]) -> list[Any]:
+    """Do something in every process, and return all results. If it raises `HopFailed` in one process, it does so in all."""
+
+    def attempt() -> dict[str, Any]:
+        try:
+            return {"done": work()}
+        except HopFailed as failure:
+            return {"hop": hops.index(failure.hop), "failed": type(failure.error).__name__, "why": without_hint(failure.error)}
+
+    answers = together(ranks, attempt)
+    for answer in answers:
+        if "hop" in answer:
+            raise HopFailed(hops[answer["hop"]], error_named(answer["failed"])(answer["why"]))
+    return [answer["done"] for answer in answers]
 
 
 def _send(ranks: Ranks, division: Division, parts: Parts, tensors: dict[str, NDArray[Any]], runs: Sequence[range]) -> None:
-    """Hand out the tensors that were rebuilt here, and take in one's own parts of what others have; `runs` are those of all ranks."""
+    """Send the tensors that this process rebuilt, and receive its own parts of the others. `runs` are the tensors of each rank."""
     names = division.table.names
 
-    def span(index: int, rank: int) -> slice:
+    def byte_range(index: int, rank: int) -> slice:
         size = division.table.dtypes[index].itemsize
-        start, stop = division.shares[index].spans[rank]
+        start, stop = division.tensors[index].ranges[rank]
         return slice(start * size, stop * size)
 
     flat = {index: tensors[names[index]].reshape(-1).view(np.uint8) for index in runs[ranks.rank]}
-    pieces = [np.concatenate([np.empty(0, np.uint8), *(flat[i][span(i, rank)] for i in flat)]).data for rank in range(ranks.size)]
+    pieces = [np.concatenate([np.empty(0, np.uint8), *(flat[i][byte_range(i, rank)] for i in flat)]).data for rank in range(ranks.size)]
     for run, piece in zip(runs, ranks.deliver(pieces), strict=True):
         reader = Reader(piece)
         for index in run:
@@ -158,8 +209,8 @@ def _send(ranks: Ranks, division: Division, parts: Parts, tensors: dict[str, NDA
             np.copyto(elements.view(np.uint8), reader.take(elements.nbytes))
 
 
-def _find_tensors(store: Store, files: Sequence[FileEntry]) -> dict[str, _Place]:
-    places: dict[str, _Place] = {}
+def _find_tensors(store: Store, files: Sequence[FileEntry]) -> dict[str, _TensorLocation]:
+    locations: dict[str, _TensorLocation] = {}
     for file in files:
         if file.name is None or not file.name.endswith(".safetensors"):
             continue
@@ -169,24 +220,21 @@ def _find_tensors(store: Store, files: Sequence[FileEntry]) -> dict[str, _Place]
         except MalformedHeader as reason:
             raise DataDamaged(f"{file.key} is not a safetensors file: {reason}") from None
         for name, entry in header.entries.items():
-            places[name] = _Place(file.key, header.data_start + entry.begin, entry)
-    return places
+            locations[name] = _TensorLocation(file.key, header.data_start + entry.begin, entry)
+    return locations
 
 
-def _hash_share(store: Store, files: Sequence[FileEntry], ranks: Ranks) -> dict[str, Any]:
-    """The hashes of all tensors in this process's share of the files, which are compared with their records; or why not."""
+def _hash_share(store: Store, files: Sequence[FileEntry], ranks: Ranks) -> dict[str, str]:
+    """Compare this process's share of the files with the hashes in their records. Returns the hashes of all tensors in them."""
     shards = [file for file in files if file.name is not None and file.name.endswith(".safetensors")]
     found: dict[str, str] = {}
-    try:
-        for file in shards[ranks.rank :: ranks.size]:
-            found |= _hash_tensors(store, file)
-    except (ChainError, ObjectMissing) as error:
-        return {"why": str(error)}
-    return {"hashes": found}
+    for file in shards[ranks.rank :: ranks.size]:
+        found |= _hash_tensors(store, file)
+    return found
 
 
 def _hash_tensors(store: Store, file: FileEntry) -> dict[str, str]:
-    """The BLAKE3 of each tensor in a file. `DataDamaged` unless that of the whole file is what its record says."""
+    """Return the BLAKE3 of each tensor in a file. Raises `DataDamaged` if the hash of the whole file is not that of its record."""
     prefix = _read(store, file.key, 0, min(LENGTH_BYTES, file.size))
     try:
         text = _read(store, file.key, LENGTH_BYTES, header_length(prefix.tobytes(), file.size))
@@ -197,7 +245,7 @@ def _hash_tensors(store: Store, file: FileEntry) -> dict[str, str]:
     whole.update(prefix.data)
     whole.update(text.data)
     found: dict[str, str] = {}
-    for name, entry in header.entries.items():  # they follow each other without holes, up to the end of the file
+    for name, entry in header.entries.items():  # without holes between them, up to the end of the file
         own = new_hash()
         for begin in range(entry.begin, entry.end, _WINDOW):
             piece = _read(store, file.key, header.data_start + begin, min(_WINDOW, entry.end - begin))
@@ -209,18 +257,18 @@ def _hash_tensors(store: Store, file: FileEntry) -> dict[str, str]:
     return found
 
 
-def _table(places: dict[str, _Place]) -> TensorTable:
-    ordered = sorted(places.items())
+def _table(locations: dict[str, _TensorLocation]) -> TensorTable:
+    ordered = sorted(locations.items())
     return TensorTable(
         tuple(name for name, _ in ordered),
-        tuple(place.entry.dtype for _, place in ordered),
-        tuple(tuple(place.entry.shape) for _, place in ordered),
+        tuple(location.entry.dtype for _, location in ordered),
+        tuple(tuple(location.entry.shape) for _, location in ordered),
     )
 
 
-def _read_tensor(store: Store, place: _Place) -> NDArray[Any]:
-    flat = _read(store, place.key, place.offset, math.prod(place.entry.shape) * place.entry.dtype.itemsize)
-    return flat.view(place.entry.dtype.numpy).reshape(place.entry.shape)
+def _read_tensor(store: Store, location: _TensorLocation) -> NDArray[Any]:
+    flat = _read(store, location.key, location.offset, math.prod(location.entry.shape) * location.entry.dtype.itemsize)
+    return flat.view(location.entry.dtype.numpy).reshape(location.entry.shape)
 
 
 def _as_bytes(array: NDArray[Any]) -> memoryview:
@@ -230,14 +278,20 @@ def _as_bytes(array: NDArray[Any]) -> memoryview:
 def _read(store: Store, key: str, offset: int, size: int) -> NDArray[np.uint8]:
     buffer = np.empty(size, np.uint8)
     if size:
-        store.read_into(key, buffer.data, offset=offset)
+        try:
+            store.read_into(key, buffer.data, offset=offset)
+        except ObjectMissing as error:
+            raise DataMissing(f"{key} is not in {store.url}.") from error
     return buffer
 
 
-def _runs(table: TensorTable, route: Route) -> list[range]:
-    """All tensors in runs that no delta file of the route reaches beyond; what none is about, in runs of ordinary segments."""
+def _runs(table: TensorTable, hops: Sequence[Hop]) -> list[range]:
+    """Divide all tensors into runs such that every delta file of the route covers tensors of one run only.
+
+    Tensors that no delta file covers are divided into runs of the usual size of segments.
+    """
     covered: list[range] = []
-    for first, stop in sorted({(entry.first or 0, (entry.first or 0) + (entry.count or 0)) for files in route[1:] for entry in files}):
+    for first, stop in sorted({(entry.first or 0, (entry.first or 0) + (entry.count or 0)) for hop in hops[1:] for entry in hop.files}):
         if stop > len(table.names):
             raise ChainBroken(f"a delta is said to cover tensors up to {stop}; there are {len(table.names)}.")
         if covered and first < covered[-1].stop:
@@ -256,7 +310,7 @@ def _runs(table: TensorTable, route: Route) -> list[range]:
 
 
 def _assign(table: TensorTable, runs: Sequence[range], ranks: int) -> list[list[range]]:
-    """The runs of each rank, so that all have about as much to do: the largest first, to who has least."""
+    """Assign the runs to ranks so that all have about the same work: each run, the largest first, goes to the rank with the least."""
     plan: list[list[range]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     sizes = {run: sum(table.sizes[run.start : run.stop]) for run in runs}

@@ -14,7 +14,7 @@ from ...store import keys
 from ...store.base import Store
 from ...store.create_rule import create_and_look
 from ..upload.checkpoint_files import SegmentSource, lay_out
-from ..upload.data_objects import DataPlace, Uploads, upload_checkpoint
+from ..upload.data_objects import DataLocation, Uploads, upload_checkpoint
 from ..upload.segments import Segment, TensorTable
 from ..writer_options import WriterOptions
 
@@ -42,11 +42,11 @@ class ShortcutWriter:
         self, base: CommitRef, target: CommitRef, deltas: Mapping[int, bytes], table: TensorTable, segments: Sequence[Segment]
     ) -> Made:
         """One delta from version `base` to version `target`, in files by segment."""
-        place = DataPlace(self.store, self.pool, self.epoch, target.seq)
+        location = DataLocation(self.store, self.pool, self.epoch, target.seq)
         uploads = Uploads(self.pool)
         try:
             for index, delta in sorted(deltas.items()):
-                uploads.start_delta(place, delta, segments[index])
+                uploads.start_delta(location, delta, segments[index])
             files, seconds = uploads.finish()
         except BaseException:
             uploads.abandon()
@@ -60,9 +60,9 @@ class ShortcutWriter:
 
     def anchor(self, target: CommitRef, table: TensorTable, segments: Sequence[Segment], source: SegmentSource) -> Made:
         """A whole checkpoint of version `target`; its commit names its attachments. `ResultMismatch` if the source gives another state."""
-        place = DataPlace(self.store, self.pool, self.epoch, target.seq)
+        location = DataLocation(self.store, self.pool, self.epoch, target.seq)
         layout = lay_out(table, segments, shard_bytes=self.options.shard_bytes)
-        done = upload_checkpoint(place, layout, source, self.options.threads)
+        done = upload_checkpoint(location, layout, source, self.options.threads)
         if done.digest != target.digest:
             raise ResultMismatch(f"the checkpoint of commit {target.seq} has the digest {done.digest}, not {target.digest}.")
         self.record_anchor(target, table, done.files)

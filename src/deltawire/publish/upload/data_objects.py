@@ -28,7 +28,7 @@ _IN_FLIGHT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class DataPlace:
+class DataLocation:
     """Where a writer of `epoch` that aims at slot `seq` puts its objects."""
 
     store: Store
@@ -68,9 +68,9 @@ class Uploads:
         self._running.append(future)
         self._all.append(future)
 
-    def start_delta(self, place: DataPlace, delta: bytes, segment: Segment) -> None:
+    def start_delta(self, location: DataLocation, delta: bytes, segment: Segment) -> None:
         """Begin the upload of a segment's delta."""
-        self.start(lambda: place.put(delta, raw=segment.raw, segment=segment))
+        self.start(lambda: location.put(delta, raw=segment.raw, segment=segment))
 
     def finish(self) -> tuple[tuple[FileEntry, ...], float]:
         """Wait for all of them: the files, and the seconds since the first was started."""
@@ -117,9 +117,9 @@ class Segmented(Protocol):
     def part_of(self, state: State, index: int) -> State: ...
 
 
-def upload_update(place: DataPlace, baseline: Segmented, state: State, threads: int | None, *, limit: int) -> Update | None:
+def upload_update(location: DataLocation, baseline: Segmented, state: State, threads: int | None, *, limit: int) -> Update | None:
     """Encode a state with the baseline's table against it, and upload. None if that comes to `limit` bytes."""
-    uploads = Uploads(place.pool)
+    uploads = Uploads(location.pool)
     deltas: dict[int, bytes] = {}
     before, after = Digest(), Digest()
     changed = size = 0
@@ -138,7 +138,7 @@ def upload_update(place: DataPlace, baseline: Segmented, state: State, threads: 
                 if size >= limit:
                     uploads.abandon()
                     return None
-                uploads.start_delta(place, delta, segment)
+                uploads.start_delta(location, delta, segment)
         files, uploading = uploads.finish()
     except BaseException:
         uploads.abandon()
@@ -159,13 +159,13 @@ class CheckpointUpload:
         return sum(entry.size for entry in self.files)
 
 
-def upload_checkpoint(place: DataPlace, layout: Layout, source: SegmentSource, threads: int | None) -> CheckpointUpload:
+def upload_checkpoint(location: DataLocation, layout: Layout, source: SegmentSource, threads: int | None) -> CheckpointUpload:
     """Upload shards and index. Each shard is streamed twice, first to be hashed, for its hash is its name.
 
     The source must give the same bits every time.
     """
     done = CheckpointUpload()
-    uploads = Uploads(place.pool)
+    uploads = Uploads(location.pool)
     seen: set[int] = set()
 
     def digested(index: int) -> Arrays:
@@ -181,9 +181,9 @@ def upload_checkpoint(place: DataPlace, layout: Layout, source: SegmentSource, t
             hasher = new_hash()
             for piece in shard.pieces(digested):
                 hasher.update(piece)
-            uploads.start(_shard_upload(place, shard, source, hasher.hexdigest()))
+            uploads.start(_shard_upload(location, shard, source, hasher.hexdigest()))
         if layout.index is not None:
-            uploads.start(file_upload(place, layout.index, INDEX_FILE))
+            uploads.start(file_upload(location, layout.index, INDEX_FILE))
         done.files, done.seconds = uploads.finish()
     except BaseException:
         uploads.abandon()
@@ -191,15 +191,15 @@ def upload_checkpoint(place: DataPlace, layout: Layout, source: SegmentSource, t
     return done
 
 
-def file_upload(place: DataPlace, data: bytes, name: str) -> Callable[[], FileEntry]:
+def file_upload(location: DataLocation, data: bytes, name: str) -> Callable[[], FileEntry]:
     """Return what uploads a file of a checkpoint that holds no weights."""
-    return lambda: place.put(data, name=name)
+    return lambda: location.put(data, name=name)
 
 
-def _shard_upload(place: DataPlace, shard: Shard, source: SegmentSource, content: str) -> Callable[[], FileEntry]:
+def _shard_upload(location: DataLocation, shard: Shard, source: SegmentSource, content: str) -> Callable[[], FileEntry]:
     def upload() -> FileEntry:
-        key = data_key(place.epoch, place.seq, content, "safetensors")
-        place.store.put(key, shard.pieces(source), size=shard.size)
+        key = data_key(location.epoch, location.seq, content, "safetensors")
+        location.store.put(key, shard.pieces(source), size=shard.size)
         return FileEntry(key, shard.size, shard.raw, content, shard.name)
 
     return upload

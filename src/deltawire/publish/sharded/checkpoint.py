@@ -1,7 +1,7 @@
-"""A whole checkpoint, written by all processes: each puts together some of its files, from parts that the others send.
+"""A full checkpoint that all processes write together: each assembles some of its files from parts that the others send.
 
-Every tensor travels once, to the one process that writes its file; nobody ever holds more than its own files of one round, which are about
-as large as its own parts.
+Every tensor is sent once, to the process that writes its file. Each process writes one file at a time, which is about as large as its own
+parts, so no process needs memory for the whole model.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from ...errors import ResultMismatch
 from ...format.digest import Digest
 from ...format.records.chain_records import FileEntry
 from ..upload.checkpoint_files import Layout, Shard, lay_out
-from ..upload.data_objects import DataPlace, upload_checkpoint
+from ..upload.data_objects import DataLocation, upload_checkpoint
 from ..upload.segments import cut_segments
-from .parts import Division, Parts, pieces_of, whole_tensors
+from .division import Division, Parts, pieces_of, whole_tensors
 from .ranks import Ranks, together
 
 
 @dataclass(frozen=True, slots=True)
 class SharedCheckpoint:
-    """A checkpoint that is uploaded: all its files, weights first, and how long it took this process."""
+    """A checkpoint that is uploaded: all its files, those with weights first."""
 
     files: tuple[FileEntry, ...]
     seconds: float
+    """How long this process took."""
     sent: int
     """Bytes that this process uploaded."""
 
 
 def upload_together(
     ranks: Ranks,
-    place: DataPlace,
+    location: DataLocation,
     division: Division,
     parts: Parts,
     digest: Digest,
@@ -42,9 +43,9 @@ def upload_together(
     shard_bytes: int,
     threads: int | None,
 ) -> SharedCheckpoint:
-    """Upload the checkpoint whose parts these are. `ResultMismatch` if what went into the files has not this digest.
+    """Upload a checkpoint of which each process has `parts`. The first process also writes the index.
 
-    The index is the first process's.
+    Raises `ResultMismatch` if the files do not have this digest.
     """
     layout, contents = _files(division, min(shard_bytes, -(-division.table.state_bytes // ranks.size)))
     found: list[FileEntry] = []
@@ -58,7 +59,7 @@ def upload_together(
 
         def upload(own: Layout = own, tensors: dict[str, NDArray[Any]] = tensors) -> dict[str, Any]:
             nonlocal seconds, sent
-            done = upload_checkpoint(place, own, lambda _: tensors, threads)
+            done = upload_checkpoint(location, own, lambda _: tensors, threads)
             seconds += done.seconds
             sent += done.size
             return {"files": [entry.plain() for entry in done.files], "digest": done.digest.hex()}
@@ -67,23 +68,23 @@ def upload_together(
             found += [FileEntry(**entry) for entry in answer["files"]]
             total += Digest.from_hex(answer["digest"])
     if total != digest:
-        raise ResultMismatch(f"the checkpoint that was put together has the digest {total}, not {digest}.")
+        raise ResultMismatch(f"the checkpoint that the ranks assembled has the digest {total}, not {digest}.")
     weights = {shard.name for shard in layout.shards}
     return SharedCheckpoint(tuple(sorted(found, key=lambda entry: (entry.name not in weights, entry.name))), seconds, sent)
 
 
 def _files(division: Division, size: int) -> tuple[Layout, list[list[int]]]:
-    """The files, of about `size` bytes each, and the tensors of each by their places in the table."""
+    """Return the layout of files of about `size` bytes each, and the tensors of each file by their indices in the table."""
     segments = cut_segments(division.table.sizes, segment_bytes=max(size, 1))
     layout = lay_out(division.table, segments, shard_bytes=max(size, 1))
-    places = {name: index for index, name in enumerate(division.table.names)}
-    # A file is put together whole, so it is one segment to who streams it.
+    indices = {name: index for index, name in enumerate(division.table.names)}
+    # Each file is assembled as a whole, so its stream has one segment.
     shards = tuple(Shard(shard.name, shard.header, tuple((name, 0) for name, _ in shard.order), shard.raw) for shard in layout.shards)
-    return Layout(shards, layout.index), [[places[name] for name, _ in shard.order] for shard in shards]
+    return Layout(shards, layout.index), [[indices[name] for name, _ in shard.order] for shard in shards]
 
 
 def _collect(ranks: Ranks, division: Division, parts: Parts, contents: list[list[int]]) -> dict[str, NDArray[Any]]:
-    """Send everybody one's parts of the file that is theirs, and put together one's own."""
+    """Send each process this one's parts of its file, and return the tensors of this process's own file."""
     pieces = [np.concatenate([np.empty(0, np.uint8), *pieces_of(division, indices, parts)]).data for indices in contents]
     arrived = ranks.deliver([*pieces, *[b""] * (ranks.size - len(pieces))])
     return whole_tensors(division, contents[ranks.rank], arrived) if ranks.rank < len(contents) else {}

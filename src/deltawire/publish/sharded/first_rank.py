@@ -1,4 +1,4 @@
-"""What only the first process does: it alone reads and writes records. Everything it gives the others is plain JSON."""
+"""What only the first process does: it reads and writes all records. It gives the other processes plain JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 from ...chain.log import ChainLog
 from ...chain.maintenance.collect import collect
-from ...chain.restore import Hop, Way, find_route
+from ...chain.restore import Hop
+from ...chain.routes import Routes
+from ...chain.walk_route import HopFailed
 from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltawireError, Fenced
 from ...events import OnEvent, emit
 from ...format.digest import Digest
@@ -22,13 +24,36 @@ from ..shortcuts.cadence import ChainCost, Speed, anchor_due
 from ..shortcuts.compose import Composition
 from ..shortcuts.shortcut_writer import ShortcutWriter
 from ..take_over import TakeOver
-from ..upload.data_objects import DataPlace
+from ..upload.data_objects import DataLocation
 from ..upload.segments import TensorTable
 from ..writer_options import WriterOptions
+from .resume import plain_hop
 
 
-class ChainLead:
-    """Commits for all. Opening one takes the chain over, as opening a `Publisher` does."""
+class FirstRank:
+    """Commits the versions that all processes have uploaded. Opening it takes the chain over, as opening a `Publisher` does.
+
+    Parameters
+    ----------
+    store
+        The location of the chain.
+    pool
+        Uploads attachments.
+    run
+        The name of a new run, or the run that must be at the store.
+    options
+        The options of the writer.
+    resume_from
+        The version (its seq) to go back to. None: the newest.
+    starts_full
+        The first version is a full checkpoint, so the newest version need not be readable.
+    has_attachments
+        Whether the publisher was given attachments. If not, the files of the version before stay.
+    given
+        The attachments, by name.
+    on_event
+        Receives the events.
+    """
 
     def __init__(
         self,
@@ -57,31 +82,31 @@ class ChainLead:
         self._keeps_attachments = not has_attachments
         self._attempt: Attempt | None = None
         self._hops: list[Hop] = []
-        self._without: set[Way] = set()
+        self._routes = Routes(self._log, on_event=on_event)
         self._speed = Speed()
         self._cost = ChainCost()
         self._not_before = 0
         self._commit = self._writer.in_force
-        self._is_to_rewind = resume_from is not None and (self._commit is None or self._commit.seq != resume_from)
-        """Whether `_commit` is not what the chain's head leaves in force, but an older version, which is to be taken up first."""
-        if self._is_to_rewind:
+        self._must_rewind = resume_from is not None and (self._commit is None or self._commit.seq != resume_from)
+        """Whether `_commit` is an older version than the newest one, so that a rewind must come first."""
+        if self._must_rewind:
             assert resume_from is not None
             self._commit = version_commit(self._log, self._writer.fence, resume_from)
         self._attached = chain.attached(self._writer, on_event)
 
     def opening(self) -> dict[str, Any]:
-        """What the others have to know from the start."""
+        """Return what the other processes need to know from the start."""
         limits = self._writer.run.limits
         return {
             "epoch": self._writer.epoch,
             "id": self._writer.run.id,
             "limits": [limits.state_bytes, limits.tensors, limits.file_bytes],
             "commit": None if self._commit is None else self._commit.to_bytes().decode(),
-            "rewind": self._is_to_rewind,
+            "rewind": self._must_rewind,
         }
 
     def settle(self, table: TensorTable | None) -> dict[str, Any]:
-        """Find out what became of the last commit, if that is open: its record if it landed. And the slot that the next one aims at."""
+        """Find out whether the last commit landed, if that is unknown. Returns its record if it did, and the seq of the next commit."""
         self._writer.check_fenced()
         if table is not None:
             table.check_limits(self._writer.run.limits)
@@ -89,10 +114,10 @@ class ChainLead:
         return {"landed": landed, "seq": self._writer.next_seq}
 
     def rewind(self) -> str | None:
-        """Go back to the version that was asked for, of which it is known by now that it can be rebuilt. Returns the record.
+        """Commit a rewind to the requested version, which was rebuilt before. Returns the record.
 
-        None where what it was rebuilt from is announced to go: a collector that hung may be about to delete it, so the head cannot rest on
-        it, and the next version has to be a checkpoint.
+        Returns None if the data that it was rebuilt from are marked for deletion. A slow collector may be about to delete them, so the next
+        version must be a full checkpoint instead.
         """
         assert self._commit is not None
         mark = self._log.mark()
@@ -104,7 +129,7 @@ class ChainLead:
             digest=self._commit.digest,
             state_bytes=self._commit.state_bytes,
             tensors=self._commit.tensors,
-            attachments=self._attached.at(self._commit).upload(self._place(), None),
+            attachments=self._attached.at(self._commit).upload(self._location(), None),
             step=self._commit.step,
             meta=self._commit.meta,
         )
@@ -120,10 +145,10 @@ class ChainLead:
         meta: Mapping[str, str],
         attachments: Mapping[str, bytes] | None,
     ) -> dict[str, Any]:
-        """Commit a delta over the version at the head. Returns its record, and whether an anchor is due."""
+        """Commit a delta over the newest version. Returns its record, and whether an anchor is due."""
         assert self._commit is not None
         assert self._commit.digest is not None
-        assert not self._is_to_rewind
+        assert not self._must_rewind
         self._attempt = self._writer.propose(
             "delta",
             base=self._writer.tip,
@@ -132,7 +157,7 @@ class ChainLead:
             tensors=len(table.names),
             changed=changed,
             files=files,
-            attachments=self._attached.upload(self._place(), attachments),
+            attachments=self._attached.upload(self._location(), attachments),
             step=step,
             meta=meta,
         )
@@ -147,9 +172,9 @@ class ChainLead:
         meta: Mapping[str, str],
         attachments: Mapping[str, bytes] | None,
     ) -> dict[str, Any]:
-        """Commit a whole checkpoint. Returns as `commit_delta` does."""
+        """Commit a full checkpoint. Returns the same as `commit_delta`."""
         attached = self._attached
-        if self._is_to_rewind:  # it stands in for a rewind to a version whose data are announced to go: others' files do not stay
+        if self._must_rewind:  # it replaces a rewind (see `rewind`), so files of abandoned versions do not stay
             assert self._commit is not None
             attached = self._attached.at(self._commit)
             if self._keeps_attachments:
@@ -161,14 +186,14 @@ class ChainLead:
             state_bytes=table.state_bytes,
             tensors=len(table.names),
             files=files,
-            attachments=attached.upload(self._place(), attachments, anew=True),
+            attachments=attached.upload(self._location(), attachments, anew=True),
             step=step,
             meta=meta,
         )
         return self._committed()
 
     def record_skip(self, skip: Composition, table: TensorTable, files: tuple[FileEntry, ...]) -> bool:
-        """Make an uploaded skip to the version at the head known. Returns whether an anchor is due all the same."""
+        """Write the record of an uploaded skip to the newest version. Returns whether an anchor is still due."""
         self._shortcuts.record_skip(skip.base, skip.target, table, files)
         size, span = sum(entry.size for entry in files), span_of(skip.level)
         self._cost.add_skip(span, size)
@@ -176,12 +201,12 @@ class ChainLead:
         return self._anchor_due()
 
     def skip_failed(self, error: DeltawireError) -> None:
-        """A skip could not be made: that costs readers a detour."""
+        """Report that a skip could not be made."""
         assert self._commit is not None
         emit(self._on_event, "shortcut-failed", kind="skip", seq=self._commit.seq, reason=str(error))
 
     def record_anchor(self, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
-        """Make an uploaded checkpoint of the version at the head known, and collect garbage if that is asked for."""
+        """Write the record of an uploaded anchor of the newest version, and collect garbage if `auto_collect` is set."""
         assert self._commit is not None
         self._shortcuts.record_anchor(self._log.ref(self._commit), table, files)
         self._cost.anchored()
@@ -194,29 +219,33 @@ class ChainLead:
                 emit(self._on_event, "shortcut-failed", kind="collection", seq=self._commit.seq, reason=str(error))
 
     def anchor_failed(self, error: DeltawireError) -> None:
-        """An anchor could not be made: that costs readers a detour, and is tried again some versions later."""
+        """Report that an anchor could not be made. It is tried again some versions later."""
         assert self._commit is not None
         self._not_before = self._commit.updates + self._options.anchor_policy.min_versions
         emit(self._on_event, "shortcut-failed", kind="anchor", seq=self._commit.seq, reason=str(error))
 
     def observe(self, *, sent: int, seconds: float, scanned: int = 0, scan_seconds: float = 0.0) -> None:
-        """How fast this process was: what anchors are timed by."""
+        """Note how fast this process was. Anchors are timed by it."""
         self._speed = self._speed.observe(sent=sent, send_seconds=seconds, scanned=scanned, scan_seconds=scan_seconds)
 
-    def route(self, failed: int | None) -> list[list[dict[str, Any]]]:
-        """The files of each hop to the version at the head, from nothing; without the hop of the last route that has `failed`."""
-        if failed is None:
-            self._without.clear()
-        else:
-            self._without.add(self._hops[failed].way)
-        if self._commit is None:
-            raise ChainBroken("there is no version to take up.")
-        self._hops = [hop for hop in find_route(self._log, None, self._commit, without=self._without) if hop.files]
-        self._cost = cost_of(self._hops, self._commit)
-        return [[entry.plain() for entry in hop.files] for hop in self._hops]
+    def forget_failures(self) -> None:
+        """Use all hops again: data that were damaged may have been repaired since."""
+        self._routes = Routes(self._log, on_event=self._on_event)
 
-    def _place(self) -> DataPlace:
-        return DataPlace(self._store, self._pool, self._writer.epoch, self._writer.next_seq)
+    def find_route(self) -> list[dict[str, Any]]:
+        """Return the hops, as JSON, that lead from nothing to the newest version. Raises as `Routes.find` does."""
+        if self._commit is None:
+            raise ChainBroken("there is no version to rebuild.")
+        self._hops = [hop for hop in self._routes.find(None, self._commit) if hop.files]
+        self._cost = cost_of(self._hops, self._commit)
+        return [plain_hop(hop) for hop in self._hops]
+
+    def avoid(self, failure: HopFailed) -> None:
+        """Find no route over this hop any more."""
+        self._routes.avoid(failure)
+
+    def _location(self) -> DataLocation:
+        return DataLocation(self._store, self._pool, self._writer.epoch, self._writer.next_seq)
 
     def _committed(self) -> dict[str, Any]:
         assert self._attempt is not None
@@ -233,7 +262,7 @@ class ChainLead:
         try:
             self._writer.land(attempt)
         except (CommitOutcomeUnknown, CorruptRecord):
-            raise  # what was read back may be our own commit, damaged on the way: ask again
+            raise  # the record that was read may be our own, damaged in transit: ask again
         except Exception as error:
             self._attempt = None
             if isinstance(error, Fenced):
@@ -247,7 +276,7 @@ class ChainLead:
     def _take(self, commit: Commit, seconds: float) -> None:
         self._commit = commit
         self._attached.took(commit)
-        self._is_to_rewind = False
+        self._must_rewind = False
         if commit.kind == "anchor":
             self._cost = ChainCost()
         else:
@@ -256,6 +285,6 @@ class ChainLead:
 
 
 def _overlaid(base: Mapping[str, bytes], files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files of `base`, with those in `files` instead of files that have the same name but for upper and lower case."""
+    """Return the files of `base`, replaced by those of `files` that have the same name. Upper and lower case do not count."""
     replaced = {name.casefold() for name in files}
     return {**{name: data for name, data in base.items() if name.casefold() not in replaced}, **files}

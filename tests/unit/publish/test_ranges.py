@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.errors import PublishError
-from deltawire.publish.sharded.shares import Move, divide
+from deltawire.publish.sharded.ranges import Move, divide_tensor
 
 
 @pytest.mark.parametrize(
-    ("held", "elements", "spans", "moves"),
+    ("held", "elements", "ranges", "moves"),
     [
         ([(0, 8), (8, 16)], 16, [(0, 8), (8, 16)], []),
         ([(0, 6), (6, 11)], 11, [(0, 8), (8, 11)], [(1, 0, (6, 8))]),
@@ -25,16 +25,16 @@ from deltawire.publish.sharded.shares import Move, divide
     ],
     ids=["aligned", "an edge", "one block", "a shard inside a block", "replicas", "more replicas", "one holder", "hybrid", "empty"],
 )
-def test_ranks_publish_what_they_hold_but_for_edges(held, elements, spans, moves):
-    share = divide(held, elements, 4)
-    assert share.spans == tuple(spans)
-    assert share.moves == tuple(Move(*move) for move in moves)
+def test_ranks_publish_what_they_hold_but_for_edges(held, elements, ranges, moves):
+    division = divide_tensor(held, elements, 4)
+    assert division.ranges == tuple(ranges)
+    assert division.moves == tuple(Move(*move) for move in moves)
 
 
 @pytest.mark.parametrize("held", [[(0, 4)], [(0, 4), (5, 9)], [(0, 5), (4, 9)], [(1, 9)], [(0, 9), (0, 4)], [(0, 0)]])
 def test_shards_that_are_not_the_whole_tensor_are_refused(held):
     with pytest.raises(PublishError):
-        divide(held, 9, 4)
+        divide_tensor(held, 9, 4)
 
 
 @given(
@@ -45,17 +45,17 @@ def test_shards_that_are_not_the_whole_tensor_are_refused(held):
 def test_every_element_is_published_once_by_who_holds_it_or_is_sent_it(sizes, replicas, block):
     cuts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
     held = [(cuts[index], cuts[index + 1]) for index in range(len(sizes))] * replicas
-    share = divide(held, cuts[-1], block)
-    published = sorted(span for span in share.spans if span[0] < span[1])
+    division = divide_tensor(held, cuts[-1], block)
+    published = sorted(each for each in division.ranges if each[0] < each[1])
     assert [start for start, _ in published] == [0, *(stop for _, stop in published[:-1])][: len(published)]
     assert (published[-1][1] if published else 0) == cuts[-1]
     assert all(start % block == 0 for start, _ in published)
-    for rank, (start, stop) in enumerate(share.spans):
+    for rank, (start, stop) in enumerate(division.ranges):
         has = set(range(*held[rank]))
-        for move in share.moves:
+        for move in division.moves:
             if move.target == rank:
-                assert set(range(*move.span)) <= set(range(*held[move.source]))
-                assert not has & set(range(*move.span))
-                has |= set(range(*move.span))
+                assert set(range(*move.range)) <= set(range(*held[move.source]))
+                assert not has & set(range(*move.range))
+                has |= set(range(*move.range))
         assert set(range(start, stop)) <= has
-    assert sum(move.span[1] - move.span[0] for move in share.moves) < block * max(len(sizes), 1)
+    assert sum(move.range[1] - move.range[0] for move in division.moves) < block * max(len(sizes), 1)

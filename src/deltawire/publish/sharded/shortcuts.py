@@ -1,0 +1,128 @@
+"""Skips and anchors, which all processes make together after a version. Failures cost readers time, and are only reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...errors import DeltawireError
+from ...format.digest import Digest
+from ...format.records.chain_records import Commit, FileEntry
+from ..shortcuts.compose import Composition
+from ..upload.data_objects import DataLocation, Uploads
+from ..upload.segments import Segment
+from .checkpoint import SharedCheckpoint
+from .division import Division, Parts
+from .first_rank import FirstRank
+from .parts_baseline import PartsBaseline
+from .ranks import Ranks, by_first_rank, together
+
+
+class SharedShortcuts:
+    """Makes skips and anchors with all processes, and reports those that fail.
+
+    Parameters
+    ----------
+    ranks
+        The processes.
+    first
+        The first process's part, in the first process.
+    location
+        Returns the location of data objects that belong to a version, by its seq.
+    upload_checkpoint
+        Uploads a full checkpoint of a division and its parts, with a digest, for a version given by its seq.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        first: FirstRank | None,
+        location: Callable[[int], DataLocation],
+        upload_checkpoint: Callable[[Division, Parts, Digest, int], SharedCheckpoint],
+    ) -> None:
+        self._ranks = ranks
+        self._first = first
+        self._location = location
+        self._upload_checkpoint = upload_checkpoint
+
+    def make_skips(self, baseline: PartsBaseline, *, anchor_due: bool) -> bool:
+        """Make the skips that are due at the newest version. Returns whether an anchor is still due."""
+        table = baseline.division.table
+        for skip in skips_due(self._ranks, baseline):
+            try:
+                files = upload_skip(self._ranks, self._location(skip.target.seq), skip, baseline.segments)
+                anchor_due = self._by_first(lambda first: first.record_skip(skip, table, files))  # noqa: B023
+            except DeltawireError as error:
+                if self._first is not None:
+                    self._first.skip_failed(error)
+        return anchor_due
+
+    def make_anchor(self, baseline: PartsBaseline, commit: Commit) -> None:
+        """Make a full checkpoint of the newest version from the baselines."""
+        assert commit.digest is not None
+        try:
+            done = self._upload_checkpoint(baseline.division, baseline.parts, commit.digest, commit.seq)
+            self._by_first(lambda first: first.record_anchor(baseline.division.table, done.files))
+        except DeltawireError as error:
+            if self._first is not None:
+                self._first.anchor_failed(error)
+
+    def _by_first(self, work: Callable[[FirstRank], Any]) -> Any:
+        def do() -> Any:
+            assert self._first is not None
+            return work(self._first)
+
+        return by_first_rank(self._ranks, do)
+
+
+def skips_due(ranks: Ranks, baseline: PartsBaseline) -> Iterator[Composition]:
+    """Yield this process's part of each skip that is due at the version of the baselines, the shortest first.
+
+    All processes yield the same skips. If one process had to drop deltas that a skip needs, because it had no room, there is no such skip.
+    Exhaust it after every version: it also drops deltas that are not needed any more.
+    """
+    level = 1
+    try:
+        while True:
+            own: list[Composition] = []
+
+            def compose(level: int = level, own: list[Composition] = own) -> list[int] | None:
+                found = baseline.compose(level)
+                if found is None:
+                    return None
+                own.append(found)
+                return [found.base.seq, found.forward_bytes, found.replaced_bytes]
+
+            answers = together(ranks, compose)
+            if any(answer is None or answer[0] != answers[0][0] for answer in answers):
+                return
+            worth_it = sum(answer[1] for answer in answers) < sum(answer[2] for answer in answers)
+            baseline.keep(own[0].reverse(has_skip=worth_it))
+            if worth_it:
+                yield own[0]
+            level += 1
+    finally:
+        baseline.forget()
+
+
+def upload_skip(ranks: Ranks, location: DataLocation, skip: Composition, segments: tuple[Segment, ...]) -> tuple[FileEntry, ...]:
+    """Upload this process's part of a skip. Returns the files of all processes, in the order that records need."""
+
+    def upload() -> list[dict[str, Any]]:
+        uploads = Uploads(location.pool)
+        try:
+            for index, delta in sorted(skip.forward.items()):
+                uploads.start_delta(location, delta, segments[index])
+            files, _ = uploads.finish()
+        except BaseException:
+            uploads.abandon()
+            raise
+        return [entry.plain() for entry in files]
+
+    return in_order(together(ranks, upload))
+
+
+def in_order(files: list[list[dict[str, Any]]]) -> tuple[FileEntry, ...]:
+    """Return the files of all ranks in one tuple: ordered by their tensors, then by rank."""
+    entries = [(FileEntry(**entry), rank) for rank, own in enumerate(files) for entry in own]
+    return tuple(entry for entry, _ in sorted(entries, key=lambda pair: (pair[0].first, pair[1])))
