@@ -91,17 +91,16 @@ def measure(
     for step, published, synced in zip(steps_of, publishes, syncs, strict=True):
         step["uploads_seconds"], step["files_seconds"] = published["wait_seconds"], synced["wait_seconds"]
     seconds_of = {phase: statistics.median([step[f"{phase}_seconds"] for step in steps_of]) for phase in [*_PHASES, "uploads", "files"]}
-    table.notes.append(
-        "Of it: " + ", ".join(f"{phase} {1e3 * seconds_of[phase]:.0f} ms" for phase in _PHASES) + " (medians; uploads run beside"
-    )
-    table.notes.append("the encoding of later tensors, fetching and verifying beside the resolving of earlier ones).")
+    table.notes.append("Phases: " + ", ".join(f"{phase} {1e3 * seconds_of[phase]:.0f} ms" for phase in _PHASES) + " (medians).")
+    table.notes.append("Uploads run while later tensors are encoded; fetching and verifying run while earlier ones are decoded.")
     shares = {name: sum(step[f"{phase}_seconds"] for step in steps_of for phase in phases) for name, phases in _ON_THE_WAY.items()}
     shares["everything else"] = sum(seconds) - sum(shares.values())
     table.notes.append("Shares: " + ", ".join(f"{name} {part / sum(seconds):.0%}" for name, part in shares.items()) + ".")
     floor = 1.5 * reading
-    table.notes.append(f"The floor: only to read both states once, and the reader's copy once more, takes {1e3 * floor:.0f} ms here.")
+    table.notes.append(f"Reading both states once, and the reader's copy once more, takes {1e3 * floor:.0f} ms here. This is the floor.")
     table.notes.append(
-        f"Against a checkpoint flushed to disk, as ours is: {theirs / ours:.1f} × less time; at the floor {theirs / floor:.1f} ×."
+        f"Against a checkpoint flushed to disk, as ours is, deltawire takes {theirs / ours:.1f} × less time; "
+        f"the floor would be {theirs / floor:.1f} ×."
     )
     table.check("at least 150 × fewer bytes", weight_bytes / statistics.mean(sizes) >= 150)
     table.check(f"at least 8 × less time than safetensors' save_file and load_file (is {unsafe / ours:.1f} ×)", unsafe / ours >= 8)

@@ -133,14 +133,14 @@ def measure(sizes: tuple[int, ...] = (1, 8, 64, 512)) -> Table:
         row = [f"{members}", f"{leases / world.kernel.now:.2f}", f"{busy:.0%}", f"{totals[members]:.1f}", *each]
         table.rows.append([*row, *(f"{leases:,.0f}" for leases in real)])
     table.notes.append(
-        "All but the last two columns are of virtual time: the real steps of trainer and members over a modelled store. What bounds leases "
-        "there is how long tasks take. Members look at the board before each task, and once a second while they wait; the trainer polls "
+        "All columns except the last two are in virtual time: the real steps of trainer and members over a modelled store. The length of "
+        "tasks bounds the leases there. Members look at the board before each task, and once a second while they wait; the trainer polls "
         "once a second."
     )
     table.notes.append(
-        "The last two are of real time, and bound by one thread, in which trainer and all members run one round of a task for each, or of "
-        f"{LEAST_REAL_TASKS}: generation takes no time, and every "
-        "request is made of a real store. A local directory waits for the disk where the protocol asks for that."
+        "The last two are in real time, and bound by one thread. In it the trainer and all members run one round of one task for "
+        f"each member, or of {LEAST_REAL_TASKS} tasks. Generation takes no time, and every request goes to a real store. "
+        "A local directory waits for the disk where the protocol asks for that."
     )
     largest, smallest = max(sizes), min(sizes)
     table.check(f"no more requests per rollout with {largest} members than with {smallest}", totals[largest] <= totals[smallest])

@@ -166,6 +166,6 @@ def measure_shares(seconds: float) -> Table:
         busy = [f"{share:.0%}" for share in one.busy]
         table.rows.append([name, str(one.steps), f"{one.rate:,.0f}", f"{one.rate / sum(rates):.0%}", *busy])
     gain = runs["measured speed"].rate / runs["equal shares"].rate
-    table.notes.append("Equal shares are dealt out in turn and stay where they were dealt.")
+    table.notes.append("Equal shares are assigned in turn, and stay with their members.")
     table.check(f"shares by speed are at least 1.5 times as fast ({gain:.2f} times)", gain >= 1.5)
     return table

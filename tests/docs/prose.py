@@ -1,0 +1,73 @@
+"""The prose of our Markdown pages: sentences, and words that readers stumble over.
+
+`python tests/docs/prose.py` puts every sentence on a line of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_END_OF_SENTENCE = re.compile(r"(?<=[a-z0-9`)\]*\"'%°²³⁴⁹])([.?!][)*]*) +(?=[A-Z`*\[(\"_+−0-9])")
+_CODE = re.compile(r"`[^`]*`")
+
+STUMBLING_BLOCKS = {
+    r"^(?:[-*] |\d+\. )?(?:Who|So many|That it|Of it|Of these|Whoever does not)\b": "begin with a subject: who does what",
+    r"\b(?:has|have|had) not\b(?! (?:been|yet been)\b| \w+(?:ed|en|un|ne|ad|nt|ld|de|wn|me)\b)": "write 'does not have'",
+    r"\b(?:nobody|somebody) knows\b": "say what is unknown",
+    r"\bwhat then\?": "say it",
+    r"\bgoes? on\b(?! (?:the|a|to)\b)": "write 'continues'",
+    r"\bbeside it\b(?= is)": "say where",
+    r"\bby way of\b": "write 'through'",
+    r"\bfor want of\b": "write 'without'",
+    r"\bto be had\b": "write 'available'",
+    r"\bstands? for\b(?= itself)": "say what it means",
+    r"\bfences? (?:nobody|somebody|it|them)? ?off\b": "write 'fences'",
+    r"\bthat is there\b": "write 'existing'",
+    r"\ba way (?:leads|to it)\b|\bother way\b|\bway round\b": "write 'route'",
+}
+"""Patterns that plain English does without, and what to do instead."""
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the number and text of each line that is prose: no code, table, heading, comment, or output of a benchmark."""
+    hidden = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("```") or re.match(r"<!-- (?:end of )?[a-z0-9-]+ -->$", line):
+            hidden = not hidden
+        elif not hidden and line.strip() and not line.startswith(("|", "#", "<!--", "    ", "![", ":::")):
+            yield number, line
+
+
+def sentences(line: str) -> list[str]:
+    """Return the sentences of a line, without the marker of a list. Full stops within code do not count."""
+    text = line[len(_marker(line)) :]
+    code = _CODE.findall(text)
+    held = _CODE.sub("`\0`", text)
+    parts = _END_OF_SENTENCE.sub("\\1\n", held).split("\n")
+    found = iter(code)
+    return [re.sub("`\0`", lambda _: next(found), part) for part in parts]
+
+
+def _marker(line: str) -> str:
+    """Return what makes a line an item of a list, and its indentation."""
+    found = re.match(r" *(?:[-*] +|\d+\. +)?", line)
+    assert found is not None
+    return found[0]
+
+
+def one_sentence_per_line(text: str) -> str:
+    """Return a page with each sentence of its prose on a line of its own."""
+    lines = text.splitlines()
+    for number, line in prose(text):
+        marker = _marker(line)
+        lines[number - 1] = marker + f"\n{' ' * len(marker)}".join(sentences(line))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        page = Path(name)
+        page.write_text(one_sentence_per_line(page.read_text(encoding="utf-8")), encoding="utf-8")
