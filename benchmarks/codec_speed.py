@@ -124,7 +124,7 @@ def measure(elements: int, rounds: int) -> Table:
         )
     mine, kinder_label = methods[0].label, next(label for label in encode if "2 MiB frames" in label)
     table.notes.append(
-        "`apply` of deltawire checks the digest of the whole base and of the result; the methods of the methods of the peers here check nothing."
+        "`apply` of deltawire checks the digest of the whole base and of the result; the methods of the peers here check nothing."
     )
     table.check("encode at least 0.5 × memcpy", copy / encode[mine] >= 0.5)
     table.check("apply at least 0.5 × memcpy", copy / apply[mine] >= 0.5)

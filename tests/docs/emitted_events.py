@@ -19,7 +19,7 @@ def emitted(source: Path) -> dict[str, set[str]]:
 def _events(node: ast.AST) -> list[tuple[str, set[str]]]:
     if isinstance(node, ast.Call):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if called.lstrip("_") in ("emit", "Event"):
+        if called.lstrip("_") in ("emit", "Event", "notice"):
             texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant) and isinstance(argument.value, str)]
             return [(text, {keyword.arg for keyword in node.keywords if keyword.arg}) for text in texts[:1]]
     if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "event" for target in node.targets):

@@ -1,15 +1,19 @@
-"""What docs/architecture.md says of the source is so."""
+"""What the pages say of the source is so."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 
-from markdown_blocks import ROOT
+from emitted_events import emitted
+from markdown_blocks import PAGES, ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 
 from test_layers import LAYERS
+
+from deltawire.engines.vllm import OLDEST_VLLM
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 SOURCE = ROOT / "src" / "deltawire"
@@ -25,3 +29,25 @@ def test_every_file_that_it_names_exists() -> None:
     paths = {path for found in named for path in found if path}
     assert [path for path in sorted(paths) if not ((ROOT / path).exists() or (SOURCE / path).exists())] == []
     assert len(paths) > 10
+
+
+def test_there_is_one_oldest_release_of_vllm() -> None:
+    texts = [*PAGES, ROOT / "pyproject.toml", ROOT / "Makefile", *SOURCE.rglob("*.py")]
+    pattern = re.compile(r"vllm(?:-cpu)?[=>]=(\d+\.\d+)|vLLM (?:≥ )?(\d+\.\d+) or later|vLLM ≥ (\d+\.\d+)")
+    named = {next(filter(None, found)) for path in texts for found in pattern.findall(path.read_text(encoding="utf-8"))}
+    assert named == {OLDEST_VLLM}
+
+
+def test_every_type_of_a_version_is_where_the_page_says() -> None:
+    table = re.findall(r"^\| `(\w+)` \| `(deltawire[\w.]*)` \|", (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name, module in table if not hasattr(importlib.import_module(module), name)] == []
+    assert len(table) > 4
+
+
+def test_the_page_of_events_has_every_event_and_no_other() -> None:
+    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:`[a-z-]+`(?:, )?)+) \|", page, re.MULTILINE)
+    (warnings,) = re.findall(r"^Warnings are events too: (.*) each with", page, re.MULTILINE)
+    listed = [name for text in [*rows, warnings] for name in re.findall(r"`([a-z-]+)`", text)]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == emitted(SOURCE).keys()

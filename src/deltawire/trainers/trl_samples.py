@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample, _AsyncRolloutLoop
 
+from ..engines.vllm import OLDEST_VLLM
 from ..engines.vllm.token_route import NEEDED_FLAG, TOKEN_ROUTE, LabelledTokens, read_choice, token_request
 from ..errors import EngineError, EngineRefused
 from .trl import DeltaWireTransfer
@@ -97,7 +98,7 @@ class LabellingLoop(_AsyncRolloutLoop):  # type: ignore[misc]
                 raise
             raise _DrawnInVain(str(error)) from error
         if drawn.spans is None:
-            raise EngineRefused("the vLLM server does not label tokens. It needs vLLM 0.28 or later.")
+            raise EngineRefused(f"the vLLM server does not label tokens. It must be vLLM {OLDEST_VLLM} or later.")
         labels = drawn.labels()
         if unknown := {label for label in labels if not label.isdecimal()}:
             raise _DrawnInVain(f"tokens were made by weights that are called {sorted(unknown)}, and are of no known version")

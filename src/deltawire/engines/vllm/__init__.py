@@ -18,3 +18,6 @@ In the process that drives the server, which needs neither vLLM nor torch:
     token_route.py    the route that tells which weights made which token: its requests and answers
     generation.py     completions for a member of a fleet, from a server that the member drives
 """
+
+OLDEST_VLLM = "0.32"
+"""The oldest release of vLLM that works: the tests run this one, and older ones do not label tokens with the weights that made them."""

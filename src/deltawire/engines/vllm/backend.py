@@ -37,7 +37,7 @@ from vllm.logger import init_logger
 
 from ...chain.reader_options import ReaderOptions
 from ...errors import EngineError, EngineQuarantined, EngineRefused
-from . import loading
+from . import OLDEST_VLLM, loading
 from .element_map import ElementMap, MappedChanges
 from .read_back import read_back
 from .staging import Change, HeldVersion, StagedUpdate, Stager
@@ -79,7 +79,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not hasattr(self, "model"):
-            raise EngineRefused("this vLLM is too old for the weight-transfer backend deltawire: it needs 0.25 or later.")
+            raise EngineRefused(f"this vLLM is too old for the weight-transfer backend deltawire, which needs vLLM {OLDEST_VLLM} or later.")
         self._info: InitInfo | None = None
         self._stager: Stager | None = None
         self._live: HeldVersion | None = None

@@ -1,7 +1,7 @@
 """The route of a vLLM server that tells which weights made which token: what to ask it, and how to read its answer. Pure.
 
-Since 0.27 vLLM labels every token with the name of the weights that made it, and `POST /inference/v1/generate` returns that as spans (newer
-ones want `--enable-scale-out` for it). Weights change only while the server is paused, so the spans are exact.
+vLLM labels every token with the name of the weights that made it. `POST /inference/v1/generate` returns these labels as spans; the server
+has that route only with `--enable-scale-out`. Weights change only while the server is paused, so the spans are exact.
 """
 
 from __future__ import annotations
