@@ -99,7 +99,7 @@ def _serving(server: Recording) -> Iterator[Recording]:
 
 
 def test_a_slow_vllm_is_not_taken_for_dead_because_of_a_proxy(proxy: Recording, engine: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes_module, "_LOOK", 0.01)
+    monkeypatch.setattr(routes_module, "_CHECK_SECONDS", 0.01)
     routes = VllmRoutes(engine.url)
     routes.pause("keep", clear_cache=True)
     assert engine.looks >= 2

@@ -26,11 +26,11 @@ def register() -> None:
         faults = json.loads(Path(path).read_text()) if Path(path).exists() else {}
         return get_world_group().rank_in_group in faults.get(kind, [])
 
-    def write_some(placed: MappedChanges) -> None:
+    def write_some(mapped: MappedChanges) -> None:
         if fails("write"):
-            write(dataclasses.replace(placed, scatters=placed.scatters[: len(placed.scatters) // 2]))
+            write(dataclasses.replace(mapped, scatters=mapped.scatters[: len(mapped.scatters) // 2]))
             raise RuntimeError("injected: half of the tensors are written")
-        write(placed)
+        write(mapped)
 
     def load_nothing(model: Any, model_config: Any, weights: Any) -> None:
         if fails("load"):

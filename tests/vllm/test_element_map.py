@@ -38,7 +38,7 @@ def learn(model: Loader, tensor: torch.Tensor) -> ElementMap:
         model.load_weights([("w", tensor)])
         readings = read_back(model, [("w", tensor)])
     assert readings.equal == {"w"}
-    return ElementMap(model, readings.pieces)
+    return ElementMap(model, readings.blocks)
 
 
 def changed(tensor: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, Change]:
@@ -85,10 +85,10 @@ def test_what_is_written_to_its_places_is_what_loading_puts_there(
     shape, copies = loader
     model = Loader(copies, (3, *[7] * len(shape)))
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    placed = learn(model, tensor).place({"w": changed(tensor, count, seed)[1]})
-    assert placed.tensors == {"w"}
-    placed.write()
-    assert placed.are_written()
+    mapped = learn(model, tensor).map_changes({"w": changed(tensor, count, seed)[1]})
+    assert mapped.tensors == {"w"}
+    mapped.write()
+    assert mapped.are_written()
     written = bits(model.held).clone()
     model.load_weights([("w", changed(tensor, count, seed)[0])])
     assert torch.equal(written, bits(model.held))
@@ -97,10 +97,10 @@ def test_what_is_written_to_its_places_is_what_loading_puts_there(
 def test_elements_that_did_not_get_there_are_noticed() -> None:
     model = Loader([(lambda tensor: tensor, lambda held: held[2:6])], (8, 3))
     tensor = torch.randn(4, 3).bfloat16()
-    placed = learn(model, tensor).place({"w": changed(tensor, 5, 1)[1]})
-    placed.write()
-    bits(model.held)[placed.scatters[0].indices[0] // 3, placed.scatters[0].indices[0] % 3] ^= 1
-    assert not placed.are_written()
+    mapped = learn(model, tensor).map_changes({"w": changed(tensor, 5, 1)[1]})
+    mapped.write()
+    bits(model.held)[mapped.scatters[0].indices[0] // 3, mapped.scatters[0].indices[0] % 3] ^= 1
+    assert not mapped.are_written()
 
 
 @pytest.mark.parametrize(
@@ -108,25 +108,25 @@ def test_elements_that_did_not_get_there_are_noticed() -> None:
     [
         (lambda tensor: tensor, torch.float32),  # cast
         (lambda tensor: tensor.t().contiguous(), torch.bfloat16),  # computed on the way
-        (lambda tensor: tensor[:1].expand(4, 4), torch.bfloat16),  # several places for one element
+        (lambda tensor: tensor[:1].expand(4, 4), torch.bfloat16),  # one element goes to several positions
         (lambda tensor: tensor.mul_(-1).abs_(), torch.bfloat16),  # computed where it is
     ],
 )
 def test_what_is_no_matter_of_strides_has_no_place(source: View, dtype: torch.dtype) -> None:
     model = Loader([(source, lambda held: held)], (4, 4), dtype)
     tensor = torch.randn(4, 4).bfloat16()
-    assert not learn(model, tensor).place({"w": changed(tensor, 5, 1)[1]}).tensors
+    assert not learn(model, tensor).map_changes({"w": changed(tensor, 5, 1)[1]}).tensors
 
 
 def test_elements_of_another_width_have_no_place() -> None:
     model = Loader([(lambda tensor: tensor.view(torch.int32), lambda held: held[:, :2])], (4, 4), torch.int32)
     tensor = torch.randn(4, 4).bfloat16()
-    assert not learn(model, tensor).place({"w": changed(tensor, 5, 1)[1]}).tensors
+    assert not learn(model, tensor).map_changes({"w": changed(tensor, 5, 1)[1]}).tensors
 
 
 def test_places_are_known_no_more_once_a_parameter_has_moved() -> None:
     model = Loader([(lambda tensor: tensor, lambda held: held)], (4, 4))
-    places = learn(model, torch.randn(4, 4).bfloat16())
-    assert places.hold(model)
+    element_map = learn(model, torch.randn(4, 4).bfloat16())
+    assert element_map.is_valid_for(model)
     model.held.data = model.held.data.clone()
-    assert not places.hold(model)
+    assert not element_map.is_valid_for(model)

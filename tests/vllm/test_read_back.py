@@ -58,18 +58,18 @@ def test_a_single_bit_is_noticed_and_nothing_is_changed(model: Fused, weights: d
     before = model.qk.clone()
     readings = read_back(model, weights.items())
     assert readings.different == {"k"}
-    assert not readings.unlike
+    assert not readings.mostly_different
     assert torch.equal(model.qk, before)
     model.words.data[5, 0] = -0.0  # equal to the padding's zero, as numbers go: padding is never looked up
     assert "words" in read_back(model, weights.items()).equal
 
 
-def test_another_layout_is_unlike(model: Fused, weights: dict[str, torch.Tensor]) -> None:
+def test_another_layout_is_mostly_different(model: Fused, weights: dict[str, torch.Tensor]) -> None:
     model.qk.data = model.qk.data.flip(1).contiguous()
-    assert read_back(model, weights.items()).unlike >= {"q", "k"}
+    assert read_back(model, weights.items()).mostly_different >= {"q", "k"}
     model.words = torch.nn.Parameter(torch.empty(0), requires_grad=False)  # packed elsewhere
     readings = read_back(model, weights.items())
-    assert "words" in readings.unlike
+    assert "words" in readings.mostly_different
     assert readings.absent == {"unused"}
 
 
@@ -87,7 +87,7 @@ def test_what_a_loader_puts_together_is_neither_absent_nor_loaded_one_by_one(wei
     model = Joined()
     model.load_weights(weights.items())
     readings = read_back(model, weights.items())
-    assert readings.equal == readings.pieces.keys() == {"words"}
+    assert readings.equal == readings.blocks.keys() == {"words"}
     assert readings.different == {"q", "k", "unused"}, "used, and nobody knows where the elements went"
     assert not readings.absent
 
@@ -103,5 +103,5 @@ def test_what_was_computed_is_known_by_what_it_was_computed_from(weights: dict[s
     late.load_weights(halves.items())
     readings = read_back(late, halves.items())
     assert readings.equal == {"q", "k", "words"}
-    assert not readings.pieces
+    assert not readings.blocks
     assert readings.absent == {"unused"}

@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowServer]:
-    monkeypatch.setattr(module, "_LOOK", 0.05)
+    monkeypatch.setattr(module, "_CHECK_SECONDS", 0.05)
     with SlowServer() as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()

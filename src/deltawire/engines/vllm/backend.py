@@ -1,4 +1,4 @@
-"""The weight-transfer backend `deltawire`: one object in each worker of a server.
+"""The weight-transfer backend `deltawire`: one object in each worker of a vLLM server.
 
     POST /init_weight_transfer_engine {"init_info": {"mirror": DIR, "url": URL, …}}
     POST /collective_rpc {"method": "deltawire_prepare", "args": [VERSION]}      at any time: stages in the background
@@ -6,21 +6,21 @@
     POST /update_weights {"update_info": {"version": VERSION}}
     POST /finish_weight_update {"weight_version": "VERSION"}, /resume
 
-An update that was not prepared is staged within the pause: slower, and as exact. The first one after the start loads everything, since
-nobody knows which version the server's own loading found; so does one with `"anew": true`, one that changes a tensor that is not in place
-(see read_back.py), and every one of a model that holds tensors derived from its weights (such as the absorbed projections of MLA). All
-others write the elements that changed, where the model's loaders have put them (see element_map.py).
+**What an update writes.** Usually it writes only the elements that changed, at the positions where the model's loaders have put them
+(element_map.py). It loads everything in these cases: it is the first update after the start, because the version that the server loaded is
+unknown; it says `"anew": true`; it changes a tensor that is not in place (read_back.py); or the model holds tensors that were computed from
+its weights, such as the absorbed projections of MLA. An update that was not prepared is staged within the pause, which takes longer.
 
-**What is confirmed.** When the server starts, what it has loaded is read back, to learn which tensors are in place. After everything was
-loaded anew, each tensor in place is read back by the model's own loaders and compared, bit for bit, with the mirror, whose digest was
-checked against the chain; and where each of them is read is where elements are written from then on. After an update, every element that
-was written is read and compared; with `confirm="everything"`, every tensor, by the loaders. Tensors that vLLM transforms after loading
-(`transformed` in the status) cannot be read back: that they are right rests on vLLM's own reloading; that they were transformed again, and
-not left as loaded, is checked.
+**What is confirmed.** When the server starts, the backend reads the loaded weights back, to learn which tensors are in place. After
+everything was loaded anew, each tensor in place is read back through the model's own loaders and compared, bit for bit, with the mirror,
+whose digest was checked against the chain. Its position in the model is recorded for later updates. After an update, every written
+element is read and compared. With `confirm="everything"`, every tensor in place is read back through the loaders. Tensors that vLLM
+transforms after loading (`transformed` in the status) cannot be read back. Their values rely on vLLM's own reloading; the backend only
+checks that they were transformed again.
 
-**What fails.** All workers stage an update before any writes: a failure until then changes nothing. A failure while writing, or a reading
-that differs, leaves the worker *quarantined*: its weights are of no known version. The call fails, the server stays paused for as long as
-nobody resumes it, and the only update that is accepted is one that loads everything.
+**What happens on failures.** All workers stage an update before any of them writes, so a failure up to then changes nothing. If writing
+fails, or a weight that is read back differs, all workers become *quarantined*: their weights are in an unknown state. The call fails, and
+the server stays paused until a client resumes it. Quarantined workers accept only an update that loads everything.
 """
 
 from __future__ import annotations
@@ -49,8 +49,21 @@ logger = init_logger("vllm.deltawire")
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Where versions come from.
 
-    `mirror` is a directory that all workers of a host share. With `url` the workers bring it to the versions that they are asked for;
-    without, somebody else does, such as `deltawire sidecar`. `confirm` is "written" or "everything".
+    Parameters
+    ----------
+    mirror
+        The directory of the mirror, which all workers of a host share.
+    url
+        The location of the chain. The workers then bring the mirror to the requested versions themselves. Without it, another process does,
+        such as `deltawire sidecar`.
+    run
+        The name that the run must have.
+    trusted_keys
+        Public keys. Records that none of them signed are refused.
+    confirm
+        What is read back after each update: "written" or "everything".
+    threads
+        Number of threads for decoding and comparing. None means one per core.
     """
 
     mirror: str
@@ -63,7 +76,15 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which version; `anew` loads all of it, whatever there is."""
+    """An update.
+
+    Parameters
+    ----------
+    version
+        The number of the version's commit.
+    anew
+        True to load all weights, even if the worker's version is known.
+    """
 
     version: int
     anew: bool = False
@@ -84,19 +105,19 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._stager: Stager | None = None
         self._live: HeldVersion | None = None
         self._in_place: set[str] = set()
-        self._places: ElementMap | None = None
+        self._element_map: ElementMap | None = None
         self._transformed: set[str] = set()
-        self._derived = _tensors_beside_parameters(self.model)
-        self._look_at_layout()
+        self._derived = _computed_tensors(self.model)
+        self._learn_layout()
         self._is_quarantined = False
         self._error: str | None = None
         self._last: dict[str, float] = {}
-        _offer_to_rpc()
+        _add_rpc_methods()
 
     # What vLLM calls
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Say where versions come from. The same again changes nothing; another place makes the next update load everything."""
+        """Set where versions come from. The same settings again change nothing. Other settings make the next update load everything."""
         if init_info.confirm not in ("written", "everything"):
             self._raise(EngineRefused, f'confirm must be "written" or "everything", not {init_info.confirm!r}')
             return
@@ -104,11 +125,11 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             return
         self.shutdown()
         options = ReaderOptions(run=init_info.run, trusted_keys=tuple(init_info.trusted_keys))
-        self._stager = Stager(Path(init_info.mirror), init_info.url, options, init_info.threads, self._place)
+        self._stager = Stager(Path(init_info.mirror), init_info.url, options, init_info.threads, self._map_changes)
         self._info = init_info
 
     def start_weight_update(self) -> None:
-        """Nothing to do: all is done in `update_weights`."""
+        """Do nothing: `update_weights` does all the work."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -116,13 +137,13 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Get to a version, together with all other workers. Raises, in the last of them, if any worker failed."""
+        """Bring this worker to a version, together with all other workers. Raises, in the last worker, if any worker failed."""
         began = time.perf_counter()
         staged, self._error = None, None
         try:
             staged = self._take(update_info)
         except Exception as error:
-            self._note(error)
+            self._record(error)
         if failed := _failed_ranks(staged is None):
             if staged is not None:
                 staged.target.release()
@@ -133,7 +154,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         try:
             self._change(staged, anew=update_info.anew)
         except Exception as error:
-            self._note(error)
+            self._record(error)
         self._last["stage_ms"] = (taken - began) * 1e3
         self._last["total_ms"] = (time.perf_counter() - began) * 1e3
         if failed := _failed_ranks(self._error is not None):
@@ -145,12 +166,12 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             before.release()
 
     def finish_weight_update(self) -> None:
-        """Raises, in the last worker, if the weights are of no known version."""
+        """Raise, in the last worker, if the weights are in an unknown state."""
         if self._is_quarantined:
             self._raise(EngineQuarantined, "the last update failed")
 
     def shutdown(self) -> None:
-        """Let go of mirror and store. The weights stay; which version they are is forgotten."""
+        """Release the mirror and the store. The weights stay, but their version is forgotten."""
         if self._stager is not None:
             self._stager.close()
             self._stager = None
@@ -159,7 +180,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._live = None
         self._info = None
 
-    # What is called by /collective_rpc. Neither ever raises, for that would confuse vLLM's executor (see `_raises_for_all`)
+    # /collective_rpc calls the next two methods. They never raise, because that would confuse vLLM's executor (see `_raises_for_all`)
 
     def prepare(self, version: int) -> dict[str, Any]:
         """Begin to stage a version. Returns the status."""
@@ -168,7 +189,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         return self.status()
 
     def status(self) -> dict[str, Any]:
-        """What this worker has, in JSON's types."""
+        """Return the state of this worker, in JSON's types."""
         stager = self._stager
         return {
             "initialised": stager is not None,
@@ -188,7 +209,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if self._stager is None:
             raise EngineError("the weight transfer was not initialised: POST /init_weight_transfer_engine first.")
         if self._is_quarantined and not info.anew:
-            raise EngineQuarantined("the last update failed, so only one that loads everything is accepted (`anew`).")
+            raise EngineQuarantined("the last update failed, so only an update that loads everything (`anew`) is accepted.")
         return self._stager.take(info.version, self._live)
 
     def _change(self, staged: StagedUpdate, *, anew: bool) -> None:
@@ -197,25 +218,25 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if anew or changes is None or self._derived or not changes.keys() <= self._in_place:
             self._load_all(staged)
             return
-        placed = self._still_placed(staged.placed)
-        tensors = sorted(changes if placed is None else changes.keys() - placed.tensors)
+        mapped = self._if_still_valid(staged.mapped)
+        tensors = sorted(changes if mapped is None else changes.keys() - mapped.tensors)
         start = time.perf_counter()
-        if placed is not None:
-            placed.write()
+        if mapped is not None:
+            mapped.write()
         loading.write_tensors(self.model, weights, tensors)
         written = time.perf_counter()
         assert self._info is not None
-        if placed is not None and not placed.are_written():
-            raise EngineQuarantined("after the update, elements that were written are not what they should be.")
-        looked_at = sorted(self._in_place) if self._info.confirm == "everything" else tensors
+        if mapped is not None and not mapped.are_written():
+            raise EngineQuarantined("after the update, some written elements have wrong values.")
+        to_read = sorted(self._in_place) if self._info.confirm == "everything" else tensors
         with torch.no_grad():
-            different = read_back(self.model, loading.whole_tensors(weights, looked_at)).different if looked_at else set()
+            different = read_back(self.model, loading.whole_tensors(weights, to_read)).different if to_read else set()
         if different:
-            raise EngineQuarantined(f"after the update, {len(different)} tensors are not what they should be, such as {min(different)!r}.")
+            raise EngineQuarantined(f"after the update, {len(different)} tensors have wrong values, such as {min(different)!r}.")
         self._last = {
             "write_ms": (written - start) * 1e3,
             "confirm_ms": (time.perf_counter() - written) * 1e3,
-            "elements": 0 if placed is None else placed.elements,
+            "elements": 0 if mapped is None else mapped.elements,
             "patched_tensors": len(changes) - len(tensors),
             "whole_tensors": len(tensors),
             "loaded_anew": 0,
@@ -229,28 +250,28 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         with torch.no_grad():
             readings = read_back(self.model, loading.whole_tensors(weights, weights))
         if lost := readings.different & self._in_place:
-            raise EngineQuarantined(f"after loading everything, {len(lost)} tensors are not what they should be, such as {min(lost)!r}.")
+            raise EngineQuarantined(f"after loading everything, {len(lost)} tensors have wrong values, such as {min(lost)!r}.")
         if raw := readings.equal & self._transformed:
-            raise EngineQuarantined(f"this vLLM does not transform {len(raw)} tensors as at the start, such as {min(raw)!r}.")
+            raise EngineQuarantined(f"this vLLM version transforms {len(raw)} tensors only when it starts, such as {min(raw)!r}.")
         self._in_place = readings.equal | readings.absent
-        self._places = ElementMap(self.model, {**dict.fromkeys(readings.absent, ()), **readings.pieces})
+        self._element_map = ElementMap(self.model, {**dict.fromkeys(readings.absent, ()), **readings.blocks})
         self._transformed |= readings.different
         self._last = {"write_ms": (loaded - start) * 1e3, "confirm_ms": (time.perf_counter() - loaded) * 1e3, "loaded_anew": 1}
 
-    def _place(self, changes: Mapping[str, Change]) -> MappedChanges | None:
-        """By the staging thread: for anything but what is known to be in place there is nothing to prepare."""
-        places = self._places
-        return places.place(changes) if places is not None and changes.keys() <= self._in_place else None
+    def _map_changes(self, changes: Mapping[str, Change]) -> MappedChanges | None:
+        """Return the changes by their positions, or None if they are not all in place. The staging thread calls it."""
+        known = self._element_map
+        return known.map_changes(changes) if known is not None and changes.keys() <= self._in_place else None
 
-    def _still_placed(self, placed: MappedChanges | None) -> MappedChanges | None:
-        """None unless the model is where it was when its places were learnt."""
-        is_good = placed is not None and placed.places is self._places and placed.places.hold(self.model)
-        return placed if is_good else None
+    def _if_still_valid(self, mapped: MappedChanges | None) -> MappedChanges | None:
+        """Return None if the model's tensors have other memory than when the positions were recorded."""
+        is_good = mapped is not None and mapped.element_map is self._element_map and mapped.element_map.is_valid_for(self.model)
+        return mapped if is_good else None
 
-    def _look_at_layout(self) -> None:
-        """Read back what vLLM has loaded just now. What differs, it has transformed; what nothing was loaded into, it has derived.
+    def _learn_layout(self) -> None:
+        """Read back what vLLM has just loaded. vLLM has transformed tensors that differ, and computed those that were not loaded.
 
-        Nothing is learnt of a server that began without a checkpoint (`--load-format dummy`), or with a loader that cannot be asked twice.
+        This learns nothing about a server that started without a checkpoint (`--load-format dummy`), or whose loader works only once.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
@@ -260,7 +281,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             return
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             readings = read_back(self.model, loader.get_all_weights(self.model_config, self.model))
-        self._transformed = readings.unlike
+        self._transformed = readings.mostly_different
         self._derived |= readings.untouched
         if self._transformed or self._derived:
             logger.info("%d tensors are transformed after loading, %d derived from others", len(self._transformed), len(self._derived))
@@ -271,7 +292,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._live.release()
         self._live, self._is_quarantined = None, True
 
-    def _note(self, error: Exception) -> None:
+    def _record(self, error: Exception) -> None:
         logger.exception("deltawire: an update failed")
         self._error = f"{type(error).__name__}: {error}"
 
@@ -280,8 +301,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             raise kind(f"{message}. {self._error or ''}".rstrip())
 
 
-def _tensors_beside_parameters(model: Any) -> set[str]:
-    """Tensors that modules hold as plain attributes, but for scalars: what was computed from weights, and would go stale."""
+def _computed_tensors(model: Any) -> set[str]:
+    """Return the tensors that modules hold as plain attributes, except scalars. They were computed from weights, and updates miss them."""
     return {
         f"{module_name}.{name}"
         for module_name, module in model.named_modules()
@@ -318,8 +339,8 @@ def _raises_for_all() -> bool:
     return bool(group.rank_in_group == group.world_size - 1)
 
 
-def _offer_to_rpc() -> None:
-    """Let /collective_rpc reach the backend: vLLM has no route to prepare an update, to ask how it stands, or to give one up."""
+def _add_rpc_methods() -> None:
+    """Add methods for /collective_rpc, because vLLM has no routes to prepare an update, to get its status, or to abandon it."""
     from vllm.v1.worker.gpu_worker import Worker
 
     def deltawire_status(worker: Any) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""On CPUs vLLM packs weights after loading, which updates have to reckon with. For servers that use our backend, and for no others:
+"""Changes how vLLM packs weights after loading on CPUs, for servers that use the deltawire backend and no others.
 
-- Linear layers keep their weights as they are. Else vLLM empties the tensor that they were loaded into, and what is loaded later goes
-  nowhere. That costs some speed there.
-- Experts of an MoE are packed again when they are loaded again. vLLM 0.32 packs them the first time only, and then computes garbage.
+- Linear layers keep their weights unpacked. Otherwise vLLM empties the tensor that they were loaded into, and weights that are loaded later
+  have no effect. Unpacked layers are somewhat slower.
+- Experts of an MoE are packed again when they are loaded again. vLLM 0.32 packs them only the first time, and then computes wrong results.
 
-GPUs are not concerned.
+Nothing changes on GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def prepare_for_updates(backend: str) -> None:
-    """Let the layers of servers with this weight-transfer backend take new weights."""
+    """Change vLLM's packing, for servers with this weight-transfer backend, so that their layers can take new weights."""
     _keep_linear_weights(backend)
     _pack_experts_each_time(backend)
 
@@ -44,7 +44,7 @@ def _pack_experts_each_time(backend: str) -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     set_up = getattr(UnquantizedFusedMoEMethod, "_setup_kernel", None)
-    if set_up is None:  # of another vLLM; if it does not pack them again, the worker notices and refuses (backend.py)
+    if set_up is None:  # another vLLM version; if it does not pack them again, the worker notices it (backend.py)
         return
 
     def set_up_and_pack(method: Any, layer: Any, w13: Any, w2: Any) -> None:

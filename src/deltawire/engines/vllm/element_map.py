@@ -1,7 +1,8 @@
 """Where a model keeps the elements of a checkpoint, so that changes can be written there without its loaders.
 
-A loader copies parts of tensors (rows of a fused matrix, a shard, an expert) to parts of parameters: views of both, of the same shape.
-Learnt once from these copies (read_back.py), they say of any element where in the model's memory it is.
+A loader copies blocks of checkpoint tensors (rows of a fused matrix, a shard, an expert) to blocks of parameters. Source and target of such
+a copy are views with the same shape. read_back.py records these copies once. From then on, the position of each element of the checkpoint
+in the model's memory is known.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a tensor and where it is: two views of one shape, the strides of both in elements."""
+class MappedBlock:
+    """A block of a checkpoint tensor and its position in the model: two views with one shape. Strides and starts count elements."""
 
     shape: tuple[int, ...]
     source_start: int
@@ -30,11 +31,14 @@ class Piece:
     target_start: int
     target_strides: tuple[int, ...]
     memory: torch.Tensor
-    """All that the target is a part of, flat, as integers."""
+    """The whole storage of the target, flat, as integers."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> Piece | None:
-        """What a copy from `source`, a view of a checkpoint's `tensor`, to `target` tells; None if that is no matter of strides."""
+    def of(cls, tensor: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> MappedBlock | None:
+        """Return the block that a copy from `source`, a view of the checkpoint's `tensor`, to `target` shows.
+
+        Returns None if strides cannot describe the copy.
+        """
         if source.shape != target.shape or source.dtype != target.dtype or not tensor.is_contiguous():
             return None
         if source.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or source.element_size() != tensor.element_size():
@@ -43,7 +47,7 @@ class Piece:
         sides.sort(key=lambda side: -side[1])
         reach = 0
         for n, stride, _ in reversed(sides):
-            if stride <= reach:  # an element is several times in the view, or the dimensions are interwoven
+            if stride <= reach:  # the view has an element several times, or its dimensions overlap
                 return None
             reach += (n - 1) * stride
         storage = target.untyped_storage()
@@ -54,7 +58,7 @@ class Piece:
         return cls(shape, start, strides, target.storage_offset(), target_strides, memory)
 
     def find(self, indices: NDArray[np.signedinteger[Any]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Which of these elements of the tensor are in this part, and where those are in `memory`."""
+        """Return which of these elements of the tensor are in this block, and their positions in `memory`."""
         rest = indices.astype(np.int64) - self.source_start
         targets = np.full(rest.shape, self.target_start, np.int64)
         here = rest >= 0
@@ -69,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Elements of one piece of memory, and what they become."""
+    """New values for some elements of one storage."""
 
     memory: torch.Tensor
     indices: torch.Tensor
@@ -79,27 +83,27 @@ class Scatter:
         self.memory[self.indices] = self.values
 
     def is_written(self) -> torch.Tensor:
-        """Whether all of them are there; a tensor, for nobody waits for the device here."""
+        """Return whether all of them are written, as a tensor, so that the caller need not wait for the device yet."""
         return (self.memory[self.indices] == self.values).all()
 
 
 @dataclass(frozen=True, slots=True)
 class MappedChanges:
-    """Changes by where they go."""
+    """Changes by their positions in the model's memory."""
 
-    places: ElementMap
+    element_map: ElementMap
     scatters: Sequence[Scatter]
     tensors: frozenset[str]
-    """Whose changes these are."""
+    """The names of the checkpoint tensors that these changes belong to."""
 
     def write(self) -> None:
-        """Write all of them. What fails half-way leaves a mix."""
+        """Write all of them. A failure half-way leaves a mix of two versions."""
         with torch.no_grad():
             for scatter in self.scatters:
                 scatter.write()
 
     def are_written(self) -> bool:
-        """Whether each of them is there, bit for bit."""
+        """Return whether each of them is written, bit for bit."""
         return not self.scatters or bool(torch.stack([scatter.is_written() for scatter in self.scatters]).all())
 
     @property
@@ -108,28 +112,36 @@ class MappedChanges:
 
 
 class ElementMap:
-    """Where a model keeps the tensors of a checkpoint; good for as long as its parameters stay where they are."""
+    """The positions of checkpoint tensors in a model. The map is valid as long as the model's parameters keep their memory.
 
-    def __init__(self, model: Any, pieces: Mapping[str, Sequence[Piece]]) -> None:
+    Parameters
+    ----------
+    model
+        The model.
+    blocks
+        For each checkpoint tensor whose position is known, its blocks. A tensor that this worker does not hold has none.
+    """
+
+    def __init__(self, model: Any, blocks: Mapping[str, Sequence[MappedBlock]]) -> None:
         self._memory = _memory_of(model)
-        self._pieces = pieces
+        self._blocks = blocks
 
-    def hold(self, model: Any) -> bool:
-        """Whether the model's tensors are where they were."""
+    def is_valid_for(self, model: Any) -> bool:
+        """Return whether the model's tensors still have the memory that they had."""
         return _memory_of(model) == self._memory
 
-    def place(self, changes: Mapping[str, Change]) -> MappedChanges:
-        """Find the places of changes, and bring these to the device beside everything else that it does."""
+    def map_changes(self, changes: Mapping[str, Change]) -> MappedChanges:
+        """Find the positions of changes, and copy them to the device while it generates."""
         memory: dict[tuple[int, int], torch.Tensor] = {}
         found: dict[tuple[int, int], list[tuple[NDArray[np.int64], NDArray[Any]]]] = {}
         for name, change in changes.items():
-            for piece in self._pieces.get(name, ()):
-                here, targets = piece.find(change.indices)
-                key = piece.memory.data_ptr(), piece.memory.element_size()
-                memory[key] = piece.memory
+            for block in self._blocks.get(name, ()):
+                here, targets = block.find(change.indices)
+                key = block.memory.data_ptr(), block.memory.element_size()
+                memory[key] = block.memory
                 found.setdefault(key, []).append((targets, change.values[here]))
         scatters = [_scatter(memory[key], *map(np.concatenate, zip(*parts, strict=True))) for key, parts in found.items()]
-        return MappedChanges(self, scatters, frozenset(changes.keys() & self._pieces.keys()))
+        return MappedChanges(self, scatters, frozenset(changes.keys() & self._blocks.keys()))
 
 
 def _scatter(memory: torch.Tensor, targets: NDArray[np.int64], values: NDArray[Any]) -> Scatter:
@@ -150,7 +162,7 @@ def _on_device(device: torch.device, *tensors: torch.Tensor) -> Sequence[torch.T
 
 @functools.cache
 def _side_stream(device: torch.device) -> Any:
-    """One for all: memory that was had for a stream serves no other."""
+    """Return one stream for all changes, because torch does not reuse memory of one stream for another."""
     return torch.cuda.Stream(device)
 
 

@@ -1,11 +1,11 @@
-"""Completions from a vLLM server whose weights follow a chain, driven from this process.
+"""Completions from a vLLM server whose weights follow a chain. This process drives the server.
 
-Which version made which token: exact, where the server tells (token_route.py); the sidecar names weights by their place in the chain.
-Other servers have only /v1/completions, which tells nothing: then a whole completion is attributed to the oldest version that was served
-between sending the request and having its answer, which is conservative, since a budget of staleness counts from the oldest.
+Most servers report which weights made which token (token_route.py), and the sidecar labels weights with the number of their commit, so each
+token is attributed exactly. Other servers have only /v1/completions, which does not report it. Then a whole completion is attributed to the
+oldest version that was served between the request and its answer. This is safe, because staleness counts from the oldest version.
 
-Log-probs are those of the distribution that was drawn from, if the server runs with `--logprobs-mode processed_logprobs`. With vLLM's
-default they are those of temperature 1 and top_p 1, so a server that says it has that default is refused for any other sampling.
+If the server runs with `--logprobs-mode processed_logprobs`, log-probs belong to the distribution that tokens were drawn from. With vLLM's
+default they belong to temperature 1 and top_p 1. A server that reports this default is refused for any other sampling.
 """
 
 from __future__ import annotations
@@ -33,18 +33,33 @@ from .routes import EngineUnreachable, RouteFailed, VllmRoutes
 from .sidecar import Sidecar
 from .token_route import TOKEN_ROUTE, read_choice, token_request
 
-_PLAIN = "/v1/completions"
-_LOOK = 0.05
-_HEALTH = 5.0
-_PATIENCE = 3600.0
-"""Seconds that the server may take for one request."""
+_PLAIN_ROUTE = "/v1/completions"
+_STOP_CHECK_SECONDS = 0.05
+_HEALTH_CHECK_SECONDS = 5.0
+_REQUEST_SECONDS = 3600.0
+"""The server may take this long for one request."""
 
 
 class VllmGenerator:
-    """A `deltawire.fleet.generation.Generator` that asks the vLLM server at `url`, and keeps it at the newest version in `store`.
+    """Generates completions with a vLLM server, and keeps the server at the newest version of a chain.
 
-    The server is started as for `deltawire sidecar` (which must not run beside this: there would be two to drive it). Its requests are sent
-    one per prompt, all at once, and it batches them.
+    It is a `deltawire.fleet.generation.Generator`. Start the server as for `deltawire sidecar`, but do not run `deltawire sidecar` at the
+    same time, because only one process may drive the server. The requests for all prompts are sent at once, and the server batches them.
+
+    Parameters
+    ----------
+    store
+        The store of the chain.
+    url
+        The address of the server.
+    mirror
+        The directory of the mirror, which the server's workers must be able to read.
+    options
+        Which chain to accept, and how to read it.
+    poll
+        Seconds between two looks for a new version.
+    on_event
+        Called with each event of the sidecar.
     """
 
     def __init__(
@@ -71,11 +86,11 @@ class VllmGenerator:
         self._device: str | None = None
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """Token ids of the rows' prompts, by the tokenizer of the version that the server has."""
+        """Return the token ids of each row's prompt, by the tokenizer of the version that the server has."""
         return self._prompts.at(self.version).encode(rows)
 
     def decode(self, rows: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]) -> list[Any]:
-        """Completions as rewards see them, by the tokenizer of the version that the server has."""
+        """Return completions as reward functions get them, by the tokenizer of the version that the server has."""
         return self._prompts.at(self.version).decode(rows, tokens)
 
     def start(self) -> None:
@@ -93,7 +108,7 @@ class VllmGenerator:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Stop = never) -> list[Generated]:
         before = self._served()
-        self._meet_server(sampling)
+        self._check_server(sampling)
         try:
             answers = self._answers([self._body(prompt, sampling, sampling.seed + number) for number, prompt in enumerate(prompts)], stop)
         except EngineUnreachable as failure:
@@ -119,16 +134,16 @@ class VllmGenerator:
             self._failure = error
 
     def _answers(self, bodies: Sequence[tuple[str, dict[str, Any]]], stop: Stop) -> list[Any]:
-        """Send all requests at once; the server batches them. Returns their answers in order. Whatever is raised gives up all of them."""
+        """Send all requests at once. Returns their answers in order. An exception cancels all of them."""
         with http_session(self._routes.url) as session:
-            requests = [(route, session.begin("POST", route, body, timeout=_PATIENCE)) for route, body in bodies]
-            looked = time.monotonic()
-            while not all(pending.wait(_LOOK) for _, pending in requests):
+            requests = [(route, session.begin("POST", route, body, timeout=_REQUEST_SECONDS)) for route, body in bodies]
+            checked = time.monotonic()
+            while not all(pending.wait(_STOP_CHECK_SECONDS) for _, pending in requests):
                 if stop():
                     raise Interrupted
-                if time.monotonic() - looked > _HEALTH:  # a server whose engine is dead may keep its clients waiting for ever
+                if time.monotonic() - checked > _HEALTH_CHECK_SECONDS:  # a server whose engine has died may never answer
                     self._routes.check_alive()
-                    looked = time.monotonic()
+                    checked = time.monotonic()
             return [_content(route, pending) for route, pending in requests]
 
     def _served(self) -> Version:
@@ -137,8 +152,8 @@ class VllmGenerator:
             raise self._failure or EngineUnavailable(f"the server at {self._routes.url} has no version of the chain yet.")
         return served
 
-    def _meet_server(self, sampling: Sampling) -> None:
-        """Learn what the server calls its model, and whether its log-probs are those that were drawn from."""
+    def _check_server(self, sampling: Sampling) -> None:
+        """Get the name of the server's model, and check that its log-probs belong to the distribution that tokens are drawn from."""
         try:
             if self._model is None:
                 self._model = self._routes.model()
@@ -157,19 +172,19 @@ class VllmGenerator:
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            # On a CPU the engine dies of requests with a seed that it has to compute anew, as it does after a swap (vLLM 0.32).
+            # On a CPU, vLLM 0.32 crashes when it recomputes a request that has a seed, which it does after a swap.
             "seed": None if self._device == "cpu" else seed,
         }
-        own |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # a model's generation_config.json may say otherwise
+        own |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # these override the model's generation_config.json
         if self._has_exact_route:
             return TOKEN_ROUTE, token_request(self._model, prompt, own)
-        return _PLAIN, {"model": self._model, "prompt": list(prompt), **own, "logprobs": 0, "return_token_ids": True}
+        return _PLAIN_ROUTE, {"model": self._model, "prompt": list(prompt), **own, "logprobs": 0, "return_token_ids": True}
 
     def _read(self, answer: Mapping[str, Any], sampling: Sampling, before: Version) -> list[Generated]:
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             if len(choices) != sampling.samples:
-                raise EngineError(f"the server made {len(choices)} completions of {sampling.samples}.")
+                raise EngineError(f"the server returned {len(choices)} completions instead of {sampling.samples}.")
             return [self._completion(choice, before) for choice in choices]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"the answer of the server at {self._routes.url} cannot be read: {error!r}.") from error
@@ -179,21 +194,21 @@ class VllmGenerator:
         if drawn.spans is None:
             made = [GeneratedSpan(0, len(drawn.tokens), self._oldest_since(before))] if drawn.tokens else []
         else:
-            made = [GeneratedSpan(span.start, span.end, self._named(span.label)) for span in drawn.spans]
+            made = [GeneratedSpan(span.start, span.end, self._labelled(span.label)) for span in drawn.spans]
         return Generated(np.array(drawn.tokens, np.int32), np.array(drawn.logprobs, np.float32), tuple(made), drawn.finished)
 
     def _oldest_since(self, before: Version) -> Version:
         now = self._served()
         return min(before, now, key=lambda version: version.seq)
 
-    def _named(self, label: str) -> Version:
-        """The version that the sidecar gave this label to; `EngineUnavailable` if nobody knows what made the tokens."""
+    def _labelled(self, label: str) -> Version:
+        """Return the version with this label. Raises `EngineUnavailable` if the label is not that of a version."""
         try:
             return self._log.version(int(label))
         except (ValueError, VersionUnknown) as error:
-            raise EngineUnavailable(f"tokens were made by weights that are called {label!r}.") from error
+            raise EngineUnavailable(f"tokens were made by weights with the label {label!r}, which is no version.") from error
         except DeltawireError as error:
-            raise EngineUnavailable(f"it cannot be found out what version {label} is: {error}") from error
+            raise EngineUnavailable(f"version {label} cannot be looked up: {error}") from error
 
 
 def _content(route: str, pending: PendingAnswer) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 BACKEND = "deltawire"
-"""What `--weight-transfer-config '{"backend": "deltawire"}'` names."""
+"""The name for `--weight-transfer-config '{"backend": "deltawire"}'`."""
 
 
 def register() -> None:
-    """Make the backend known to vLLM. It is imported only in workers of a server that asks for it. Doing so twice is fine."""
+    """Register the backend with vLLM, which imports it only in workers of a server that asks for it. It may be called twice."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 

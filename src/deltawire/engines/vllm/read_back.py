@@ -1,9 +1,9 @@
-"""Read weights back from a model through its own loaders.
+"""Reads weights back from a model through its own loaders.
 
-A model's `load_weights` knows where each element of a checkpoint belongs: which rows of a fused QKV, which shard, which expert. Run with
-every write turned into a comparison, it tells whether the model holds what a checkpoint says, without changing it. A tensor that reads
-back equal right after the server has loaded it is *in place*: what a loader writes later is where the kernels look for it. One that does
-not was transformed after loading (packed, transposed, quantised); such tensors can only be loaded anew.
+A model's `load_weights` knows where each element of a checkpoint belongs: in which rows of a fused QKV, in which shard, in which expert.
+`read_back` runs it with every write turned into a comparison. This shows whether the model holds the weights of a checkpoint, and changes
+nothing. A tensor that reads back equal right after the server has loaded it is *in place*: the kernels read it where a loader writes it.
+Other tensors were transformed after loading (packed, transposed, quantised). They can only be loaded anew.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .element_map import Piece
+from .element_map import MappedBlock
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
 class Readings:
-    """What came of reading tensors back, by their names in the checkpoint."""
+    """The results of reading tensors back, by their names in the checkpoint."""
 
     equal: set[str] = field(default_factory=set)
-    """Held by this worker, and equal, bit for bit."""
+    """Tensors that this worker holds and that are equal, bit for bit."""
     different: set[str] = field(default_factory=set)
-    """Not equal, or not comparable."""
-    unlike: set[str] = field(default_factory=set)
-    """Those of the different ones of which not even half of the elements are equal: no other version, but another layout."""
+    """Tensors that are not equal, or cannot be compared."""
+    mostly_different: set[str] = field(default_factory=set)
+    """Different tensors with less than half of their elements equal. This is not another version, but another layout."""
     absent: set[str] = field(default_factory=set)
-    """Not held by this worker: another shard's, or a tensor that the model does not load."""
+    """Tensors that this worker does not hold: they belong to another shard, or the model does not load them."""
     untouched: set[str] = field(default_factory=set)
-    """Parameters of the model, by its own names, that none of the tensors was loaded into."""
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    """Where the equal ones are, if that is all a matter of strides."""
+    """Parameters of the model, by its own names, into which no tensor was loaded."""
+    blocks: dict[str, list[MappedBlock]] = field(default_factory=dict)
+    """The positions of equal tensors in the model, if strides can describe them."""
 
 
 def read_back(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Readings:
-    """Compare a model with tensors of a checkpoint. Nothing is changed."""
+    """Compare a model with tensors of a checkpoint. Changes nothing."""
     comparison = _Comparison(model)
     remaining = iter(weights)
     while True:
         try:
             with comparison:
                 model.load_weights(comparison.watch(remaining))
-        except Exception:  # by a loader that this layout confuses: the tensor is not in place, the others may be
+        except Exception:  # the loader cannot handle this layout: the tensor is not in place, but others may be
             if comparison.current is None:
                 raise
             comparison.refused.add(comparison.current)
@@ -59,7 +59,7 @@ def read_back(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Readin
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Memory that holds a tensor of the checkpoint, or what a loader computed from some."""
+    """Memory that holds a tensor of the checkpoint, or values that a loader computed from such tensors."""
 
     storage: weakref.ref[torch.UntypedStorage]
     names: frozenset[str]
@@ -68,7 +68,7 @@ class _Source:
 
 
 class _Comparison(TorchDispatchMode):  # type: ignore[misc]
-    """While it is active, nothing is written to the model's tensors: writes are compared instead."""
+    """While this mode is active, writes to the model's tensors are compared with their contents instead."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -78,16 +78,16 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         self._touched: set[int] = set()
         self._sources: dict[int, _Source] = {}
         self._verdicts: dict[str, list[tuple[torch.Tensor, int]]] = {}
-        """By name: how many elements are equal, and of how many."""
+        """By name: the number of equal elements, and of all elements."""
         self._seen: list[str] = []
-        self._pieces: dict[str, list[Piece]] = {}
-        self._unplaced: set[str] = set()
-        """Used for more than copies of their elements."""
+        self._blocks: dict[str, list[MappedBlock]] = {}
+        self._unmapped: set[str] = set()
+        """Tensors of which a loader did more than copy elements."""
         self.refused: set[str] = set()
         self.current: str | None = None
 
     def watch(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand the tensors on, knowing which one is being loaded."""
+        """Yield the tensors, and record which one is being loaded."""
         for name, tensor in weights:
             self.current = name
             self._seen.append(name)
@@ -101,16 +101,16 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         equal = {name: sum(next(equal_counts) for _ in verdicts) for name, verdicts in self._verdicts.items()}
         totals = {name: sum(total for _, total in verdicts) for name, verdicts in self._verdicts.items()}
         readings = Readings(untouched={name for name, memory in self._parameters.items() if memory not in self._touched})
-        refused = self.refused | self._unplaced - self._verdicts.keys()  # also what went where nobody looked: it is not absent
+        refused = self.refused | self._unmapped - self._verdicts.keys()  # a tensor that was used, but not compared, is not absent
         for name in self._seen:
             if name in refused or (name in equal and equal[name] < totals[name]):
                 readings.different.add(name)
                 if name in refused or 2 * equal[name] < totals[name]:
-                    readings.unlike.add(name)
+                    readings.mostly_different.add(name)
             elif name in equal:
                 readings.equal.add(name)
-                if name not in self._unplaced and name in self._pieces:
-                    readings.pieces[name] = self._pieces[name]
+                if name not in self._unmapped and name in self._blocks:
+                    readings.blocks[name] = self._blocks[name]
             else:
                 readings.absent.add(name)
         return readings
@@ -124,14 +124,14 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
             return result
         self._touched.add(_memory(written))
         names = self._names((args[1:], kwargs))
-        if len(names) > 1:  # each of them alone cannot be loaded
+        if len(names) > 1:  # none of them can be loaded alone
             self.refused |= names
             return written
         for name in names:
             equal: torch.Tensor | None = None
             if func is torch.ops.aten.copy_.default:
                 equal = self._compare(written, args[1])
-                self._place(name, args[1], written)
+                self._record_block(name, args[1], written)
             elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):  # the padding of a vocabulary
                 equal = (written == (args[1] if len(args) > 1 else 0)).sum()
             if equal is None:
@@ -145,7 +145,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         return found if found is not None and found.storage() is not None else None
 
     def _names(self, values: Any) -> frozenset[str]:
-        """Whose elements are written: a loader may look at several tensors before it writes the first."""
+        """Return the tensors whose elements are written. A loader may read several tensors before it writes the first."""
         names = self._origins(values)
         last = self.current or (self._seen[-1] if self._seen else None)
         return names or frozenset(() if last is None else (last,))
@@ -155,7 +155,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         return frozenset().union(*(source.names for source in sources if source is not None))
 
     def _follow(self, inputs: Any, outputs: Any, *, is_view: bool) -> None:
-        """Remember what was computed from which tensors; a view of one is still that tensor."""
+        """Record which tensors a result was computed from. A view of a tensor counts as that tensor."""
         names = self._origins(inputs)
         if not names:
             return
@@ -165,19 +165,22 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
         for tensor in computed:
             self._sources[_memory(tensor)] = _Source(weakref.ref(tensor.untyped_storage()), names, None)
         if computed or not results:
-            self._unplaced |= names
+            self._unmapped |= names
 
-    def _place(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _record_block(self, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
         found = self._source(source)
         tensor = None if found is None or found.tensor is None else found.tensor()
-        piece = None if tensor is None else Piece.of(tensor, source, target)
-        if piece is None:
-            self._unplaced.add(name)
+        block = None if tensor is None else MappedBlock.of(tensor, source, target)
+        if block is None:
+            self._unmapped.add(name)
         else:
-            self._pieces.setdefault(name, []).append(piece)
+            self._blocks.setdefault(name, []).append(block)
 
     def _compare(self, held: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
-        """How many elements have the same bits, as a tensor, for nobody waits for the device here; None if the shapes do not fit."""
+        """Return the number of elements with the same bits, or None if the shapes do not fit.
+
+        The number is a tensor, so that the caller need not wait for the device yet.
+        """
         source = source.to(dtype=held.dtype, device=held.device)
         try:
             source = source.expand_as(held)
@@ -196,7 +199,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """The tensor that an operation writes to, if any."""
+    """Return the tensor that an operation writes to. None if it writes to none."""
     schema = func._schema
     if not schema.is_mutable:
         return None

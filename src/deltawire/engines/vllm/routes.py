@@ -1,4 +1,4 @@
-"""A client of the HTTP routes of a vLLM server that have to do with weights. They exist if it runs with `VLLM_SERVER_DEV_MODE=1`."""
+"""A client of the HTTP routes for weights of a vLLM server. They exist only if the server runs with `VLLM_SERVER_DEV_MODE=1`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...errors import EngineError, EngineUnavailable
 from ..http_session import HttpSession, NoAnswer, PendingAnswer, http_session
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""What becomes of requests that are being answered: they wait and then go on; they are finished first; they are ended."""
+"""What happens to requests in progress: "keep" continues them after the pause, "wait" finishes them first, "abort" ends them."""
 
 _PROMPT, _PATIENT = 60.0, 600.0
 """Seconds to wait for an answer that needs no work, which a busy machine may still take long for, and for one that does."""
-_LOOK = 5.0
-"""Seconds between two looks at whether a server that is long in answering is still there."""
+_CHECK_SECONDS = 5.0
+"""Seconds between two checks whether a server that takes long to answer is still running."""
 
 
 class EngineUnreachable(EngineUnavailable):
@@ -27,7 +27,17 @@ class EngineUnreachable(EngineUnavailable):
 
 
 class RouteFailed(EngineError):
-    """The server answered with an error."""
+    """The server answered with an error.
+
+    Parameters
+    ----------
+    route
+        The route of the request.
+    status
+        The HTTP status of the answer.
+    text
+        The beginning of the answer.
+    """
 
     def __init__(self, route: str, status: int, text: str) -> None:
         self.status = status
@@ -35,31 +45,40 @@ class RouteFailed(EngineError):
 
 
 class VllmRoutes:
-    """The server at a URL such as http://127.0.0.1:8000. Each method is one request; `EngineUnreachable` or `RouteFailed` if it fails."""
+    """Sends requests to a vLLM server. Each method is one request, and raises `EngineUnreachable` or `RouteFailed` if it fails.
+
+    Parameters
+    ----------
+    url
+        The address of the server, such as http://127.0.0.1:8000.
+    patience
+        Seconds that a request which changes the server may take.
+    """
 
     def __init__(self, url: str, *, patience: float = _PATIENT) -> None:
         self.url = url.rstrip("/")
         self._patience = patience
 
     def weight_version(self) -> str:
-        """What the last update called itself; "default" if there was none."""
+        """Return the label that the last update gave to the weights, or "default" if there was no update."""
         return str(self._get("/weight_info")["weight_version"])
 
     def is_paused(self) -> bool:
+        """Return whether the server is paused."""
         return bool(self._get("/is_paused")["is_paused"])
 
     def checksums(self) -> dict[str, str]:
-        """A hash of each tensor of each worker, as vLLM computes them."""
+        """Return a hash of each tensor of each worker, as vLLM computes them."""
         return dict(self._post("/weight_checker", {"action": "checksum"})["checksums"])
 
     def model(self) -> str:
-        """What requests must call the model."""
+        """Return the name of the model for requests."""
         return str(self._get("/v1/models")["data"][0]["id"])
 
     def settings(self) -> tuple[str | None, str | None]:
-        """Which log-probs the server reports ("raw_logprobs", "processed_logprobs", …), and on what it runs ("cuda", "cpu", …).
+        """Return the kind of log-probs that the server reports ("raw_logprobs", "processed_logprobs", …) and its device ("cuda", "cpu").
 
-        None for what it does not tell.
+        A value is None if the server does not tell it.
         """
         try:
             config = self._get("/server_info?config_format=json")["vllm_config"]
@@ -70,46 +89,52 @@ class VllmRoutes:
         return mode and str(mode), device and str(device).partition(":")[0]
 
     def check_alive(self) -> None:
-        """`EngineUnreachable` or `RouteFailed` if the server is gone, or its engine is dead behind it."""
+        """Raise `EngineUnreachable` or `RouteFailed` if the server, or the engine process behind it, has ended."""
         self._get("/health")
 
     def initialise(self, info: Mapping[str, Any]) -> None:
+        """Tell all workers where versions come from. `InitInfo` in backend.py describes the fields."""
         self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
 
     def prepare(self, version: int) -> list[dict[str, Any]]:
-        """Let all workers begin to stage a version; what they have."""
+        """Let all workers begin to stage a version. Returns their status."""
         return self.call_workers("deltawire_prepare", version)
 
     def status(self) -> list[dict[str, Any]]:
-        """What the workers have."""
+        """Return the status of each worker."""
         return self.call_workers("deltawire_status")
 
     def settle(self) -> list[dict[str, Any]]:
-        """End an update that was begun and left: vLLM lets no other begin before. What the workers have."""
+        """End an update that was begun and abandoned, because vLLM begins no other before. Returns the status of each worker."""
         return self.call_workers("deltawire_settle")
 
     def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Pause the server. It may be paused already."""
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()})
         self._post(f"/pause?{query}", None)
 
     def start_update(self) -> None:
+        """Begin an update of a paused server."""
         self._post("/start_weight_update", None)
 
     def update(self, version: int, *, anew: bool = False) -> None:
+        """Let all workers write a version, and confirm it. With `anew`, they load all weights."""
         self._post("/update_weights", {"update_info": {"version": version, "anew": anew}})
 
     def finish_update(self, weight_version: str | None) -> None:
+        """End an update, and give its label to the weights."""
         self._post("/finish_weight_update", {"weight_version": weight_version})
 
     def label(self, weight_version: str) -> None:
-        """Set what `weight_version` returns, and what completions are attributed to, from now on."""
+        """Give another label to the weights. Completions are attributed to it from now on."""
         self._post("/update_weight_version", {"new_version": weight_version})
 
     def resume(self) -> None:
+        """Resume the server."""
         self._post("/resume", None)
 
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every worker; what each returns."""
+        """Call a method of every worker. Returns the result of each."""
         return list(self._post("/collective_rpc", {"method": method, "args": list(arguments)})["results"])
 
     def _get(self, route: str) -> Any:
@@ -127,16 +152,16 @@ class VllmRoutes:
             if not 200 <= answer.status < 300:
                 raise RouteFailed(route, answer.status, answer.text)
             return json.loads(answer.content or b"null")
-        except (NoAnswer, ValueError) as error:  # also a connection that breaks half-way
+        except (NoAnswer, ValueError) as error:  # also a connection that breaks while the answer arrives
             raise EngineUnreachable(f"{error}.") from error
 
     def _await(self, session: HttpSession, pending: PendingAnswer, route: str, timeout: float) -> None:
-        """Return when the request is over. Raises `NoAnswer` if it takes too long, or there will be no answer.
+        """Return when the request has ended. Raises `NoAnswer` if it takes too long, or if the server will not answer.
 
-        A server whose engine has died waits for its clients to hang up before it ends, and never answers them.
+        A server whose engine process has died never answers its clients, and waits for them to disconnect.
         """
         deadline = time.monotonic() + timeout
-        while not pending.wait(_LOOK):
+        while not pending.wait(_CHECK_SECONDS):
             if time.monotonic() > deadline:
                 raise NoAnswer(f"{self.url}{route}: no answer after {timeout:.0f} s")
             if _has_ended(session):
@@ -144,7 +169,7 @@ class VllmRoutes:
 
 
 def _has_ended(session: HttpSession) -> bool:
-    """Whether the server takes no more requests, or says itself that its engine is dead. A server that is slow to answer has not ended."""
+    """Return whether the server accepts no requests, or reports that its engine has died. A slow server has not ended."""
     try:
         return session.ask("GET", "/health", timeout=_PROMPT).status >= 400
     except NoAnswer as error:

@@ -1,8 +1,8 @@
-"""What a worker needs for its next update, found out while the server still generates.
+"""Finds out what a worker has to write for its next update, while the server still generates.
 
-The workers of a host share one mirror (deltawire/subscribe/mirror.py). A worker holds on to the slot of the version that its weights have;
-an update brings the mirror to the next version in another slot. What the worker has to write is where the two differ: exact for any two
-versions, however far apart and by whatever way the mirror came there.
+The workers of a host share one mirror (deltawire/subscribe/mirror). A worker holds the slot of the version that its weights have. An update
+brings the mirror to the next version in another slot. The worker then has to write the elements in which the two slots differ. This is
+exact for any two versions, whatever route the mirror took.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ...tensors.state import thread_count
 if TYPE_CHECKING:
     from .element_map import MappedChanges
 
-_PIECE = 4 << 20
-"""Elements that are compared at a time."""
+_COMPARED_AT_ONCE = 4 << 20
+"""Number of elements that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Elements of a tensor that differ: flat indices (int32, or int64 where that is too small) and the new values, as bits."""
+    """The changed elements of a tensor: flat indices (int32, or int64 for large tensors) and the new values, as bits."""
 
     indices: NDArray[np.signedinteger[Any]]
     values: NDArray[Any]
 
 
 class HeldVersion:
-    """A version in a mirror: its files stay as they are until `release`."""
+    """A version in a mirror. Its files do not change until `release`."""
 
     def __init__(self, held: HeldSlot) -> None:
         self._held = held
@@ -52,42 +52,43 @@ class HeldVersion:
         return self.ref.seq
 
     def release(self) -> None:
-        """Let the mirror have the slot. Arrays taken from `weights` must not be used any more."""
+        """Give the slot back to the mirror. Arrays from `weights` must not be used afterwards."""
         self._held.release()
 
 
 @dataclass(slots=True)
 class StagedUpdate:
-    """A version, and what differs from the one that a worker has; None if that is unknown, or has other tensors."""
+    """A version, and its differences from the version that a worker has."""
 
     target: HeldVersion
     base: CommitRef | None
     changes: Mapping[str, Change] | None
-    placed: MappedChanges | None = None
-    """The changes by their places in the model, as far as these are known."""
+    """None if the worker's version is unknown or has other tensors."""
+    mapped: MappedChanges | None = None
+    """The changes by their positions in the model, as far as these are known."""
 
 
 @dataclass
 class Stager:
-    """Stages updates on a thread of its own.
+    """Stages updates on a separate thread.
 
-    With a `url` it brings the mirror to the version that is asked for by itself; without, somebody else does (the sidecar), and any other
-    version than the one that the mirror serves is refused.
+    With a `url`, it brings the mirror to the requested version itself. Without one, another process (the sidecar) does, and only the
+    version that the mirror currently holds can be staged.
     """
 
     mirror: Path
     url: str | None = None
     options: ReaderOptions | None = None
     threads: int | None = None
-    place: Callable[[Mapping[str, Change]], MappedChanges | None] = lambda changes: None
-    """Finds the places of changes; called on that thread."""
+    map_changes: Callable[[Mapping[str, Change]], MappedChanges | None] = lambda changes: None
+    """Finds the positions of changes in the model. It is called on the staging thread."""
     _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "deltawire-stage"))
     _subscriber: Subscriber | None = None
     _asked: tuple[int, CommitRef | None] | None = None
     _future: Future[StagedUpdate] | None = None
 
     def prepare(self, seq: int, live: HeldVersion | None) -> None:
-        """Begin to stage the update from the version `live` to version `seq`, unless that is done or being done."""
+        """Begin to stage the update from the version `live` to version `seq`, unless it is staged or being staged."""
         wanted = seq, None if live is None else live.ref
         if self._asked == wanted and self._future is not None and not (self._future.done() and self._future.exception()):
             return
@@ -96,7 +97,10 @@ class Stager:
         self._future = self._worker.submit(self._stage, seq, live)
 
     def take(self, seq: int, live: HeldVersion | None) -> StagedUpdate:
-        """The staged update, whose version the caller has to release; stages it now if nobody asked before. Raises what staging raised."""
+        """Return the staged update, and stage it now if `prepare` was not called. Raises what staging raised.
+
+        The caller must release the version of the update.
+        """
         self.prepare(seq, live)
         assert self._future is not None
         future, self._future, self._asked = self._future, None, None
@@ -104,24 +108,24 @@ class Stager:
 
     @property
     def staged(self) -> int | None:
-        """The version that is ready to be taken."""
+        """The version that is staged. None if there is none."""
         ready = self._future is not None and self._future.done() and self._future.exception() is None
         return self._asked[0] if ready and self._asked else None
 
     @property
     def error(self) -> str | None:
-        """Why staging failed."""
+        """Why staging failed. None if it did not."""
         failure = self._future.exception() if self._future is not None and self._future.done() else None
         return None if failure is None else f"{type(failure).__name__}: {failure}"
 
     def forget(self) -> None:
-        """Drop what is staged, after waiting for it if it is being staged."""
+        """Drop the staged update. If it is being staged, wait for that first."""
         future, self._future, self._asked = self._future, None, None
         if future is not None and future.exception() is None:
             future.result().target.release()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop the staged update, and end the thread and the subscriber."""
         self.forget()
         self._worker.shutdown()
         if self._subscriber is not None:
@@ -141,15 +145,18 @@ class Stager:
                 raise MirrorError(f"{self.mirror} is at commit {held.record.seq}, not {seq}.")
             target = HeldVersion(held)
             changes = None if live is None else find_changes(live.weights, target.weights, threads=self.threads)
-            placed = None if changes is None else self.place(changes)
+            mapped = None if changes is None else self.map_changes(changes)
         except BaseException:
             held.release()
             raise
-        return StagedUpdate(target, None if live is None else live.ref, changes, placed)
+        return StagedUpdate(target, None if live is None else live.ref, changes, mapped)
 
 
 def find_changes(old: Checkpoint, new: Checkpoint, *, threads: int | None = None) -> dict[str, Change] | None:
-    """Where two checkpoints differ, bit for bit; tensors without changes are left out. None if their tensors are not the same ones."""
+    """Return the changed elements of each tensor that differs between two checkpoints, bit for bit.
+
+    Returns None if the checkpoints do not have the same tensors.
+    """
     if {name: _type(old, name) for name in old} != {name: _type(new, name) for name in new}:
         return None
     with ThreadPoolExecutor(thread_count(threads), "deltawire-compare") as pool:
@@ -165,10 +172,10 @@ def _type(checkpoint: Checkpoint, name: str) -> tuple[object, object]:
 def _difference(old: NDArray[Any], new: NDArray[Any]) -> Change | None:
     before, after = bits(old), bits(new)
     indices: list[NDArray[np.int64]] = []
-    for start in range(0, after.size, _PIECE):
-        piece = np.flatnonzero(before[start : start + _PIECE] != after[start : start + _PIECE])
-        if piece.size:
-            indices.append(piece + start)
+    for start in range(0, after.size, _COMPARED_AT_ONCE):
+        found = np.flatnonzero(before[start : start + _COMPARED_AT_ONCE] != after[start : start + _COMPARED_AT_ONCE])
+        if found.size:
+            indices.append(found + start)
     if not indices:
         return None
     where = np.concatenate(indices)
@@ -176,5 +183,5 @@ def _difference(old: NDArray[Any], new: NDArray[Any]) -> Change | None:
 
 
 def bits(array: NDArray[Any]) -> NDArray[Any]:
-    """The elements as unsigned integers, flat."""
+    """Return the elements as unsigned integers, flat."""
     return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""The route of a vLLM server that tells which weights made which token: what to ask it, and how to read its answer. Pure.
+"""The requests and answers of the vLLM route that tells which weights made which token. This module does no input or output.
 
 vLLM labels every token with the name of the weights that made it. `POST /inference/v1/generate` returns these labels as spans; the server
 has that route only with `--enable-scale-out`. Weights change only while the server is paused, so the spans are exact.
@@ -18,7 +18,7 @@ NEEDED_FLAG = "--enable-scale-out"
 
 @dataclass(frozen=True, slots=True)
 class LabelledSpan:
-    """Tokens `start` to `end` (exclusive) were made by the weights that the server calls `label`."""
+    """The tokens from `start` to `end` (exclusive) were made by the weights with this label."""
 
     start: int
     end: int
@@ -27,29 +27,29 @@ class LabelledSpan:
 
 @dataclass(frozen=True, slots=True)
 class LabelledTokens:
-    """One completion. `spans` cover all of its tokens, in order; None where the server does not tell."""
+    """One completion. `spans` cover all of its tokens, in order. They are None if the server does not report them."""
 
     tokens: list[int]
     logprobs: list[float]
     spans: tuple[LabelledSpan, ...] | None
     finished: bool
-    """Whether it ended of its own accord, not at the limit of tokens."""
+    """Whether the model ended it. False if it reached the limit of tokens."""
 
     def labels(self) -> list[str]:
-        """The label of each token."""
+        """Return the label of each token."""
         assert self.spans is not None
         return [span.label for span in self.spans for _ in range(span.start, span.end)]
 
 
 def token_request(model: str | None, prompt: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What to post to `TOKEN_ROUTE`. `sampling` has the fields of vLLM's sampling parameters."""
+    """Return the body of a request to `TOKEN_ROUTE`. `sampling` has the fields of vLLM's sampling parameters."""
     return {"model": model, "token_ids": list(prompt), "sampling_params": {**sampling, "logprobs": 0}}
 
 
 def read_choice(choice: Mapping[str, Any]) -> LabelledTokens:
-    """One of the choices of an answer, also of one by /v1/completions with `return_token_ids` and `logprobs`.
+    """Read one choice of an answer. Answers of /v1/completions with `return_token_ids` and `logprobs` are read too.
 
-    `EngineUnavailable` if it was cut short, `EngineError` if it cannot be read.
+    Raises `EngineUnavailable` if the completion ended early, and `EngineError` if the answer cannot be read.
     """
     try:
         tokens = [int(token) for token in choice["token_ids"]]
@@ -61,6 +61,6 @@ def read_choice(choice: Mapping[str, Any]) -> LabelledTokens:
         raise EngineError(f"the answer of the vLLM server cannot be read: {error!r}.") from error
     if len(logprobs) != len(tokens) or reason not in ("stop", "length"):
         raise EngineUnavailable(f"the vLLM server ended a completion early ({reason}).")
-    if spans is not None and [place for span in spans for place in range(span.start, span.end)] != list(range(len(tokens))):
-        raise EngineError("the vLLM server does not tell of all tokens which weights made them.")
+    if spans is not None and [position for span in spans for position in range(span.start, span.end)] != list(range(len(tokens))):
+        raise EngineError("the vLLM server does not report the weights of every token.")
     return LabelledTokens(tokens, logprobs, spans, reason == "stop")
