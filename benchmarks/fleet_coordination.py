@@ -19,8 +19,8 @@ from deltawire.store.base import Store
 from deltawire.store.memory import MemoryStore
 from deltawire.store.requests import ask_store
 from deltawire.testing.fleet_simulation.engine_model import EngineModel
-from deltawire.testing.fleet_simulation.remembered import remembered_parsing
-from deltawire.testing.fleet_simulation.store_model import StoreModel, Weather
+from deltawire.testing.fleet_simulation.parse_cache import cached_parsing
+from deltawire.testing.fleet_simulation.store_model import Network, StoreModel
 from deltawire.testing.fleet_simulation.trainer_model import Plan
 from deltawire.testing.fleet_simulation.world import Member, World
 
@@ -36,13 +36,13 @@ class RealStore(StoreModel):
 
     real: Store
 
-    def submit(self, strand: Any, request: Any) -> None:
-        self.counts[strand.process.kind, type(request).__name__.lower(), ""] += 1
+    def submit(self, thread: Any, request: Any) -> None:
+        self.counts[thread.process.kind, type(request).__name__.lower(), ""] += 1
         if isinstance(request, Together):
-            self.kernel.later(0.0, strand.resume, [self._asked(each) for each in request.requests])
+            self.kernel.later(0.0, thread.resume, [self._asked(each) for each in request.requests])
             return
         answer = self._asked(request)
-        self.kernel.later(0.0, strand.fail if isinstance(answer, DeltawireError) else strand.resume, answer)
+        self.kernel.later(0.0, thread.fail if isinstance(answer, DeltawireError) else thread.resume, answer)
 
     def _asked(self, request: Any) -> Any:
         try:
@@ -63,7 +63,7 @@ def world_of(members: int, *, tasks: int, steps: int, task_seconds: float) -> Wo
         train_seconds=0.0,
         checkpoint_every=1,
     )
-    world = World(Random(members), plan, Weather(delay=ROUND_TRIP / 2), member_poll=1.0)
+    world = World(Random(members), plan, Network(delay=ROUND_TRIP / 2), member_poll=1.0)
     for number in range(members):
         engine = EngineModel(world.kernel, world.random, world.chain, rate=9 / task_seconds, sync_seconds=task_seconds / 15)
         world.add_member(Member(f"member{number}", engine, 0.0, 1))
@@ -74,7 +74,7 @@ def over_a_wan(members: int) -> World:
     """In virtual time, requests across 100 ms: what is asked of the store, and how long it takes."""
     world = world_of(members, tasks=TASKS_EACH * members, steps=STEPS, task_seconds=TASK_SECONDS)
     world.start_trainer()
-    with remembered_parsing():
+    with cached_parsing():
         world.kernel.run(1e6, lambda: world.finished)
     assert world.finished
     return world
@@ -84,7 +84,7 @@ def leases_per_second(members: int, real: Store) -> float:
     """By real time: trainer and all members in this one thread over a real store, and generation takes no time."""
     with real:
         world = world_of(members, tasks=max(LEAST_REAL_TASKS, members), steps=1, task_seconds=1e-6)
-        store = RealStore(world.kernel, world.random, world.weather)
+        store = RealStore(world.kernel, world.random, world.network)
         store.real = real
         # What the simulation's judge looks at is not in its model of a store: here nothing is judged.
         store.objects = world.store.objects

@@ -27,7 +27,7 @@ from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.fleet.steps.coordinator_steps import CoordinatorSteps
-from deltawire.fleet.steps.member_steps import MemberState, leave_steps, member_steps, tell
+from deltawire.fleet.steps.member_steps import MemberState, leave_steps, member_steps, write_heartbeat
 from deltawire.fleet.steps.requests import FindVersion, Generate, Sync, run_steps
 from deltawire.format.records.fleet_files import Accepted
 from deltawire.format.records.fleet_parts import AttemptId
@@ -107,7 +107,7 @@ class Member:
         if self.ended:
             return
         with contextlib.suppress(StoreUnavailable):
-            self.perform_all(tell(self.state))
+            self.perform_all(write_heartbeat(self.state))
         try:
             request = self._steps.send(None) if self._begun else next(self._steps)
             self._begun = True

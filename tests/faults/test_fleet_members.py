@@ -10,7 +10,7 @@ from small_fleet import LEASE, Fleet, Member, Trainer, assert_one_line_of_traini
 
 from deltawire.errors import EngineError, FleetDeserted, FleetTimeout, RewardError, StoreDenied
 from deltawire.fleet import FleetOptions, StalenessBudget
-from deltawire.fleet.steps.member_steps import tell
+from deltawire.fleet.steps.member_steps import write_heartbeat
 from deltawire.fleet.steps.requests import Generate, Sync
 from deltawire.format.records.fleet_parts import AttemptId
 from deltawire.format.records.member_records import Heartbeat
@@ -46,7 +46,7 @@ def claimed(fleet: Fleet, trainer: Trainer, name: str, task: int = 0) -> Member:
     trainer.steps.rounds[1].tasks[task].offer_to(name, fleet.time, LEASE)
     place_lease(fleet, record, task, member=name)
     member.state.working.add((record.round, task, 0))
-    member.perform_all(tell(member.state))
+    member.perform_all(write_heartbeat(member.state))
     return member
 
 
@@ -62,7 +62,7 @@ def test_a_task_of_a_silent_member_goes_to_another_after_the_lease() -> None:
         assert offers(fleet) == {}
         poll(fleet, trainer, LEASE - 1)
         assert offers(fleet) == {}
-        other.perform_all(tell(other.state))
+        other.perform_all(write_heartbeat(other.state))
         poll(fleet, trainer, 2)
         assert offers(fleet) == {"other": [(0, 1)]}
         fleet.members.append(other)
@@ -79,7 +79,7 @@ def test_heartbeats_that_name_a_lease_keep_it_and_others_do_not() -> None:
         idle.state.working.clear()
         for _ in range(4):
             for member in (busy, idle):
-                member.perform_all(tell(member.state))
+                member.perform_all(write_heartbeat(member.state))
             poll(fleet, trainer, LEASE / 2)
         assert list(offers(fleet).values()) == [[(1, 1)]]
 
@@ -126,7 +126,7 @@ def test_clocks_of_members_and_trainer_decide_nothing() -> None:
     wrong[0].clock, wrong[1].clock = lambda: 0, lambda: 10**15
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
-        trainer.steps._clock = lambda: 10**14
+        trainer.steps.trainer.clock = lambda: 10**14
         trainer.run_to(LAST)
     assert_one_line_of_training(fleet.inner, LAST)
     assert not fleet.reasons()
@@ -142,12 +142,12 @@ def test_a_straggler_gets_company_and_the_first_to_finish_wins() -> None:
         fast = fleet.join("fast")[0]
         for _ in range(3):
             poll(fleet, trainer, 1)
-            slow.perform_all(tell(slow.state))
+            slow.perform_all(write_heartbeat(slow.state))
         assert (0, 1) not in offers(fleet).get("fast", [])
         for _ in range(20):
             fleet.time += 5
             for member in (slow, fast):
-                member.perform_all(tell(member.state))
+                member.perform_all(write_heartbeat(member.state))
             fast.move()
             poll(fleet, trainer)
         assert trainer.steps.rounds[1].settled
@@ -451,7 +451,7 @@ def test_a_trainer_waits_on_while_members_come_back_and_work() -> None:
 
 def test_a_false_reason_for_leaving_costs_a_waiting_trainer_a_restart_at_most() -> None:
     def lie(fleet: Fleet, trainer: Trainer) -> None:
-        beat = Heartbeat(trainer.steps.run, "evil", "0" * 32, "left", None, None, 0, 0, 0, (), 0, reason="bye")
+        beat = Heartbeat(trainer.steps.trainer.run, "evil", "0" * 32, "left", None, None, 0, 0, 0, (), 0, reason="bye")
         fleet.inner.put(fleet_keys.member_key("evil"), beat.to_bytes())
 
     fleet = Fleet(options=FleetOptions(LEASE, poll_seconds=1.0, patience_seconds=30.0))

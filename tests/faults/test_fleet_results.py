@@ -249,7 +249,7 @@ def test_a_round_settles_with_its_quorum_and_no_result_after_that_is_taken(quoru
 
 def test_results_in_masses_do_not_keep_the_trainer_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member uploads junk without end under its lease; what others deliver is read all the same, and nobody reads what has no lease."""
-    monkeypatch.setattr(intake_steps, "_FILES_A_LOOK", 8)
+    monkeypatch.setattr(intake_steps, "_FILES_PER_LOOK", 8)
     fleet = Fleet()
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)

@@ -96,7 +96,7 @@ def test_an_old_board_that_says_stop_stops_nobody(fleet: Fleet) -> None:
         fleet.join("fresh")  # has never seen another board
         assert stopped(fleet, old) == [False, False, False]
         seen = fleet.members[0].state.newest_board
-        assert seen == (publisher.epoch, trainer.steps._number)
+        assert seen == (publisher.epoch, trainer.steps.board_writer.number)
         trainer.run_to(LAST)
     assert_one_line_of_training(fleet.inner, LAST)
 

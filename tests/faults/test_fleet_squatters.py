@@ -121,10 +121,10 @@ def test_a_board_for_any_number_of_members_has_a_bounded_size() -> None:
     for number in range(20_000):
         name = f"{number:064}"
         for task in range(3):
-            offers.add(name, (10**9, 99_999 - task, 999))
-    assert not offers.add("one more", (0, 0, 0))
-    shown = offers.shown()
+            offers.add(name, AttemptId(10**9, 99_999 - task, 999))
+    assert not offers.add("one more", AttemptId(0, 0, 0))
+    shown = offers.by_member()
     assert sum(map(len, shown.values())) == _MOST_OFFERS
-    alone = {f"{number:064}": ((10**9, 99_999, 999),) for number in range(_MOST_OFFERS)}
+    alone = {f"{number:064}": (AttemptId(10**9, 99_999, 999),) for number in range(_MOST_OFFERS)}
     for each in (shown, alone):
         assert len(Board("ab" * 16, 10**9, 2**62, 10**9, 10**9, each, False, 2**62).to_bytes()) < MAX_BOARD_BYTES

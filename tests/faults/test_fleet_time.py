@@ -10,7 +10,7 @@ from small_fleet import LEASE, Fleet, assert_one_line_of_training, place_lease
 from test_fleet_members import LAST, claimed, offers, poll
 
 from deltawire.fleet.rules.fleet_clock import FleetClock
-from deltawire.fleet.steps.member_steps import tell
+from deltawire.fleet.steps.member_steps import write_heartbeat
 from deltawire.format.records.trainer_records import Round
 from deltawire.store import fleet_keys
 from deltawire.testing import FaultyStore
@@ -41,7 +41,7 @@ def test_heartbeats_with_dates_that_nobody_believes_do_not_stop_a_fleet(seconds:
     member = fleet.join("honest", "dead")[1]
     fleet.members.remove(member)
     fleet.misdated(seconds, lambda: fleet.store.put(fleet_keys.member_key("junk"), b"{}"))
-    fleet.misdated(seconds, lambda: member.perform_all(tell(member.state)))
+    fleet.misdated(seconds, lambda: member.perform_all(write_heartbeat(member.state)))
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
         trainer.run_to(LAST)
@@ -64,7 +64,7 @@ def test_a_lease_with_a_date_in_the_future_expires_like_any_other() -> None:
         other = fleet.join("other")[0]
         fleet.members.clear()
         for _ in range(10):
-            other.perform_all(tell(other.state))
+            other.perform_all(write_heartbeat(other.state))
             poll(fleet, trainer, LEASE / 8)
         assert offers(fleet) == {"other": [(0, 1)]}
 
@@ -106,7 +106,7 @@ def test_a_silent_member_loses_its_lease_and_a_heard_one_keeps_it_when_the_store
         fleet.ahead += seconds
         for turn in range(8):
             for member in (heard, other):
-                member.perform_all(tell(member.state))
+                member.perform_all(write_heartbeat(member.state))
             poll(fleet, trainer, LEASE / 8 + 0.1)
             assert offers(fleet) == ({} if turn < 7 else {"other": [(0, 1)]}), turn
         assert silent.state.working

@@ -23,8 +23,8 @@ from small_fleet import (
 
 from deltawire.errors import Fenced, FleetTimeout
 from deltawire.fleet import FleetOptions, StalenessBudget
+from deltawire.fleet.steps.record_steps import sweep
 from deltawire.fleet.steps.requests import run_steps
-from deltawire.fleet.steps.sweep_steps import sweep
 from deltawire.format.records.trainer_records import Board
 from deltawire.store import fleet_keys
 from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, call
@@ -174,7 +174,7 @@ def test_a_round_in_ones_own_place_by_an_earlier_trainer_only_takes_up_the_numbe
         fleet.trainer(publisher).open(1)
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
-        trainer.steps._next_round = 0  # as a listing that is old makes it believe
+        trainer.steps.open_rounds.next_number = 0  # as a listing that is old makes it believe
         assert trainer.open(1).round == 1
 
 

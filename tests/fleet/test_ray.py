@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from deltawire.cli import app
 from deltawire.events import Event
-from deltawire.fleet.supervision import Lasting
+from deltawire.fleet.supervision import PermanentFailure
 from deltawire.rl.member import MemberOptions
 from deltawire.rl.ray_members import RayCluster
 from deltawire.store import open_store
@@ -156,7 +156,7 @@ def test_members_are_heard_to_their_end_whatever_becomes_of_others(tmp_path: Pat
         wait_until(lambda: members["killed"].ending() is not None, lambda: str(told))
         assert members["killed"].ending() == "killed by SIGKILL"
         wait_until(lambda: members["talks"].ending() is not None, lambda: str(told[-10:]))
-        assert isinstance(members["talks"].ending(), Lasting)
+        assert isinstance(members["talks"].ending(), PermanentFailure)
         wait_until(lambda: (members["stays"].ending(), "stays" in {event.fields["member"] for event in told})[1], lambda: str(told[-10:]))
         assert members["stays"].ending() is None
     finally:

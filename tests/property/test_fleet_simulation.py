@@ -1,6 +1,6 @@
-"""The fleet in virtual time: what must hold does, over some hundred seeds; and where the fleet is broken on purpose, a seed tells.
+"""The fleet in virtual time. All rules hold in some hundred runs, and runs of a fleet that is broken on purpose show the fault.
 
-For as many others as there is time for:
+Run more seeds with:
 
     python -m deltawire.testing.fleet_simulation --seeds 10000
 """
@@ -24,25 +24,25 @@ from deltawire.fleet.rules.admission import REASONS
 from deltawire.fleet.rules.fleet_clock import FleetClock
 from deltawire.fleet.rules.round_state import TaskState
 from deltawire.fleet.rules.scheduler import Scheduler
-from deltawire.fleet.steps import coordinator_steps, intake_steps
+from deltawire.fleet.steps import batch_steps, coordinator_steps, intake_steps
 from deltawire.testing.fleet_simulation import Outcome, scenario, simulate
 from deltawire.testing.fleet_simulation import __main__ as command
 
 COMMAND = [sys.executable, "-m", "deltawire.testing.fleet_simulation"]
 
 
-def test_small_fleets_hold_whatever_befalls_them() -> None:
+def test_small_fleets_keep_all_rules_despite_faults() -> None:
     outcomes = [simulate(seed) for seed in range(150)]
     assert [(one.seed, one.violation) for one in outcomes if one.violation is not None] == []
     refused: Counter[str] = Counter()
     for one in outcomes:
         refused.update(one.rejected)
-    assert set(refused) == set(REASONS)  # else something is not looked at any more
+    assert set(refused) == set(REASONS)  # otherwise a check is no longer reached
     assert sum(one.trainers for one in outcomes) > 1.5 * len(outcomes)
 
 
 @pytest.mark.parametrize(("seed", "members"), [(1, 150), (2, 400)])
-def test_large_fleets_hold(seed: int, members: int) -> None:
+def test_large_fleets_keep_all_rules(seed: int, members: int) -> None:
     outcome = simulate(seed, members=members)
     assert outcome.violation is None
     assert outcome.members >= members
@@ -62,7 +62,7 @@ def test_a_seed_gives_the_same_run_in_every_process() -> None:
 
 
 def blind_to(reason: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """A trainer that does not mind results of one sort."""
+    """A trainer that accepts one kind of bad result."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         for judge in ("judge_key", "judge_origin", "judge_versions"):
@@ -84,19 +84,19 @@ def take_several_results_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begin_anew_when_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     def resume(self: coordinator_steps.CoordinatorSteps) -> Generator[Any, Any, list[Any]]:
-        yield from self._look_at_rounds()
+        yield from self.open_rounds.read()
         return []
 
     monkeypatch.setattr(coordinator_steps.CoordinatorSteps, "resume", resume)
 
 
 def train_before_it_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = coordinator_steps.create_steps
+    honest = batch_steps.create_steps
 
     def create(key: str, data: bytes) -> Generator[Any, Any, bytes]:
         return data if key.startswith("fleet/batch/") else (yield from honest(key, data))
 
-    monkeypatch.setattr(coordinator_steps, "create_steps", create)
+    monkeypatch.setattr(batch_steps, "create_steps", create)
 
 
 def sweep_what_is_still_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +128,12 @@ def ask_for_a_lease_at_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("break_it", "told", "seed"),
     [
-        pytest.param(blind_to("stale"), "out of the budget", 5, id="stale results"),
+        pytest.param(blind_to("stale"), "outside the budget", 5, id="stale results"),
         pytest.param(blind_to("abandoned"), "which was abandoned", 11, id="results of abandoned versions"),
         pytest.param(blind_to("wrong-digest"), "that the chain does not have", 26, id="results of other weights"),
-        pytest.param(blind_to("unleased"), "lease was somebody else's", 11, id="results without a lease"),
+        pytest.param(blind_to("unleased"), "lease belongs to another member", 11, id="results without a lease"),
         pytest.param(take_any_run, "of another run", 37, id="results of other runs"),
-        pytest.param(take_several_results_of_a_task, "nobody foresaw", 1, id="several results of a task"),
+        pytest.param(take_several_results_of_a_task, "unexpected error", 1, id="several results of a task"),
         pytest.param(begin_anew_when_resumed, "had acknowledged for it", 1, id="acknowledged results dropped"),
         pytest.param(train_before_it_is_acknowledged, "was not acknowledged", 0, id="training before the acknowledgement"),
         pytest.param(sweep_what_is_still_needed, "not in the store|not for it|deleted while|does not go on", 0, id="sweeping too much"),
@@ -143,11 +143,11 @@ def ask_for_a_lease_at_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(wait_for_stragglers, "does not go on", 13, id="waiting for stragglers"),
     ],
 )
-def test_a_fleet_that_is_broken_is_found_out(
+def test_the_simulation_finds_every_broken_rule(
     break_it: Callable[[pytest.MonkeyPatch], None], told: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`seed` once was the first that tells. It is tried first; if it does not tell any more, others are."""
-    monkeypatch.setattr(scenario, "_PATIENCE", 1800.0)  # a run that goes on needs less, and one that does not is found out sooner
+    """`seed` is one that showed the fault before. It is tried first, and others only if it no longer shows the fault."""
+    monkeypatch.setattr(scenario, "_PATIENCE", 1800.0)  # runs that go on need less, and runs that do not are found sooner
     break_it(monkeypatch)
     found = next((one for one in map(simulate, [seed, *range(400)]) if one.violation is not None), None)
     assert found is not None

@@ -9,26 +9,35 @@ from .rules.staleness import KnownVersion
 
 
 class ChainVersions:
-    """Answers `FindVersion`. What was found live stays so for as long as this process writes the chain: only a resume abandons versions."""
+    """Answers `FindVersion`. Versions that were found live stay live while this process writes the chain: only a resume abandons them.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    """
 
     def __init__(self, log: ChainLog) -> None:
         self._log = log
         self._live: dict[int, Commit] = {}
         self._below: Commit | None = None
-        """The next commit down from what is known to be live."""
+        """The next older commit after those that are known to be live."""
 
     def newest(self) -> KnownVersion:
-        """The version in force. `NoChain` before the first; ValueError for one that was published without its training step."""
+        """Return the version in force.
+
+        Raise `NoChain` if no version is published yet, and ValueError if the version was published without its training step.
+        """
         head = self._head()
         if head is None or head.state_seq is None:
             raise NoChain(f"no version is published at {self._log.store.url} yet.")
         found = _known(self._log.state_commit(head), live=True)
         if found is None:
-            raise ValueError(f"commit {head.state_seq} in {self._log.store.url} was published without a step, which a fleet goes by")
+            raise ValueError(f"commit {head.state_seq} in {self._log.store.url} was published without a training step, which a fleet needs")
         return found
 
     def find(self, seq: int) -> KnownVersion | None:
-        """The version of this number, after a new look at the head; None if the chain has none, or one without a training step."""
+        """Read the head again, and return the version of this commit; None if the chain has no such version with a training step."""
         head = self._head()
         if head is None or seq > head.seq:
             return None
@@ -43,7 +52,7 @@ class ChainVersions:
         return None if head is None else self._log.in_force(head)
 
     def _walk(self, head: Commit, seq: int) -> None:
-        """Follow the history down from the head to what is known of it, and further if `seq` lies below that."""
+        """Follow the history from the head back to the commits that are known, and further back if `seq` is older."""
         if not self._live:
             self._below = head
         commit: Commit | None = head
@@ -55,7 +64,10 @@ class ChainVersions:
             self._below = self._before(self._below)
 
     def _before(self, commit: Commit) -> Commit | None:
-        """What came before a commit in the history that it ends: for the first of a trainer that was resumed, what it was resumed from."""
+        """Return the commit before this one in its history.
+
+        For the first commit after a resume, that is the one that the trainer was resumed from.
+        """
         if commit.kind == "rewind" and commit.base is not None:
             return self._log.ancestor(commit, commit.base.seq)
         before = self._log.previous(commit)

@@ -1,4 +1,4 @@
-"""The trainer's side of a fleet over a real store."""
+"""The trainer's side of a fleet: it runs `CoordinatorSteps` over a real store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ..format.records.fleet_files import Row
 from ..format.records.signing import SigningKey
 from ..format.records.trainer_records import Round, Sampling
 from ..store import Store, StoreOptions, open_store
-from .batch import Batch
 from .chain_versions import ChainVersions
 from .fleet_keyring import FleetKeyring
 from .options import FleetOptions
@@ -28,6 +27,7 @@ from .rules.roster import MemberStatus
 from .rules.scheduler import Scheduler
 from .rules.staleness import KnownVersion, StalenessBudget
 from .rules.training_limits import TrainingLimits
+from .steps.batch_steps import Batch
 from .steps.coordinator_steps import CoordinatorSteps
 from .steps.requests import MOST_TOGETHER, FindVersion, Generate, Steps, Sync, run_steps
 
@@ -45,19 +45,43 @@ class Coordinator:
     ...         train(model, batch.rollouts)
     ...         fleet.published(publisher.publish(model.state_dict(), step=step))
 
-    With a staleness budget of S steps, rounds for up to S steps ahead may be open besides the one that is collected: open them before
-    collecting, and members work while the trainer trains. `epoch` is the publisher's: a trainer that takes the run over fences this one
-    off, and every method then raises `Fenced`. After a restart call `resume` first: what was acknowledged and never trained is used again.
+    With a staleness budget of S steps, rounds for up to S later steps may be open at the same time. Open them before you collect, so that
+    members work while the trainer trains. After a restart call `resume` first: it uses results again that were acknowledged and never
+    trained. The run must exist. Publish its first version before you call any method.
 
-    Where the publisher signs, pass its `signing_key` and `trusted_keys`, so that boards, rounds and batches are signed, too: members that
-    trust a key ignore all others. `SignatureInvalid` if the chain is signed and there is no key. `run` is the run's name (the publisher's
-    `run`); by default it is the last part of the URL.
+    If another trainer takes over the run, every method raises `Fenced`. The methods may be called from several threads, one at a time;
+    `members` and `rejected` at any time.
 
-    `training` says what the trainer's model can be trained on; results beyond that are refused. What fails in training all the same is
-    left out of an acknowledged batch with `reject`, and training goes on with the rest.
-
-    The run must exist; its first version may be published later, but before anything else is asked. With `background` the fleet is looked
-    after while the trainer trains. May be used from several threads, one at a time; `members` and `rejected` at any time.
+    Parameters
+    ----------
+    url
+        Where the run is: a URL, a directory, or an open store. An open store stays the caller's to close.
+    epoch
+        The publisher's epoch (`publisher.epoch`).
+    run
+        The run's name, as given to the publisher. By default it is the last part of the URL.
+    chain
+        The chain, if the caller has opened it already.
+    signing_key
+        The publisher's `signing_key`, if it has one: boards, rounds and batches are then signed, and members that trust a key ignore all
+        others. If the chain is signed and the key is missing, the methods raise `SignatureInvalid`.
+    trusted_keys
+        The publisher's `trusted_keys`.
+    budget
+        How old the policy may be that made a token.
+    scheduler
+        Decides how many tasks each member is offered.
+    options
+        How the fleet is run: leases, quorum, polling.
+    training
+        What the trainer's model can be trained on. Results beyond these limits are refused. If training on an accepted result fails all
+        the same, leave it out of its batch with `reject`.
+    background
+        Whether a thread polls the fleet while the trainer trains.
+    on_event
+        Called with every event.
+    store_options
+        How to open the store at `url`.
     """
 
     def __init__(
@@ -95,60 +119,96 @@ class Coordinator:
         self._pool = ThreadPoolExecutor(MOST_TOGETHER, thread_name_prefix="deltawire-fleet")
         self._thread: threading.Thread | None = None
         if background:
-            self._thread = threading.Thread(target=self._look_after, name="deltawire-fleet-poll", daemon=True)
+            self._thread = threading.Thread(target=self._poll_in_background, name="deltawire-fleet-poll", daemon=True)
             self._thread.start()
 
     @property
     def budget(self) -> StalenessBudget:
-        """How old what is trained on may be."""
+        """How old the policy may be that made a token."""
         return self._budget
 
     @property
     def rejected(self) -> Counter[Reason]:
-        """Results that were refused so far, by reason."""
+        """How many results were refused so far, by reason."""
         return Counter() if self._steps is None else Counter(self._steps.rejected)
 
     def members(self) -> list[MemberStatus]:
-        """Everybody who is or was in the fleet, as of the last poll."""
+        """Return the members that have a heartbeat in the store, as of the last poll."""
         return self._members
 
     def resume(self) -> list[Round]:
-        """Take up what earlier trainers left for the steps after the version in force; the rounds that are open now, by rising step."""
+        """Adopt the rounds that earlier trainers opened for the steps after the version in force.
+
+        Returns the rounds that are open now, by rising step. Results that an earlier trainer acknowledged are used again.
+        """
         return self._run(lambda steps: steps.resume())
 
     def open_round(self, rows: Sequence[Sequence[Row]], *, for_step: int, sampling: Sampling) -> Round:
-        """Offer work for a training step: one task for each sequence of rows of a dataset. See `CoordinatorSteps.open_round`.
+        """Offer work for a training step, and return the round.
 
-        Gives the round that is open for that step already, if there is one, with the rows that it has: look at `Batch.rows`.
+        If a round is already open for that step, it is returned with the rows that it has: look at `Batch.rows`.
+
+        Parameters
+        ----------
+        rows
+            The rows of a dataset: one task for each sequence of rows.
+        for_step
+            The training step. It must come after the newest published step, and within the staleness budget (ValueError).
+        sampling
+            How completions are drawn.
         """
         return self._run(lambda steps: steps.open_round(rows, for_step=for_step, sampling=sampling))
 
     def published(self, version: Version) -> None:
-        """A new policy is out. Tell it of every version: budget and rounds go by the newest."""
+        """Note that the trainer has published a version. Call it after every version: the budget and the rounds depend on the newest.
+
+        Parameters
+        ----------
+        version
+            The version that the publisher returned.
+        """
         if version.step is None:
-            raise ValueError("a fleet goes by training steps: publish with step=…")
+            raise ValueError("a fleet needs the training step of every version: publish with step=…")
         with self._turn:
             if self._steps is not None:
                 self._steps.published(KnownVersion(version.seq, version.step, version.digest))
 
     def collect(self, for_step: int, *, timeout: float | None = None, stop: Callable[[], bool] | None = None) -> Batch:
-        """Wait until the round for this step is settled and acknowledge it. Losses of the store are waited out.
+        """Wait until the round for this step is settled, acknowledge it, and return its results. Waits while the store is unavailable.
 
-        `FleetTimeout` after `timeout` seconds, or when `stop` says so: call it again to wait on. `FleetDeserted` if members leave because
-        of errors and nobody comes back for `FleetOptions.patience_seconds`: call it again to wait as long again. `Fenced`.
+        Raises `FleetDeserted` if members leave because of errors and none comes back for `FleetOptions.patience_seconds`. Call it again to
+        wait as long again.
+
+        Parameters
+        ----------
+        for_step
+            The training step.
+        timeout
+            Seconds after which to raise `FleetTimeout`. Call it again to wait on. None waits for ever.
+        stop
+            Called while waiting. When it returns true, `FleetTimeout` is raised.
         """
         return self._run(lambda steps: steps.collect(for_step, timeout=timeout, stop=stop))
 
     def reject(self, batch: Batch, results: Collection[int], why: str) -> Batch:
-        """Leave results out of an acknowledged batch, given by their indices, before its step is trained. Returns the batch without them.
+        """Leave results out of an acknowledged batch before its step is trained. Return the batch without them.
 
-        Call it when training on them fails. The rejection is in the store before this returns, so no trainer that takes over will use
-        them. A step whose batch is empty is published unchanged. Losses of the store are waited out. `Fenced`.
+        Call it when training on them fails. The rejection is in the store before this returns, so no trainer that takes over uses these
+        results. If nothing is left in the batch, publish the step with unchanged weights. Waits while the store is unavailable.
+
+        Parameters
+        ----------
+        batch
+            The batch that `collect` returned.
+        results
+            The indices of the results to leave out.
+        why
+            What went wrong, for people.
         """
         return self._run(lambda steps: steps.reject(batch, results, why))
 
     def poll(self) -> None:
-        """Look once at the fleet: for who has no background and trains for long."""
+        """Look at the fleet once. Call it now and then during a long training step if `background` is False."""
         self._run(lambda steps: steps.poll())
 
     def stop(self) -> None:
@@ -156,9 +216,10 @@ class Coordinator:
         self._run(lambda steps: steps.stop())
 
     def close(self) -> None:
-        """Let go of threads and connections. The fleet is not told to leave: another trainer may take it over. May be called twice.
+        """Stop the threads and close the connections. May be called twice.
 
-        A call that waits on another thread ends with `FleetTimeout`, and so does every later one.
+        Members are not told to leave, because another trainer may take over the fleet. A call that waits on another thread ends with
+        `FleetTimeout`, and so does every later call.
         """
         self._closing.set()
         if self._thread is not None:
@@ -190,7 +251,7 @@ class Coordinator:
             head = self._log.head()
             if head is not None and head.signature is not None and not self._keyring.signs:
                 raise SignatureInvalid(
-                    "the chain is signed, so the fleet's records must be, too: pass the publisher's signing_key to the coordinator."
+                    "the chain is signed, so the fleet's records must be signed too: pass the publisher's signing_key to the coordinator."
                 )
             self._steps = CoordinatorSteps(
                 run=self._log.run.id,
@@ -219,11 +280,11 @@ class Coordinator:
         if self._closing.wait(seconds):
             raise FleetTimeout("the coordinator was closed.")
 
-    def _look_after(self) -> None:
-        """Poll while nobody else does and there is work out. What goes wrong is told, and met again by the next call that matters."""
+    def _poll_in_background(self) -> None:
+        """Poll in the background while rounds are open. Errors become events; the next call of the trainer meets them again."""
         while not self._closing.wait(self._options.poll_seconds):
             if not self._turn.acquire(timeout=self._options.poll_seconds):
-                continue  # who has it polls, or closes from within a signal handler and waits for this thread
+                continue  # the thread that has it polls, or closes in a signal handler and waits for this thread
             try:
                 if self._steps is not None and self._steps.rounds:
                     self._run(lambda steps: steps.poll())

@@ -12,7 +12,15 @@ _Record = TypeVar("_Record", bound=Signable)
 
 
 class FleetKeyring:
-    """Signs with `signing_key`, and trusts its public half and `trusted_keys`. Without keys nothing is signed and everything is trusted."""
+    """Signs records and checks signatures. Without keys nothing is signed, and everything is trusted.
+
+    Parameters
+    ----------
+    signing_key
+        The trainer's key. Its public key is trusted, too.
+    trusted_keys
+        Further public keys that are trusted.
+    """
 
     def __init__(self, signing_key: SigningKey | None = None, trusted_keys: Collection[str] = ()) -> None:
         self._key = signing_key
@@ -20,15 +28,15 @@ class FleetKeyring:
 
     @property
     def signs(self) -> bool:
-        """Whether there is a key to sign with."""
+        """True if there is a key to sign with."""
         return self._key is not None
 
     def sign(self, record: _Record) -> _Record:
-        """Returns the record with a signature, or as it is if there is no key to sign with."""
+        """Return the record with a signature. Without a key to sign with, return it unchanged."""
         return record if self._key is None else self._key.sign(record)
 
     def trusts(self, record: Signable) -> bool:
-        """Returns whether one of the trusted keys signed the record, or no key is asked for."""
+        """Return whether one of the trusted keys signed the record. Without trusted keys every record is trusted."""
         try:
             check_signature(record, self.trusted)
         except SignatureInvalid:

@@ -1,6 +1,7 @@
-"""What makes completions for a member of the fleet, whatever engine it is made of.
+"""What an engine must offer so that a member of the fleet can make completions with it.
 
-`deltawire.rl.generation.TransformersGenerator` is a model in this process, `deltawire.engines.vllm.generation.VllmGenerator` a server.
+`deltawire.rl.generation.TransformersGenerator` runs a model in this process; `deltawire.engines.vllm.generation.VllmGenerator` asks a
+server.
 """
 
 from __future__ import annotations
@@ -17,21 +18,31 @@ from ..format.records.fleet_files import Row
 from ..format.records.trainer_records import Sampling
 
 Stop: TypeAlias = Callable[[], bool]
-"""Asked now and then whether to stop."""
+"""Called now and then during generation. It returns true when generation must stop."""
 
 
 def never() -> bool:
-    """Do not stop."""
+    """Return False: generation does not stop."""
     return False
 
 
 class Interrupted(Exception):
-    """Generation ended because `stop` said so. What was made until then is given up."""
+    """Generation ended because `stop` returned true. The tokens made until then are lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSpan:
-    """Tokens `start` to `end` (exclusive) of a completion were made by one version."""
+    """A span of tokens of a completion that one version made.
+
+    Parameters
+    ----------
+    start
+        The index of its first token.
+    end
+        The index after its last token.
+    version
+        The version that made the tokens.
+    """
 
     start: int
     end: int
@@ -40,9 +51,18 @@ class GeneratedSpan:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One completion: its tokens, each with the log-prob under the distribution that it was drawn from, and the versions that made them.
+    """One completion.
 
-    `finished` says that it ended of its own accord, not at the limit of tokens.
+    Parameters
+    ----------
+    tokens
+        The token ids.
+    logprobs
+        The log-prob of each token under the distribution that it was drawn from.
+    spans
+        The versions that made the tokens, from the first token to the last.
+    finished
+        Whether the completion ended by itself, and not at the limit of tokens.
     """
 
     tokens: NDArray[np.int32]
@@ -52,33 +72,43 @@ class Generated:
 
 
 class Generator(Protocol):
-    """An engine that follows the chain by itself, in the background, and completes prompts with what it has.
+    """An engine that follows the chain in the background, and completes prompts with the version that it has.
 
-    Every method but `generate` returns soon. `generate` runs on one thread at a time.
+    Every method except `generate` returns soon. `generate` runs on one thread at a time.
     """
 
     def start(self) -> None:
-        """Begin to follow the chain. Errors that heal by themselves are never raised, here or later; they only mean an older version."""
+        """Begin to follow the chain.
+
+        Retryable errors are never raised, here or later: the engine keeps an older version meanwhile.
+        """
 
     @property
     def version(self) -> Version | None:
-        """The version that completions would be made by now; None while there is none, or nobody knows."""
+        """The version that would make completions now; None while there is none, or while it is unknown."""
 
     @property
     def problem(self) -> Exception | None:
-        """Why it is not at a newer version, or cannot go on at all (an error that is not `retryable`); None if nothing is wrong."""
+        """Why the engine has no newer version. An error that is not `retryable` means that it cannot go on. None if nothing is wrong."""
 
     def encode(self, rows: Sequence[Row]) -> list[list[int]]:
-        """The prompts of rows as token ids; "prompt" is text, or a list of messages (TRL's convention). `EngineError` for one without."""
+        """Return the prompts of rows as token ids. Raise `EngineError` for a row without a prompt.
+
+        The column "prompt" is text or a list of messages, by TRL's convention.
+        """
 
     def decode(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> list[Any]:
-        """Completions as rewards see them (TRL's convention): text for prompts that are text, else a list with the assistant's message."""
+        """Return completions as reward functions get them, by TRL's convention.
+
+        For a prompt that is text, that is text; for a list of messages, a list with the assistant's message.
+        """
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Stop = never) -> list[Generated]:
-        """`sampling.samples` completions of each prompt, those of the first prompt first.
+        """Return `sampling.samples` completions of each prompt, those of the first prompt first.
 
-        `Interrupted` soon after `stop` says so. `EngineUnavailable` (retryable) if there is no version, or it was lost on the way.
+        Raise `Interrupted` soon after `stop` returns true. Raise `EngineUnavailable` (retryable) if the engine has no version, or loses it
+        meanwhile.
         """
 
     def close(self) -> None:
-        """Let go of engine and chain. May be called twice."""
+        """Release the engine and the chain. May be called twice."""

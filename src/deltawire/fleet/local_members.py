@@ -11,20 +11,26 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from .member_output import OnLine
-from .supervision import Lasting
+from .supervision import PermanentFailure
 
-LASTING_ERROR = 78
-"""The exit code of a member, started here, whose error does not heal. One that a person starts ends with 1 then."""
+PERMANENT_FAILURE_CODE = 78
+"""Exit code of a member that was started here and ended because of an error that would come again. Otherwise such errors exit with 1."""
 _LONGEST_LINE = 1 << 20
-_LAST_LINES = 2.0
-"""Seconds to wait for what a member that has ended still had to say. Processes that it started may keep its output open for longer."""
+_LAST_LINES_SECONDS = 2.0
+"""Seconds to wait for the last lines of a member that has ended. Processes that it started may keep its output open for longer."""
 
 
 class LocalMember:
-    """Runs `deltawire member` with these arguments. When the process that started it goes, however it goes, the member leaves too.
+    """A process that runs `deltawire member`. When the process that started it ends in any way, the member leaves.
 
-    With `on_line` the member's output goes there line by line; otherwise it goes where ours goes. `environment` has variables that the
-    member gets on top of ours.
+    Parameters
+    ----------
+    arguments
+        The arguments of `deltawire member`.
+    on_line
+        Called with each line that the member prints. By default the member prints where this process prints.
+    environment
+        Variables that the member gets in addition to those of this process.
     """
 
     def __init__(self, arguments: Sequence[str], on_line: OnLine | None = None, *, environment: Mapping[str, str] | None = None) -> None:
@@ -32,8 +38,8 @@ class LocalMember:
         output = None if on_line is None else subprocess.PIPE
         variables = {**os.environ, **(environment or {})}
         if on_line is not None:
-            variables.pop("COLUMNS", None)  # lines are broken where they are shown, and not before
-        self._process = subprocess.Popen(  # our Ctrl-C is not theirs
+            variables.pop("COLUMNS", None)  # lines are wrapped where they are shown, not by the member
+        self._process = subprocess.Popen(  # a session of its own, so that Ctrl-C here does not reach the member
             command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, env=variables
         )
         self._readers: list[threading.Thread] = []
@@ -42,6 +48,7 @@ class LocalMember:
 
     @property
     def pid(self) -> int:
+        """The id of the process."""
         return self._process.pid
 
     def ending(self) -> str | None:
@@ -52,11 +59,11 @@ class LocalMember:
         if self._process.stdin is not None:
             self._process.stdin.close()
         for reader in self._readers:
-            reader.join(_LAST_LINES)
+            reader.join(_LAST_LINES_SECONDS)
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
-        if code == LASTING_ERROR:
-            return Lasting("it ended with an error that does not heal by itself")
+        if code == PERMANENT_FAILURE_CODE:
+            return PermanentFailure("it ended with an error that would come again")
         return f"it ended with code {code}" if code else ""
 
     def leave(self) -> None:

@@ -1,7 +1,7 @@
-"""A member of the fleet as a process has it: an engine, rewards, a heartbeat, and the steps that every member takes.
+"""A member of the fleet in a process: an engine, rewards, a heartbeat, and the steps of a member.
 
-The steps run on a thread of their own, so that leaving never waits for a store that does not answer. What they decide is in
-`member_steps`; here is what they ask for, done.
+The steps run on a thread of their own, so that leaving never waits for a store that does not answer. `member_steps` decides what to do;
+this module does what the steps ask for.
 """
 
 from __future__ import annotations
@@ -37,30 +37,51 @@ from .steps.member_steps import MemberState, TaskFailed, heartbeat_steps, leave_
 from .steps.requests import FindVersion, Generate, Steps, Sync, run_steps
 
 _LOOK = 0.02
-_SHORTEST_REST = 1.0
+_SHORTEST_BEAT = 1.0
 """Seconds between two heartbeats of a member whose state changes all the time. Each of them is a request to the store."""
 _LONGEST_TRACEBACK = 16_000
 _MOST_FAILURES = 3
-"""So many tasks in a row may fail, by rewards or rows, before the member gives up: then it is not the odd one that is wrong."""
+"""After this many failed tasks in a row, by rewards or rows, the member ends: the fault is then not in a single row."""
 
 
 class Score(Protocol):
-    """Rewards for completions, `names` of them for each."""
+    """Scores completions. `names` are the names of the rewards that each completion gets."""
 
     names: tuple[str, ...]
 
     def __call__(
         self, rows: Sequence[Row], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]
     ) -> list[tuple[float | None, ...]]:
-        """`rows[i]` is what `completions[i]` was made for. `RewardError` if that cannot be done."""
+        """Return the rewards of each completion; `completions[i]` was made for `rows[i]`. Raise `RewardError` if that fails."""
 
 
 class Member:
-    """Takes part in the run whose chain is in `store`, as `name`, with an engine and rewards.
+    """Takes part in a run: it follows the policy, leases tasks, generates, scores and uploads.
 
-    `generator` is the caller's to close. `patience` is how many seconds to wait, before each task, for a version that the trainer says is
-    out; `grace` how many leaving may take while the store does not answer. `clock` is written into records for people; nothing is decided
-    by it. Events: "joined", "generating", "generated", "work-failed", "left", and those of the steps.
+    Events: "joined", "generating", "generated", "work-failed", "left", and those of the steps.
+
+    Parameters
+    ----------
+    store
+        The store that the run is in.
+    generator
+        The engine. The caller closes it.
+    score
+        The rewards.
+    name
+        The member's name. No other member of the run may have it.
+    options
+        Which chain the member accepts.
+    poll
+        Seconds between two looks at the board.
+    patience
+        How many seconds to wait, before each task, for a version that the trainer has published.
+    grace
+        How many seconds leaving may take while the store does not answer.
+    clock
+        Returns seconds since 1970. They are written into records for people, and no decision depends on them.
+    on_event
+        Called with every event.
     """
 
     def __init__(
@@ -77,7 +98,7 @@ class Member:
         clock: Callable[[], float] = time.time,
         on_event: OnEvent | None = None,
     ) -> None:
-        member_key(name)  # ValueError for a name that cannot be one
+        member_key(name)  # raises ValueError for a name that no member can have
         self._store = store
         self._generator = generator
         self._score = score
@@ -94,16 +115,21 @@ class Member:
         self._synced = 0.0
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop` is set or the trainer ends the run; then leave. Raises what does not heal by itself.
+        """Work until `stop` is set or the trainer ends the run; then leave. Raises errors that are not retryable.
 
-        Once it is told to leave, it gives up what it generates, and is gone within `grace` seconds whatever the store does.
+        Once it is told to leave, the member drops what it generates, and returns within `grace` seconds whatever the store does.
+
+        Parameters
+        ----------
+        stop
+            Tells the member to leave.
         """
         self._generator.start()
         state = self._join(stop)
         if state is None:
             return
         emit(self._on_event, "joined", member=self._name, rewards=", ".join(self._score.names))
-        beat = self._thread("heartbeat", lambda: heartbeat_steps(state), lambda seconds: self._rest(state, seconds))
+        beat = self._thread("heartbeat", lambda: heartbeat_steps(state), lambda seconds: self._wait_for_heartbeat(state, seconds))
         work = self._thread("work", lambda: member_steps(state))
         try:
             while work.is_alive() and self._error is None and not stop.is_set():
@@ -123,7 +149,7 @@ class Member:
             raise self._error
 
     def _join(self, stop: threading.Event) -> MemberState | None:
-        """As soon as the store tells what run it is; None if `stop` came first."""
+        """Wait until the store says which run it holds. Return None if `stop` is set first."""
         while not stop.is_set():
             try:
                 return self._state(self._log.run.id)
@@ -147,22 +173,22 @@ class Member:
             keyring=FleetKeyring(trusted_keys=self._log.trusted_keys),
         )
 
-    def _nap(self, seconds: float) -> None:
+    def _wait(self, seconds: float) -> None:
         self._stop.wait(seconds)
 
-    def _rest(self, state: MemberState, seconds: float) -> None:
-        """Wait between two heartbeats: for less time if leases are short, or if there is something new to tell."""
+    def _wait_for_heartbeat(self, state: MemberState, seconds: float) -> None:
+        """Wait between two heartbeats: for less time if leases are short, or if the state has changed."""
         started = time.monotonic()
         while not self._stop.is_set():
             passed = time.monotonic() - started
-            if passed >= min(seconds, state.lease_seconds / 4) or (passed >= _SHORTEST_REST and state.has_news):
+            if passed >= min(seconds, state.lease_seconds / 4) or (passed >= _SHORTEST_BEAT and state.has_news):
                 return
             self._stop.wait(_LOOK)
 
     def _thread(self, title: str, steps: Callable[[], Steps[None]], sleep: Callable[[float], None] | None = None) -> threading.Thread:
         def drive() -> None:
             try:
-                run_steps(steps(), self._store, sleep=sleep or self._nap, perform=self._perform)
+                run_steps(steps(), self._store, sleep=sleep or self._wait, perform=self._perform)
             except BaseException as error:
                 if not self._stop.is_set():
                     self._error = error
@@ -193,7 +219,7 @@ class Member:
         return rollouts
 
     def _sync(self, step: int) -> KnownVersion | None:
-        """The version at hand, after a while if that is older than wanted: the engine follows the chain by itself."""
+        """Return the engine's version. Wait up to `patience` seconds if it is older than `step`; the engine follows the chain by itself."""
         started = time.monotonic()
         while not self._stop.is_set():
             version = self._generator.version
@@ -209,15 +235,15 @@ class Member:
 
     def _generate(self, request: Generate) -> Rollouts:
         record, lease, rows = request.round, request.lease, request.rows
-        place = AttemptId(lease.round, lease.task, lease.attempt)
+        attempt = AttemptId(lease.round, lease.task, lease.attempt)
         version = self._generator.version
-        if version is None or not record.oldest_step <= _step(version) < record.for_step:  # it may have moved since it was asked
-            raise EngineUnavailable(f"the engine has no version that round {record.round} may be done by.")
-        emit(self._on_event, "generating", round=place[0], task=place[1], attempt=place[2], seq=version.seq)
+        if version is None or not record.oldest_step <= _step(version) < record.for_step:  # it may have changed since `Sync`
+            raise EngineUnavailable(f"the engine has no version that may work on round {record.round}.")
+        emit(self._on_event, "generating", round=attempt.round, task=attempt.task, attempt=attempt.attempt, seq=version.seq)
         start = time.monotonic()
         sampling = record.sampling
         prompts = self._generator.encode(rows)
-        seeded = Sampling(sampling.samples, sampling.max_tokens, sampling.temperature, sampling.top_p, _seed(sampling.seed, place))
+        seeded = Sampling(sampling.samples, sampling.max_tokens, sampling.temperature, sampling.top_p, _seed(sampling.seed, attempt))
         made = self._generator.generate(prompts, seeded, stop=self._stop.is_set)
         generated = time.monotonic()
         repeated = [row for row in rows for _ in range(sampling.samples)]
@@ -229,10 +255,10 @@ class Member:
         if any(reward is not None and not abs(reward) <= LARGEST_REWARD for each in rewards for reward in each):  # NaN compares false
             raise RewardError(f"a reward is not a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}.")
         seconds = {"sync": self._synced, "generate": generated - start, "score": scored - generated}
-        emit(self._on_event, "generated", round=place[0], task=place[1], tokens=sum(map(len, tokens)), seconds=scored - start)
+        emit(self._on_event, "generated", round=attempt.round, task=attempt.task, tokens=sum(map(len, tokens)), seconds=scored - start)
         return Rollouts(
             self._log.run.id,
-            *place,
+            *attempt,
             member=lease.member,
             nonce=lease.nonce,
             prompts=tuple(np.array(prompt, np.int32) for prompt in prompts),
@@ -244,9 +270,18 @@ class Member:
 
 
 def tell_failure(store: Store, name: str, error: BaseException, *, clock: Callable[[], float] = time.time) -> None:
-    """Write a heartbeat that says why a member leaves before it could begin, so that the trainer can tell. Does nothing where it cannot.
+    """Write a heartbeat that says why a member leaves before it could begin. Write nothing if there is no run yet, or the store fails.
 
-    `name` is the member's. Nothing is written where there is no run yet, or the store fails.
+    Parameters
+    ----------
+    store
+        The store that the run is in.
+    name
+        The member's name.
+    error
+        Why it leaves.
+    clock
+        Returns seconds since 1970.
     """
     with contextlib.suppress(DeltawireError):
         state = MemberState(ChainLog(store).run.id, name, secrets.token_hex(16), lambda: "", lambda: int(clock() * 1000), lambda: 0.0)
@@ -261,17 +296,17 @@ def _completion(prompt: int, made: Generated, rewards: tuple[float | None, ...])
 
 def _step(version: Version) -> int:
     if version.step is None:
-        raise EngineError(f"{version.describe()} was published without a training step, which rollouts are counted by.")
+        raise EngineError(f"{version.describe()} was published without a training step, which rollouts need.")
     return version.step
 
 
 def _traceback(error: DeltawireError) -> str | None:
-    """Returns where the user's own code failed, as Python prints it; None if the error is ours."""
+    """Return the traceback of the user's own code; None if the error is not from there."""
     cause = error.__cause__
     return None if cause is None else "".join(traceback.format_exception(cause))[-_LONGEST_TRACEBACK:].rstrip()
 
 
-def _seed(seed: int, place: AttemptId) -> int:
-    """Different for every attempt at every task, and the same whoever makes it."""
-    text = "/".join(map(str, (seed, *place)))
+def _seed(seed: int, attempt: AttemptId) -> int:
+    """Return a seed that differs for every attempt at every task, and does not depend on the member."""
+    text = "/".join(map(str, (seed, *attempt)))
     return int.from_bytes(blake3(text.encode()).digest()[:6], "little")

@@ -1,4 +1,4 @@
-"""What a member prints, line by line: as events, and kept in bounded memory until somebody fetches it."""
+"""What a member prints, line by line: as events, and kept in bounded memory until it is fetched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ OnLine: TypeAlias = Callable[[str, bool], object]
 
 
 class Line(NamedTuple):
-    """One line that a member printed."""
+    """One line that a member printed.
+
+    Parameters
+    ----------
+    text
+        The line without its end.
+    is_error
+        Whether it went to stderr.
+    """
 
     text: str
     is_error: bool
@@ -26,6 +34,15 @@ def event_of(member: str, line: str, is_error: bool) -> Event:
 
     An error that ended the member becomes the event "failed". Any other text comes from the user's own code or from a library, and becomes
     the event "output".
+
+    Parameters
+    ----------
+    member
+        The member's name.
+    line
+        The line, without its end.
+    is_error
+        Whether it went to stderr.
     """
     if not is_error and isinstance(found := _parse(line), dict):
         error = found.get("error")
@@ -52,7 +69,10 @@ def _no_number(text: str) -> NoReturn:
 class OutputBuffer:
     """Keeps lines until they are taken, in the order in which they were added. It may be used from several threads.
 
-    When the lines that nobody has taken are longer than `limit` characters together, the oldest ones are dropped and counted.
+    Parameters
+    ----------
+    limit
+        When the lines that were not taken have more characters than this together, the oldest ones are dropped and counted.
     """
 
     def __init__(self, limit: int = 4 << 20) -> None:
@@ -63,7 +83,7 @@ class OutputBuffer:
         self._changed = threading.Condition()
 
     def add(self, text: str, is_error: bool) -> None:
-        """Add a line. Never waits for whoever takes lines."""
+        """Add a line. Never waits until lines are taken."""
         with self._changed:
             self._lines.append(Line(text, is_error))
             self._size += len(text) + 1  # an empty line takes memory, too

@@ -1,4 +1,4 @@
-"""How a fleet is run."""
+"""How a trainer runs a fleet."""
 
 from __future__ import annotations
 
@@ -9,14 +9,27 @@ from ..format.rollouts import RolloutLimits
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """What the trainer decides.
+    """How a trainer runs its fleet.
 
-    `lease_seconds`: how long a member may be silent before its tasks go to others. `quorum`: the part of a round's tasks that must have
-    a result before the step is trained. `poll_seconds`: how often the trainer looks. `keep_steps`: for so many training steps what was
-    acknowledged stays in the store, so that a trainer may be resumed from so far back and find it. `environment_tokens`: how many tokens,
-    beside those that the policy draws, an environment may put into a completion (tool output, further turns of a conversation).
-    `patience_seconds`: after members have left because of errors, how long the trainer waits for others while nobody is there; then
-    collecting raises `FleetDeserted`. With `math.inf` it waits for ever: choose that if you do not trust all who may write heartbeats.
+    Parameters
+    ----------
+    lease_seconds
+        How long a member may be silent before its tasks go to other members.
+    quorum
+        The part of a round's tasks that must have a result before the step is trained, above 0 and at most 1.
+    poll_seconds
+        How often the trainer looks at the fleet.
+    keep_steps
+        For how many training steps acknowledged results stay in the store. A trainer that is resumed from a step this far back still
+        finds them.
+    environment_tokens
+        How many tokens an environment may add to a completion (tool output, further turns of a conversation). They do not count as tokens
+        of the policy.
+    patience_seconds
+        How long the trainer waits for other members after all members have left because of errors. Then collecting raises
+        `FleetDeserted`. With `math.inf` it waits for ever: choose that if you do not trust all processes that may write heartbeats.
+    limits
+        The largest sizes of a file of rollouts.
     """
 
     lease_seconds: int = 60
@@ -29,6 +42,6 @@ class FleetOptions:
 
     def __post_init__(self) -> None:
         if self.lease_seconds < 1 or not 0 < self.quorum <= 1 or self.poll_seconds <= 0 or self.keep_steps < 1:
-            raise ValueError("lease_seconds and keep_steps are at least 1, poll_seconds is positive, and quorum in (0, 1]")
+            raise ValueError("lease_seconds and keep_steps must be at least 1, poll_seconds positive, and quorum in (0, 1]")
         if self.environment_tokens < 0 or not self.patience_seconds >= 0:
-            raise ValueError("environment_tokens and patience_seconds are at least 0")
+            raise ValueError("environment_tokens and patience_seconds must be at least 0")

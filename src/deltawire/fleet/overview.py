@@ -1,6 +1,6 @@
-"""What people can see of a fleet: its members, rounds and results, as the store has them. Reads, and never writes.
+"""A fleet as people see it: its members, rounds and results in the store. Nothing here writes.
 
-Everything here was written by somebody else: records are parsed as strictly as the trainer does it, and what breaks a rule is passed over.
+Other processes wrote all of this, so records are parsed as strictly as the trainer parses them, and malformed ones are skipped.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from ..store.base import ObjectInfo, Store
 from ..store.fleet_keys import RolloutKey
 from ..store.requests import Get, Head, List
 from .fleet_keyring import FleetKeyring
-from .steps.rejection_steps import read_rejections
+from .steps.record_steps import parsed_answer, read_acknowledged, read_rejections, read_rounds
 from .steps.requests import MOST_TOGETHER, Steps, Together, run_steps
-from .steps.resume_steps import parsed_answer, read_acknowledged, read_rounds
 
 _T = TypeVar("_T")
 _EVERY_EPOCH = 10**10
@@ -33,7 +32,15 @@ ResultState: TypeAlias = Literal["uploaded", "accepted", "rejected"]
 
 @dataclass(frozen=True, slots=True)
 class SeenMember:
-    """A member's last heartbeat, and when it was written, in seconds since 1970 by the store's clock."""
+    """A member's last heartbeat.
+
+    Parameters
+    ----------
+    beat
+        The heartbeat.
+    modified
+        When it was written, in seconds since 1970 by the store's clock.
+    """
 
     beat: Heartbeat
     modified: float
@@ -41,7 +48,19 @@ class SeenMember:
 
 @dataclass(frozen=True, slots=True)
 class SeenRound:
-    """A round, how many of its tasks have a lease, and how many have a result, valid or not; and whether it was acknowledged."""
+    """A round and its progress.
+
+    Parameters
+    ----------
+    record
+        The round.
+    leased
+        How many of its tasks have a lease.
+    delivered
+        How many of its tasks have a result, valid or not.
+    acknowledged
+        Whether a trainer acknowledged it.
+    """
 
     record: Round
     leased: int
@@ -51,7 +70,19 @@ class SeenRound:
 
 @dataclass(frozen=True, slots=True)
 class SeenFleet:
-    """A fleet at one moment. `board` is None if there is none that can be read and trusted. The newest round comes first."""
+    """A fleet at one moment.
+
+    Parameters
+    ----------
+    board
+        The board; None if there is none that can be read and trusted.
+    board_modified
+        When the board was written, in seconds since 1970 by the store's clock.
+    members
+        The members that have a heartbeat.
+    rounds
+        The rounds, the newest first.
+    """
 
     board: Board | None
     board_modified: float | None
@@ -61,8 +92,21 @@ class SeenFleet:
 
 @dataclass(frozen=True, slots=True)
 class SeenResult:
-    """A result that lies in the store. `state` is "accepted" if a trainer acknowledged it, "rejected" (and `why`) if it did so and then
-    left it out, else "uploaded"."""
+    """A result in the store.
+
+    Parameters
+    ----------
+    key
+        Its round, task, attempt and hash.
+    round
+        The record of its round.
+    modified
+        When it was written, in seconds since 1970 by the store's clock.
+    state
+        "accepted" if a trainer acknowledged it, "rejected" if a trainer left it out after that, and otherwise "uploaded".
+    why
+        Why it was rejected.
+    """
 
     key: RolloutKey
     round: Round
@@ -72,7 +116,17 @@ class SeenResult:
 
 
 class FleetReader:
-    """Looks at the fleet of the run with this id. With `trusted_keys`, only boards, rounds and batches that one of them signed count."""
+    """Reads the fleet of a run.
+
+    Parameters
+    ----------
+    store
+        The store. The caller closes it.
+    run
+        The run's id.
+    trusted_keys
+        Public keys. With keys, only boards, rounds and batches count that one of them signed.
+    """
 
     def __init__(self, store: Store, run: str, *, trusted_keys: Collection[str] = ()) -> None:
         self._store = store
@@ -81,11 +135,23 @@ class FleetReader:
         self._pool = ThreadPoolExecutor(MOST_TOGETHER, thread_name_prefix="deltawire-overview")
 
     def fleet(self, rounds: int = 4) -> SeenFleet:
-        """Returns everything but the results, with at most so many rounds."""
+        """Return the board, the members and the newest rounds.
+
+        Parameters
+        ----------
+        rounds
+            How many rounds to return at most.
+        """
         return self._ask(self._fleet(rounds))
 
     def results(self, *, step: int | None = None) -> Iterator[SeenResult]:
-        """Yields what lies in the store, the newest rounds first; with `step`, only results of rounds for that training step."""
+        """Yield the results in the store, the newest rounds first.
+
+        Parameters
+        ----------
+        step
+            Yield only results for this training step.
+        """
         found = self._ask(read_rounds(self._run, self._keyring))
         acknowledged = self._ask(read_acknowledged(self._run, _EVERY_EPOCH, -1, self._keyring))
         rejected = self._ask(read_rejections(self._run, _EVERY_EPOCH, -1, self._keyring))
@@ -104,7 +170,13 @@ class FleetReader:
                 yield SeenResult(key, record, modified, state, rejected.get(key))
 
     def read(self, result: SeenResult) -> Rollouts | None:
-        """Returns what a result holds; None if it is gone, damaged, or of another run or place than it lies in."""
+        """Return the completions of a result; None if it was deleted, is damaged, or does not belong to its key or run.
+
+        Parameters
+        ----------
+        result
+            A result that `results` yielded.
+        """
         limits = RolloutLimits()
         try:
             data = self._store.get(fleet_keys.rollout_key(result.key), limit=limits.file_bytes)
@@ -116,7 +188,7 @@ class FleetReader:
         return rollouts if (rollouts.round, rollouts.task, rollouts.attempt) == result.key[:3] else None
 
     def close(self) -> None:
-        """Let go of threads. The store is the caller's."""
+        """Stop the threads. The store stays open."""
         self._pool.shutdown()
 
     def __enter__(self) -> FleetReader:
@@ -153,9 +225,9 @@ class FleetReader:
         named = [(member, info) for info in listed if (member := fleet_keys.parse_member_key(info.key)) is not None]
         members = []
         for start in range(0, len(named), MOST_TOGETHER):
-            part = named[start : start + MOST_TOGETHER]
-            answers = yield Together(tuple(Get(info.key, MAX_RECORD_BYTES) for _, info in part))
-            for (member, info), answer in zip(part, answers, strict=True):
+            group = named[start : start + MOST_TOGETHER]
+            answers = yield Together(tuple(Get(info.key, MAX_RECORD_BYTES) for _, info in group))
+            for (member, info), answer in zip(group, answers, strict=True):
                 beat = parsed_answer(Heartbeat.parse, answer)
                 if beat is not None and beat.id == self._run and beat.member == member:
                     members.append(SeenMember(beat, info.modified.timestamp()))

@@ -1,4 +1,4 @@
-"""Keeps so many members running, wherever they run: who dies is started again, within bounds; who leaves is let go."""
+"""Keeps members running, wherever they run. A member that dies is started again, within bounds; one that leaves is not."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from ..events import OnEvent, emit
 
 _LOOK = 0.2
 _LONGEST_PAUSE = 60.0
+_NEVER = float("inf")
 
 
-class Lasting(str):
-    """What ended a member, and would end it again if it were started again."""
+class PermanentFailure(str):
+    """The reason why a member ended, if it would end again for the same reason."""
 
 
 class Running(Protocol):
-    """A member that was started, in a process of its own."""
+    """A member that was started in a process of its own."""
 
     def ending(self) -> str | None:
-        """None while it runs; then "" if it left as it should, else what ended it (`Lasting` if that does not heal)."""
+        """Return None while the member runs, "" if it left as it should, and otherwise the reason why it ended.
+
+        The reason is a `PermanentFailure` if the member would end again for it.
+        """
 
     def leave(self) -> None:
-        """Ask it to leave; returns at once, and does nothing if it has ended."""
+        """Ask the member to leave, and return at once. Do nothing if it has ended."""
 
     def kill(self) -> None:
-        """End it on the spot."""
+        """Kill the member."""
 
 
 @dataclass(slots=True)
-class _Post:
-    """A place for a member, whoever fills it at the moment."""
+class _Entry:
+    """One name that a member must run under, and the process that runs under it now."""
 
     name: str
     running: Running | None = None
@@ -44,11 +48,30 @@ class _Post:
 
 
 class Supervisor:
-    """Keeps a member running for each name, by `start(name)`.
+    """Keeps one member running for each name.
 
-    One that died is started again after a pause that grows with each death, but no more than `restarts` times in `within` seconds: what
-    dies that often would die again. One that ended because of what does not heal is given up at once. One that left (exit code 0: the
-    trainer said that the run is over) is not started again. Events: "member-started", "member-left", "member-died", "member-given-up".
+    A member that died is started again after a pause that grows with each death. One that left (exit code 0: the trainer said that the run
+    is over) is not started again. Events: "member-started", "member-left", "member-died", "member-given-up".
+
+    Parameters
+    ----------
+    names
+        The names of the members.
+    start
+        Starts the member of a name.
+    restarts
+        How often a member is started again in `within` seconds. A member that dies more often is given up, and so is one that ended with a
+        `PermanentFailure`.
+    within
+        The period that `restarts` counts, in seconds.
+    pause
+        Seconds before the first restart. Each further pause is twice as long, up to a minute.
+    grace
+        How many seconds members may take to leave before they are killed.
+    on_event
+        Called with every event.
+    clock
+        Returns seconds that never run backwards.
     """
 
     def __init__(
@@ -63,7 +86,7 @@ class Supervisor:
         on_event: OnEvent | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._posts = [_Post(name) for name in names]
+        self._entries = [_Entry(name) for name in names]
         self._start = start
         self._restarts = restarts
         self._within = within
@@ -73,59 +96,63 @@ class Supervisor:
         self._clock = clock
 
     def run(self, stop: threading.Event) -> bool:
-        """Return when all have left or were given up; or, once `stop` is set, when all were asked to leave and have, or were killed after
-        `grace` seconds. Whether none was given up."""
+        """Run until all members have left or were given up. Return whether none was given up.
+
+        Once `stop` is set, ask all members to leave, and kill those that have not left after `grace` seconds.
+
+        Parameters
+        ----------
+        stop
+            Tells the supervisor to end.
+        """
         try:
             while not stop.is_set() and self.look():
                 stop.wait(_LOOK)
         finally:
             self._end()
-        return not any(post.is_given_up for post in self._posts)
+        return not any(entry.is_given_up for entry in self._entries)
 
     def look(self) -> bool:
-        """Take note of who ended, and start who is due. Whether there is anybody to look after still."""
-        for post in self._posts:
-            if post.running is not None and (ending := post.running.ending()) is not None:
-                post.running = None
-                self._note(post, ending)
-            if post.running is None and post.due <= self._clock():
-                emit(self._on_event, "member-started", member=post.name, restarts=len(post.deaths))
+        """Note which members have ended, and start those that are due. Return whether any member is left to supervise."""
+        for entry in self._entries:
+            if entry.running is not None and (ending := entry.running.ending()) is not None:
+                entry.running = None
+                self._note(entry, ending)
+            if entry.running is None and entry.due <= self._clock():
+                emit(self._on_event, "member-started", member=entry.name, restarts=len(entry.deaths))
                 try:
-                    post.running = self._start(post.name)
-                except Exception as error:  # a cluster that is gone, or a machine out of processes: as if it had died at once
-                    self._note(post, f"{type(error).__name__}: {error}")
-        return any(post.running is not None or post.due != _NEVER for post in self._posts)
+                    entry.running = self._start(entry.name)
+                except Exception as error:  # for example a lost cluster, or no more processes: it counts as a death
+                    self._note(entry, f"{type(error).__name__}: {error}")
+        return any(entry.running is not None or entry.due != _NEVER for entry in self._entries)
 
-    def _note(self, post: _Post, ending: str) -> None:
+    def _note(self, entry: _Entry, ending: str) -> None:
         if not ending:
-            post.due = _NEVER
-            emit(self._on_event, "member-left", member=post.name)
+            entry.due = _NEVER
+            emit(self._on_event, "member-left", member=entry.name)
             return
         now = self._clock()
-        while post.deaths and post.deaths[0] < now - self._within:
-            post.deaths.popleft()
-        post.deaths.append(now)
-        emit(self._on_event, "member-died", member=post.name, reason=ending, deaths=len(post.deaths))
-        is_lasting = isinstance(ending, Lasting)
-        if is_lasting or len(post.deaths) > self._restarts:
-            post.due, post.is_given_up = _NEVER, True
-            emit(self._on_event, "member-given-up", member=post.name, reason=ending, lasting=is_lasting)
+        while entry.deaths and entry.deaths[0] < now - self._within:
+            entry.deaths.popleft()
+        entry.deaths.append(now)
+        emit(self._on_event, "member-died", member=entry.name, reason=ending, deaths=len(entry.deaths))
+        is_permanent = isinstance(ending, PermanentFailure)
+        if is_permanent or len(entry.deaths) > self._restarts:
+            entry.due, entry.is_given_up = _NEVER, True
+            emit(self._on_event, "member-given-up", member=entry.name, reason=ending, permanent=is_permanent)
         else:
-            post.due = now + min(self._pause * 2.0 ** (len(post.deaths) - 1), _LONGEST_PAUSE)
+            entry.due = now + min(self._pause * 2.0 ** (len(entry.deaths) - 1), _LONGEST_PAUSE)
 
     def _end(self) -> None:
-        left = [post for post in self._posts if post.running is not None]
-        for post in left:
-            assert post.running is not None
-            post.running.leave()
+        left = [entry for entry in self._entries if entry.running is not None]
+        for entry in left:
+            assert entry.running is not None
+            entry.running.leave()
         deadline = self._clock() + self._grace
-        while left := [post for post in left if post.running is not None and post.running.ending() is None]:
+        while left := [entry for entry in left if entry.running is not None and entry.running.ending() is None]:
             if self._clock() >= deadline:
                 break
             time.sleep(_LOOK / 4)
-        for post in left:
-            assert post.running is not None
-            post.running.kill()
-
-
-_NEVER = float("inf")
+        for entry in left:
+            assert entry.running is not None
+            entry.running.kill()

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from ..events import Event, OnEvent, printable
 from ..fleet.local_members import LocalMember
 from ..fleet.member_output import Line, OnLine, OutputBuffer, event_of
-from ..fleet.supervision import Lasting
+from ..fleet.supervision import PermanentFailure
 from ..subscribe.pin_keeper import reader_name
 from .member import MemberOptions
 
@@ -141,7 +141,7 @@ class RayMember:
                 self._batch += 1
                 self._reply = self._actor.next_output.remote(self._batch)
             else:
-                self._ending = Lasting(ending[0]) if ending[1] else ending[0]
+                self._ending = PermanentFailure(ending[0]) if ending[1] else ending[0]
         if self._ending is None and not self._is_told_to_wait and self._clock() - self._began >= _PATIENCE:
             self._is_told_to_wait = True
             if not self._is_there(self._placed):
@@ -205,7 +205,7 @@ class _MemberActor:
             if dropped or lines:
                 return dropped, lines, None
             if ending is not None:
-                return 0, [], (str(ending), isinstance(ending, Lasting))
+                return 0, [], (str(ending), isinstance(ending, PermanentFailure))
             if time.monotonic() >= deadline:
                 return 0, [], None
 

@@ -19,11 +19,11 @@ from ..chain.version import Version
 from ..engines.model_limits import load_prompts
 from ..errors import FleetTimeout, TrainingFailed
 from ..events import OnEvent, emit
-from ..fleet.batch import Batch
 from ..fleet.coordinator import Coordinator
 from ..fleet.options import FleetOptions
 from ..fleet.rules.scheduler import Scheduler
 from ..fleet.rules.staleness import StalenessBudget
+from ..fleet.steps.batch_steps import Batch
 from ..format.records.fleet_files import Row
 from ..format.records.trainer_records import Sampling
 from ..publish import PendingVersion, Publisher, WriterOptions

@@ -1,6 +1,11 @@
-"""For tests, yours and ours: conformance suites to run on a store or an engine, and a store that fails by script.
+"""Tools for tests: conformance suites for stores and engines, a store that fails by script, and a simulation of fleets.
 
-The suites need pytest, and are imported when they are asked for.
+faulty_store        a store that fails, dies or damages data where a test says so
+store_conformance   tests that every store must pass
+engine_conformance  tests that every engine must pass
+fleet_simulation/   a fleet in virtual time (docs/simulation.md)
+
+The conformance suites need pytest, so they are imported only when they are used.
 """
 
 from __future__ import annotations

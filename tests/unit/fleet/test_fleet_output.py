@@ -22,7 +22,7 @@ from deltawire.events import Event
 from deltawire.fleet import Coordinator, FleetOptions, Sampling
 from deltawire.fleet.local_members import LocalMember
 from deltawire.fleet.member import Member
-from deltawire.fleet.supervision import Lasting
+from deltawire.fleet.supervision import PermanentFailure
 from deltawire.rl.member import RewardScorer
 from deltawire.store.memory import MemoryStore
 
@@ -106,7 +106,7 @@ def test_members_do_not_break_lines_for_a_fleet_and_an_error_that_lasts_is_known
     for reader in member._readers:
         reader.join(60)
     assert seen == ["columns none"]
-    assert isinstance(member.ending(), Lasting)
+    assert isinstance(member.ending(), PermanentFailure)
 
 
 def test_with_json_every_line_is_an_object_with_the_member_s_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.fleet.rules.scheduler import fill, largest_remainders
+from deltawire.fleet.rules.scheduler import divide_work, largest_remainders
 
 WEIGHTS = st.floats(1e-3, 1e3)
 VESSELS = st.lists(st.tuples(WEIGHTS, st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12)
@@ -26,7 +26,7 @@ VESSELS = st.lists(st.tuples(WEIGHTS, st.integers(0, 20), st.integers(0, 20)), m
     ],
 )
 def test_vessels_come_level(total: int, weights: list[float], held: list[float], rooms: list[float], poured: list[float]) -> None:
-    assert fill(total, weights, held, rooms) == pytest.approx(poured)
+    assert divide_work(total, weights, held, rooms) == pytest.approx(poured)
 
 
 @given(st.integers(0, 200), VESSELS)
@@ -34,7 +34,7 @@ def test_all_is_poured_that_finds_room_and_nobody_stands_lower_than_one_that_got
     total: int, vessels: list[tuple[float, int, int]]
 ) -> None:
     weights, held, rooms = ([float(v[i]) for v in vessels] for i in range(3))
-    poured = fill(total, weights, held, rooms)
+    poured = divide_work(total, weights, held, rooms)
     assert sum(poured) == pytest.approx(min(total, sum(rooms)), abs=1e-6)
     assert all(0 <= x <= room for x, room in zip(poured, rooms, strict=True))
     heights = [(h + x) / w for w, h, x in zip(weights, held, poured, strict=True)]

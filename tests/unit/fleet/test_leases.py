@@ -43,7 +43,7 @@ def roster(beat: Heartbeat | None, at: float) -> Roster:
     ],
 )
 def test_a_lease_taken_at_100_for_60_seconds_holds(beat: Heartbeat | None, at: float, now: float, lives: bool) -> None:
-    assert roster(beat, at).lease_lives(LEASE, 100, now, 60) is lives
+    assert roster(beat, at).is_lease_alive(LEASE, 100, now, 60) is lives
 
 
 def test_who_was_heard_of_lately_and_stays_is_alive() -> None:

@@ -20,7 +20,7 @@ from deltawire.fleet import Coordinator, FleetOptions, Sampling
 from deltawire.fleet import member as member_module
 from deltawire.fleet.generation import Generated, GeneratedSpan, Interrupted
 from deltawire.fleet.member import Member
-from deltawire.fleet.steps.member_steps import tell
+from deltawire.fleet.steps.member_steps import write_heartbeat
 from deltawire.fleet.steps.requests import Generate, Sync, run_steps
 from deltawire.format.records.fleet_parts import ObjectRef
 from deltawire.format.records.member_records import Heartbeat, Lease
@@ -197,18 +197,18 @@ def test_a_member_works_until_the_run_is_over(store: Store, engine: FakeGenerato
 def test_a_change_of_what_a_member_works_on_is_told_soon(
     store: Store, member: Member, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_module, "_SHORTEST_REST", 0.0, raising=False)
+    monkeypatch.setattr(member_module, "_SHORTEST_BEAT", 0.0)
     publish(publisher, 0)
     state = member._state(publisher._writer.run.id)
     for working, said in (((3, 1, 0), "working"), (None, "joining")):
-        run_steps(tell(state), store)
-        rest = threading.Thread(target=member._rest, args=(state, 1e6), daemon=True)
+        run_steps(write_heartbeat(state), store)
+        rest = threading.Thread(target=member._wait_for_heartbeat, args=(state, 1e6), daemon=True)
         state.lease_seconds = 1e6
         rest.start()
         state.working = set() if working is None else {working}
         rest.join(60)
         assert not rest.is_alive()
-        run_steps(tell(state), store)
+        run_steps(write_heartbeat(state), store)
         beat = Heartbeat.parse(store.get(member_key("m"), limit=10_000))
         assert (beat.state, beat.working) == (said, () if working is None else (working,))
 

@@ -17,7 +17,7 @@ NOW = 10_000.0
 def measured(rates: Mapping[str, float], **options: float) -> Scheduler:
     """A scheduler that has seen each member deliver at its rate long enough to trust it."""
     scheduler = Scheduler(**options)  # type: ignore[arg-type]
-    scheduler.seen(list(rates), NOW - 1000)
+    scheduler.note_alive(list(rates), NOW - 1000)
     for name, rate in rates.items():
         for second in range(0, 100, 10):
             at = NOW - 100 + second
@@ -68,7 +68,7 @@ def test_only_eligible_members_get_offers_and_never_of_a_task_that_they_work_on(
         for i, (busy, failed) in enumerate(open_tasks)
     ]
     scheduler = Scheduler()
-    scheduler.seen([one.name for one in candidates], NOW)
+    scheduler.note_alive([one.name for one in candidates], NOW)
     offers = scheduler.offers(offered, candidates, oldest_step=oldest, now=NOW)
     eligible = {one.name for one in candidates if one.step is not None and one.step >= oldest}
     for task in offered:
@@ -95,7 +95,7 @@ def test_an_offer_stays_where_it_is_while_that_is_fair() -> None:
 def test_a_joiner_holds_one_task_then_two_then_four_then_its_share() -> None:
     scheduler = measured({"old": 100})
     members = [Candidate("new", 0), Candidate("old", 0)]
-    scheduler.seen(["new", "old"], NOW)
+    scheduler.note_alive(["new", "old"], NOW)
     for expected in (1, 2, 4, 10):
         assert counts(scheduler, 20, members)["new"] == expected
         scheduler.delivered("new", tokens=1000, offered=NOW, leased=NOW, finished=NOW + 10 * expected)
@@ -104,21 +104,21 @@ def test_a_joiner_holds_one_task_then_two_then_four_then_its_share() -> None:
 
 def test_a_rejoiner_ramps_up_again_and_its_speed_is_remembered() -> None:
     scheduler = measured({"one": 300, "two": 100})
-    scheduler.seen(["two"], NOW)
-    scheduler.seen(["one", "two"], NOW)
+    scheduler.note_alive(["two"], NOW)
+    scheduler.note_alive(["one", "two"], NOW)
     assert counts(scheduler, 12, [Candidate("one", 0), Candidate("two", 0)]) == {"one": 1, "two": 11}
     assert scheduler.rate("one") == pytest.approx(300)
 
 
 def test_newcomers_take_everything_if_nobody_else_is_there() -> None:
     scheduler = Scheduler()
-    scheduler.seen(["a", "b"], NOW)
+    scheduler.note_alive(["a", "b"], NOW)
     assert counts(scheduler, 10, [Candidate("a", 0), Candidate("b", 0)]) == {"a": 5, "b": 5}
 
 
 def test_a_member_that_vanished_gets_nothing() -> None:
     scheduler = measured({"gone": 900, "here": 100})
-    scheduler.seen(["here"], NOW)
+    scheduler.note_alive(["here"], NOW)
     assert counts(scheduler, 5, [Candidate("gone", 0), Candidate("here", 0)]) == {"here": 5}
 
 
@@ -213,7 +213,7 @@ def test_one_that_is_at_work_may_let_its_next_offers_lie() -> None:
 
 def test_who_leases_and_never_delivers_is_soon_offered_almost_nothing() -> None:
     scheduler = measured({"good": 100})
-    scheduler.seen(["good", "hog"], NOW)
+    scheduler.note_alive(["good", "hog"], NOW)
     scheduler.delivered("hog", tokens=0, offered=NOW, leased=NOW, finished=NOW + 60)
     assert counts(scheduler, 10, [Candidate("good", 0), Candidate("hog", 0)], now=NOW + 60) == {"good": 10}
 

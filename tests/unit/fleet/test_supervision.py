@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from deltawire.events import Event
-from deltawire.fleet.supervision import Lasting, Supervisor
+from deltawire.fleet.supervision import PermanentFailure, Supervisor
 
 
 class Fake:
@@ -92,10 +92,10 @@ def test_one_that_dies_too_often_is_given_up_and_the_verdict_says_so() -> None:
 def test_one_whose_error_lasts_is_given_up_at_once() -> None:
     world = World(["a"])
     assert world.supervisor.look()
-    world.started["a"][-1].how = Lasting("no such column")
+    world.started["a"][-1].how = PermanentFailure("no such column")
     assert not world.supervisor.look()
     (event,) = world.named("member-given-up")
-    assert event.fields["lasting"]
+    assert event.fields["permanent"]
 
 
 def test_deaths_long_ago_are_forgotten() -> None:

@@ -181,5 +181,5 @@ def _describe(event: Event) -> str:
     if event.name == "member-died":
         return f"died: {event.fields['reason']}"
     if event.name == "member-given-up":
-        return "is not restarted, because it would fail again" if event.fields["lasting"] else "died too often, and is not restarted"
+        return "is not restarted, because it would fail again" if event.fields["permanent"] else "died too often, and is not restarted"
     return ""

@@ -61,9 +61,9 @@ def member(
     Ctrl-C and SIGTERM make it give back its unfinished tasks and leave, with code 0. A second signal ends it at once. It also leaves when
     the trainer ends the run.
     """
-    from ...fleet.local_members import LASTING_ERROR
+    from ...fleet.local_members import PERMANENT_FAILURE_CODE
 
-    with exit_codes(json, one_line=True, codes={UnusableReward: LASTING_ERROR} if leave_with_stdin else None):
+    with exit_codes(json, one_line=True, codes={UnusableReward: PERMANENT_FAILURE_CODE} if leave_with_stdin else None):
         from ...rl.member import MemberOptions, serve
 
         sys.path.insert(0, os.getcwd())  # the module of the reward function is usually here, as with `python -m`

@@ -1,17 +1,17 @@
-"""What the trainer accepts. Pure: a result is judged by what was read, and by nothing else.
+"""Which results the trainer accepts. A result is judged only by what was read.
 
-A task's first valid result wins. Everything else is refused for one of these reasons:
+The first valid result of a task is accepted. Every other result is refused for one of these reasons:
 
-    malformed      its bytes are not what its name says, break a rule, or do not fit the task
+    malformed      its bytes do not have the hash in its name, break a rule, or do not fit the task
     wrong-run      it is of another run
-    unleased       its member never held the lease that it was made under, or was not asked for a free attempt
-    duplicate      its own attempt was accepted before
-    late           another attempt was accepted before, or the step has been acknowledged
-    future         it was made by a version that the chain does not have, or that its own step makes
+    unleased       its member did not hold the lease that it was made under, or was not asked for a free attempt
+    duplicate      a result of the same attempt was accepted before
+    late           a result of another attempt was accepted before, or the step has been acknowledged
+    future         it was made by a version that the chain does not have, or by the version of its own training step or a later one
     abandoned      it was made by a version that a rewind has abandoned
     wrong-digest   it was made by other weights than the chain has under that version
-    stale          some of it was made by a version that is too old
-    untrainable    training could not use it, or tried and failed
+    stale          some of its tokens were made by a version that is too old
+    untrainable    training could not use it, or training on it failed
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Reason: TypeAlias = Literal[
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
-_BYTES_OF_HEADER = 1 << 19
-_BYTES_OF_TOKEN = 4 + 4 + 1 + 32
-"""Its id, log-prob and mask, and a span of its own."""
-_BYTES_OF_COMPLETION = 4 + 4 + 1 + 64 * (8 + 1)
-"""Its length, its prompt, whether it is finished, and as many rewards as there may be."""
+_BYTES_PER_HEADER = 1 << 19
+_BYTES_PER_TOKEN = 4 + 4 + 1 + 32
+"""Its id, log-prob and mask, and a token span for it alone."""
+_BYTES_PER_COMPLETION = 4 + 4 + 1 + 64 * (8 + 1)
+"""Its length, its prompt, whether it is finished, and the largest number of rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a result is refused: the reason that is counted, and for people what exactly is wrong, if there is more to say."""
+    """Why a result is refused: the reason that is counted, and a text for people that says what exactly is wrong."""
 
     reason: Reason
     why: str = ""
@@ -49,10 +49,20 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a task asks for: its round, how many rows (and so prompts) it has, and how old versions may be.
+    """What a task asks for.
 
-    `prompt_ids` are the prompts' token ids, or None if nobody here can tell. `environment_tokens` is how many tokens a completion may have
-    beside those that the policy drew.
+    Parameters
+    ----------
+    round
+        The round of the task.
+    prompts
+        How many rows, and so prompts, the task has.
+    budget
+        How old versions may be.
+    prompt_ids
+        The token ids of the prompts; None if the trainer has no tokenizer.
+    environment_tokens
+        How many tokens that the policy did not draw a completion may have.
     """
 
     round: Round
@@ -63,34 +73,37 @@ class Demand:
 
 
 def most_bytes(demand: Demand) -> int | None:
-    """Return how large a file of rollouts for this task can be at most, so that larger ones need not be read; None if nobody can tell."""
+    """Return the largest size of a result for this task, so that larger ones need not be read; None if it is unknown."""
     if demand.prompt_ids is None:
         return None
     completions = demand.prompts * demand.round.samples
     tokens = completions * (demand.round.sampling.max_tokens + demand.environment_tokens)
     prompts = sum(len(prompt) for prompt in demand.prompt_ids)
-    return _BYTES_OF_HEADER + prompts * 4 + demand.prompts * 4 + tokens * _BYTES_OF_TOKEN + completions * _BYTES_OF_COMPLETION
+    return _BYTES_PER_HEADER + prompts * 4 + demand.prompts * 4 + tokens * _BYTES_PER_TOKEN + completions * _BYTES_PER_COMPLETION
 
 
-def judge_key(place: RolloutKey, accepted: AcceptedResult | None, *, closed: bool) -> Reason | None:
-    """What the name of a result says already, so that it need not be read; None if it must be."""
+def judge_key(key: RolloutKey, accepted: AcceptedResult | None, *, closed: bool) -> Reason | None:
+    """Judge a result by its key alone. Return None if the result must be read.
+
+    `accepted` is the accepted result of the task, if there is one; `closed` says that the round accepts no more results.
+    """
     if accepted is not None:
-        return "duplicate" if accepted.attempt == place.attempt else "late"
+        return "duplicate" if accepted.attempt == key.attempt else "late"
     return "late" if closed else None
 
 
-def judge_origin(rollouts: Rollouts, place: RolloutKey, lease: Lease | None, run: str, *, is_free: bool = False) -> Reason | None:
-    """Judge whether a result is of this run, lies where it says, and comes from the member that held the lease.
+def judge_origin(rollouts: Rollouts, key: RolloutKey, lease: Lease | None, run: str, *, is_free: bool = False) -> Reason | None:
+    """Judge whether a result is of this run, is what its key says, and comes from the member that held the lease.
 
-    `is_free`: the attempt needs no lease, and the trainer asked this member for it.
+    `is_free` says that the attempt needs no lease, and that the trainer asked this member for it.
     """
     if rollouts.run != run:
         return "wrong-run"
-    if (rollouts.round, rollouts.task, rollouts.attempt) != place[:3]:
+    if (rollouts.round, rollouts.task, rollouts.attempt) != key.attempt_id:
         return "malformed"
     if is_free:
         return None
-    if place.attempt >= FIRST_FREE_ATTEMPT:
+    if key.attempt >= FIRST_FREE_ATTEMPT:
         return "unleased"
     if lease is None or lease.id != run or lease.member != rollouts.member or lease.nonce != rollouts.nonce:
         return "unleased"
@@ -98,9 +111,9 @@ def judge_origin(rollouts: Rollouts, place: RolloutKey, lease: Lease | None, run
 
 
 def judge_content(rollouts: Rollouts, demand: Demand) -> Refusal | None:
-    """Judge whether it is what the task asks for: its prompts, each completed as often as was asked, by as many tokens as are allowed."""
+    """Judge whether a result has the prompts of its task, the right number of completions, and no more tokens than are allowed."""
     if len(rollouts.prompts) != demand.prompts:
-        return Refusal("malformed", f"it has {len(rollouts.prompts)} prompts, and the task {demand.prompts}")
+        return Refusal("malformed", f"it has {len(rollouts.prompts)} prompts, and the task has {demand.prompts}")
     if demand.prompt_ids is not None:
         for number, (found, expected) in enumerate(zip(rollouts.prompts, demand.prompt_ids, strict=True)):
             if found.tolist() != list(expected):
@@ -110,7 +123,7 @@ def judge_content(rollouts: Rollouts, demand: Demand) -> Refusal | None:
     for completion in rollouts.completions:
         counts[completion.prompt] += 1
         if int(completion.mask.sum()) > most:
-            return Refusal("malformed", f"a completion has more than {most:,} tokens of the policy's own")
+            return Refusal("malformed", f"the policy drew more than {most:,} tokens of a completion")
         if len(completion.tokens) > most + demand.environment_tokens:
             return Refusal(
                 "malformed", f"a completion has {len(completion.tokens):,} tokens; {most + demand.environment_tokens:,} are allowed"
@@ -121,7 +134,10 @@ def judge_content(rollouts: Rollouts, demand: Demand) -> Refusal | None:
 
 
 def judge_versions(rollouts: Rollouts, demand: Demand, versions: Mapping[int, KnownVersion | None]) -> Reason | None:
-    """Whether the versions that made it are of the chain as it stands, and young enough. `versions` holds all that it names."""
+    """Judge whether the versions that made a result are in the chain's history, and new enough.
+
+    `versions` holds every version that the result names, as the chain has it; None for one that the chain does not have.
+    """
     found = [(versions[seq], claimed) for seq, claimed in rollouts.versions.items()]
     for version, claimed in found:
         if version is None:

@@ -1,4 +1,4 @@
-"""What the board says: which task is offered to whom, given leases, results, heartbeats and shares. Pure."""
+"""What the board says: which task is offered to which member, given leases, results, heartbeats and shares of the work."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .round_state import RoundState
 from .scheduler import Candidate, OpenTask, Scheduler
 from .staleness import KnownVersion
 
-_AHEAD = 16
-"""So many offers a member is shown at most. More would only make the board larger: it is written anew long before they are done."""
+_MOST_PER_MEMBER = 16
+"""Largest number of offers to one member. More would only make the board larger: it is written again long before they are done."""
 
 _MOST_OFFERS = 8_000
-"""A board with so many offers, each to a member of its own with the longest of names, still has less than `MAX_BOARD_BYTES`."""
+"""Largest number of offers on a board. Even if each goes to another member with the longest name, it stays below `MAX_BOARD_BYTES`."""
 
-_LAPSES = 2
-"""A task that so many members let lie, or left with, is offered to everybody: most of the fleet may be names without a member."""
+_MOST_LAPSES = 2
+"""After this many members ignored an offer, or left with it, a task is offered to all: most names may have no process behind them."""
 
 
 def build_board(
@@ -36,14 +36,37 @@ def build_board(
     now: float,
     stop: bool,
 ) -> Board:
-    """Returns the board as it should be at this time of the fleet clock. The rounds remember what they were offered as.
+    """Return the board as it should be now. The rounds remember to which members their tasks are offered.
 
-    Rounds for earlier steps come first. Rounds for steps beyond `newest_open` wait: nobody has a version yet that they could be done by.
+    Rounds for earlier steps come first. Rounds for steps beyond `newest_open` wait, because no member has a version that may work on them.
+
+    Parameters
+    ----------
+    rounds
+        The trainer's rounds.
+    roster
+        The members, by their heartbeats.
+    scheduler
+        Decides how many tasks each member is offered.
+    run
+        The run's id.
+    epoch
+        The trainer's epoch.
+    newest
+        The newest published version.
+    newest_open
+        The last training step whose rounds are offered.
+    lease_seconds
+        How long a member may be silent before its tasks go to others.
+    now
+        The time of the fleet clock.
+    stop
+        Tells all members to leave.
     """
     alive = roster.alive(now, lease_seconds)
-    scheduler.seen(alive.keys(), now)
-    live = sorted((one for one in rounds if one.taking and not one.settled), key=lambda one: one.record.for_step)
-    surveys = [(one, *one.survey(roster, scheduler, now)) for one in live]
+    scheduler.note_alive(alive.keys(), now)
+    unsettled = sorted((one for one in rounds if one.is_accepting and not one.settled), key=lambda one: one.record.for_step)
+    surveys = [(one, *one.survey(roster, scheduler, now)) for one in unsettled]
     holding: dict[str, int] = defaultdict(int)
     since: dict[str, float] = {}
     latest: dict[str, float] = {}
@@ -59,48 +82,48 @@ def build_board(
             state.offer({}, now)
             continue
         members = [Candidate(name, beat.step, holding[name], since.get(name), latest.get(name)) for name, beat in sorted(alive.items())]
-        placed = scheduler.offers(opened, members, oldest_step=state.record.oldest_step, now=now)
+        chosen = scheduler.offers(opened, members, oldest_step=state.record.oldest_step, now=now)
         for open_task in opened:
             before = open_task.offered_to
-            state.tasks[open_task.task].lapses += before is not None and (before in scheduler.deaf or before not in alive)
-        state.offer(placed, now)
-        for task, member in sorted(placed.items()):
+            state.tasks[open_task.task].lapses += before is not None and (before in scheduler.unresponsive or before not in alive)
+        state.offer(chosen, now)
+        for task, member in sorted(chosen.items()):
             holding[member] += 1
             offers.add(member, AttemptId(state.record.round, task, state.tasks[task].next_attempt()))
     for state, opened, _ in surveys:
         if not stop and state.record.for_step <= newest_open:
             able = [name for name, beat in alive.items() if beat.step is not None and beat.step >= state.record.oldest_step]
-            _offer_to_everybody(state, opened, sorted(able, key=lambda name: (-scheduler.proven(name), _lot(name, now))), offers)
-    return Board(run, epoch, newest.seq, newest.step, lease_seconds, offers.shown(), stop)
+            _offer_to_all(state, opened, sorted(able, key=lambda name: (-scheduler.proven(name), _changing_order(name, now))), offers)
+    return Board(run, epoch, newest.seq, newest.step, lease_seconds, offers.by_member(), stop)
 
 
 class _Offers:
-    """What each member is offered, within bounds."""
+    """The offers to each member, within the bounds of a board."""
 
     def __init__(self) -> None:
-        self._places: dict[str, list[AttemptId]] = defaultdict(list)
+        self._offers: dict[str, list[AttemptId]] = defaultdict(list)
         self._left = _MOST_OFFERS
 
-    def add(self, member: str, place: AttemptId) -> bool:
-        """Returns whether the member is shown this place."""
-        places = self._places[member]
-        if place in places:
+    def add(self, member: str, attempt: AttemptId) -> bool:
+        """Offer the attempt to the member. Return whether the board shows the offer."""
+        offers = self._offers[member]
+        if attempt in offers:
             return True
-        if len(places) >= _AHEAD or not self._left:
+        if len(offers) >= _MOST_PER_MEMBER or not self._left:
             return False
-        places.append(place)
+        offers.append(attempt)
         self._left -= 1
         return True
 
-    def shown(self) -> dict[str, tuple[AttemptId, ...]]:
-        return {member: tuple(places) for member, places in self._places.items() if places}
+    def by_member(self) -> dict[str, tuple[AttemptId, ...]]:
+        return {member: tuple(offers) for member, offers in self._offers.items() if offers}
 
 
-def _offer_to_everybody(state: RoundState, opened: Sequence[OpenTask], members: Sequence[str], offers: _Offers) -> None:
-    """Offer tasks that several members let lie to all others as well, in this order: whoever is really there takes them."""
+def _offer_to_all(state: RoundState, opened: Sequence[OpenTask], members: Sequence[str], offers: _Offers) -> None:
+    """Offer tasks that several members ignored to all other members too, in this order. A member that works will take them."""
     for one in opened:
         task = state.tasks[one.task]
-        if task.lapses < _LAPSES or task.offered_to is None:
+        if task.lapses < _MOST_LAPSES or task.offered_to is None:
             continue
         attempt = task.next_attempt()
         for member in members:
@@ -108,6 +131,6 @@ def _offer_to_everybody(state: RoundState, opened: Sequence[OpenTask], members: 
                 task.invited.setdefault(attempt, set()).add(member)
 
 
-def _lot(name: str, now: float) -> int:
-    """A number that changes every second, so that everybody comes first now and then."""
+def _changing_order(name: str, now: float) -> int:
+    """Return a number to sort by that changes every second, so that every member comes first now and then."""
     return crc32(f"{int(now)} {name}".encode())

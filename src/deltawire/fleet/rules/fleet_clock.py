@@ -1,4 +1,4 @@
-"""How old things in a fleet are, by a clock that nobody else can set. Pure: the caller passes in what tells the time."""
+"""How old the objects of a fleet are, by a clock that only the trainer can set. The caller passes in the source of time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from collections.abc import Callable
 class FleetClock:
     """The trainer's clock for leases, heartbeats and offers (docs/protocol.md §10, "Time").
 
-    `ticks` gives seconds that never run backwards, such as `time.monotonic`; only differences matter. The store's clock may be wrong, and
-    may be set forward or back at any time. Modification times of objects are only used to estimate how old an object already was when the
-    trainer first saw it, and that estimate is bounded: the object is not from the future, and it is not older than the last look at the
-    store that did not show it.
+    The store's clock may be wrong, and may be set forward or back at any time. The trainer uses the modification time of an object only to
+    estimate how old the object already was when it first saw it. That estimate is bounded: the object is not from the future, and it is
+    not older than the last look at the store that did not show it.
+
+    Parameters
+    ----------
+    ticks
+        Returns seconds that never run backwards, such as `time.monotonic`. Only differences matter.
     """
 
     def __init__(self, ticks: Callable[[], float]) -> None:
@@ -23,11 +27,11 @@ class FleetClock:
 
     @property
     def is_set(self) -> bool:
-        """Whether the trainer has seen the store's time of an object that it wrote itself."""
+        """True once the trainer has seen the store's time of an object that it wrote itself."""
         return self._ahead is not None
 
     def begin(self) -> float:
-        """Returns the time at which a listing begins. Pass it to `looked` once the listing is complete."""
+        """Return the time at which a listing begins. Pass it to `looked` once the listing is complete."""
         return self._ticks()
 
     def looked(self, began: float) -> None:
@@ -40,6 +44,6 @@ class FleetClock:
         self._ahead = modified - self._ticks()
 
     def since(self, modified: float) -> float:
-        """Returns when an object that the last listing showed for the first time was written, by this clock."""
+        """Return when an object that the last listing showed for the first time was written, by this clock."""
         guess = self.now if self._ahead is None else modified - self._ahead
         return min(max(guess, self._before), self.now)

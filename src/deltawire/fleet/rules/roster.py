@@ -1,4 +1,4 @@
-"""Which members the fleet has, by their heartbeats. Times are those of `FleetClock`. Pure."""
+"""Which members the fleet has, by their heartbeats. Times are those of `FleetClock`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,40 @@ from dataclasses import dataclass
 from ...format.records.member_records import Heartbeat, Lease
 from ...store.base import ObjectInfo
 
-_COARSE = 2.0
-"""Some stores tell times in whole seconds, so an object may change without its time: one that was young when it was read is read again."""
+_COARSEST_TIME = 2.0
+"""Some stores show times in whole seconds, so an object may change and keep its time. An object that was read this young is read again."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """A member as the trainer sees it, for views. `silent` counts seconds since its last heartbeat.
+    """A member as the trainer sees it, for views.
 
-    `rate` is tokens per second as the trainer has measured it, None before that; `share` the part of the work that it would get.
+    Parameters
+    ----------
+    member
+        The member's name.
+    state
+        What its last heartbeat says: joining, idle, working, leaving or left.
+    alive
+        Whether it has written a heartbeat lately and is not leaving.
+    silent
+        Seconds since its last heartbeat.
+    seq
+        The commit of the version that it has; None while it has none.
+    step
+        The training step of that version.
+    lag
+        How many versions it is behind.
+    tokens
+        How many tokens it says that it has generated.
+    holding
+        How many tasks it holds leases on.
+    rate
+        Tokens per second as the trainer has measured it; None before that.
+    share
+        The part of the work that it would get, from 0 to 1.
+    why
+        The error because of which it left; None if it did not leave because of an error.
     """
 
     member: str
@@ -31,51 +56,56 @@ class MemberStatus:
     rate: float | None
     share: float
     why: str | None = None
-    """Which error it left because of, if any."""
 
 
 @dataclass(slots=True)
 class _Entry:
     beat: Heartbeat | None
     modified: float
-    """By the store's clock: only to notice that the object has changed."""
+    """The store's time of the object. It only shows whether the object has changed."""
     since: float
     read_at: float
 
 
 class Roster:
-    """The last heartbeat of every member that is listed."""
+    """The last heartbeat of every member that is listed.
+
+    Parameters
+    ----------
+    run
+        The run's id.
+    """
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._entries: dict[str, _Entry] = {}
 
     def to_read(self, listed: Iterable[tuple[str, ObjectInfo]], now: float) -> list[str]:
-        """Which heartbeats must be read, given what is listed now. Forgets members that are not listed any more."""
+        """Return the members whose heartbeats must be read, given the listed ones. Forget members that are no longer listed."""
         unread = []
         listed_now = set()
         for member, info in listed:
             modified = info.modified.timestamp()
             entry = self._entries.get(member)
             listed_now.add(member)
-            if entry is None or entry.modified != modified or (entry.read_at < entry.since + _COARSE <= now and modified % 1 == 0):
+            if entry is None or entry.modified != modified or (entry.read_at < entry.since + _COARSEST_TIME <= now and modified % 1 == 0):
                 unread.append(member)
         self._entries = {member: entry for member, entry in self._entries.items() if member in listed_now}
         return unread
 
     def heard(self, member: str, beat: Heartbeat | None, modified: float, since: float, now: float) -> None:
-        """Take note of a heartbeat that was read. An object that is no heartbeat of this run and member (or None) counts for nothing.
+        """Note a heartbeat that was read. An object that is not a heartbeat of this run and member, or None, counts for nothing.
 
-        `modified` is the store's time of the object, `since` the fleet clock's; the first `since` of an object that did not change stays.
+        `modified` is the store's time of the object, and `since` the fleet clock's. The first `since` of an unchanged object stays.
         """
-        sound = beat is not None and beat.id == self._run and beat.member == member
+        is_sound = beat is not None and beat.id == self._run and beat.member == member
         before = self._entries.get(member)
         if before is not None and before.modified == modified:
             since = before.since
-        self._entries[member] = _Entry(beat if sound else None, modified, since, now)
+        self._entries[member] = _Entry(beat if is_sound else None, modified, since, now)
 
     def alive(self, now: float, seconds: float) -> dict[str, Heartbeat]:
-        """Members that were heard of within so many seconds, and are not on their way out."""
+        """Return the members that wrote a heartbeat within this many seconds and are not leaving."""
         return {
             member: entry.beat
             for member, entry in self._entries.items()
@@ -83,25 +113,25 @@ class Roster:
         }
 
     def all(self) -> dict[str, tuple[Heartbeat, float]]:
-        """Every heartbeat there is, with its time."""
+        """Return every heartbeat with its time."""
         return {member: (entry.beat, entry.since) for member, entry in self._entries.items() if entry.beat is not None}
 
     def working_on(self, number: int) -> dict[str, list[tuple[int, int]]]:
-        """Which tasks and attempts of a round each member says that it works on."""
+        """Return the tasks and attempts of round `number` that each member says it works on."""
         return {
-            member: places
+            member: attempts
             for member, entry in self._entries.items()
-            if entry.beat is not None and (places := [(task, attempt) for r, task, attempt in entry.beat.working if r == number])
+            if entry.beat is not None and (attempts := [(task, attempt) for r, task, attempt in entry.beat.working if r == number])
         }
 
     def silent_since(self, before: float) -> list[str]:
-        """Members whose object was last written before this time."""
+        """Return the members whose heartbeat was last written before this time."""
         return [member for member, entry in self._entries.items() if entry.since < before]
 
-    def lease_lives(self, lease: Lease, since: float, now: float, seconds: float) -> bool:
-        """Whether a lease holds: from its creation for so many seconds, and so many after every heartbeat that names it.
+    def is_lease_alive(self, lease: Lease, since: float, now: float, seconds: float) -> bool:
+        """Return whether a lease that was taken at `since` still holds.
 
-        One of a member that has left since then does not.
+        It holds for `seconds` after it was taken, and for `seconds` after every heartbeat that names it. It ends when its member leaves.
         """
         entry = self._entries.get(lease.member)
         if entry is not None and entry.beat is not None:

@@ -1,4 +1,4 @@
-"""One round as the trainer knows it: who holds which task, what came in, and what should be offered. Pure."""
+"""One round as the trainer knows it: which member holds which task, which results came in, and which tasks should be offered."""
 
 from __future__ import annotations
 
@@ -22,9 +22,18 @@ _MOST_DOUBLINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """A lease and when, by the fleet clock, it was offered and taken. None for an object that is no lease: it takes up its number.
+    """The object under the key of a lease.
 
-    `invited` says that the trainer offered this attempt to this member. Leases that nobody was invited to are never waited for.
+    Parameters
+    ----------
+    lease
+        The lease; None for an object that is not a lease. It takes up the number of the attempt.
+    since
+        When the lease was taken, by the fleet clock.
+    offered
+        When the attempt was offered to the member.
+    invited
+        Whether the trainer offered this attempt to this member. The trainer never waits for other leases.
     """
 
     lease: Lease | None
@@ -35,11 +44,32 @@ class HeldLease:
 
 @dataclass(slots=True)
 class TaskState:
-    """One task. `ended` are the attempts whose results were refused, `lost` those that were found to have come to nothing.
+    """One task of a round, by the numbers of its attempts.
 
-    `invited` are the members to whom this trainer has offered an attempt. `free` is the free attempt that is offered while all attempts
-    that need a lease are taken. `lapses` counts how often a member let an offer of the task lie, or was gone
-    before it took it up.
+    Parameters
+    ----------
+    leases
+        The leases that were read.
+    invited
+        The members to which this trainer has offered an attempt.
+    ended
+        Attempts whose results were refused.
+    lost
+        Attempts that were found to have no result in time.
+    accepted
+        The accepted result.
+    rollouts
+        The completions of the accepted result.
+    offered_to
+        The member that the task is offered to.
+    offered_at
+        When that offer was first made.
+    lapses
+        How often a member ignored an offer of the task, or disappeared before it took the offer.
+    free
+        The free attempt that is offered while all attempts that need a lease are taken.
+    numbered_at
+        When that free attempt got its number.
     """
 
     leases: dict[int, HeldLease] = field(default_factory=dict)
@@ -56,18 +86,18 @@ class TaskState:
 
     @property
     def is_free(self) -> bool:
-        """Whether all attempts that need a lease are taken."""
+        """True if all attempts that need a lease are taken."""
         return all(attempt in self.leases for attempt in range(FIRST_FREE_ATTEMPT))
 
     def next_attempt(self) -> int:
-        """Returns the lowest attempt that nobody has taken; once all that need a lease are taken, the free attempt that is offered now."""
+        """Return the lowest attempt that no member has taken; once all that need a lease are taken, the free attempt that is offered."""
         return self.free if self.is_free else next(attempt for attempt in range(FIRST_FREE_ATTEMPT) if attempt not in self.leases)
 
     def offer_to(self, member: str | None, now: float, patience: float) -> None:
-        """Note which members are offered the task from now on.
+        """Note that the task is offered to this member from now on, or to no member.
 
-        Every offer of a free attempt gets the next number, and so does one that lay there for longer than `patience`: a member takes up
-        each number once.
+        Every offer of a free attempt gets the next number, and so does an offer that was ignored for longer than `patience` seconds,
+        because a member takes each number only once.
         """
         is_new = member != self.offered_to
         if is_new:
@@ -85,10 +115,22 @@ class TaskState:
 
 
 class RoundState:
-    """A round that is open, or was acknowledged (`closed`). `sealed` is the acknowledgement's bytes once it may have been written.
+    """A round that is open, or that was acknowledged (`closed`).
 
-    `prompts` are the token ids of each task's prompts; None if the trainer has no tokenizer. `adopted` says that an earlier trainer opened
-    the round. What members had begun when this trainer first looked was offered by that one.
+    `acknowledgement` holds the bytes of the acknowledgement as soon as they may have been written.
+
+    Parameters
+    ----------
+    record
+        The record of the round.
+    rows
+        The rows of each task.
+    quorum
+        The part of the tasks that must have a result before the step is trained.
+    prompts
+        The token ids of each task's prompts; None if the trainer has no tokenizer.
+    adopted
+        Whether an earlier trainer opened the round. Attempts that members had begun when this trainer first looked were offered by it.
     """
 
     def __init__(
@@ -110,38 +152,40 @@ class RoundState:
         self.adopted = adopted
         self.looked = False
         self.closed = False
-        self.sealed: bytes | None = None
+        self.acknowledgement: bytes | None = None
         self._accepted = 0
 
     @property
     def settled(self) -> bool:
-        """Whether enough results are accepted to train on, or it was acknowledged already."""
-        return self.sealed is not None or self._accepted >= self.needed
+        """True if enough results are accepted to train on, or if the round was already acknowledged."""
+        return self.acknowledgement is not None or self._accepted >= self.needed
 
     @property
-    def taking(self) -> bool:
-        """Whether results are still accepted: a round takes no more than it was acknowledged with."""
-        return not self.closed and self.sealed is None
+    def is_accepting(self) -> bool:
+        """True while results are accepted. An acknowledged round accepts no more."""
+        return not self.closed and self.acknowledgement is None
 
     def unknown_leases(self, listed: Iterable[AttemptId]) -> list[AttemptId]:
-        """Those that are not known yet, of tasks that there are, and of attempts that need a lease."""
+        """Return the attempts, of those listed, that belong to a task, need a lease, and have no known lease yet."""
         return [
-            key
-            for key in listed
-            if key.task < len(self.tasks) and key.attempt < FIRST_FREE_ATTEMPT and key.attempt not in self.tasks[key.task].leases
+            attempt
+            for attempt in listed
+            if attempt.task < len(self.tasks)
+            and attempt.attempt < FIRST_FREE_ATTEMPT
+            and attempt.attempt not in self.tasks[attempt.task].leases
         ]
 
-    def leased(self, key: AttemptId, lease: Lease | None, since: float) -> None:
-        """A lease was read."""
-        task = self.tasks[key.task]
+    def leased(self, attempt: AttemptId, lease: Lease | None, since: float) -> None:
+        """Note a lease that was read; None for an object that is not a lease."""
+        task = self.tasks[attempt.task]
         offered = task.offered_at if lease is not None and lease.member == task.offered_to else since
-        invited = lease is not None and (lease.member in task.invited.get(key.attempt, ()) or (self.adopted and not self.looked))
-        task.leases[key.attempt] = HeldLease(lease, since, min(offered, since), invited)
+        invited = lease is not None and (lease.member in task.invited.get(attempt.attempt, ()) or (self.adopted and not self.looked))
+        task.leases[attempt.attempt] = HeldLease(lease, since, min(offered, since), invited)
 
     def note_free_attempts(self, roster: Roster, now: float) -> None:
-        """Count free attempts as leased by the members who say in their heartbeats that they work on them. Ends the first look."""
-        for member, places in roster.working_on(self.record.round).items():
-            for task, attempt in places:
+        """Count free attempts as leased by the members that work on them, as their heartbeats say. This ends the first look."""
+        for member, attempts in roster.working_on(self.record.round).items():
+            for task, attempt in attempts:
                 if task >= len(self.tasks) or attempt < FIRST_FREE_ATTEMPT or not self.tasks[task].is_free:
                     continue
                 state = self.tasks[task]
@@ -150,72 +194,74 @@ class RoundState:
                     self.hold_free_attempt(AttemptId(self.record.round, task, attempt), member, now)
         self.looked = True
 
-    def hold_free_attempt(self, key: AttemptId, member: str, now: float) -> None:
-        """A member works on a free attempt: what a lease would say is known without one."""
-        lease = Lease(self.record.id, *key, member, "0" * 32, 0, 0)
-        offered = self.tasks[key.task].offered_at if member == self.tasks[key.task].offered_to else now
-        self.tasks[key.task].leases[key.attempt] = HeldLease(lease, now, min(offered, now))
+    def hold_free_attempt(self, attempt: AttemptId, member: str, now: float) -> None:
+        """Note that a member works on a free attempt, as if it had a lease."""
+        task = self.tasks[attempt.task]
+        lease = Lease(self.record.id, *attempt, member, "0" * 32, 0, 0)
+        offered = task.offered_at if member == task.offered_to else now
+        task.leases[attempt.attempt] = HeldLease(lease, now, min(offered, now))
 
-    def may_be_leased(self, key: AttemptId) -> bool:
-        """Returns whether a result of this attempt need be read at all: something lies under its lease's key, or it needs no lease."""
-        return key.attempt in self.tasks[key.task].leases or (key.attempt >= FIRST_FREE_ATTEMPT and self.tasks[key.task].is_free)
+    def may_be_leased(self, attempt: AttemptId) -> bool:
+        """Return whether a result of this attempt is worth reading: its lease has an object, or it needs no lease."""
+        task = self.tasks[attempt.task]
+        return attempt.attempt in task.leases or (attempt.attempt >= FIRST_FREE_ATTEMPT and task.is_free)
 
-    def may_deliver_freely(self, key: AttemptId, member: str) -> bool:
-        """Returns whether a result of this free attempt by this member was asked for, by this trainer or perhaps by an earlier one."""
-        task = self.tasks[key.task]
-        held = task.leases.get(key.attempt)
+    def may_deliver_freely(self, attempt: AttemptId, member: str) -> bool:
+        """Return whether this trainer, or perhaps an earlier one, asked this member for this free attempt."""
+        task = self.tasks[attempt.task]
+        held = task.leases.get(attempt.attempt)
         known = (held.lease.member,) if held is not None and held.lease is not None else ()
-        return task.is_free and (member in known or member in task.invited.get(key.attempt, ()) or self.adopted)
+        return task.is_free and (member in known or member in task.invited.get(attempt.attempt, ()) or self.adopted)
 
-    def accept(self, place: RolloutKey, size: int, rollouts: Rollouts) -> None:
-        """A result was found valid, the first of its task."""
-        task = self.tasks[place.task]
+    def accept(self, key: RolloutKey, size: int, rollouts: Rollouts) -> None:
+        """Note the first valid result of a task."""
+        task = self.tasks[key.task]
         assert task.accepted is None
-        task.accepted = AcceptedResult(place.task, place.attempt, place.blake3, size, rollouts.member)
+        task.accepted = AcceptedResult(key.task, key.attempt, key.blake3, size, rollouts.member)
         task.rollouts = rollouts
         self._accepted += 1
-        self.seen.add(place)
+        self.seen.add(key)
 
-    def refuse(self, place: RolloutKey, reason: Reason) -> None:
-        """A result was refused: its task is open again, unless it was not the lease holder's."""
+    def refuse(self, key: RolloutKey, reason: Reason) -> None:
+        """Note that a result was refused. Its attempt is over, unless the result did not come from the holder of the lease."""
         self.rejected[reason] += 1
-        self.seen.add(place)
-        if place.task < len(self.tasks) and reason != "unleased":
-            self.tasks[place.task].ended.add(place.attempt)
+        self.seen.add(key)
+        if key.task < len(self.tasks) and reason != "unleased":
+            self.tasks[key.task].ended.add(key.attempt)
 
-    def holders(self, task: TaskState, roster: Roster, now: float) -> list[HeldLease]:
-        """The leases of a task that hold."""
+    def live_leases(self, task: TaskState, roster: Roster, now: float) -> list[HeldLease]:
+        """Return the leases of a task that still hold."""
         return [
             held
             for attempt, held in task.leases.items()
             if held.lease is not None
             and held.invited
             and attempt not in task.ended
-            and roster.lease_lives(held.lease, held.since, now, self.record.lease_seconds)
+            and roster.is_lease_alive(held.lease, held.since, now, self.record.lease_seconds)
         ]
 
     def newly_lost(self, roster: Roster, now: float) -> list[HeldLease]:
-        """Leases that came to nothing since this was asked before: they expired, or another attempt was accepted first."""
+        """Return the leases that were lost since the last call: they expired, or another attempt was accepted first."""
         lost = []
         for task in self.tasks:
             for attempt, held in task.leases.items():
                 won = task.accepted is not None and task.accepted.attempt == attempt
                 if held.lease is None or not held.invited or won or attempt in task.ended or attempt in task.lost:
                     continue
-                if task.accepted is not None or not roster.lease_lives(held.lease, held.since, now, self.record.lease_seconds):
+                if task.accepted is not None or not roster.is_lease_alive(held.lease, held.since, now, self.record.lease_seconds):
                     task.lost.add(attempt)
                     lost.append(held)
         return lost
 
     def survey(self, roster: Roster, scheduler: Scheduler, now: float) -> tuple[list[OpenTask], list[HeldLease]]:
-        """The tasks that somebody should take, and the leases that hold."""
+        """Return the tasks that should be offered, and the leases that hold."""
         opened, held = [], []
         for number, task in enumerate(self.tasks):
             if task.accepted is not None:
                 continue
-            holding = self.holders(task, roster, now)
+            holding = self.live_leases(task, roster, now)
             held += holding
-            # Each further copy is begun only after twice as long: a task that is just long is not given to the whole fleet.
+            # Each further copy waits twice as long, so that the whole fleet does not work on one task that is merely long.
             times = 2.0 ** min(len(holding) - 1, _MOST_DOUBLINGS)
             if not all(one.lease is not None and scheduler.is_straggler(one.lease.member, one.since, now, times=times) for one in holding):
                 continue
@@ -225,6 +271,6 @@ class RoundState:
         return opened, held
 
     def offer(self, offers: dict[int, str], now: float) -> None:
-        """Remember who is offered what from now on."""
+        """Remember which member each task is offered to from now on. `offers` maps tasks to members."""
         for number, task in enumerate(self.tasks):
             task.offer_to(offers.get(number), now, self.record.lease_seconds)

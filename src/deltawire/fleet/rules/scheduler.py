@@ -1,8 +1,8 @@
-"""Who is offered how much: shares in proportion to the speed that the trainer itself has measured.
+"""How many tasks each member is offered: in proportion to the speed that the trainer itself has measured.
 
-Pure: no clock, no store. Times are seconds of the fleet clock (`FleetClock`); names and versions of members are what they
-say of themselves, and a lie about those wins nothing but offers that end in rejected work, which counts as speed zero. What a member says
-about its speed is not even an argument here.
+Times are seconds of the fleet clock (`FleetClock`). Names and versions of members are what members say about themselves. A member that
+lies about its version gains only offers whose results are refused, and refused results count as no speed. What a member says about its
+speed is never used.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Candidate", "OpenTask", "Scheduler"]
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A member that lives, as the trainer sees it now.
+    """A living member, as the trainer sees it now.
 
-    `step` is the training step of the version that it has, None while it has none. `holding` counts the tasks that it has leased and not
-    delivered; `since` is when the oldest of these leases began, `latest` when the last one did.
+    Parameters
+    ----------
+    name
+        The member's name.
+    step
+        The training step of the version that it has; None while it has none.
+    holding
+        How many tasks it has leased and not delivered.
+    since
+        When the oldest of these leases began.
+    latest
+        When the newest of these leases began.
     """
 
     name: str
@@ -33,11 +41,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class OpenTask:
-    """A task that somebody should take. `offered_to` has had it since `offered_at`, and keeps it if that is fair: who is reading the board
-    need not race.
+    """A task that should be offered to a member.
 
-    `busy` are members that still work on an earlier attempt of it, and are never offered it again; `failed` those whose attempts expired
-    or were rejected: they get it only if nobody else can.
+    Parameters
+    ----------
+    task
+        The number of the task in its round.
+    offered_to
+        The member that it is offered to already. The member keeps the offer if that is fair, so that it does not race with others.
+    offered_at
+        When that offer was first made.
+    busy
+        Members that still work on an earlier attempt. They are never offered the task again.
+    failed
+        Members whose attempts expired or were refused. They are offered the task only if no other member can take it.
     """
 
     task: int
@@ -58,19 +75,34 @@ class _Record:
     seconds_per_task: float | None = None
     proven: int = 0
     live: bool = True
-    rested: float = float("-inf")
+    last_busy: float = float("-inf")
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """Measures members and shares open tasks out among them.
+    """Measures the speed of members, and divides open tasks among them.
 
-    Speed is τ ← `beta`·τ + (1−`beta`)·tokens/elapsed: tokens that were accepted, over the time since the member's result before or since
-    the work was offered, so that syncing counts. Results that come in a burst are measured together over at least `window` seconds.
-    Who joins, or comes back, holds one task at first and twice as many after each accepted result, until `ramp` of them have proven it;
-    until it is measured it counts as of median speed. Who got nothing for `rest_seconds`, being slow or rejected, is offered one task to
-    show what it does now. A lease is a straggler after `straggler` times what such tasks take, the fleet or the member itself, or after
-    `patience` seconds while nobody knows; so long too may an offer lie there while its member takes up nothing.
+    The speed of a member is a moving average, τ ← `beta`·τ + (1−`beta`)·tokens/elapsed. `tokens` are the accepted tokens of a result, and
+    `elapsed` is the time since the member's previous result or since the offer, whichever is later, so that syncing counts too. A member
+    that is not measured yet counts as having the median speed.
+
+    Parameters
+    ----------
+    beta
+        The weight of earlier measurements, from 0 to below 1.
+    window
+        Results that come in a burst are measured together, over at least this many seconds.
+    ramp
+        A member that joins, or comes back, may hold one task at first and twice as many after each accepted result. After this many
+        accepted results there is no such limit.
+    rest_seconds
+        A member that got no task for this long, because it was slow or its results were refused, is offered one task to show its speed.
+    straggler
+        A lease is late after this many times the usual duration of a task, by the fleet or by the member itself. The task is then offered
+        to another member, too.
+    patience
+        A lease is late after this many seconds while no duration has been measured yet. A member that ignores its offers for as long as a
+        lease may last counts as unresponsive.
     """
 
     beta: float = 0.8
@@ -79,12 +111,12 @@ class Scheduler:
     rest_seconds: float = 60.0
     straggler: float = 3.0
     patience: float = 120.0
-    _records: dict[str, _Record] = field(default_factory=dict)
-    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=65))
-    _sorted_durations: list[float] = field(default_factory=list)
-    _tokens_per_task: float | None = None
-    deaf: set[str] = field(default_factory=set)
-    """Members that let offers of the round lie that was asked for last."""
+    _records: dict[str, _Record] = field(default_factory=dict, init=False)
+    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=65), init=False)
+    _sorted_durations: list[float] = field(default_factory=list, init=False)
+    _tokens_per_task: float | None = field(default=None, init=False)
+    unresponsive: set[str] = field(default_factory=set, init=False)
+    """Members that ignored the offers of the round that the last call of `offers` was about."""
 
     def __post_init__(self) -> None:
         if not (
@@ -99,29 +131,42 @@ class Scheduler:
                 "beta must be in [0, 1), window positive, ramp and rest_seconds at least 0, straggler above 1, patience positive"
             )
 
-    def seen(self, live: Collection[str], now: float) -> None:
-        """Tell who lives. One that was gone begins its ramp again; what was measured of it is kept."""
-        for name in live:
+    def note_alive(self, alive: Collection[str], now: float) -> None:
+        """Note which members are alive. A member that comes back begins its ramp again, and keeps its measured speed."""
+        for name in alive:
             record = self._records.get(name)
             if record is None:
-                self._records[name] = _Record(rested=now)
+                self._records[name] = _Record(last_busy=now)
             elif not record.live:
-                record.live, record.proven, record.rested = True, 0, now
+                record.live, record.proven, record.last_busy = True, 0, now
                 record.tokens, record.elapsed = 0, 0.0
         for name, record in self._records.items():
-            record.live = name in live
+            record.live = name in alive
 
     def delivered(self, member: str, *, tokens: int, offered: float, leased: float, finished: float) -> None:
-        """A result came in: `tokens` of it were accepted. Times are those of offer, lease and result by the fleet clock.
+        """Note that a member delivered a result. Report the results of each member in the order in which they finished.
 
-        0 tokens: it was rejected, or was given up at `finished` as its lease expired or somebody else was faster. Tell them of each member
-        in the order in which they finished. Waiting for an offer is not held against a member; everything between that and the result
-        is, also what it did before it took the lease.
+        The time while a member waits for an offer does not count against it. The time from the offer to the result does, also before the
+        member took the lease.
+
+        Parameters
+        ----------
+        member
+            The member's name.
+        tokens
+            How many tokens were accepted. 0 means that the result was refused, or that it was lost at `finished` because the lease
+            expired or another member was faster.
+        offered
+            When the work was offered, by the fleet clock.
+        leased
+            When the member took the lease.
+        finished
+            When the result arrived.
         """
-        record = self._records.setdefault(member, _Record(rested=finished))
+        record = self._records.setdefault(member, _Record(last_busy=finished))
         record.tokens += tokens
         record.elapsed += max(0.0, finished - max(offered, record.finished))
-        record.finished = record.rested = max(record.finished, finished)
+        record.finished = record.last_busy = max(record.finished, finished)
         if record.elapsed >= self.window:
             measured = record.tokens / record.elapsed
             record.rate = measured if record.rate is None else self._blend(record.rate, measured)
@@ -139,70 +184,83 @@ class Scheduler:
         insort(self._sorted_durations, duration)
 
     def rate(self, member: str) -> float | None:
-        """Tokens per second as measured so far; None if nothing was yet."""
+        """Return the measured tokens per second of a member; None before the first measurement."""
         record = self._records.get(member)
         return None if record is None else record.rate
 
     def offers(self, tasks: Sequence[OpenTask], members: Sequence[Candidate], *, oldest_step: int, now: float) -> dict[int, str]:
-        """Task → member for the open tasks of one round. Every task is offered, unless nobody eligible is free to be offered it.
+        """Choose a member for each open task of one round. Return task → member. A task is left out if no eligible member can take it.
 
-        Who has let an offer lie, and done nothing else meanwhile, counts as having delivered nothing, and others come first. Members
-        whose version is older than `oldest_step` get nothing until they have caught up. With several open rounds ask for the oldest
-        first, and count what it offers as held when asking for the next.
+        A member that ignored an offer and did nothing else meanwhile counts as having delivered nothing, and other members come first.
+        With several open rounds, ask for the oldest one first, and count its offers as held when you ask for the next.
+
+        Parameters
+        ----------
+        tasks
+            The open tasks.
+        members
+            The living members.
+        oldest_step
+            Members whose version is of an earlier step get nothing until they have caught up.
+        now
+            The time of the fleet clock.
         """
         eligible = sorted(
             (one for one in members if one.step is not None and one.step >= oldest_step and self._record(one.name).live),
             key=lambda one: one.name,
         )
-        self.deaf = set()
+        self.unresponsive = set()
         if not eligible or not tasks:
             return {}
         for one in eligible:
             if one.holding:
-                self._record(one.name).rested = now
-        deaf = self.deaf = self._deaf(tasks, eligible, now)
-        counts = self._counts(len(tasks), [one for one in eligible if one.name not in deaf] or eligible, now)
-        offers = _place(tasks, counts, deaf)
+                self._record(one.name).last_busy = now
+        unresponsive = self.unresponsive = self._find_unresponsive(tasks, eligible, now)
+        counts = self._counts(len(tasks), [one for one in eligible if one.name not in unresponsive] or eligible, now)
+        offers = _assign(tasks, counts, unresponsive)
         for name in offers.values():
-            self._record(name).rested = now
+            self._record(name).last_busy = now
         return offers
 
     def proven(self, member: str) -> int:
-        """How many results of a member in a row were accepted, since it joined or one of them was refused."""
+        """Return how many results of a member in a row were accepted since it joined or since the last one was refused."""
         record = self._records.get(member)
         return 0 if record is None else record.proven
 
     def shares(self, members: Sequence[str], now: float = float("-inf")) -> dict[str, float]:
-        """Each member's part of the work if all could take it, summing up to 1: for views."""
+        """Return each member's part of the work if all could take it. The parts sum up to 1. They are for views."""
         weights = self._weights([Candidate(name, 0) for name in members], now)
         return {name: weight / sum(weights) for name, weight in zip(members, weights, strict=True)}
 
     def is_straggler(self, member: str, leased: float, now: float, *, times: float = 1.0) -> bool:
-        """Whether a lease has lasted so long, or `times` as long, that somebody else should be offered the task too."""
-        return now - leased > times * self._too_long(member)
+        """Return whether a lease has lasted so long that another member should be offered the task, too.
 
-    def _too_long(self, member: str) -> float:
-        """Seconds after which a member that should deliver a task is overdue."""
+        `times` multiplies the time that the lease may last.
+        """
+        return now - leased > times * self._longest_lease(member)
+
+    def _longest_lease(self, member: str) -> float:
+        """Return the seconds after which a member that should deliver a task is late."""
         if not self._sorted_durations:
             return self.patience
         typical = self._sorted_durations[len(self._sorted_durations) // 2]
         return self.straggler * max(typical, self._record(member).seconds_per_task or 0.0, self.window)
 
-    def _deaf(self, tasks: Sequence[OpenTask], eligible: Sequence[Candidate], now: float) -> set[str]:
-        """Members that have not taken up what they were offered, nor delivered or leased anything since."""
+    def _find_unresponsive(self, tasks: Sequence[OpenTask], eligible: Sequence[Candidate], now: float) -> set[str]:
+        """Return the members that have ignored their offers, and have neither delivered nor leased anything since."""
         offered: dict[str, float] = {}
         for task in tasks:
             if task.offered_to is not None:
                 offered[task.offered_to] = min(task.offered_at, offered.get(task.offered_to, task.offered_at))
-        deaf = set()
+        unresponsive = set()
         for one in eligible:
             if one.name not in offered:
                 continue
             heard = max(offered[one.name], self._record(one.name).finished, float("-inf") if one.latest is None else one.latest)
-            if now - heard > self._too_long(one.name):
-                deaf.add(one.name)
+            if now - heard > self._longest_lease(one.name):
+                unresponsive.add(one.name)
                 self.delivered(one.name, tokens=0, offered=heard, leased=heard, finished=now)
-        return deaf
+        return unresponsive
 
     def _record(self, member: str) -> _Record:
         return self._records.setdefault(member, _Record())
@@ -211,26 +269,26 @@ class Scheduler:
         return self.beta * old + (1 - self.beta) * new
 
     def _counts(self, total: int, eligible: Sequence[Candidate], now: float) -> dict[str, int]:
-        """How many of `total` open tasks each member should be offered, given what it holds."""
+        """Return how many of `total` open tasks each member should be offered, given how many it holds."""
         weights = self._weights(eligible, now)
         holding = [float(one.holding) for one in eligible]
         rooms = [self._room(one, total) for one in eligible]
-        first = fill(total, weights, holding, rooms)
-        beyond = total - sum(first)
-        wanted = first
-        if beyond > 1e-9:  # nobody proven is there to take it: better to trust newcomers than to let work lie
-            held = [h + x for h, x in zip(holding, first, strict=True)]
-            wanted = [x + y for x, y in zip(first, fill(beyond, weights, held, [float(total)] * len(held)), strict=True)]
+        wanted = divide_work(total, weights, holding, rooms)
+        beyond = total - sum(wanted)
+        if beyond > 1e-9:  # the proven members have no room left, so newcomers get more than their ramp allows
+            held = [h + x for h, x in zip(holding, wanted, strict=True)]
+            wanted = [x + y for x, y in zip(wanted, divide_work(beyond, weights, held, [float(total)] * len(held)), strict=True)]
         counts = largest_remainders(total, wanted)
-        self._let_the_rested_try(counts, eligible, now)
+        self._try_idle_members(counts, eligible, now)
         return {one.name: count for one, count in zip(eligible, counts, strict=True)}
 
     def _room(self, one: Candidate, total: int) -> float:
+        """Return how many more tasks the member may hold while it is on its ramp."""
         proven = self._record(one.name).proven
         return float(total) if proven >= self.ramp else float(max(0, 2**proven - one.holding))
 
     def _weights(self, members: Sequence[Candidate], now: float) -> list[float]:
-        """Current speeds, always positive. A member that is overdue counts as if it delivered at this moment."""
+        """Return the current speeds, which are always positive. A late member counts as if it delivered at this moment."""
         known = sorted(record.rate for one in members if (record := self._record(one.name)).rate is not None)
         median = max(known[len(known) // 2], 1e-9) if known else 1.0
         weights = []
@@ -243,58 +301,75 @@ class Scheduler:
             weights.append(max(rate, 1e-6 * median))
         return weights
 
-    def _let_the_rested_try(self, counts: list[int], eligible: Sequence[Candidate], now: float) -> None:
-        """One task for who had none for longest, taken from who has most. Without this nobody would notice that it is fast again."""
+    def _try_idle_members(self, counts: list[int], eligible: Sequence[Candidate], now: float) -> None:
+        """Give one task to each member that has been idle for long, so that the trainer notices if it is fast again.
+
+        The tasks are taken from the members that get most. At most an eighth of all tasks is given away like this.
+        """
         total = sum(counts)
-        rested = [
+        idle = [
             index
             for index, one in enumerate(eligible)
-            if counts[index] == 0 and one.holding == 0 and now - self._record(one.name).rested > self.rest_seconds
+            if counts[index] == 0 and one.holding == 0 and now - self._record(one.name).last_busy > self.rest_seconds
         ]
-        rested.sort(key=lambda index: self._record(eligible[index].name).rested)
-        for index in rested[: 0 if total < 2 else max(1, total // 8)]:
+        idle.sort(key=lambda index: self._record(eligible[index].name).last_busy)
+        for index in idle[: 0 if total < 2 else max(1, total // 8)]:
             richest = max(range(len(counts)), key=lambda other: counts[other])
             counts[richest] -= 1
             counts[index] += 1
 
 
-def _place(tasks: Sequence[OpenTask], counts: Mapping[str, int], deaf: Collection[str]) -> dict[int, str]:
-    """Tasks to members, so many each; who has an offer keeps it, and nobody gets a task that it works on or failed at, if that can be."""
+def _assign(tasks: Sequence[OpenTask], counts: Mapping[str, int], unresponsive: Collection[str]) -> dict[int, str]:
+    """Give each member as many tasks as `counts` says. Return task → member.
+
+    Members keep the offers that they have. No member gets a task that it still works on, and none gets a task that it failed at if another
+    member can take it.
+    """
     left = dict(counts)
-    placed: dict[int, str] = {}
+    assigned: dict[int, str] = {}
     waiting: list[OpenTask] = []
     for task in tasks:
         name = task.offered_to
-        if name is not None and name not in deaf and left.get(name, 0) > 0 and name not in task.busy and name not in task.failed:
-            placed[task.task] = name
+        if name is not None and name not in unresponsive and left.get(name, 0) > 0 and name not in task.busy and name not in task.failed:
+            assigned[task.task] = name
             left[name] -= 1
         else:
             waiting.append(task)
-    # The choosy first: others can go to anybody.
+    # Tasks that exclude some members come first, because any member can take the others.
     waiting.sort(key=lambda task: not (task.busy or task.failed))
     free = deque(name for name, count in left.items() for _ in range(count))
     for task in waiting:
         name = _take(free, task.busy | task.failed) or next((other for other in counts if other not in task.busy | task.failed), None)
         name = name or _take(free, task.busy) or next((other for other in counts if other not in task.busy), None)
         if name is not None:
-            placed[task.task] = name
-    return placed
+            assigned[task.task] = name
+    return assigned
 
 
-def _take(free: deque[str], unwanted: Collection[str]) -> str | None:
-    """The next free member that is wanted; the others keep their turn."""
-    for position, name in enumerate(free):
-        if name not in unwanted:
-            del free[position]
+def _take(free: deque[str], excluded: Collection[str]) -> str | None:
+    """Remove and return the first free member that is not excluded. The others keep their turn."""
+    for index, name in enumerate(free):
+        if name not in excluded:
+            del free[index]
             return name
     return None
 
 
-def fill(total: float, weights: Sequence[float], held: Sequence[float], rooms: Sequence[float]) -> list[float]:
-    """Pour `total` into vessels that hold some already, so that they come level, height being content over weight.
+def divide_work(total: float, weights: Sequence[float], held: Sequence[float], rooms: Sequence[float]) -> list[float]:
+    """Divide work in proportion to weights, counting what each member holds already. This is exact water-filling.
 
-    No vessel gets more than its room; what none has room for is not poured. Weights are positive. The result is exact water-filling: nobody
-    gets any while somebody with room stands lower.
+    After that, work held divided by weight is the same for all members, except for those that hold too much already or have no room left.
+
+    Parameters
+    ----------
+    total
+        How much work there is. Work that no member has room for is not given out.
+    weights
+        The speed of each member, above 0.
+    held
+        How much each member holds already.
+    rooms
+        How much more each member may get at most.
     """
     edges = sorted(
         [(h / w, w) for w, h, room in zip(weights, held, rooms, strict=True) if room > 0]
@@ -302,10 +377,10 @@ def fill(total: float, weights: Sequence[float], held: Sequence[float], rooms: S
     )
     level, width, left = 0.0, 0.0, float(total)
     for height, change in edges:
-        poured = width * (height - level)
-        if poured >= left and width > 0:
+        given = width * (height - level)
+        if given >= left and width > 0:
             break
-        left -= poured
+        left -= given
         level, width = height, width + change
     else:
         return [max(0.0, room) for room in rooms]
@@ -314,7 +389,15 @@ def fill(total: float, weights: Sequence[float], held: Sequence[float], rooms: S
 
 
 def largest_remainders(total: int, wanted: Sequence[float]) -> list[int]:
-    """Whole numbers that sum up to `total`, each within one of what is wanted (which sums up to about `total`). Ties go to the first."""
+    """Round to whole numbers that sum up to `total`, each within one of `wanted`. Ties go to the first.
+
+    Parameters
+    ----------
+    total
+        The sum of the result.
+    wanted
+        The numbers to round. They sum up to about `total`.
+    """
     counts = [math.floor(x + 1e-9) for x in wanted]
     order = sorted(range(len(wanted)), key=lambda index: counts[index] - wanted[index])
     missing = total - sum(counts)

@@ -1,4 +1,4 @@
-"""One budget for how old a policy may be: what members may start, what the trainer accepts, and when the trainer must wait."""
+"""How old the policy may be that made a token, in training steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from ...format.digest import Digest
 
 @dataclass(frozen=True, slots=True)
 class KnownVersion:
-    """A version as the chain has it. `live`: it is in the history that leads to the head; else a rewind has abandoned it."""
+    """A version that the chain has.
+
+    Parameters
+    ----------
+    seq
+        The number of its commit.
+    step
+        The training step that made it.
+    digest
+        The digest of its weights.
+    live
+        True if it is in the history that leads to the head. False if a rewind has abandoned it.
+    """
 
     seq: int
     step: int
@@ -19,12 +31,17 @@ class KnownVersion:
 
 @dataclass(frozen=True, slots=True)
 class StalenessBudget:
-    """Training step N may use tokens of versions whose own step is N−1−`steps` or later.
+    """The one rule about old policies: it limits what members may start, what the trainer accepts, and when the trainer must wait.
 
-    The version of step N−1 is the newest that can be there when step N is prepared, so `steps` counts how many updates behind it a policy
-    may be. 0 is the synchronous mode: generate, train, publish, one after the other. 1 or more let the fleet generate for the next steps
-    while the trainer trains: the same loop, pipelined. All questions are about one line of history: versions that a rewind abandoned are in
-    none, however young.
+    Training step N may use tokens of versions whose own step is N−1−`steps` or later. All methods are about one line of history:
+    abandoned versions are never admitted, however new they are.
+
+    Parameters
+    ----------
+    steps
+        How many updates a policy may be behind the version of step N−1, which is the newest that can exist when step N is prepared. 0 is
+        the synchronous mode: generate, train, publish, one after the other. With 1 or more, the fleet generates for the next steps while
+        the trainer trains.
     """
 
     steps: int = 1
@@ -34,16 +51,16 @@ class StalenessBudget:
             raise ValueError(f"a staleness budget counts training steps; {self.steps} is below 0")
 
     def oldest_step(self, for_step: int) -> int:
-        """The oldest step whose version may make a token for training step `for_step`."""
+        """Return the oldest step whose version may make a token for training step `for_step`."""
         return max(0, for_step - 1 - self.steps)
 
     def admits(self, for_step: int, made_by: int) -> bool:
-        """Whether tokens by the version of step `made_by` may be trained on in step `for_step`. Never ones by itself or a later one."""
+        """Return whether step `for_step` may train on tokens of the version of step `made_by`, which must be an earlier step."""
         return self.oldest_step(for_step) <= made_by < for_step
 
     def newest_open(self, published: int) -> int:
-        """The last training step that rounds may be open for while `published` is the newest step that is out.
+        """Return the last training step that rounds may be open for, while `published` is the newest published step.
 
-        A round for a later step could not be met by anything that members can make now: the trainer must train and publish first.
+        No member has a version that could work for a later step: the trainer must train and publish first.
         """
         return published + 1 + self.steps

@@ -1,4 +1,4 @@
-"""What a trainer's model can be trained on, checked on every result before it is accepted. Pure, and without torch."""
+"""What a trainer's model can be trained on. Every result is checked against this before it is accepted. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,16 @@ Encode: TypeAlias = Callable[[Sequence[Row]], Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class TrainingLimits:
-    """What training relies on. A trainer that knows its model sets all three; what is None is not checked.
+    """What training relies on. A trainer that knows its model sets all three; a limit that is None is not checked.
 
-    `vocabulary`: token ids must be below this. `positions`: the largest number of tokens of a prompt and its completion together.
-    `encode`: the trainer's own tokenizer, so that a result must hold exactly the prompts of its task.
+    Parameters
+    ----------
+    vocabulary
+        Token ids must be below this number.
+    positions
+        The largest number of tokens that a prompt and its completion may have together.
+    encode
+        The trainer's own tokenizer: it returns the token ids of rows' prompts. A result must then hold exactly the prompts of its task.
     """
 
     vocabulary: int | None = None
@@ -39,7 +45,15 @@ class TrainingLimits:
 
 
 def why_untrainable(rollouts: Rollouts, limits: TrainingLimits) -> str | None:
-    """Say why training could not use this result; None if it can."""
+    """Return why training could not use this result, or None if it can.
+
+    Parameters
+    ----------
+    rollouts
+        The result.
+    limits
+        What the model can be trained on.
+    """
     if limits.vocabulary is not None and (token := _largest_token(rollouts)) >= limits.vocabulary:
         return f"token {token} is outside the vocabulary of {limits.vocabulary:,} tokens"
     for one in rollouts.completions:
@@ -62,4 +76,4 @@ def _why_not(one: Completion, prompt: int, names: Sequence[str], limits: Trainin
 
 
 def _largest_token(rollouts: Rollouts) -> int:
-    return max(int(np.max(part)) for part in (*rollouts.prompts, *(one.tokens for one in rollouts.completions)))
+    return max(int(np.max(each)) for each in (*rollouts.prompts, *(one.tokens for one in rollouts.completions)))

@@ -1,10 +1,12 @@
 """What trainer and members do, as generators that yield requests. The same code runs over a real store and in the simulation.
 
-requests           what steps ask of the world, and what runs them over a real store
-coordinator_steps  the trainer: open rounds, write boards, acknowledge batches
-intake_steps       the trainer reads heartbeats, leases and results
-resume_steps       the trainer reads what earlier trainers left
-rejection_steps    the trainer rejects results after it acknowledged them
-sweep_steps        the trainer deletes what no trainer needs any more
+requests           what steps ask for, and what runs them over a real store
+coordinator_steps  the trainer: open rounds, poll, collect, reject, stop
+trainer_context    what all steps of one trainer share, and whether another trainer has taken over
+round_steps        the trainer opens rounds, and adopts those of earlier trainers
+intake_steps       the trainer reads heartbeats, leases and results, and judges the results
+board_steps        the trainer writes the board
+batch_steps        the trainer acknowledges batches, and rejects results after that
+record_steps       the records that trainers leave in the store: read, write, delete
 member_steps       a member: read the board, claim a task, generate, upload
 """

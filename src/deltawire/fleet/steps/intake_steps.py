@@ -1,4 +1,4 @@
-"""What comes in from a fleet, as steps: heartbeats, leases and results are read, and results judged."""
+"""The trainer reads what members wrote, as steps: heartbeats, leases and results. It judges every result."""
 
 from __future__ import annotations
 
@@ -8,240 +8,253 @@ from collections.abc import Sequence
 from blake3 import blake3
 
 from ...errors import CorruptRollouts, DeltawireError, LimitExceeded, ObjectMissing, UnsupportedVersion
-from ...events import OnEvent, emit
+from ...events import emit
 from ...format.records.chain_records import MAX_RECORD_BYTES
 from ...format.records.fleet_files import Accepted
+from ...format.records.fleet_parts import AttemptId
 from ...format.records.member_records import Heartbeat, Lease
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys
 from ...store.base import ObjectInfo
 from ...store.fleet_keys import RolloutKey
 from ...store.requests import Get
-from ..options import FleetOptions
 from ..rules.admission import Demand, Reason, Refusal, judge_content, judge_key, judge_origin, judge_versions, most_bytes
 from ..rules.desertion import Desertion
 from ..rules.fleet_clock import FleetClock
 from ..rules.roster import Roster
 from ..rules.round_state import RoundState
 from ..rules.scheduler import Scheduler
-from ..rules.staleness import KnownVersion, StalenessBudget
-from ..rules.training_limits import TrainingLimits, why_untrainable
+from ..rules.staleness import KnownVersion
+from ..rules.training_limits import why_untrainable
+from .record_steps import parsed_answer
 from .requests import MOST_TOGETHER, FindVersion, Steps, Together
-from .resume_steps import parsed_answer
+from .trainer_context import TrainerContext
 
-_FILES_A_LOOK = 512
-_BYTES_A_LOOK = 1 << 30
-"""About so much of what members uploaded is read before the trainer goes on with the rest of its work."""
+_FILES_PER_LOOK = 512
+_BYTES_PER_LOOK = 1 << 30
+"""One look reads about this many results and bytes. Then the trainer goes on with the rest of its work."""
 
 _FILES_AT_ONCE = 8
-"""Results that are read side by side: each may be as large as `RolloutLimits.file_bytes`."""
+"""Number of results that are read at the same time. Each may have up to `RolloutLimits.file_bytes` bytes."""
 
 
 class Intake:
-    """Reads what members write. `rejected` counts what was refused, by reason; every refusal is an event, too."""
+    """Reads what members write, and accepts or refuses their results. Every refusal is counted in `rejected`, and is an event.
 
-    def __init__(
-        self,
-        run: str,
-        budget: StalenessBudget,
-        scheduler: Scheduler,
-        options: FleetOptions,
-        clock: FleetClock,
-        training: TrainingLimits | None = None,
-        on_event: OnEvent | None = None,
-    ) -> None:
-        self.run = run
-        self.budget = budget
-        self.scheduler = scheduler
-        self.options = options
-        self.roster = Roster(run)
-        self.training = training or TrainingLimits()
+    Parameters
+    ----------
+    trainer
+        The trainer that reads.
+    scheduler
+        Is told how much work each member delivered.
+    clock
+        The fleet clock.
+    """
+
+    def __init__(self, trainer: TrainerContext, scheduler: Scheduler, clock: FleetClock) -> None:
+        self.run = trainer.run
+        self._trainer = trainer
+        self._scheduler = scheduler
+        self._clock = clock
+        self.roster = Roster(trainer.run)
+        self.desertion = Desertion(trainer.options.patience_seconds, clock.now)
         self.rejected: Counter[Reason] = Counter()
         self.left_out: dict[RolloutKey, str] = {}
-        """Results that a trainer rejected after they were acknowledged, and why: none of them is accepted again."""
+        """Results that a trainer rejected after their acknowledgement, each with the reason. They are never accepted again."""
         self.versions: dict[int, KnownVersion] = {}
-        """Versions that the chain is known to have. While this trainer is the writer, no rewind changes what they are."""
-        self.clock = clock
-        self.desertion = Desertion(options.patience_seconds, clock.now)
-        self._on_event = on_event
+        """Versions that the chain has. They do not change while this trainer is the writer, because only a resume abandons versions."""
 
-    def take_up(self, state: RoundState, accepted: Accepted) -> Steps[None]:
-        """Accept again what was acknowledged before, as far as it holds. That it was leased was checked then."""
+    def restore(self, state: RoundState, accepted: Accepted) -> Steps[None]:
+        """Accept again the results that were acknowledged before, as far as they are still valid. Their leases were checked then."""
         known = [one for one in accepted.results if one.task < len(state.tasks)]
         for start in range(0, len(known), _FILES_AT_ONCE):
-            part = known[start : start + _FILES_AT_ONCE]
-            places = [RolloutKey(state.record.round, one.task, one.attempt, one.blake3) for one in part]
-            answers = yield Together(tuple(Get(fleet_keys.rollout_key(place), self._most_bytes(state, place)) for place in places))
-            for place, one, answer in zip(places, part, answers, strict=True):
+            group = known[start : start + _FILES_AT_ONCE]
+            keys = [RolloutKey(state.record.round, one.task, one.attempt, one.blake3) for one in group]
+            answers = yield Together(tuple(Get(fleet_keys.rollout_key(key), self._most_bytes(state, key)) for key in keys))
+            for key, one, answer in zip(keys, group, answers, strict=True):
                 if isinstance(answer, DeltawireError) and answer.retryable:
                     raise answer
-                rollouts = self._parsed(place, answer)
-                refusal = self._rejected_before(place)
+                rollouts = self._parsed(key, answer)
+                refusal = self._rejected_before(key)
                 if refusal is None and rollouts is not None:
-                    refusal = yield from self._judge_substance(state, place, rollouts)
+                    refusal = yield from self._judge_substance(state, key, rollouts)
                 if rollouts is not None and refusal is None and rollouts.member != one.member:
                     refusal = Refusal("unleased")
                 if rollouts is not None and refusal is None:
-                    state.accept(place, one.size, rollouts)
+                    state.accept(key, one.size, rollouts)
                 else:
-                    self.refuse(state, place, refusal or Refusal("malformed"), one.member)
+                    self.refuse(state, key, refusal or Refusal("malformed"), one.member)
 
     def read_heartbeats(self, listed: Sequence[ObjectInfo]) -> Steps[None]:
+        """Read the heartbeats that are new or have changed."""
         infos = {member: info for info in listed if (member := fleet_keys.parse_member_key(info.key)) is not None}
-        unread = self.roster.to_read(infos.items(), self.clock.now)
+        unread = self.roster.to_read(infos.items(), self._clock.now)
         for start in range(0, len(unread), MOST_TOGETHER):
-            part = unread[start : start + MOST_TOGETHER]
-            answers = yield Together(tuple(Get(fleet_keys.member_key(member), MAX_RECORD_BYTES) for member in part))
-            for member, answer in zip(part, answers, strict=True):
+            group = unread[start : start + MOST_TOGETHER]
+            answers = yield Together(tuple(Get(fleet_keys.member_key(member), MAX_RECORD_BYTES) for member in group))
+            for member, answer in zip(group, answers, strict=True):
                 if isinstance(answer, (bytes, LimitExceeded)):
                     modified = infos[member].modified.timestamp()
                     beat = parsed_answer(Heartbeat.parse, answer)
-                    since = self.clock.since(modified)
-                    self.roster.heard(member, beat, modified, since, self.clock.now)
+                    since = self._clock.since(modified)
+                    self.roster.heard(member, beat, modified, since, self._clock.now)
                     if beat is not None and (beat.id, beat.member) == (self.run, member):
                         why = self.desertion.left(member, beat, since)
                         if why is not None:
-                            emit(self._on_event, "member-left", member=member, why=why)
+                            emit(self._trainer.on_event, "member-left", member=member, why=why)
 
     def read_leases(self, rounds: dict[int, RoundState], leases: Sequence[ObjectInfo], rollouts: Sequence[ObjectInfo]) -> Steps[None]:
-        """Those that are listed; and those of results, which may be newer than the listing."""
+        """Read the new leases: the listed ones, and those of listed results, which may be newer than the listing of leases."""
         times = {key: info.modified.timestamp() for info in leases if (key := fleet_keys.parse_lease_key(info.key)) is not None}
         for info in rollouts:
-            place = fleet_keys.parse_rollout_key(info.key)
-            if place is not None and place.round in rounds and place not in rounds[place.round].seen:
-                times.setdefault(place.attempt_id, info.modified.timestamp())
-        wanted = [key for key in times if key.round in rounds and rounds[key.round].unknown_leases([key])]
+            result = fleet_keys.parse_rollout_key(info.key)
+            if result is not None and result.round in rounds and result not in rounds[result.round].seen:
+                times.setdefault(result.attempt_id, info.modified.timestamp())
+        wanted = [attempt for attempt in times if attempt.round in rounds and rounds[attempt.round].unknown_leases([attempt])]
         for start in range(0, len(wanted), MOST_TOGETHER):
-            part = wanted[start : start + MOST_TOGETHER]
-            answers = yield Together(tuple(Get(fleet_keys.lease_key(key), MAX_RECORD_BYTES) for key in part))
-            for key, answer in zip(part, answers, strict=True):
+            group = wanted[start : start + MOST_TOGETHER]
+            answers = yield Together(tuple(Get(fleet_keys.lease_key(attempt), MAX_RECORD_BYTES) for attempt in group))
+            for attempt, answer in zip(group, answers, strict=True):
+                since = self._clock.since(times[attempt])
                 if isinstance(answer, bytes):
                     lease = parsed_answer(Lease.parse, answer)
-                    sound = lease is not None and (lease.round, lease.task, lease.attempt) == tuple(key)
-                    rounds[key.round].leased(key, lease if sound else None, self.clock.since(times[key]))
+                    is_sound = lease is not None and (lease.round, lease.task, lease.attempt) == attempt
+                    rounds[attempt.round].leased(attempt, lease if is_sound else None, since)
                 elif isinstance(answer, LimitExceeded):
-                    rounds[key.round].leased(key, None, self.clock.since(times[key]))
+                    rounds[attempt.round].leased(attempt, None, since)
                 elif not isinstance(answer, ObjectMissing):
                     raise answer
 
     def note_free_attempts(self, rounds: Sequence[RoundState]) -> None:
-        """Learn from heartbeats who works on attempts that need no lease."""
+        """Note which members say in their heartbeats that they work on attempts that need no lease."""
         for state in rounds:
-            state.note_free_attempts(self.roster, self.clock.now)
+            state.note_free_attempts(self.roster, self._clock.now)
 
     def admit_all(self, rounds: dict[int, RoundState], listed: Sequence[ObjectInfo]) -> Steps[None]:
-        """Judge what is new, in the order of the store's times.
+        """Judge the new results, in the order of the store's times.
 
-        One look reads a bounded amount, and of each attempt the first result before the second of any other. So results that somebody
-        uploads in masses delay those of others a little, and never keep the trainer from writing the board.
+        One look reads a bounded amount, and reads the first result of each attempt before the second result of any other. So a member that
+        uploads masses of results delays those of others a little, and never keeps the trainer from writing the board.
         """
         fresh: list[tuple[float, RolloutKey, int]] = []
         for info in listed:
-            place = fleet_keys.parse_rollout_key(info.key)
-            state = rounds.get(place.round) if place is not None else None
-            if place is None or state is None or place in state.seen:
+            key = fleet_keys.parse_rollout_key(info.key)
+            state = rounds.get(key.round) if key is not None else None
+            if key is None or state is None or key in state.seen:
                 continue
-            if place.task >= len(state.tasks):
-                self.refuse(state, place, Refusal("malformed"), None)
+            if key.task >= len(state.tasks):
+                self.refuse(state, key, Refusal("malformed"), None)
                 continue
-            fresh.append((info.modified.timestamp(), place, info.size))
-        fresh = _taking_turns(fresh)
+            fresh.append((info.modified.timestamp(), key, info.size))
+        fresh = _in_turns(fresh)
         files = total = 0
         for start in range(0, len(fresh), _FILES_AT_ONCE):
-            if files >= _FILES_A_LOOK or total >= _BYTES_A_LOOK:
-                return  # the rest is still there at the next look
-            part = []
-            for arrived, place, size in fresh[start : start + _FILES_AT_ONCE]:
-                refusal = self._judge_unread(rounds[place.round], place, size)
-                if refusal is None and not rounds[place.round].may_be_leased(place.attempt_id):
+            if files >= _FILES_PER_LOOK or total >= _BYTES_PER_LOOK:
+                return  # the next look reads the rest
+            group = []
+            for arrived, key, size in fresh[start : start + _FILES_AT_ONCE]:
+                refusal = self._judge_unread(rounds[key.round], key, size)
+                if refusal is None and not rounds[key.round].may_be_leased(key.attempt_id):
                     refusal = Refusal("unleased")
                 if refusal is None:
-                    part.append((arrived, place))
+                    group.append((arrived, key))
                     files, total = files + 1, total + size
                 else:
-                    self.refuse(rounds[place.round], place, refusal, None)
-            if not part:
+                    self.refuse(rounds[key.round], key, refusal, None)
+            if not group:
                 continue
-            wanted = [Get(fleet_keys.rollout_key(place), self._most_bytes(rounds[place.round], place)) for _, place in part]
-            answers = yield Together(tuple(wanted))
-            for (arrived, place), answer in zip(part, answers, strict=True):
+            answers = yield Together(tuple(Get(fleet_keys.rollout_key(key), self._most_bytes(rounds[key.round], key)) for _, key in group))
+            for (arrived, key), answer in zip(group, answers, strict=True):
                 if isinstance(answer, bytes):
-                    yield from self._admit(rounds[place.round], place, self.clock.since(arrived), answer)
+                    yield from self._admit(rounds[key.round], key, self._clock.since(arrived), answer)
                 elif not isinstance(answer, (ObjectMissing, LimitExceeded)):
                     raise answer
                 elif isinstance(answer, LimitExceeded):
-                    self.refuse(rounds[place.round], place, Refusal("malformed"), None)
+                    self.refuse(rounds[key.round], key, Refusal("malformed"), None)
 
     def count_losses(self, rounds: Sequence[RoundState]) -> None:
-        """Leases that came to nothing are work without tokens: who only takes is soon offered little."""
+        """Count leases that led to no accepted result as work without tokens. A member that only takes leases is soon offered little."""
+        now = self._clock.now
         for state in rounds:
-            for lost in state.newly_lost(self.roster, self.clock.now):
+            for lost in state.newly_lost(self.roster, now):
                 assert lost.lease is not None
-                self.scheduler.delivered(lost.lease.member, tokens=0, offered=lost.offered, leased=lost.since, finished=self.clock.now)
+                self._scheduler.delivered(lost.lease.member, tokens=0, offered=lost.offered, leased=lost.since, finished=now)
 
-    def _judge_unread(self, state: RoundState, place: RolloutKey, size: int) -> Refusal | None:
-        reason = judge_key(place, state.tasks[place.task].accepted, closed=not state.taking)
+    def refuse(self, state: RoundState, key: RolloutKey, refusal: Refusal, member: str | None) -> None:
+        """Count a result as refused, and emit the event."""
+        state.refuse(key, refusal.reason)
+        self.rejected[refusal.reason] += 1
+        fields = {"round": key.round, "task": key.task, "attempt": key.attempt, "member": member}
+        why = {"why": refusal.why} if refusal.why else {}
+        emit(self._trainer.on_event, "rollout-rejected", reason=refusal.reason, step=state.record.for_step, **fields, **why)
+
+    def _judge_unread(self, state: RoundState, key: RolloutKey, size: int) -> Refusal | None:
+        """Judge a result by its key and size alone."""
+        reason = judge_key(key, state.tasks[key.task].accepted, closed=not state.is_accepting)
         if reason is not None:
             return Refusal(reason)
-        most = self._most_bytes(state, place)
+        most = self._most_bytes(state, key)
         if size > most:
             return Refusal("malformed", f"it has {size:,} bytes; a result of this task has at most {most:,}")
-        return self._rejected_before(place)
+        return self._rejected_before(key)
 
-    def _most_bytes(self, state: RoundState, place: RolloutKey) -> int:
-        """How large a result may be that is read at all: what the task can take, and never more than the limit of all files."""
-        most = most_bytes(self._demand(state, place))
-        return self.options.limits.file_bytes if most is None else min(most, self.options.limits.file_bytes)
+    def _most_bytes(self, state: RoundState, key: RolloutKey) -> int:
+        """Return how many bytes of a result are read at most: as many as a result of the task can have, within the limit of all files."""
+        most = most_bytes(self._demand(state, key))
+        limit = self._trainer.options.limits.file_bytes
+        return limit if most is None else min(most, limit)
 
-    def _demand(self, state: RoundState, place: RolloutKey) -> Demand:
-        rows, prompts = state.rows[place.task], state.prompts[place.task] if state.prompts is not None else None
-        return Demand(state.record, len(rows), self.budget, prompts, self.options.environment_tokens)
+    def _demand(self, state: RoundState, key: RolloutKey) -> Demand:
+        rows, prompts = state.rows[key.task], state.prompts[key.task] if state.prompts is not None else None
+        return Demand(state.record, len(rows), self._trainer.budget, prompts, self._trainer.options.environment_tokens)
 
-    def _rejected_before(self, place: RolloutKey) -> Refusal | None:
-        return Refusal("untrainable", self.left_out[place]) if place in self.left_out else None
+    def _rejected_before(self, key: RolloutKey) -> Refusal | None:
+        return Refusal("untrainable", self.left_out[key]) if key in self.left_out else None
 
-    def _admit(self, state: RoundState, place: RolloutKey, arrived: float, data: bytes) -> Steps[None]:
-        if blake3(data).hexdigest() != place.blake3:  # perhaps only on the way here: look again before somebody's work is thrown away
-            data = yield Get(fleet_keys.rollout_key(place), self._most_bytes(state, place))
-        rollouts = self._parsed(place, data)
-        held = state.tasks[place.task].leases.get(place.attempt)
+    def _admit(self, state: RoundState, key: RolloutKey, arrived: float, data: bytes) -> Steps[None]:
+        """Judge a result that was read, and accept or refuse it."""
+        if blake3(data).hexdigest() != key.blake3:  # the bytes may have been damaged on the way here, so they are read once more
+            data = yield Get(fleet_keys.rollout_key(key), self._most_bytes(state, key))
+        rollouts = self._parsed(key, data)
+        held = state.tasks[key.task].leases.get(key.attempt)
         lease = held.lease if held is not None else None
         refusal: Refusal | None = Refusal("malformed")
         if rollouts is not None:
-            # Two results of one task may have been read side by side.
-            is_free = place.attempt >= fleet_keys.FIRST_FREE_ATTEMPT and state.may_deliver_freely(place.attempt_id, rollouts.member)
-            if is_free and held is None:  # it was faster than its heartbeat
-                state.hold_free_attempt(place.attempt_id, rollouts.member, arrived)
-                held = state.tasks[place.task].leases[place.attempt]
+            is_free = key.attempt >= fleet_keys.FIRST_FREE_ATTEMPT and state.may_deliver_freely(key.attempt_id, rollouts.member)
+            if is_free and held is None:  # the result arrived before the heartbeat that names the attempt
+                state.hold_free_attempt(key.attempt_id, rollouts.member, arrived)
+                held = state.tasks[key.task].leases[key.attempt]
                 lease = held.lease
-            refusal = self._judge_unread(state, place, len(data))
-            if refusal is None and (reason := judge_origin(rollouts, place, lease, self.run, is_free=is_free)) is not None:
+            # The key is judged again, because another result of the task may have been accepted since.
+            refusal = self._judge_unread(state, key, len(data))
+            if refusal is None and (reason := judge_origin(rollouts, key, lease, self.run, is_free=is_free)) is not None:
                 refusal = Refusal(reason)
             if refusal is None:
-                refusal = yield from self._judge_substance(state, place, rollouts)
+                refusal = yield from self._judge_substance(state, key, rollouts)
         if held is not None and lease is not None and (refusal is None or refusal.reason not in ("duplicate", "late", "unleased")):
             tokens = rollouts.tokens if rollouts is not None and refusal is None else 0
-            self.scheduler.delivered(lease.member, tokens=tokens, offered=held.offered, leased=held.since, finished=arrived)
+            self._scheduler.delivered(lease.member, tokens=tokens, offered=held.offered, leased=held.since, finished=arrived)
         if rollouts is None or refusal is not None:
-            self.refuse(state, place, refusal or Refusal("malformed"), lease.member if lease is not None else None)
+            self.refuse(state, key, refusal or Refusal("malformed"), lease.member if lease is not None else None)
             return
-        state.accept(place, len(data), rollouts)
+        state.accept(key, len(data), rollouts)
         self.desertion.accepted()
         emit(
-            self._on_event,
+            self._trainer.on_event,
             "rollout-accepted",
-            round=place.round,
-            task=place.task,
-            attempt=place.attempt,
+            round=key.round,
+            task=key.task,
+            attempt=key.attempt,
             member=rollouts.member,
             tokens=rollouts.tokens,
             step=state.record.for_step,
         )
 
-    def _judge_substance(self, state: RoundState, place: RolloutKey, rollouts: Rollouts) -> Steps[Refusal | None]:
+    def _judge_substance(self, state: RoundState, key: RolloutKey, rollouts: Rollouts) -> Steps[Refusal | None]:
+        """Judge what a result holds: its run, prompts, completions, versions, and whether it can be trained on."""
         if rollouts.run != self.run:
             return Refusal("wrong-run")
-        demand = self._demand(state, place)
+        demand = self._demand(state, key)
         refusal = judge_content(rollouts, demand)
         if refusal is not None:
             return refusal
@@ -255,31 +268,23 @@ class Intake:
         reason = judge_versions(rollouts, demand, versions)
         if reason is not None:
             return Refusal(reason)
-        why = why_untrainable(rollouts, self.training)
+        why = why_untrainable(rollouts, self._trainer.training)
         return None if why is None else Refusal("untrainable", why)
 
-    def _parsed(self, place: RolloutKey, data: object) -> Rollouts | None:
-        if not isinstance(data, bytes) or blake3(data).hexdigest() != place.blake3:
+    def _parsed(self, key: RolloutKey, data: object) -> Rollouts | None:
+        if not isinstance(data, bytes) or blake3(data).hexdigest() != key.blake3:
             return None
         try:
-            return Rollouts.parse(data, self.options.limits)
+            return Rollouts.parse(data, self._trainer.options.limits)
         except (CorruptRollouts, UnsupportedVersion):
             return None
 
-    def refuse(self, state: RoundState, place: RolloutKey, refusal: Refusal, member: str | None) -> None:
-        """Count a result as refused, and tell."""
-        state.refuse(place, refusal.reason)
-        self.rejected[refusal.reason] += 1
-        fields = {"round": place.round, "task": place.task, "attempt": place.attempt, "member": member}
-        why = {"why": refusal.why} if refusal.why else {}
-        emit(self._on_event, "rollout-rejected", reason=refusal.reason, step=state.record.for_step, **fields, **why)
 
-
-def _taking_turns(fresh: Sequence[tuple[float, RolloutKey, int]]) -> list[tuple[float, RolloutKey, int]]:
-    """Sort by time, the first of each attempt before the second of any."""
-    turns: Counter[tuple[int, int, int]] = Counter()
+def _in_turns(fresh: Sequence[tuple[float, RolloutKey, int]]) -> list[tuple[float, RolloutKey, int]]:
+    """Sort results by time, but the first result of every attempt before the second result of any."""
+    turns: Counter[AttemptId] = Counter()
     ordered = []
-    for arrived, place, size in sorted(fresh):
-        ordered.append((turns[place[:3]], arrived, place, size))
-        turns[place[:3]] += 1
-    return [(arrived, place, size) for _, arrived, place, size in sorted(ordered)]
+    for arrived, key, size in sorted(fresh):
+        ordered.append((turns[key.attempt_id], arrived, key, size))
+        turns[key.attempt_id] += 1
+    return [(arrived, key, size) for _, arrived, key, size in sorted(ordered)]

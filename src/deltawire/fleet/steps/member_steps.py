@@ -1,7 +1,7 @@
-"""What a member of a fleet does, as steps (docs/protocol.md §10): look at the board, claim a task, generate, upload, and again.
+"""What a member of a fleet does, as steps (docs/protocol.md §10): read the board, claim a task, generate, upload, and again.
 
-Several `member_steps` of one `MemberState` may run side by side, one for each task that the engine takes at once; and one
-`heartbeat_steps`, which must not be held up by any of them.
+One `MemberState` may have several `member_steps` at the same time, one for each task that the engine can work on at once. It has one
+`heartbeat_steps`, which must never wait for them.
 """
 
 from __future__ import annotations
@@ -41,20 +41,76 @@ from .requests import Generate, Steps, Sync
 
 _KEPT_ROUNDS = 4
 _LONGEST_SILENCE = 60.0
-"""Seconds between two heartbeats, whatever the board says about leases."""
+"""Largest number of seconds between two heartbeats, however long leases are."""
+_MOST_TRIED = 4096
+"""Largest number of attempts that a member remembers."""
 _LAST_TRIES = 3
-"""So often a member that is leaving tries to get rid of what it has."""
+"""How often a member that is leaving tries to upload its result."""
 
 
 class TaskFailed(EngineUnavailable):
-    """A task could not be done, and the member has already reported why. It goes on with other work after a pause."""
+    """A task failed, and the member has already reported why. It goes on with other work after a pause."""
 
 
 @dataclass(slots=True)
 class MemberState:
-    """One member, shared by all of its steps. `draw` gives numbers in [0, 1), so that members that fail together do not come back together.
+    """One member, shared by all of its steps.
 
-    Set `leaving` to have it leave when it has done what it is at; `policy` and `lag` may be set from outside as the engine moves on.
+    Set `leaving` to make the member leave when it has finished its task. `policy` and `lag` may be set from outside when the engine gets
+    another version.
+
+    Parameters
+    ----------
+    run
+        The run's id.
+    member
+        The member's name.
+    session
+        A nonce that is drawn when the process starts.
+    draw_nonce
+        Returns 32 random hexadecimal digits.
+    clock
+        Returns milliseconds since 1970. They are written into records for people, and no decision depends on them.
+    draw
+        Returns random numbers in [0, 1), so that members that fail at the same time do not try again at the same time.
+    poll_seconds
+        Seconds between two looks at the board.
+    longest_pause
+        Largest number of seconds between two tries.
+    lease_seconds
+        How long leases last, as the last board said.
+    on_event
+        Called with every event.
+    keyring
+        Checks the signatures of boards and rounds.
+    newest_board
+        Epoch and number of the newest trusted board.
+    policy
+        The version that the engine has.
+    lag
+        How many versions that is behind.
+    tokens
+        How many tokens the member has generated.
+    busy_ms
+        How many milliseconds that took.
+    leaving
+        Whether the member is to leave.
+    left
+        Whether the member has left.
+    reason
+        The error because of which it leaves.
+    distrusted
+        Whether the last board was not trusted.
+    working
+        The attempts that it works on.
+    reported
+        State and attempts as the last heartbeat said them.
+    tried
+        Attempts that it does not try again.
+    doubtful
+        Leases whose creation had an unknown outcome.
+    rounds
+        The rounds that it read last, with the rows of their tasks.
     """
 
     run: str
@@ -78,13 +134,13 @@ class MemberState:
     reason: str | None = None
     distrusted: bool = False
     working: set[AttemptId] = field(default_factory=set)
-    told: tuple[str, tuple[AttemptId, ...]] | None = None
+    reported: tuple[str, tuple[AttemptId, ...]] | None = None
     tried: OrderedDict[AttemptId, None] = field(default_factory=OrderedDict)
     doubtful: dict[AttemptId, Lease] = field(default_factory=dict)
     rounds: OrderedDict[int, tuple[Round, tuple[tuple[Row, ...], ...]]] = field(default_factory=OrderedDict)
 
     def heartbeat(self) -> Heartbeat:
-        """How it stands now."""
+        """Return the heartbeat of this moment."""
         state = "left" if self.left else "leaving" if self.leaving else "joining" if self.policy is None else "idle"
         return Heartbeat(
             id=self.run,
@@ -103,38 +159,38 @@ class MemberState:
 
     @property
     def has_news(self) -> bool:
-        """Whether its state, or what it works on, is not what its last heartbeat says."""
+        """True if its state or its attempts differ from what the last heartbeat says."""
         beat = self.heartbeat()
-        return self.told != (beat.state, beat.working)
+        return self.reported != (beat.state, beat.working)
 
     def leave_because(self, error: BaseException) -> None:
-        """Have all later heartbeats name the error that it leaves because of."""
+        """Make all later heartbeats name the error because of which it leaves."""
         self.reason = reason_text(error)
 
     def pause(self, failures: int) -> float:
-        """How long to wait after so many failures in a row."""
+        """Return how many seconds to wait after this many failures in a row."""
         return min(self.longest_pause, self.poll_seconds * 2.0 ** min(failures, 16)) * (1 + self.draw()) / 2
 
 
 def reason_text(error: BaseException) -> str:
-    """Say in one line why a member leaves, as heartbeats carry it."""
+    """Return in one line why a member leaves, as heartbeats carry it."""
     words = " ".join(f"{type(error).__name__}: {error}".encode(errors="replace").decode().split())
     return words[:MAX_WHY]
 
 
-def tell(me: MemberState) -> Steps[None]:
-    """Write the heartbeat. Raises what the store does."""
+def write_heartbeat(me: MemberState) -> Steps[None]:
+    """Write the heartbeat. Raises the errors of the store."""
     beat = me.heartbeat()
     yield Put(fleet_keys.member_key(me.member), beat.to_bytes(), durable=False)
-    me.told = beat.state, beat.working
+    me.reported = beat.state, beat.working
 
 
 def heartbeat_steps(me: MemberState) -> Steps[None]:
-    """Write the heartbeat four times in the life of a lease, until the member has left; losses of the store are waited out."""
+    """Write the heartbeat four times per lease until the member has left. Try again while the store is unavailable."""
     while not me.left:
         pause = min(me.lease_seconds / 4, _LONGEST_SILENCE)
         try:
-            yield from tell(me)
+            yield from write_heartbeat(me)
         except StoreError as error:
             if not error.retryable:
                 raise
@@ -143,12 +199,12 @@ def heartbeat_steps(me: MemberState) -> Steps[None]:
 
 
 def member_steps(me: MemberState) -> Steps[None]:
-    """Work until the trainer stops the fleet or `me.leaving` is set. Losses of store and engine are waited out, others raised."""
+    """Work until the trainer stops the fleet or `me.leaving` is set. Retryable errors are tried again after a pause; others are raised."""
     failures = 0
-    yield from _tell_if_possible(me)
+    yield from _try_to_write_heartbeat(me)
     while not me.leaving:
         try:
-            worked = yield from _turn(me)
+            worked = yield from _look_and_work(me)
         except DeltawireError as error:
             if not error.retryable:
                 raise
@@ -163,55 +219,56 @@ def member_steps(me: MemberState) -> Steps[None]:
 
 
 def leave_steps(me: MemberState) -> Steps[None]:
-    """Say goodbye, after all other steps have ended: whatever lease is still held goes to others at once."""
+    """Write the last heartbeat after all other steps have ended. Leases that the member still holds go to others at once."""
     me.leaving = me.left = True
     me.working.clear()
-    yield from _tell_if_possible(me)
+    yield from _try_to_write_heartbeat(me)
 
 
-def _tell_if_possible(me: MemberState) -> Steps[None]:
+def _try_to_write_heartbeat(me: MemberState) -> Steps[None]:
     try:
-        yield from tell(me)
+        yield from write_heartbeat(me)
     except StoreError as error:
         emit(me.on_event, "member-retrying", member=me.member, failures=0, error=str(error))
 
 
-def _turn(me: MemberState) -> Steps[bool]:
-    """One look at the board, and at most one task. Whether there was something to do."""
-    board = yield from _board(me)
+def _look_and_work(me: MemberState) -> Steps[bool]:
+    """Look at the board, and do at most one task. Return whether there was a task."""
+    board = yield from _read_board(me)
     if board is None:
-        yield from _sync(me, 0)  # so that the first board can have offers for us
+        yield from _sync(me, 0)  # so that the first board can make us offers
         return False
     me.lease_seconds = board.lease_seconds
-    if board.stop and (yield from _is_last(board)):
+    if board.stop and (yield from _is_latest(board)):
         emit(me.on_event, "run-over", member=me.member, step=board.step)
         me.leaving = True
         return False
     yield from _sync(me, board.step)
-    for place in board.offers.get(me.member, ()):
-        if place in me.tried or place in me.working:
+    for attempt in board.offers.get(me.member, ()):
+        if attempt in me.tried or attempt in me.working:
             continue
-        task = yield from _task(me, place)
+        task = yield from _read_task(me, attempt)
         if task is None:
             continue
         record, rows = task
         policy = yield from _sync(me, record.oldest_step)
         if policy is None or not record.oldest_step <= policy.step < record.for_step:
-            continue  # what we made would not be accepted
-        if place in me.tried or place in me.working:
-            continue  # other steps of this member were faster, while we looked at the task
-        lease = yield from _claim(me, place, policy)
+            continue  # the trainer would refuse the result
+        if attempt in me.tried or attempt in me.working:
+            continue  # other steps of this member took the attempt meanwhile
+        lease = yield from _claim(me, attempt, policy)
         if lease is not None:
-            yield from _work(me, place, record, lease, rows)
+            yield from _work(me, attempt, record, lease, rows)
             return True
     return False
 
 
-def _board(me: MemberState) -> Steps[Board | None]:
+def _read_board(me: MemberState) -> Steps[Board | None]:
+    """Return the board; None if there is none that this member may follow."""
     try:
         board = Board.parse((yield Get(fleet_keys.BOARD, MAX_BOARD_BYTES)))
     except (ObjectMissing, CorruptRecord, UnsupportedVersion, LimitExceeded):
-        return None  # nobody has written one yet, or somebody who should not
+        return None  # no trainer has written one yet, or another process wrote something else there
     if board.id != me.run:
         return None
     if not me.keyring.trusts(board):
@@ -220,15 +277,15 @@ def _board(me: MemberState) -> Steps[Board | None]:
         me.distrusted = True
         return None
     me.distrusted = False
-    if me.keyring.trusted:  # an old board may be a copy that somebody kept; unsigned ones could claim any number
+    if me.keyring.trusted:  # an older board may be a copy that an attacker kept; unsigned boards could claim any number
         if (board.epoch, board.number) < me.newest_board:
             return None
         me.newest_board = board.epoch, board.number
     return board
 
 
-def _is_last(board: Board) -> Steps[bool]:
-    """Returns whether no later trainer has taken the run over: then what this board says about the end of the run is old."""
+def _is_latest(board: Board) -> Steps[bool]:
+    """Return whether no later trainer has taken over the run. If one has, this board no longer decides whether the run is over."""
     try:
         yield Get(keys.epoch_key(board.epoch + 1), MAX_RECORD_BYTES)
     except ObjectMissing:
@@ -239,17 +296,18 @@ def _is_last(board: Board) -> Steps[bool]:
 
 
 def _sync(me: MemberState, step: int) -> Steps[KnownVersion | None]:
+    """Ask the engine for the version of `step` or a later one. Return the version that it has then."""
     before = me.policy
     policy: KnownVersion | None = yield Sync(step)
     me.policy = policy
     if policy is not None and (before is None or before.seq != policy.seq):
-        yield from _tell_if_possible(me)  # offers depend on it, and the next heartbeat may be far away
+        yield from _try_to_write_heartbeat(me)  # offers depend on the version, and the next heartbeat may be far away
     return policy
 
 
-def _task(me: MemberState, place: AttemptId) -> Steps[tuple[Round, tuple[Row, ...]] | None]:
-    """The round that is offered, and the rows of the task; None if the board is wrong. Both are immutable, and kept."""
-    number, task, _ = place
+def _read_task(me: MemberState, attempt: AttemptId) -> Steps[tuple[Round, tuple[Row, ...]] | None]:
+    """Return the round of an attempt, and the rows of its task; None if the board is wrong. The last rounds are kept in memory."""
+    number, task, _ = attempt
     if number not in me.rounds:
         try:
             record = Round.parse((yield Get(fleet_keys.round_key(number), MAX_RECORD_BYTES)))
@@ -268,35 +326,38 @@ def _task(me: MemberState, place: AttemptId) -> Steps[tuple[Round, tuple[Row, ..
     return (record, every[task]) if task < len(every) else None
 
 
-def _claim(me: MemberState, place: AttemptId, policy: KnownVersion) -> Steps[Lease | None]:
-    """The lease, if it is ours; None if another was faster. After `OutcomeUnknown` the same bytes are tried when it is offered again."""
-    lease = me.doubtful.get(place) or Lease(me.run, *place, me.member, me.draw_nonce(), policy.seq, me.clock())
-    me.working.add(place)
-    if place[2] >= FIRST_FREE_ATTEMPT:  # it needs no lease; the heartbeat tells the trainer that we are at it
-        _remember(me, place)
-        yield from _tell_if_possible(me)
+def _claim(me: MemberState, attempt: AttemptId, policy: KnownVersion) -> Steps[Lease | None]:
+    """Create the lease. Return it, or None if another member was faster.
+
+    After `OutcomeUnknown`, the same bytes are tried again when the attempt is offered again.
+    """
+    lease = me.doubtful.get(attempt) or Lease(me.run, *attempt, me.member, me.draw_nonce(), policy.seq, me.clock())
+    me.working.add(attempt)
+    if attempt.attempt >= FIRST_FREE_ATTEMPT:  # it needs no lease; the heartbeat tells the trainer that we work on it
+        _remember(me, attempt)
+        yield from _try_to_write_heartbeat(me)
         return lease
-    me.doubtful[place] = lease
-    ours = False
+    me.doubtful[attempt] = lease
+    is_ours = False
     try:
         data = lease.to_bytes()
-        ours = (yield from create_steps(fleet_keys.lease_key(AttemptId(*place)), data)) == data
+        is_ours = (yield from create_steps(fleet_keys.lease_key(attempt), data)) == data
     except OutcomeUnknown:
         raise
     except BaseException:
-        del me.doubtful[place]
+        del me.doubtful[attempt]
         raise
     else:
-        del me.doubtful[place]
+        del me.doubtful[attempt]
     finally:
-        if not ours:
-            me.working.discard(place)
-    _remember(me, place)
-    return lease if ours else None
+        if not is_ours:
+            me.working.discard(attempt)
+    _remember(me, attempt)
+    return lease if is_ours else None
 
 
-def _work(me: MemberState, place: AttemptId, record: Round, lease: Lease, rows: tuple[Row, ...]) -> Steps[None]:
-    """Generate and upload. Whatever goes wrong, the lease is let go of: it then expires, and the task goes to another."""
+def _work(me: MemberState, attempt: AttemptId, record: Round, lease: Lease, rows: tuple[Row, ...]) -> Steps[None]:
+    """Generate and upload. If anything fails, the member drops the lease: it expires, and the task goes to another member."""
     started = me.clock()
     try:
         rollouts: Rollouts | None = yield Generate(record, lease, rows)
@@ -308,17 +369,17 @@ def _work(me: MemberState, place: AttemptId, record: Round, lease: Lease, rows: 
         except CorruptRollouts as error:
             emit(me.on_event, "rollout-unusable", member=me.member, error=str(error))
             return
-        key = fleet_keys.rollout_key(RolloutKey(*place, blake3(data).hexdigest()))
+        key = fleet_keys.rollout_key(RolloutKey(*attempt, blake3(data).hexdigest()))
         yield from _upload(me, key, data)
         me.tokens += rollouts.tokens
         me.busy_ms += max(0, me.clock() - started)
-        emit(me.on_event, "rollout-uploaded", member=me.member, round=place[0], task=place[1], tokens=rollouts.tokens)
+        emit(me.on_event, "rollout-uploaded", member=me.member, round=attempt.round, task=attempt.task, tokens=rollouts.tokens)
     finally:
-        me.working.discard(place)
+        me.working.discard(attempt)
 
 
 def _upload(me: MemberState, key: str, data: bytes) -> Steps[None]:
-    """Put the result, however long the store is away: it may still be wanted. The name is the content's, so repeating does no harm."""
+    """Upload the result, however long the store is unavailable. The key has the hash of the bytes, so repeating does no harm."""
     failures = 0
     while True:
         try:
@@ -332,11 +393,11 @@ def _upload(me: MemberState, key: str, data: bytes) -> Steps[None]:
         yield Sleep(me.pause(failures))
 
 
-def _remember(me: MemberState, place: AttemptId) -> None:
-    """Do not try this place again. Numbers of free attempts come round again, so only the last one of each task is remembered."""
-    if place[2] >= FIRST_FREE_ATTEMPT:
-        for other in [each for each in me.tried if each[:2] == place[:2] and each[2] >= FIRST_FREE_ATTEMPT]:
+def _remember(me: MemberState, attempt: AttemptId) -> None:
+    """Do not try this attempt again. Numbers of free attempts are used again, so only the last one of each task is remembered."""
+    if attempt.attempt >= FIRST_FREE_ATTEMPT:
+        for other in [each for each in me.tried if each[:2] == attempt[:2] and each.attempt >= FIRST_FREE_ATTEMPT]:
             del me.tried[other]
-    me.tried[place] = None
-    while len(me.tried) > 4096:
+    me.tried[attempt] = None
+    while len(me.tried) > _MOST_TRIED:
         me.tried.popitem(last=False)

@@ -1,7 +1,7 @@
-"""What trainer and members ask of the world, as values: the same logic runs over a real store and in a simulation with a clock of its own.
+"""Requests of trainer and members, as values, so that the same code runs over a real store and in a simulation with virtual time.
 
-Logic is written as generators that yield requests and are sent answers; the error that a request ends in is thrown in at the `yield`.
-Nothing in them reads a clock, draws a random number that was not given to them, or touches a thread.
+Steps are generators that yield requests and are sent the answers. If a request fails, its error is raised at the `yield`. Steps do not
+read a clock, draw random numbers that were not given to them, or use threads. Requests to the store are in `deltawire.store.requests`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FindVersion:
-    """→ KnownVersion, or None if the chain, looked at anew, has no such version. Trainer only."""
+    """Read the chain again, and find a version. The answer is a `KnownVersion`, or None if the chain has no such version.
+
+    Only trainers ask for it.
+    """
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """→ KnownVersion, or None. Member only: which version completions would be made by now, after an attempt to have `step` or later.
+    """Try to get the version of `step` or a later one. The answer is the version that would make completions now, or None for none.
 
-    How long that may take is for who performs it to say. The answer may well be an older version, or None for none.
+    The version may be older than `step`. How long the attempt takes is up to the code that performs it. Only members ask for it.
     """
 
     step: int
@@ -41,7 +44,10 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """→ Rollouts for this lease, or None if the member is told to leave. Member only. `EngineError` if it cannot be done now."""
+    """Make completions for a lease. The answer is `Rollouts`, or None if the member is told to leave.
+
+    Fails with `EngineError` if it is impossible now. Only members ask for it.
+    """
 
     round: Round
     lease: Lease
@@ -50,7 +56,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """→ list with the answer of each request in its order, or the `DeltawireError` that it ended in: those are not thrown."""
+    """Make several requests at once. The answer is a list with the answer of each, or the `DeltawireError` that it failed with."""
 
     requests: tuple[Get | Head | List | Put, ...]
 
@@ -58,10 +64,10 @@ class Together:
 Request: TypeAlias = Get | Head | Create | Put | List | Delete | Sleep | FindVersion | Sync | Generate | Together
 Steps: TypeAlias = Generator[Request, Any, T]
 Perform: TypeAlias = Callable[[FindVersion | Sync | Generate], Any]
-"""Answers what a store cannot."""
+"""Answers the requests that a store cannot answer."""
 
 MOST_TOGETHER = 16
-"""So many requests of a `Together` are in flight at once."""
+"""Largest number of requests of a `Together` that are in flight at the same time."""
 
 
 def run_steps(
@@ -72,9 +78,22 @@ def run_steps(
     perform: Perform | None = None,
     pool: ThreadPoolExecutor | None = None,
 ) -> T:
-    """Drive steps against a store until they return. Without `pool` requests are made one after the other.
+    """Run steps over a store until they return, and return their result.
 
-    Errors of requests that are no `Exception` (a simulated death, Ctrl-C) end the steps at once, as a crash would: they do not see them.
+    An error that is not an `Exception` (a simulated death, Ctrl-C) ends the steps at once, as a crash would. The steps do not see it.
+
+    Parameters
+    ----------
+    steps
+        The steps.
+    store
+        Answers the requests for objects.
+    sleep
+        Waits a number of seconds.
+    perform
+        Answers `FindVersion`, `Sync` and `Generate`.
+    pool
+        Runs the requests of a `Together`. Without it they run one after the other.
     """
 
     def answer(request: Request) -> Any:
@@ -82,7 +101,7 @@ def run_steps(
             return sleep(request.seconds)
         if isinstance(request, (FindVersion, Sync, Generate)):
             if perform is None:
-                raise TypeError(f"nobody is there to perform {type(request).__name__}")
+                raise TypeError(f"{type(request).__name__} was asked for, but run_steps was not given `perform`")
             return perform(request)
         if isinstance(request, Together):
             apply = map if pool is None else pool.map

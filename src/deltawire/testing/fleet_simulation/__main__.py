@@ -1,4 +1,4 @@
-"""python -m deltawire.testing.fleet_simulation: many seeds on all cores; or one, told event by event."""
+"""Simulate fleets: many seeds on all cores, or one seed event by event."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from collections import Counter
 
 from rich.console import Console
 
-from .many import simulate_many, simulate_traced
+from .many_seeds import simulate_many, simulate_traced
 from .scenario import Outcome
 
-_TOLD = 10
-"""So many failing seeds are printed; there is enough to do then."""
+_MOST_PRINTED = 10
+"""Largest number of failing seeds that are printed."""
 
 
 def main() -> int:
-    """0 if every seed held, 1 if one did not."""
+    """Run the command. Return 0 if every seed held, and 1 if a seed failed."""
     parser = argparse.ArgumentParser(prog="python -m deltawire.testing.fleet_simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many seeds to run (default 1000)")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="the first of them (default 0)")
-    parser.add_argument("--members", type=int, metavar="N", help="members at the start of every run, instead of what the seed says")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed (default 0)")
+    parser.add_argument("--members", type=int, metavar="N", help="members at the start of every run (default: chosen by the seed)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes to use (default: all cores)")
-    parser.add_argument("--trace", action="store_true", help="tell every event, to look at one seed")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+    parser.add_argument("--trace", action="store_true", help="print every event")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else")
     chosen = parser.parse_args()
     if chosen.seeds < 1:
-        parser.error("--seeds: at least 1, or nothing is shown")
+        parser.error("--seeds must be at least 1")
     seeds = range(chosen.first, chosen.first + chosen.seeds)
     started = time.monotonic()
     outcomes = simulate_traced(seeds, chosen.members) if chosen.trace else simulate_many(seeds, chosen.members, chosen.jobs)
@@ -69,7 +69,7 @@ def _print(outcomes: list[Outcome], failed: list[Outcome], members: int | None, 
         f"{summary['trainers']:,} trainers trained on {summary['rollouts_trained']:,} rollouts and refused {refused or 'none'}.",
         markup=False,
     )
-    for one in failed[:_TOLD]:
+    for one in failed[:_MOST_PRINTED]:
         again = f"python -m deltawire.testing.fleet_simulation --first {one.seed} --seeds 1 --trace"
         again += "" if members is None else f" --members {members}"
         console.print(f"\nseed {one.seed} FAILED: {one.violation}\n  {again}", markup=False)

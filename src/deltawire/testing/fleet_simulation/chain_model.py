@@ -1,4 +1,4 @@
-"""The chain as far as a fleet sees it: versions in one line of slots, writers that fence each other, and rewinds."""
+"""The chain as a fleet sees it: numbered versions, writers that fence each other, and rewinds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from ...format.digest import Digest
 
 
 class ChainModel:
-    """What docs/protocol.md promises of a chain, without bytes: one writer at a time; who resumes from an older version abandons the later.
+    """A chain without data. It has one writer at a time, and a trainer that resumes from an older version abandons the later ones.
 
-    Digests say what a version is: resuming from the version of a step gives its digest back under a new number.
+    Digests identify weights: resuming from the version of a step makes a new version with the same digest.
+
+    Parameters
+    ----------
+    random
+        Draws the digests.
     """
 
     def __init__(self, random: Random) -> None:
@@ -20,61 +25,61 @@ class ChainModel:
         self.claimed = 0
         self.epoch = 0
         self.highest_step = 0
-        self._slots: list[KnownVersion | None] = []
+        self._commits: list[KnownVersion | None] = []
         self._live: list[int] = []
-        """Slots of the versions in the history that leads to the head, the rewinds among them."""
+        """Commits of the versions in the history that leads to the head, including rewinds."""
 
     def head(self) -> KnownVersion | None:
-        """The version in force."""
-        return self._slots[self._live[-1]] if self._live else None
+        """Return the version in force."""
+        return self._commits[self._live[-1]] if self._live else None
 
     def find(self, seq: int) -> KnownVersion | None:
-        """A version as it stands now; None for a slot that is empty or holds a fence."""
-        return self._slots[seq] if 0 <= seq < len(self._slots) else None
+        """Return a version as it is now; None for a commit that does not exist or is a fence."""
+        return self._commits[seq] if 0 <= seq < len(self._commits) else None
 
     def live(self) -> list[KnownVersion]:
-        """The versions of the history that leads to the head, oldest first."""
-        return [version for seq in self._live if (version := self._slots[seq]) is not None]
+        """Return the versions of the history that leads to the head, oldest first."""
+        return [version for seq in self._live if (version := self._commits[seq]) is not None]
 
     def every(self) -> list[KnownVersion]:
-        """All versions that ever were, abandoned ones too."""
-        return [version for version in self._slots if version is not None]
+        """Return all versions, including abandoned ones."""
+        return [version for version in self._commits if version is not None]
 
     def claim(self) -> int:
-        """The number of a new epoch. Until its fence, the writer before may still publish."""
+        """Return the number of a new epoch. The earlier writer may publish until the fence of the new epoch."""
         self.claimed += 1
         return self.claimed
 
     def fence(self, epoch: int, resume_step: int) -> KnownVersion | None:
-        """End the epochs before, and go back to the version of a step if later ones must be abandoned: that is a rewind.
+        """End the earlier epochs. If there are versions after `resume_step`, abandon them by a rewind to the version of that step.
 
-        Gives the version that is then in force: of that step, or of the one before it if that was never published. `Fenced`.
+        Return the version that is then in force. Raise `Fenced` if a later epoch has begun.
         """
         if epoch < self.epoch:
             raise Fenced(f"epoch {self.epoch} has begun.")
         self.epoch = epoch
-        self._slots.append(None)
+        self._commits.append(None)
         head = self.head()
         if head is None or resume_step >= head.step:
             return head
         base = next(version for version in reversed(self.live()) if version.step == resume_step)
         kept = [seq for seq in self._live if seq <= base.seq]
         for seq in self._live[len(kept) :]:
-            gone = self._slots[seq]
-            assert gone is not None
-            self._slots[seq] = KnownVersion(gone.seq, gone.step, gone.digest, live=False)
+            abandoned = self._commits[seq]
+            assert abandoned is not None
+            self._commits[seq] = KnownVersion(abandoned.seq, abandoned.step, abandoned.digest, live=False)
         self._live = kept
         return self._append(resume_step, base.digest)
 
     def publish(self, epoch: int, step: int) -> KnownVersion:
-        """A new version. `Fenced` for who is not the writer any more."""
+        """Publish a new version, and return it. Raise `Fenced` if a later epoch has begun."""
         if epoch != self.epoch:
             raise Fenced(f"epoch {self.epoch} has begun.")
         self.highest_step = max(self.highest_step, step)
         return self._append(step, Digest.from_hex(f"{self._random.getrandbits(128):032x}"))
 
     def _append(self, step: int, digest: Digest) -> KnownVersion:
-        version = KnownVersion(len(self._slots), step, digest)
+        version = KnownVersion(len(self._commits), step, digest)
         self._live.append(version.seq)
-        self._slots.append(version)
+        self._commits.append(version)
         return version

@@ -1,4 +1,4 @@
-"""What a member generates with: an engine that takes its time, follows the chain as well as it can, and swaps in the middle of things."""
+"""The engine of a member: generation takes time, it follows the chain with delay, and it swaps weights during generation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,29 @@ from ...fleet.rules.staleness import KnownVersion
 from ...fleet.steps.requests import Generate, Sync
 from ...format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from .chain_model import ChainModel
-from .kernel import Kernel, Strand
+from .kernel import Kernel, VirtualThread
 
 _LONGEST = 8
 
 
 class EngineModel:
-    """Answers `Sync` and `Generate`. `rate` is in tokens per second. A pinned engine stays at the first version that it got, and claims
-    to have whatever is newest."""
+    """Answers `Sync` and `Generate`.
+
+    Parameters
+    ----------
+    kernel
+        Virtual time.
+    random
+        Draws delays, lengths and tokens.
+    chain
+        The chain that the engine follows.
+    rate
+        Tokens per second.
+    sync_seconds
+        About how long an update takes.
+    pinned
+        If true, the engine keeps the first version that it got, and claims to have the newest one.
+    """
 
     def __init__(
         self, kernel: Kernel, random: Random, chain: ChainModel, *, rate: float, sync_seconds: float, pinned: bool = False
@@ -31,34 +46,34 @@ class EngineModel:
         self._pinned = pinned
         self.version: KnownVersion | None = None
 
-    def sync(self, strand: Strand, request: Sync) -> None:
-        """Fetch what is newest now; it may be old by the time that it has arrived."""
+    def sync(self, thread: VirtualThread, request: Sync) -> None:
+        """Fetch the version that is newest now. It may be old when it arrives."""
         target = self._chain.head()
         behind = target is not None and (self.version is None or self.version.seq != target.seq)
         wanted = self.version is None or self.version.step < request.step or self._random.random() < 0.5
         if behind and wanted and not (self._pinned and self.version is not None):
-            self._kernel.later(self.sync_seconds * (0.5 + self._random.random()), self._synced, strand, target)
+            self._kernel.later(self.sync_seconds * (0.5 + self._random.random()), self._synced, thread, target)
         else:
-            self._kernel.later(0.0, strand.resume, target if self._pinned else self.version)
+            self._kernel.later(0.0, thread.resume, target if self._pinned else self.version)
 
-    def generate(self, strand: Strand, request: Generate) -> None:
-        """Complete every prompt. What is published meanwhile may be swapped in half-way."""
+    def generate(self, thread: VirtualThread, request: Generate) -> None:
+        """Complete every prompt. A version that is published meanwhile may be swapped in before the end."""
         lengths = [1 + self._random.randrange(_LONGEST) for _ in range(len(request.rows) * request.round.samples)]
-        self._kernel.later(sum(lengths) / self.rate, self._generated, strand, request, lengths, self.version)
+        self._kernel.later(sum(lengths) / self.rate, self._generated, thread, request, lengths, self.version)
 
-    def _synced(self, strand: Strand, version: KnownVersion) -> None:
-        if strand.process.running(self._synced, strand, version):
+    def _synced(self, thread: VirtualThread, version: KnownVersion) -> None:
+        if thread.process.running(self._synced, thread, version):
             self.version = version
-            strand.resume(version)
+            thread.resume(version)
 
-    def _generated(self, strand: Strand, request: Generate, lengths: list[int], first: KnownVersion | None) -> None:
-        if not strand.process.running(self._generated, strand, request, lengths, first):
+    def _generated(self, thread: VirtualThread, request: Generate, lengths: list[int], first: KnownVersion | None) -> None:
+        if not thread.process.running(self._generated, thread, request, lengths, first):
             return
         assert first is not None
         newest = self._chain.head()
         if newest is not None and newest.seq != first.seq and not self._pinned and self._random.random() < 0.5:
             self.version = newest
-        strand.resume(self._rollouts(request, lengths, [first, self.version or first]))
+        thread.resume(self._rollouts(request, lengths, [first, self.version or first]))
 
     def _rollouts(self, request: Generate, lengths: list[int], made_by: list[KnownVersion]) -> Rollouts:
         lease, samples = request.lease, request.round.samples

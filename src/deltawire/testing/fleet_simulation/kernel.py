@@ -1,4 +1,4 @@
-"""Virtual time: events in order, and processes that can be killed, frozen and cut off at any of them."""
+"""Virtual time: events in order, and processes that can be killed, frozen and cut off at any event."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 
 class Kernel:
-    """A clock that jumps from event to event. Events of the same time happen in the order in which they were announced."""
+    """A clock that jumps from event to event. Events of the same time happen in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._announced = 0
+        self._scheduled = 0
 
     def later(self, delay: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Have something happen after so many seconds."""
-        self._announced += 1
-        heapq.heappush(self._queue, (self.now + delay, self._announced, action, arguments))
+        """Call `action` with these arguments after `delay` seconds."""
+        self._scheduled += 1
+        heapq.heappush(self._queue, (self.now + delay, self._scheduled, action, arguments))
 
     def run(self, until: float, done: Callable[[], bool]) -> None:
-        """Let events happen until there is none before `until`, or `done` says so."""
+        """Run events until no event is left before the time `until`, or until `done` returns true."""
         while self._queue and self._queue[0][0] <= until and not done():
             self.now, _, action, arguments = heapq.heappop(self._queue)
             self.events += 1
@@ -31,9 +31,19 @@ class Kernel:
 
 
 class Process:
-    """Something that runs steps, one or several at a time, until it ends or is killed. What it has sent to the store is not called back."""
+    """A process that runs steps in one or several virtual threads, until it ends or is killed. Requests that it has sent go on.
 
-    def __init__(self, name: str, kernel: Kernel, perform: Callable[[Strand, Any], None]) -> None:
+    Parameters
+    ----------
+    name
+        The name. Without its last digits it is the kind of process, for counting.
+    kernel
+        Virtual time.
+    perform
+        Answers the requests of a thread.
+    """
+
+    def __init__(self, name: str, kernel: Kernel, perform: Callable[[VirtualThread, Any], None]) -> None:
         self.name = name
         self.kind = name.rstrip("0123456789")
         self.kernel = kernel
@@ -41,44 +51,44 @@ class Process:
         self.frozen = False
         self.cut_off = False
         self.perform = perform
-        self._strands: list[Strand] = []
+        self._threads: list[VirtualThread] = []
         self._held: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
 
-    def start(self, steps: Generator[Any, Any, Any], ended: Callable[[Any, Exception | None], None]) -> Strand:
-        """Run steps from now on. `ended` is told what they returned, or what they raised; not if the process is killed before."""
-        strand = Strand(self, steps, ended)
-        self._strands.append(strand)
-        self.kernel.later(0.0, strand.resume, None)
-        return strand
+    def start(self, steps: Generator[Any, Any, Any], ended: Callable[[Any, Exception | None], None]) -> VirtualThread:
+        """Run steps in a new thread. Call `ended` with their result or their error, unless the process is killed before that."""
+        thread = VirtualThread(self, steps, ended)
+        self._threads.append(thread)
+        self.kernel.later(0.0, thread.resume, None)
+        return thread
 
     def kill(self) -> None:
-        """SIGKILL: nothing of it runs any more."""
+        """Kill the process, as SIGKILL does."""
         self.alive = False
         self._held.clear()
-        for strand in self._strands:
-            strand.close()
-        self._strands.clear()
+        for thread in self._threads:
+            thread.close()
+        self._threads.clear()
 
     def freeze(self) -> None:
-        """SIGSTOP: answers that come in wait for it."""
+        """Stop the process, as SIGSTOP does. Answers wait until it wakes up."""
         self.frozen = True
 
     def wake(self) -> None:
-        """SIGCONT: everything that waited happens now."""
+        """Continue the process, as SIGCONT does. All answers that waited arrive now."""
         self.frozen = False
         while self._held and self.alive and not self.frozen:
             action, arguments = self._held.popleft()
             action(*arguments)
 
     def running(self, action: Callable[..., None], *arguments: Any) -> bool:
-        """Whether the process runs at this moment. If it is frozen, the action is kept until it wakes."""
+        """Return whether the process runs at this moment. If it is frozen, keep the action until it wakes up."""
         if self.alive and self.frozen:
             self._held.append((action, arguments))
         return self.alive and not self.frozen
 
 
-class Strand:
-    """One generator of requests within a process."""
+class VirtualThread:
+    """One thread of a process: a generator of requests."""
 
     __slots__ = ("_ended", "_steps", "process")
 
@@ -88,12 +98,12 @@ class Strand:
         self._ended = ended
 
     def resume(self, value: Any) -> None:
-        """Answer its request."""
+        """Send the answer to its request."""
         if self.process.running(self.resume, value):
             self._step(self._steps.send, value)
 
     def fail(self, error: Exception) -> None:
-        """Answer its request with an error."""
+        """Raise an error as the answer to its request."""
         if self.process.running(self.fail, error):
             self._step(self._steps.throw, error)
 
@@ -105,7 +115,7 @@ class Strand:
             request = move(argument)
         except StopIteration as end:
             self._ended(end.value, None)
-        except Exception as error:  # whatever it raises ends this strand; who started it judges
+        except Exception as error:  # any error ends this thread; the code that started it judges the error
             self._ended(None, error)
         else:
             self.process.perform(self, request)

@@ -1,4 +1,4 @@
-"""From a seed to a run: how many members of which sort, how far away, and what goes wrong when."""
+"""Makes a run from a seed: how many members of which kind there are, how slow the network is, and what fails when."""
 
 from __future__ import annotations
 
@@ -10,20 +10,44 @@ from random import Random
 from ...fleet.options import FleetOptions
 from ...fleet.rules.staleness import StalenessBudget
 from .engine_model import EngineModel
-from .mischief import KINDS, Mischief
+from .misbehaviour import KINDS, Misbehaviour
 from .oracle import Violation
-from .remembered import remembered_parsing
-from .store_model import Weather
+from .parse_cache import cached_parsing
+from .store_model import Network
 from .trainer_model import Plan
 from .world import Member, World
 
 _PATIENCE = 4 * 3600.0
-"""Virtual seconds that a run may take after the last fault. Every seed that we know needs far less."""
+"""Virtual seconds that a run may take after the last fault. All known seeds need far less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a seed. `violation` is None if all was well; counts are for people, and for benchmarks."""
+    """The result of one seed. The counts are for people and for benchmarks.
+
+    Parameters
+    ----------
+    seed
+        The seed.
+    members
+        How many members there were.
+    violation
+        Which rule was broken; None if all rules held.
+    seconds
+        How many virtual seconds the run took.
+    events
+        How many events happened.
+    steps
+        The last published training step.
+    accepted
+        How many results were trained on.
+    rejected
+        How many results were refused, by reason.
+    requests
+        How many requests were made, by kind of process, kind of request and folder of the store.
+    trainers
+        How many trainers were started.
+    """
 
     seed: int
     members: int
@@ -38,11 +62,21 @@ class Outcome:
 
 
 def simulate(seed: int, *, members: int | None = None, trace: Callable[[str], None] | None = None) -> Outcome:
-    """Run one seed. The same seed and number of members give the same run, event by event."""
+    """Run one seed. The same seed and number of members give the same run, event by event.
+
+    Parameters
+    ----------
+    seed
+        The seed.
+    members
+        How many members there are at the start. By default the seed decides.
+    trace
+        Called with one line for every event.
+    """
     world = _world(Random(f"fleet {seed}"), members, trace)
     violation = None
     try:
-        with remembered_parsing():
+        with cached_parsing():
             _run(world)
     except Violation as error:
         violation = str(error)
@@ -82,12 +116,12 @@ def _world(random: Random, members: int | None, trace: Callable[[str], None] | N
         ),
         train_seconds=random.choice([0.0, 2.0, 15.0]),
         checkpoint_every=random.choice([1, 1, 2, 3]),
-        looked_after=random.random() < 0.7,
-        spoiled=random.choice([0, 0, 1, 6]),
+        polls_while_training=random.random() < 0.7,
+        untrainable=random.choice([0, 0, 1, 6]),
     )
-    weather = Weather(delay=random.choice([0.005, 0.05, 0.15]), timeout=random.choice([2.0, 10.0]))
+    network = Network(delay=random.choice([0.005, 0.05, 0.15]), timeout=random.choice([2.0, 10.0]))
     granularity = random.choice([0.0, 0.0, 1.0])
-    world = World(random, plan, weather, granularity=granularity, member_poll=5.0 if large else random.choice([0.5, 1.0, 2.0]), trace=trace)
+    world = World(random, plan, network, granularity=granularity, member_poll=5.0 if large else random.choice([0.5, 1.0, 2.0]), trace=trace)
     for _ in range(size):
         join(world, rogue=random.random() < 0.25)
     return world
@@ -101,7 +135,7 @@ def _size(random: Random) -> int:
 
 
 def join(world: World, *, rogue: bool) -> None:
-    """A new machine, of any speed, with a clock that may be off by an hour."""
+    """Add a new machine of any speed, whose clock may be wrong by an hour."""
     random = world.random
     kind = random.choice(KINDS) if rogue else None
     engine = EngineModel(
@@ -112,8 +146,10 @@ def join(world: World, *, rogue: bool) -> None:
         sync_seconds=random.choice([0.2, 2.0, 20.0]),
         pinned=kind == "pinned",
     )
-    mischief = None if kind is None else Mischief(kind, random, world.chain, world.store.objects)
-    member = Member(f"member{len(world.members)}", engine, random.choice([0.0, 0.0, 3600.0, -3600.0]), random.choice([1, 1, 2]), mischief)
+    misbehaviour = None if kind is None else Misbehaviour(kind, random, world.chain, world.store.objects)
+    member = Member(
+        f"member{len(world.members)}", engine, random.choice([0.0, 0.0, 3600.0, -3600.0]), random.choice([1, 1, 2]), misbehaviour
+    )
     world.kernel.later(random.choice([0.0, 5.0, 60.0]) * random.random(), world.add_member, member)
     world.members[member.name] = member
 
@@ -121,27 +157,27 @@ def join(world: World, *, rogue: bool) -> None:
 def _run(world: World) -> None:
     random = world.random
     world.start_trainer()
-    trouble = random.choice([0.0, 60.0, 200.0, 600.0])
-    for _ in range(random.randint(0, 14) if trouble else 0):
-        world.kernel.later(trouble * random.random(), _befall, world)
-    world.kernel.later(trouble, _calm, world)
-    world.kernel.run(trouble + _PATIENCE, lambda: world.finished)
+    fault_seconds = random.choice([0.0, 60.0, 200.0, 600.0])
+    for _ in range(random.randint(0, 14) if fault_seconds else 0):
+        world.kernel.later(fault_seconds * random.random(), _inject_fault, world)
+    world.kernel.later(fault_seconds, _end_faults, world)
+    world.kernel.run(fault_seconds + _PATIENCE, lambda: world.finished)
     if not world.finished:
         head = world.chain.head()
-        raise Violation(f"the run does not go on: it stands at step {head.step if head else None} of {world.plan.last_step}.")
+        raise Violation(f"the run does not go on: it is at step {head.step if head else None} of {world.plan.last_step}.")
 
 
-def _befall(world: World) -> None:
-    """Something happens, to somebody."""
-    if not world.calm:
+def _inject_fault(world: World) -> None:
+    """Inject a random fault, unless the faults are over."""
+    if not world.faults_over:
         world.random.choice(_FAULTS)(world)
 
 
-def _calm(world: World) -> None:
-    """Faults cease. Who misbehaves goes on to; but one honest member there is."""
-    world.tell("", "all faults cease")
-    world.calm = True
-    world.weather.clear()
+def _end_faults(world: World) -> None:
+    """End all faults. Members that break the rules go on; if there is no honest member, one joins."""
+    world.log("", "all faults end")
+    world.faults_over = True
+    world.network.clear()
     for process in [trainer.process for trainer in world.trainers] + [
         one.process for one in world.members.values() if one.process is not None
     ]:
@@ -153,46 +189,46 @@ def _calm(world: World) -> None:
 
 
 def _kill_member(world: World) -> None:
-    member = _somebody(world)
+    member = _running_member(world)
     if member is not None:
         after = None if world.random.random() < 0.2 else 60 * world.random.random()
         world.kill_member(member, after)
 
 
-def _doom_member(world: World) -> None:
-    member = _somebody(world)
+def _kill_member_soon(world: World) -> None:
+    member = _running_member(world)
     if member is not None and member.process is not None:
-        world.doom(member.process, world.random.randrange(12))
+        world.kill_after(member.process, world.random.randrange(12))
 
 
 def _freeze_member(world: World) -> None:
-    """Often past its lease."""
-    member = _somebody(world)
+    """Freeze a member, often for longer than its lease."""
+    member = _running_member(world)
     if member is not None and member.process is not None:
-        world.tell(member.name, "freezes")
+        world.log(member.name, "freezes")
         member.process.freeze()
         world.kernel.later(world.plan.options.lease_seconds * 4 * world.random.random(), member.process.wake)
 
 
-def _cut_member_off(world: World) -> None:
-    member = _somebody(world)
+def _disconnect_member(world: World) -> None:
+    member = _running_member(world)
     if member is not None and member.process is not None:
-        world.tell(member.name, "is cut off")
+        world.log(member.name, "is disconnected")
         member.process.cut_off = True
         world.kernel.later(world.plan.options.lease_seconds * 4 * world.random.random(), setattr, member.process, "cut_off", False)
 
 
-def _slow_member_down(world: World) -> None:
-    member = _somebody(world)
+def _slow_down_member(world: World) -> None:
+    member = _running_member(world)
     if member is not None:
-        world.tell(member.name, "slows down")
+        world.log(member.name, "slows down")
         member.engine.rate = max(0.05, member.engine.rate / 10)
 
 
-def _send_member_away(world: World) -> None:
-    member = _somebody(world)
+def _tell_member_to_leave(world: World) -> None:
+    member = _running_member(world)
     if member is not None and member.state is not None:
-        world.tell(member.name, "is told to leave")
+        world.log(member.name, "is told to leave")
         member.state.leaving = True
         member.retired = world.random.random() < 0.5
 
@@ -202,24 +238,24 @@ def _join(world: World) -> None:
         join(world, rogue=world.random.random() < 0.3)
 
 
-def _bad_weather(world: World) -> None:
-    weather, draw = world.weather, world.random.random
-    weather.lost, weather.unanswered, weather.landing_late = 0.2 * draw(), 0.2 * draw(), 0.1 * draw()
-    weather.stale_hints = 0.5 * draw()
-    world.tell("", f"bad weather: {weather}")
-    world.kernel.later(60 * draw(), weather.clear)
+def _degrade_network(world: World) -> None:
+    network, draw = world.network, world.random.random
+    network.lost, network.unanswered, network.landing_late = 0.2 * draw(), 0.2 * draw(), 0.1 * draw()
+    network.stale_hints = 0.5 * draw()
+    world.log("", f"the network degrades: {network}")
+    world.kernel.later(60 * draw(), network.clear)
 
 
 def _store_down(world: World) -> None:
-    world.tell("", "the store is down")
-    world.weather.down = True
-    world.kernel.later(60 * world.random.random(), setattr, world.weather, "down", False)
+    world.log("", "the store is down")
+    world.network.down = True
+    world.kernel.later(60 * world.random.random(), setattr, world.network, "down", False)
 
 
 def _step_clock(world: World) -> None:
-    """Somebody sets the store's clock, by hours or by years."""
+    """Set the store's clock forward or back, by up to ten years."""
     seconds = world.random.choice([-3e8, -3e7, -7200.0, -30.0, 30.0, 7200.0, 3e7, 3e8])
-    world.tell("", f"the store's clock is set by {seconds:+g} seconds")
+    world.log("", f"the store's clock is set by {seconds:+g} seconds")
     world.store.objects.clock_shift += seconds
 
 
@@ -227,64 +263,64 @@ def _kill_trainer(world: World) -> None:
     world.kill_trainer(30 * world.random.random())
 
 
-def _doom_trainer(world: World) -> None:
+def _kill_trainer_soon(world: World) -> None:
     if world.trainers:
-        world.doom(world.trainers[-1].process, world.random.randrange(60))
+        world.kill_after(world.trainers[-1].process, world.random.randrange(60))
 
 
 def _freeze_trainer(world: World) -> None:
-    """And perhaps somebody takes over before it wakes: then it is a zombie."""
+    """Freeze the trainer. Often another trainer takes over before it wakes up."""
     if not world.trainers:
         return
     process = world.trainers[-1].process
-    world.tell(process.name, "freezes")
+    world.log(process.name, "freezes")
     process.freeze()
     asleep = 120 * world.random.random()
     world.kernel.later(asleep, process.wake)
     if world.random.random() < 0.7:
-        world.kernel.later(asleep * world.random.random(), _rival, world)
+        world.kernel.later(asleep * world.random.random(), _start_second_trainer, world)
 
 
-def _cut_trainer_off(world: World) -> None:
+def _disconnect_trainer(world: World) -> None:
     if world.trainers:
         process = world.trainers[-1].process
-        world.tell(process.name, "is cut off")
+        world.log(process.name, "is disconnected")
         process.cut_off = True
         world.kernel.later(60 * world.random.random(), setattr, process, "cut_off", False)
 
 
-def _rival(world: World) -> None:
-    """Somebody starts a second trainer while the first still runs."""
+def _start_second_trainer(world: World) -> None:
+    """Start a second trainer while the first one still runs."""
     if not world.finished:
         world.start_trainer()
 
 
 _FAULTS: tuple[Callable[[World], None], ...] = (
     _kill_member,
-    _doom_member,
-    _doom_member,
+    _kill_member_soon,
+    _kill_member_soon,
     _freeze_member,
     _freeze_member,
-    _cut_member_off,
-    _slow_member_down,
-    _send_member_away,
+    _disconnect_member,
+    _slow_down_member,
+    _tell_member_to_leave,
     _join,
-    _bad_weather,
-    _bad_weather,
+    _degrade_network,
+    _degrade_network,
     _store_down,
     _step_clock,
     _step_clock,
     _kill_trainer,
-    _doom_trainer,
-    _doom_trainer,
-    _doom_trainer,
+    _kill_trainer_soon,
+    _kill_trainer_soon,
+    _kill_trainer_soon,
     _freeze_trainer,
     _freeze_trainer,
-    _cut_trainer_off,
-    _rival,
+    _disconnect_trainer,
+    _start_second_trainer,
 )
 
 
-def _somebody(world: World) -> Member | None:
+def _running_member(world: World) -> Member | None:
     up = [one for one in world.members.values() if one.process is not None and one.process.alive]
     return world.random.choice(up) if up else None

@@ -1,4 +1,7 @@
-"""A store across a WAN: requests take time, are lost, land late or land unanswered; hints may be old; its clock is its own, and steps."""
+"""A store behind a network. Requests take time, and may be lost, late or unanswered; reads of overwritten objects may be old.
+
+The store has a clock of its own, which may be set.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,30 @@ from ...store.requests import Create, Delete, Get, Head, List, Put
 from .kernel import Kernel, Process
 
 _ORIGIN = datetime(2031, 5, 17, 3, 20, tzinfo=timezone.utc)
-"""Nobody else in a simulation has this time, or one near it."""
+"""The store's time at the start. It is far from the clocks of all processes of a simulation."""
 
 
 @dataclass(slots=True)
-class Weather:
-    """How bad the network is. Shares of all requests; `down` makes every one of them fail. Times are in seconds."""
+class Network:
+    """How fast and how reliable the network is.
+
+    Parameters
+    ----------
+    delay
+        About how many seconds a request or an answer takes.
+    lost
+        The part of all requests that get lost, from 0 to 1.
+    unanswered
+        The part of all requests that are done, but whose answer gets lost.
+    landing_late
+        The part of all requests that are done only after their sender has given up.
+    stale_hints
+        The part of all reads of overwritten objects that return the earlier bytes.
+    timeout
+        After about how many seconds a sender gives up.
+    down
+        Whether every request fails.
+    """
 
     delay: float = 0.05
     lost: float = 0.0
@@ -34,14 +55,14 @@ class Weather:
     down: bool = False
 
     def clear(self) -> None:
-        """From now on nothing fails; distances stay."""
+        """End all faults. The delay stays."""
         self.lost = self.unanswered = self.landing_late = self.stale_hints = 0.0
         self.down = False
 
 
 @dataclass(frozen=True, slots=True)
-class Dated:
-    """A put whose object gets a time that lies this many seconds off: who may write to a directory may also set the times of its files."""
+class PutWithTime:
+    """A `Put` whose object gets a time that is wrong by `seconds`: a process that may write files may also set their times."""
 
     put: Put
     seconds: float
@@ -52,35 +73,43 @@ class Dated:
 
 
 class Objects:
-    """The content: a sorted map from keys to bytes with the store's times, and for hints what they were before."""
+    """The content of the store: a sorted map from keys to bytes and times. It also keeps the earlier bytes of overwritten objects.
+
+    Parameters
+    ----------
+    now
+        Returns the virtual time.
+    granularity
+        The store shows times in multiples of this many seconds; 0 for exact times.
+    """
 
     def __init__(self, now: Callable[[], float], *, granularity: float) -> None:
         self._now = now
         self._granularity = granularity
         self.clock_shift = 0.0
-        """Somebody has set the store's clock this many seconds forward, or back."""
+        """How many seconds the store's clock was set forward; negative if it was set back."""
         self._objects: dict[str, tuple[bytes, ObjectInfo]] = {}
         self._keys: list[str] = []
         self._before: dict[str, bytes] = {}
         self.created: Callable[[str, bytes], None] = lambda key, data: None
-        """Told of every object that was created where there was none."""
+        """Called with key and bytes of every new object."""
 
     def time(self) -> datetime:
-        """The store's clock, as coarse as it shows it."""
+        """Return the time that the store's clock shows."""
         now = self._now() + self.clock_shift
         return _ORIGIN + timedelta(seconds=now - now % self._granularity if self._granularity else now)
 
     def read(self, key: str) -> bytes | None:
-        """What lies there, for who looks from outside."""
+        """Return the bytes of an object, or None. Simulated processes do not use this."""
         found = self._objects.get(key)
         return None if found is None else found[0]
 
     def keys(self, prefix: str) -> list[str]:
-        """For who looks from outside."""
+        """Return the keys with a prefix. Simulated processes do not use this."""
         return [info.key for info in self._list(prefix, None, None)]
 
     def perform(self, request: Any, *, stale: bool = False) -> Any:
-        """Do what a request asks, at once, and give or raise its answer."""
+        """Do a request at once. Return its answer, or raise its error."""
         match request:
             case Get(key, limit):
                 data = self._find(key)[0]
@@ -99,7 +128,7 @@ class Objects:
             case Put(key, data):
                 check_key(key)
                 return self._write(key, bytes(data))
-            case Dated(Put(key, data), seconds):
+            case PutWithTime(Put(key, data), seconds):
                 self._write(key, bytes(data), seconds)
                 return None
             case Head(key):
@@ -139,67 +168,81 @@ class Objects:
 
 
 class StoreModel:
-    """Takes requests of processes, and answers them when and if the weather lets it. `counts` tells requests by (process, kind, folder)."""
+    """Takes requests of processes, and answers them when and if the network delivers them.
 
-    def __init__(self, kernel: Kernel, random: Random, weather: Weather, *, granularity: float = 0.0) -> None:
+    `counts` has the number of requests by kind of process, kind of request and folder.
+
+    Parameters
+    ----------
+    kernel
+        Virtual time.
+    random
+        Draws delays and faults.
+    network
+        How fast and how reliable the network is.
+    granularity
+        The store shows times in multiples of this many seconds; 0 for exact times.
+    """
+
+    def __init__(self, kernel: Kernel, random: Random, network: Network, *, granularity: float = 0.0) -> None:
         self.kernel = kernel
         self.random = random
-        self.weather = weather
+        self.network = network
         self.objects = Objects(lambda: kernel.now, granularity=granularity)
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.trace: Callable[[str, str], None] | None = None
 
-    def submit(self, strand: Asker, request: Any) -> None:
-        """Send a request off. The strand is resumed with the answer or an error, later."""
+    def submit(self, thread: Requester, request: Any) -> None:
+        """Send a request. The thread gets the answer or an error later."""
         if isinstance(request, Together):
-            _Several(self, strand, request).begin()
+            _RequestGroup(self, thread, request).begin()
             return
-        draw, weather, later = self.random.random, self.weather, self.kernel.later
-        self.counts[strand.process.kind, type(request).__name__.lower(), _folder(request)] += 1
-        out = weather.delay * (0.5 + draw())
-        if strand.process.cut_off or weather.down or draw() < weather.lost:
-            later(weather.timeout * (0.5 + draw()), strand.fail, self._unclear(request))
+        draw, network, later = self.random.random, self.network, self.kernel.later
+        self.counts[thread.process.kind, type(request).__name__.lower(), _folder(request)] += 1
+        out = network.delay * (0.5 + draw())
+        if thread.process.cut_off or network.down or draw() < network.lost:
+            later(network.timeout * (0.5 + draw()), thread.fail, self._unclear(request))
             return
         fate = draw()
-        if fate < weather.unanswered:
-            later(out, self._land, strand, request)
-            later(out + weather.timeout * (0.5 + draw()), strand.fail, self._unclear(request))
-        elif fate < weather.unanswered + weather.landing_late:
-            later(weather.timeout * (1 + 9 * draw()), self._land, strand, request)
-            later(weather.timeout, strand.fail, self._unclear(request))
+        if fate < network.unanswered:
+            later(out, self._land, thread, request)
+            later(out + network.timeout * (0.5 + draw()), thread.fail, self._unclear(request))
+        elif fate < network.unanswered + network.landing_late:
+            later(network.timeout * (1 + 9 * draw()), self._land, thread, request)
+            later(network.timeout, thread.fail, self._unclear(request))
         else:
-            later(out, self._answer, strand, request)
+            later(out, self._answer, thread, request)
 
-    def _land(self, strand: Asker, request: Any) -> None:
-        """Nobody will hear how it went."""
-        self._tell(strand, request, "unheard")
+    def _land(self, thread: Requester, request: Any) -> None:
+        """Do a request whose answer will not arrive."""
+        self._log(thread, request, "unanswered")
         with contextlib.suppress(ObjectExists, ObjectMissing, LimitExceeded):
             self.objects.perform(request)
 
-    def _answer(self, strand: Asker, request: Any) -> None:
-        back = self.weather.delay * (0.5 + self.random.random())
-        stale = self.weather.stale_hints > 0 and self.random.random() < self.weather.stale_hints
+    def _answer(self, thread: Requester, request: Any) -> None:
+        back = self.network.delay * (0.5 + self.random.random())
+        stale = self.network.stale_hints > 0 and self.random.random() < self.network.stale_hints
         try:
             answer = self.objects.perform(request, stale=stale)
         except (ObjectExists, ObjectMissing, LimitExceeded) as error:
-            self._tell(strand, request, type(error).__name__)
-            self.kernel.later(back, strand.fail, error)
+            self._log(thread, request, type(error).__name__)
+            self.kernel.later(back, thread.fail, error)
         else:
-            self._tell(strand, request, f"{len(answer)} found" if isinstance(request, List) else "")
-            self.kernel.later(back, strand.resume, answer)
+            self._log(thread, request, f"{len(answer)} found" if isinstance(request, List) else "")
+            self.kernel.later(back, thread.resume, answer)
 
-    def _tell(self, strand: Asker, request: Any, outcome: str) -> None:
+    def _log(self, thread: Requester, request: Any, outcome: str) -> None:
         if self.trace is not None:
-            self.trace(strand.process.name, f"{type(request).__name__.lower()} {_subject(request)} {outcome}".rstrip())
+            self.trace(thread.process.name, f"{type(request).__name__.lower()} {_subject(request)} {outcome}".rstrip())
 
     def _unclear(self, request: Any) -> Exception:
         if isinstance(request, Create) and self.random.random() < 0.8:
-            return OutcomeUnknown(f"create of {request.key!r} was sent, and no answer came.")
+            return OutcomeUnknown(f"create of {request.key!r} was sent, but no answer came.")
         return StoreUnavailable(f"no answer to {type(request).__name__} of {_subject(request)!r}.")
 
 
-class Asker(Protocol):
-    """Who waits for an answer."""
+class Requester(Protocol):
+    """Waits for the answer to a request."""
 
     process: Process
 
@@ -208,40 +251,40 @@ class Asker(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
-class _Several:
-    """The requests of a `Together`, a bounded number of them at once. Answers and errors are gathered in their order."""
+class _RequestGroup:
+    """The requests of a `Together`. A bounded number is sent at once, and answers and errors are collected in their order."""
 
-    def __init__(self, store: StoreModel, strand: Asker, request: Together) -> None:
+    def __init__(self, store: StoreModel, thread: Requester, request: Together) -> None:
         self.store = store
-        self.strand = strand
+        self.thread = thread
         self.requests = request.requests
         self.answers: list[Any] = [None] * len(request.requests)
         self.sent = self.done = 0
 
     def begin(self) -> None:
         if not self.requests:
-            self.store.kernel.later(0.0, self.strand.resume, [])
+            self.store.kernel.later(0.0, self.thread.resume, [])
         while self.sent < min(len(self.requests), MOST_TOGETHER):
             self.send()
 
     def send(self) -> None:
         self.sent += 1
-        self.store.submit(_OneOf(self, self.sent - 1), self.requests[self.sent - 1])
+        self.store.submit(_GroupAnswer(self, self.sent - 1), self.requests[self.sent - 1])
 
     def answered(self, index: int, answer: Any) -> None:
         self.answers[index] = answer
         self.done += 1
         if self.done == len(self.requests):
-            self.strand.resume(self.answers)
-        elif self.sent < len(self.requests) and self.strand.process.alive:
+            self.thread.resume(self.answers)
+        elif self.sent < len(self.requests) and self.thread.process.alive:
             self.send()
 
 
-class _OneOf:
-    """Waits for one answer among several."""
+class _GroupAnswer:
+    """Waits for one answer of a group."""
 
-    def __init__(self, group: _Several, index: int) -> None:
-        self.process = group.strand.process
+    def __init__(self, group: _RequestGroup, index: int) -> None:
+        self.process = group.thread.process
         self.resume: Callable[[Any], None] = lambda value: group.answered(index, value)
         self.fail: Callable[[Exception], None] = lambda error: group.answered(index, error)
 

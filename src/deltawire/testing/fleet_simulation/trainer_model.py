@@ -1,4 +1,7 @@
-"""A trainer around the real coordinator: opens rounds, collects, trains, publishes, checkpoints. It may die, or be replaced, anywhere."""
+"""A trainer around the real coordinator: it opens rounds, collects, trains, publishes and saves checkpoints.
+
+It may die or be replaced at any point.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from ...format.records.trainer_records import Sampling
 from ...store import keys
 from ...store.requests import Create, Sleep
 from .chain_model import ChainModel
-from .oracle import Line, Oracle
+from .oracle import History, Oracle
 from .store_model import Objects
 
 _SAMPLING = Sampling(samples=2, max_tokens=16)
 
 
 @dataclass(frozen=True, slots=True)
-class Do:
-    """→ what the action returns, or raises: something that takes place outside this process, after so many seconds."""
+class ExternalAction:
+    """Do something outside this process after so many seconds. → what `action` returns; raises what it raises."""
 
     seconds: float
     action: Callable[[], Any]
@@ -33,7 +36,31 @@ class Do:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run is to do."""
+    """What a run is to do.
+
+    Parameters
+    ----------
+    run
+        The run's id.
+    last_step
+        The last training step.
+    tasks
+        How many tasks each round has.
+    rows
+        How many rows each task has.
+    budget
+        The staleness budget.
+    options
+        How the trainer runs the fleet.
+    train_seconds
+        How long training a step takes.
+    checkpoint_every
+        After how many steps a checkpoint is saved.
+    polls_while_training
+        Whether the trainer polls the fleet while it trains.
+    untrainable
+        How many of 16 results fail in training, and are rejected after their acknowledgement.
+    """
 
     run: str
     last_step: int
@@ -43,35 +70,34 @@ class Plan:
     options: FleetOptions
     train_seconds: float
     checkpoint_every: int
-    looked_after: bool = True
-    spoiled: int = 0
-    """How many of 16 results fail in training, and are rejected after their acknowledgement."""
+    polls_while_training: bool = True
+    untrainable: int = 0
 
 
 @dataclass(slots=True)
 class TrainerModel:
-    """One trainer process, from its start on. `checkpoints` outlives it."""
+    """One trainer process. `checkpoints` remain when it dies."""
 
     plan: Plan
     chain: ChainModel
     objects: Objects
     oracle: Oracle
-    checkpoints: dict[int, Line]
+    checkpoints: dict[int, History]
     draw_nonce: Callable[[], str]
     clock: Callable[[], int]
     ticks: Callable[[], float]
     coordinator: CoordinatorSteps | None = None
 
     def program(self, resume_step: int) -> Generator[Any, Any, None]:
-        """Everything that it does. Returns when the last step is published."""
-        line = self.checkpoints[resume_step].copy() if self.checkpoints else Line()
-        epoch = yield Do(0.1, self._claim_epoch)
-        newest: KnownVersion | None = yield Do(0.2, lambda: self.chain.fence(epoch, resume_step))
+        """Run the trainer until the last step is published."""
+        history = self.checkpoints[resume_step].copy() if self.checkpoints else History()
+        epoch = yield ExternalAction(0.1, self._claim_epoch)
+        newest: KnownVersion | None = yield ExternalAction(0.2, lambda: self.chain.fence(epoch, resume_step))
         for step in [step for step in self.checkpoints if step > resume_step]:
             del self.checkpoints[step]
         if newest is None:
-            newest = yield Do(0.2, lambda: self.chain.publish(epoch, 0))
-            self.checkpoints[0] = line.copy()
+            newest = yield ExternalAction(0.2, lambda: self.chain.publish(epoch, 0))
+            self.checkpoints[0] = history.copy()
         fleet = self.coordinator = CoordinatorSteps(
             run=self.plan.run,
             epoch=epoch,
@@ -83,40 +109,41 @@ class TrainerModel:
             scheduler=Scheduler(),
             options=self.plan.options,
         )
-        yield from self._until_it_works(fleet.resume)
-        while line.step < self.plan.last_step:
-            yield from self._train(fleet, line)
-        yield from self._until_it_works(fleet.stop)
+        yield from self._retry(fleet.resume)
+        while history.step < self.plan.last_step:
+            yield from self._train(fleet, history)
+        yield from self._retry(fleet.stop)
 
-    def _train(self, fleet: CoordinatorSteps, line: Line) -> Generator[Any, Any, None]:
-        """One step of training, from opening its round, and those that may be opened with it, to the checkpoint."""
-        step = line.step + 1
-        for ahead in range(step, min(self.plan.budget.newest_open(line.step), self.plan.last_step) + 1):
-            yield from self._until_it_works(partial(fleet.open_round, self._rows(), for_step=ahead, sampling=_SAMPLING))
-        batch = yield from self._until_it_works(partial(fleet.collect, step))
-        spoiled = [index for index in range(len(batch.results)) if int(self.draw_nonce()[0], 16) < self.plan.spoiled]
-        if spoiled:
-            batch = yield from self._until_it_works(partial(fleet.reject, batch, spoiled, "training on it failed"))
-        self.oracle.trains(line, fleet.epoch, step, batch.rollouts)
-        yield from self._while_training(fleet)
-        version = yield Do(0.2, partial(self.chain.publish, fleet.epoch, step))
+    def _train(self, fleet: CoordinatorSteps, history: History) -> Generator[Any, Any, None]:
+        """Do one training step: open its round and those ahead, collect, train, publish, and save a checkpoint."""
+        step = history.step + 1
+        for ahead in range(step, min(self.plan.budget.newest_open(history.step), self.plan.last_step) + 1):
+            yield from self._retry(partial(fleet.open_round, self._rows(), for_step=ahead, sampling=_SAMPLING))
+        batch = yield from self._retry(partial(fleet.collect, step))
+        untrainable = [index for index in range(len(batch.results)) if int(self.draw_nonce()[0], 16) < self.plan.untrainable]
+        if untrainable:
+            batch = yield from self._retry(partial(fleet.reject, batch, untrainable, "training on it failed"))
+        self.oracle.trains(history, fleet.epoch, step, batch.rollouts)
+        yield from self._wait_for_training(fleet)
+        version = yield ExternalAction(0.2, partial(self.chain.publish, fleet.epoch, step))
         fleet.published(version)
         saves = step % self.plan.checkpoint_every == 0 or step == self.plan.last_step
-        if saves and fleet.epoch == self.chain.claimed:  # where zombies keep their checkpoints is not the fleet's business
-            self.checkpoints[step] = line.copy()
+        if saves and fleet.epoch == self.chain.claimed:  # a replaced trainer does not overwrite the checkpoints of its successor
+            self.checkpoints[step] = history.copy()
 
-    def _while_training(self, fleet: CoordinatorSteps) -> Generator[Any, Any, None]:
-        """The fleet is looked after meanwhile, as `Coordinator` does in the background: what goes wrong there stays there."""
+    def _wait_for_training(self, fleet: CoordinatorSteps) -> Generator[Any, Any, None]:
+        """Wait while a step is trained. Poll the fleet meanwhile, as `Coordinator` does in the background, and ignore errors there."""
         left = self.plan.train_seconds
         while left > 0:
             pause = min(left, self.plan.options.poll_seconds)
             yield Sleep(pause)
             left -= pause
-            if self.plan.looked_after:
+            if self.plan.polls_while_training:
                 with contextlib.suppress(DeltawireError):
                     yield from fleet.poll()
 
-    def _until_it_works(self, steps: Callable[[], Generator[Any, Any, Any]]) -> Generator[Any, Any, Any]:
+    def _retry(self, steps: Callable[[], Generator[Any, Any, Any]]) -> Generator[Any, Any, Any]:
+        """Run steps, and run them again after every retryable error."""
         while True:
             try:
                 return (yield from steps())
@@ -126,7 +153,7 @@ class TrainerModel:
             yield Sleep(1.0)
 
     def _claim_epoch(self) -> int:
-        """What a publisher does first, told to the store as the fleet will look for it."""
+        """Claim an epoch as a publisher does, and write its record, which the fleet looks for."""
         epoch = self.chain.claim()
         self.objects.perform(Create(keys.epoch_key(epoch), b"{}"))
         return epoch

@@ -1,4 +1,4 @@
-"""One run of a fleet in virtual time: a store far away, a chain, trainers and members that run the real steps, and what befalls them."""
+"""One run of a fleet in virtual time: a remote store, a chain, trainers and members that run the real steps, and their faults."""
 
 from __future__ import annotations
 
@@ -14,22 +14,44 @@ from ...fleet.steps.requests import FindVersion, Generate, Sync
 from ...store.requests import Sleep
 from .chain_model import ChainModel
 from .engine_model import EngineModel
-from .kernel import Kernel, Process, Strand
-from .mischief import Mischief
-from .oracle import Line, Oracle, Violation
-from .store_model import StoreModel, Weather
-from .trainer_model import Do, Plan, TrainerModel
+from .kernel import Kernel, Process, VirtualThread
+from .misbehaviour import Misbehaviour
+from .oracle import History, Oracle, Violation
+from .store_model import Network, StoreModel
+from .trainer_model import ExternalAction, Plan, TrainerModel
 
 
 @dataclass(slots=True)
 class Member:
-    """A member and the machine that it runs on, which outlives its process."""
+    """A member and its machine, which stays when the process dies.
+
+    Parameters
+    ----------
+    name
+        The member's name.
+    engine
+        Its engine.
+    clock_offset
+        By how many seconds its clock is wrong.
+    threads
+        How many tasks it works on at the same time.
+    misbehaviour
+        How it breaks the rules; None for an honest member.
+    process
+        The process that runs now.
+    state
+        The state of the real steps.
+    retired
+        Whether the machine never comes back.
+    running
+        How many of its threads still work.
+    """
 
     name: str
     engine: EngineModel
     clock_offset: float
-    strands: int
-    mischief: Mischief | None = None
+    threads: int
+    misbehaviour: Misbehaviour | None = None
     process: Process | None = None
     state: MemberState | None = None
     retired: bool = False
@@ -37,12 +59,12 @@ class Member:
 
     @property
     def honest(self) -> bool:
-        return self.mischief is None
+        return self.misbehaviour is None
 
 
 @dataclass(slots=True)
 class Trainer:
-    """A trainer process, in the order in which they were started. The last is the one that is meant to run."""
+    """A trainer process. The one that was started last is meant to run."""
 
     process: Process
     model: TrainerModel
@@ -51,46 +73,74 @@ class Trainer:
 
 @dataclass(slots=True)
 class World:
-    """Everything there is in a simulation. Nothing in it depends on anything but the plan, the weather and the random numbers."""
+    """All parts of a simulation. The plan, the network and the random numbers determine everything that happens.
+
+    Parameters
+    ----------
+    random
+        The source of all random numbers.
+    plan
+        What the run is to do.
+    network
+        How fast and how reliable the network is.
+    granularity
+        The store shows times in multiples of this many seconds.
+    member_poll
+        Seconds between two looks of a member at the board.
+    kernel
+        Virtual time.
+    members
+        The members by name.
+    trainers
+        The trainers in the order of their start.
+    checkpoints
+        The saved checkpoints by step.
+    finished
+        Whether the run has reached its last step.
+    faults_over
+        Whether no more faults happen.
+    trace
+        Called with one line for every event.
+    """
 
     random: Random
     plan: Plan
-    weather: Weather
+    network: Network
     granularity: float = 0.0
     member_poll: float = 1.0
     kernel: Kernel = field(default_factory=Kernel)
     members: dict[str, Member] = field(default_factory=dict)
     trainers: list[Trainer] = field(default_factory=list)
-    checkpoints: dict[int, Line] = field(default_factory=dict)
+    checkpoints: dict[int, History] = field(default_factory=dict)
     finished: bool = False
-    calm: bool = False
+    faults_over: bool = False
     trace: Callable[[str], None] | None = None
     chain: ChainModel = field(init=False)
     store: StoreModel = field(init=False)
     oracle: Oracle = field(init=False)
-    _dooms: dict[str, int] = field(default_factory=dict)
+    _deaths_due: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.chain = ChainModel(self.random)
-        self.store = StoreModel(self.kernel, self.random, self.weather, granularity=self.granularity)
+        self.store = StoreModel(self.kernel, self.random, self.network, granularity=self.granularity)
         self.oracle = Oracle(self.plan.run, self.chain, self.store.objects, self.plan.budget)
         if self.trace is not None:
-            self.store.trace = self.tell
+            self.store.trace = self.log
 
-    def tell(self, who: str, what: str) -> None:
-        """A line of the trace."""
+    def log(self, who: str, what: str) -> None:
+        """Write a line of the trace."""
         if self.trace is not None:
             self.trace(f"{self.kernel.now:10.3f}  {who:<12} {what}")
 
     # Trainers
 
     def start_trainer(self) -> None:
-        """Resume from the newest checkpoint, or one of those before it that the fleet still has to support."""
+        """Start a trainer. It resumes from the newest checkpoint, or from an earlier one that the fleet must still support."""
         oldest = self.chain.highest_step - self.plan.options.keep_steps
         steps = sorted(step for step in self.checkpoints if step >= oldest)
         resume_step = 0
         if steps:
-            resume_step = steps[-1] if self.calm or self.random.random() < 0.6 else self.random.choice(steps)
+            resume_step = steps[-1] if self.faults_over or self.random.random() < 0.6 else self.random.choice(steps)
         process = Process(f"trainer{len(self.trainers)}", self.kernel, self.perform)
         model = TrainerModel(
             plan=self.plan,
@@ -104,48 +154,48 @@ class World:
         )
         trainer = Trainer(process, model)
         self.trainers.append(trainer)
-        self.tell(process.name, f"starts from step {resume_step}")
+        self.log(process.name, f"starts from step {resume_step}")
         process.start(model.program(resume_step), lambda value, error: self._trainer_ended(trainer, error))
 
     def supervise_trainer(self) -> None:
-        """Start one if the last is gone."""
+        """Start a trainer if the last one has ended."""
         if not self.finished and (not self.trainers or self.trainers[-1].ended or not self.trainers[-1].process.alive):
             self.start_trainer()
 
     def _trainer_ended(self, trainer: Trainer, error: Exception | None) -> None:
         trainer.ended = True
-        self.tell(trainer.process.name, f"ends: {error!r}" if error else "has finished")
+        self.log(trainer.process.name, f"ends: {error!r}" if error else "has finished")
         if error is None:
             self.finished = True
         elif isinstance(error, Violation):
             raise error
         elif isinstance(error, Fenced):
             if trainer is self.trainers[-1] and self.chain.claimed == getattr(trainer.model.coordinator, "epoch", self.chain.claimed):
-                raise Violation(f"{trainer.process.name} was fenced, and nobody has taken over: {error}")
+                raise Violation(f"{trainer.process.name} was fenced, but no other trainer has taken over: {error}")
             self.kernel.later(5.0, self.supervise_trainer)
         else:
             raise _unexpected(trainer.process.name, error)
 
     def kill_trainer(self, restart_after: float) -> None:
-        """SIGKILL for the last one."""
+        """Kill the last trainer, and start another one after a while."""
         if self.trainers:
-            self.tell(self.trainers[-1].process.name, "is killed")
+            self.log(self.trainers[-1].process.name, "is killed")
             self.trainers[-1].process.kill()
             self.kernel.later(restart_after, self.supervise_trainer)
 
-    def doom(self, process: Process, requests: int) -> None:
-        """Have a process die right after it has sent so many further requests."""
-        self._dooms[process.name] = requests
+    def kill_after(self, process: Process, requests: int) -> None:
+        """Kill a process right after it has sent this many further requests."""
+        self._deaths_due[process.name] = requests
 
     # Members
 
     def add_member(self, member: Member) -> None:
-        """A machine joins."""
+        """Add a machine, and start its member."""
         self.members[member.name] = member
         self.start_member(member)
 
     def start_member(self, member: Member) -> None:
-        """Start its process, unless it runs or has been retired."""
+        """Start the member's process, unless it runs or is retired."""
         if member.retired or self.finished or (member.process is not None and member.process.alive and member.running):
             return
         member.engine.version = None
@@ -159,29 +209,29 @@ class World:
             self.random.random,
             poll_seconds=self.member_poll,
         )
-        self.tell(member.name, "starts")
-        member.running = member.strands
-        for _ in range(member.strands):
-            process.start(member_steps(state), lambda value, error: self._strand_ended(member, process, error))
-        process.start(heartbeat_steps(state), lambda value, error: self._heart_stopped(member, error))
+        self.log(member.name, "starts")
+        member.running = member.threads
+        for _ in range(member.threads):
+            process.start(member_steps(state), lambda value, error: self._thread_ended(member, process, error))
+        process.start(heartbeat_steps(state), lambda value, error: self._heartbeat_ended(member, error))
 
     def kill_member(self, member: Member, restart_after: float | None) -> None:
-        """SIGKILL. None: the machine does not come back."""
-        self.tell(member.name, "is killed")
+        """Kill a member, and start it again after this many seconds; None if the machine does not come back."""
+        self.log(member.name, "is killed")
         if member.process is not None:
             member.process.kill()
         member.retired = restart_after is None
         if restart_after is not None:
             self.kernel.later(restart_after, self.start_member, member)
 
-    def _strand_ended(self, member: Member, process: Process, error: Exception | None) -> None:
+    def _thread_ended(self, member: Member, process: Process, error: Exception | None) -> None:
         if error is not None and not isinstance(error, DeltawireError):
             raise _unexpected(member.name, error)
         assert member.state is not None
-        member.state.leaving = True  # as the real process does: what ends one ends all
+        member.state.leaving = True  # as in the real process, the end of one thread ends all
         member.running -= 1
         if member.running == 0:
-            self.tell(member.name, "leaves")
+            self.log(member.name, "leaves")
             process.start(leave_steps(member.state), lambda value, error: self._left(member, error))
 
     def _left(self, member: Member, error: Exception | None) -> None:
@@ -192,48 +242,48 @@ class World:
         if not self.finished and not member.retired:
             self.kernel.later(10.0, self.start_member, member)
 
-    def _heart_stopped(self, member: Member, error: Exception | None) -> None:
+    def _heartbeat_ended(self, member: Member, error: Exception | None) -> None:
         if error is not None:
             raise _unexpected(member.name, error)
 
-    # What processes ask for
+    # Requests of processes
 
-    def perform(self, strand: Strand, request: Any) -> None:
-        """Answer a request of any process, in its own time."""
-        process = strand.process
+    def perform(self, thread: VirtualThread, request: Any) -> None:
+        """Answer a request of any process after some time."""
+        process = thread.process
         match request:
             case Sleep(seconds):
-                self.kernel.later(seconds, strand.resume, None)
-            case Do():
-                self.kernel.later(request.seconds, self._do, strand, request)
+                self.kernel.later(seconds, thread.resume, None)
+            case ExternalAction():
+                self.kernel.later(request.seconds, self._do, thread, request)
             case FindVersion(seq):
-                self.kernel.later(self.weather.delay, lambda: strand.resume(self.chain.find(seq)))
+                self.kernel.later(self.network.delay, lambda: thread.resume(self.chain.find(seq)))
             case Sync():
-                self.members[process.name].engine.sync(strand, request)
+                self.members[process.name].engine.sync(thread, request)
             case Generate():
                 member = self.members[process.name]
-                if member.mischief is None or member.mischief.kind != "hog":
-                    member.engine.generate(strand, request)
+                if member.misbehaviour is None or member.misbehaviour.kind != "hog":
+                    member.engine.generate(thread, request)
             case _:
-                self._send(strand, request)
-        if process.name in self._dooms:
-            self._dooms[process.name] -= 1
-            if self._dooms[process.name] < 0:
-                del self._dooms[process.name]
-                # Not from within its own generator.
-                self.kernel.later(0.0, self._doomed, process)
+                self._send(thread, request)
+        if process.name in self._deaths_due:
+            self._deaths_due[process.name] -= 1
+            if self._deaths_due[process.name] < 0:
+                del self._deaths_due[process.name]
+                # A generator cannot close itself while it runs.
+                self.kernel.later(0.0, self._die, process)
 
-    def _send(self, strand: Strand, request: Any) -> None:
-        member = self.members.get(strand.process.name)
-        if member is None or member.mischief is None:
-            self.store.submit(strand, request)
+    def _send(self, thread: VirtualThread, request: Any) -> None:
+        member = self.members.get(thread.process.name)
+        if member is None or member.misbehaviour is None:
+            self.store.submit(thread, request)
             return
-        first, *others = member.mischief.sends(request)
-        self.store.submit(strand, first)
+        first, *others = member.misbehaviour.sends(request)
+        self.store.submit(thread, first)
         for other in others:
-            self.store.submit(_Unheard(strand.process), other)
+            self.store.submit(_IgnoresAnswers(thread.process), other)
 
-    def _doomed(self, process: Process) -> None:
+    def _die(self, process: Process) -> None:
         if process.name in self.members:
             self.kill_member(self.members[process.name], 5.0)
         elif process is self.trainers[-1].process:
@@ -241,40 +291,41 @@ class World:
         else:
             process.kill()
 
-    def _do(self, strand: Strand, request: Do) -> None:
-        """The deed is done even if the doer has died on the way; its answer takes as long again."""
+    def _do(self, thread: VirtualThread, request: ExternalAction) -> None:
+        """Do an external action, even if its process has died. The answer takes as long as the request."""
         try:
             answer = request.action()
         except Fenced as error:
-            self.kernel.later(request.seconds, strand.fail, error)
+            self.kernel.later(request.seconds, thread.fail, error)
         else:
-            self.kernel.later(request.seconds, strand.resume, answer)
+            self.kernel.later(request.seconds, thread.resume, answer)
 
-    # Sources of what must not be drawn in secret
+    # Sources of random numbers and time
 
     def draw_nonce(self) -> str:
+        """Return 32 random hexadecimal digits."""
         return f"{self.random.getrandbits(128):032x}"
 
     def clock(self, offset: float) -> Callable[[], int]:
-        """A machine's own clock in milliseconds: set by somebody, some time."""
+        """Return the clock of a machine, in milliseconds. It is wrong by `offset` seconds."""
         return lambda: int((self.kernel.now + offset + 1_600_000_000) * 1000)
 
     def _offset(self) -> float:
         return self.random.choice([0.0, 3600.0, -3600.0, 7.5e7])
 
 
-class _Unheard:
-    """Who sends this does not wait for an answer."""
+class _IgnoresAnswers:
+    """Stands for a sender that does not wait for answers."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
 
     def resume(self, value: Any) -> None:
-        """Nobody listens."""
+        """Ignore the answer."""
 
     def fail(self, error: Exception) -> None:
-        """Nobody listens."""
+        """Ignore the answer."""
 
 
 def _unexpected(who: str, error: Exception) -> Violation:
-    return Violation(f"{who} died of an error that nobody foresaw:\n{''.join(traceback.format_exception(error))}")
+    return Violation(f"{who} died of an unexpected error:\n{''.join(traceback.format_exception(error))}")

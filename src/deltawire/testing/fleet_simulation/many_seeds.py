@@ -1,4 +1,4 @@
-"""Seeds by the thousand, on several cores."""
+"""Runs many seeds, one after the other or in several processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .scenario import Outcome, simulate
 
 
 def simulate_traced(seeds: range, members: int | None) -> list[Outcome]:
-    """One after the other, telling every event on stdout."""
+    """Run the seeds one after the other, and print every event on stdout."""
 
     def write(line: str) -> None:
         sys.stdout.write(line + "\n")
@@ -23,7 +23,7 @@ def simulate_traced(seeds: range, members: int | None) -> list[Outcome]:
 
 
 def simulate_many(seeds: range, members: int | None, jobs: int) -> list[Outcome]:
-    """In so many processes, with a progress bar on stderr. Outcomes come by rising seed."""
+    """Run the seeds in `jobs` processes, with a progress bar on stderr. Return the outcomes by rising seed."""
     outcomes: list[Outcome] = []
     failures = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -38,7 +38,7 @@ def simulate_many(seeds: range, members: int | None, jobs: int) -> list[Outcome]
 
 
 def _simulate(seed: int, *, members: int | None) -> Outcome:
-    """In a worker, where nothing is collected while a run lasts: it makes hardly any garbage that only a collection would find."""
+    """Run one seed in a worker process. The garbage collector is off during a run, because runs leave almost no reference cycles."""
     outcome = simulate(seed, members=members)
     if seed % 16 == 0 or outcome.events > 100_000:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Members that do not play by the rules: what they really send, given what the honest logic asked them to send."""
+"""Members that break the rules: what they send to the store instead of what the real steps of a member ask them to send."""
 
 from __future__ import annotations
 
@@ -18,14 +18,26 @@ from ...store import fleet_keys
 from ...store.fleet_keys import RolloutKey
 from ...store.requests import Create, Put
 from .chain_model import ChainModel
-from .store_model import Dated, Objects
+from .store_model import Objects, PutWithTime
 
 Sent = list[Any]
-"""The first takes the place of what was asked for, and is answered; others go out beside it, unheard."""
+"""The first request replaces the member's own request, and its answer goes to the member. Answers to the others are ignored."""
 
 
-class Mischief:
-    """One way of misbehaving, now and then."""
+class Misbehaviour:
+    """One kind of misbehaviour, which a member shows most of the time.
+
+    Parameters
+    ----------
+    kind
+        One of `KINDS`.
+    random
+        Draws when and how the member misbehaves.
+    chain
+        The chain, whose versions the member misuses.
+    objects
+        The content of the store.
+    """
 
     def __init__(self, kind: str, random: Random, chain: ChainModel, objects: Objects) -> None:
         self.kind = kind
@@ -33,7 +45,7 @@ class Mischief:
         self._chain = chain
         self._objects = objects
         self._squatted: set[int] = set()
-        self._ways: dict[str, Callable[[Rollouts, RolloutKey], Sent]] = {
+        self._changes: dict[str, Callable[[Rollouts, RolloutKey], Sent]] = {
             "duplicate": self._duplicate,
             "forge": self._forge,
             "future": self._future,
@@ -43,14 +55,14 @@ class Mischief:
         }
 
     def sends(self, request: Any) -> Sent:
-        """What goes out instead of a request to the store."""
+        """Return the requests that the member sends instead of this one."""
         if not isinstance(request, Put) or self._random.random() < 0.3:
             return [request]
         if self.kind == "misdated":
-            return [Dated(request, self._random.choice([3600.0, 3e7, 3e9, -3600.0, -3e7]))]
-        place = fleet_keys.parse_rollout_key(request.key)
-        if place is not None and self.kind in self._ways:
-            return self._ways[self.kind](Rollouts.parse(request.data), place)
+            return [PutWithTime(request, self._random.choice([3600.0, 3e7, 3e9, -3600.0, -3e7]))]
+        result = fleet_keys.parse_rollout_key(request.key)
+        if result is not None and self.kind in self._changes:
+            return self._changes[self.kind](Rollouts.parse(request.data), result)
         if self.kind == "boast" and request.key.startswith(fleet_keys.MEMBERS):
             return [Put(request.key, replace(Heartbeat.parse(request.data), tokens=10**15, busy_ms=1, lag=0).to_bytes())]
         if self.kind == "sybil" and request.key.startswith(fleet_keys.MEMBERS):
@@ -62,7 +74,7 @@ class Mischief:
         return [request]
 
     def _squat(self, beat: Heartbeat) -> Sent:
-        """Every lease of the newest rounds, in its own name, in another's, or as junk, before anybody is offered it."""
+        """Take every lease of the newest rounds before it is offered: in its own name, in that of another member, or with garbage."""
         names = [key.removeprefix(fleet_keys.MEMBERS).removesuffix(".json") for key in self._objects.keys(fleet_keys.MEMBERS)]
         sent: Sent = []
         for key in self._objects.keys(fleet_keys.ROUNDS)[-4:]:
@@ -70,33 +82,33 @@ class Mischief:
             if number is None or number in self._squatted:
                 continue
             self._squatted.add(number)
-            for place in (AttemptId(number, task, attempt) for task in range(5) for attempt in range(18)):
+            for attempt_id in (AttemptId(number, task, attempt) for task in range(5) for attempt in range(18)):
                 member = self._random.choice([beat.member, *names])
-                lease = Lease(beat.id, *place, member, f"{self._random.getrandbits(128):032x}", 0, 0).to_bytes()
-                sent.append(Create(fleet_keys.lease_key(place), lease if self._random.random() < 0.7 else b"{}"))
+                lease = Lease(beat.id, *attempt_id, member, f"{self._random.getrandbits(128):032x}", 0, 0).to_bytes()
+                sent.append(Create(fleet_keys.lease_key(attempt_id), lease if self._random.random() < 0.7 else b"{}"))
         return sent
 
-    def _duplicate(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
-        """The result, the same again, another one of the same lease, and the first one as if of the next attempt."""
+    def _duplicate(self, rollouts: Rollouts, key: RolloutKey) -> Sent:
+        """Send the result twice, a changed one for the same lease, and the first one again as a result of the next attempt."""
         changed = tuple(replace(one, tokens=(one.tokens + 1) % np.int32(2**31 - 1)) for one in rollouts.completions)
-        later = place.attempt + 1
+        later = key.attempt + 1
         elsewhere = rollouts.to_bytes()
-        key = fleet_keys.rollout_key(RolloutKey(place.round, place.task, later, blake3(elsewhere).hexdigest()))
+        later_key = fleet_keys.rollout_key(RolloutKey(key.round, key.task, later, blake3(elsewhere).hexdigest()))
         return [
             _put(rollouts),
             _put(rollouts),
             _put(replace(rollouts, completions=changed)),
             _put(replace(rollouts, attempt=later)),
-            Put(key, elsewhere),
+            Put(later_key, elsewhere),
         ]
 
-    def _forge(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
-        """Weights that are not those of the version that it names."""
+    def _forge(self, rollouts: Rollouts, key: RolloutKey) -> Sent:
+        """Name a version, but with the digest of other weights."""
         wrong = Digest.from_hex(f"{self._random.getrandbits(128):032x}")
         return [_put(replace(rollouts, versions={seq: ClaimedVersion(ref.step, wrong) for seq, ref in rollouts.versions.items()}))]
 
-    def _future(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
-        """A version that is not there yet, or any that ever was."""
+    def _future(self, rollouts: Rollouts, key: RolloutKey) -> Sent:
+        """Name a version that does not exist yet, or any version that ever existed."""
         every = self._chain.every()
         if self._random.random() < 0.5:
             version = self._random.choice(every)
@@ -104,24 +116,24 @@ class Mischief:
         unknown = ClaimedVersion(every[-1].step + 1, Digest.from_hex(f"{self._random.getrandbits(128):032x}"))
         return [_put(_relabelled(rollouts, every[-1].seq + 1 + self._random.randrange(3), unknown))]
 
-    def _foreign(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
-        """Another run's."""
+    def _foreign(self, rollouts: Rollouts, key: RolloutKey) -> Sent:
+        """Name another run."""
         return [_put(replace(rollouts, run="f" * 32))]
 
-    def _garble(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
-        """Bytes that are no rollouts, under their own hash or under another's."""
+    def _garble(self, rollouts: Rollouts, key: RolloutKey) -> Sent:
+        """Send bytes that are not rollouts, under their own hash or another one."""
         data = bytearray(rollouts.to_bytes())
         for _ in range(3):
             data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
         garbled = bytes(data[: self._random.randrange(1, len(data) + 1)])
         shown = blake3(garbled if self._random.random() < 0.5 else bytes(data)).hexdigest()
-        return [Put(fleet_keys.rollout_key(place._replace(blake3=shown)), garbled)]
+        return [Put(fleet_keys.rollout_key(key._replace(blake3=shown)), garbled)]
 
-    def _steal(self, rollouts: Rollouts, place: RolloutKey) -> Sent:
-        """Its own result, and the same for leases that others hold, or that nobody does."""
+    def _steal(self, rollouts: Rollouts, key: RolloutKey) -> Sent:
+        """Send the result also for leases of other members, and for attempts that no member has leased."""
         sent = [_put(rollouts)]
-        for key in self._objects.keys(fleet_keys.LEASES)[-4:]:
-            lease = fleet_keys.parse_lease_key(key)
+        for name in self._objects.keys(fleet_keys.LEASES)[-4:]:
+            lease = fleet_keys.parse_lease_key(name)
             assert lease is not None
             attempt = lease.attempt + (self._random.random() < 0.3)
             sent.append(_put(replace(rollouts, round=lease.round, task=lease.task, attempt=attempt)))
@@ -129,7 +141,7 @@ class Mischief:
 
 
 KINDS = ("duplicate", "forge", "future", "foreign", "garble", "thief", "boast", "pinned", "hog", "misdated", "squatter", "sybil")
-"""Those that `Mischief` knows; "pinned", an engine that lies about its version; and "hog", a member that leases and never delivers."""
+"""All kinds. "pinned" is an engine that lies about its version, and "hog" a member that leases and never delivers; others are here."""
 
 
 def _put(rollouts: Rollouts) -> Put:

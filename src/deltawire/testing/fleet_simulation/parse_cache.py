@@ -1,4 +1,4 @@
-"""Parsing is pure, and takes most of a simulation's time: what was parsed once is remembered while one runs."""
+"""Caches parsed records while a simulation runs: parsing is pure, and takes most of the time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ...format.records.member_records import Heartbeat, Lease
 from ...format.records.trainer_records import BatchRecord, Board, Round
 from ...format.rollouts import RolloutLimits, Rollouts
 
-_KEPT = 4096
+_MOST_CACHED = 4096
 
 
 @contextlib.contextmanager
-def remembered_parsing() -> Iterator[None]:
-    """Within, the same bytes are parsed by the real code once. What it refuses is refused anew each time."""
+def cached_parsing() -> Iterator[None]:
+    """Within this context, the real code parses the same bytes only once. Errors are not cached."""
     kinds: tuple[Any, ...] = (Board, Heartbeat, Lease, Round, BatchRecord, Tasks)
     originals = {kind: kind.__dict__["parse"] for kind in (*kinds, Rollouts)}
-    parse_rollouts = lru_cache(_KEPT)(Rollouts.parse)
+    parse_rollouts = lru_cache(_MOST_CACHED)(Rollouts.parse)
     for kind in kinds:
-        kind.parse = staticmethod(lru_cache(_KEPT)(kind.parse))
+        kind.parse = staticmethod(lru_cache(_MOST_CACHED)(kind.parse))
     setattr(Rollouts, "parse", staticmethod(lambda data, limits=None: parse_rollouts(data, limits or RolloutLimits())))  # noqa: B010
     try:
         yield
