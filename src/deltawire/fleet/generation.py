@@ -94,20 +94,38 @@ class Generator(Protocol):
     def encode(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the prompts of rows as token ids. Raise `EngineError` for a row without a prompt.
 
-        The column "prompt" is text or a list of messages, by TRL's convention.
+        Parameters
+        ----------
+        rows
+            Rows of a dataset. The column "prompt" is text or a list of messages, by TRL's convention.
         """
 
     def decode(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> list[Any]:
         """Return completions as reward functions get them, by TRL's convention.
 
         For a prompt that is text, that is text; for a list of messages, a list with the assistant's message.
+
+        Parameters
+        ----------
+        rows
+            The row of each completion.
+        tokens
+            The token ids of each completion.
         """
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Stop = never) -> list[Generated]:
         """Return `sampling.samples` completions of each prompt, those of the first prompt first.
 
-        Raise `Interrupted` soon after `stop` returns true. Raise `EngineUnavailable` (retryable) if the engine has no version, or loses it
-        meanwhile.
+        Raise `EngineUnavailable` (retryable) if the engine has no version, or loses it meanwhile.
+
+        Parameters
+        ----------
+        prompts
+            The token ids of each prompt.
+        sampling
+            How completions are drawn.
+        stop
+            Called now and then. `Interrupted` is raised soon after it returns true.
         """
 
     def close(self) -> None:

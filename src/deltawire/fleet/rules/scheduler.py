@@ -132,7 +132,15 @@ class Scheduler:
             )
 
     def note_alive(self, alive: Collection[str], now: float) -> None:
-        """Note which members are alive. A member that comes back begins its ramp again, and keeps its measured speed."""
+        """Note which members are alive. A member that comes back begins its ramp again, and keeps its measured speed.
+
+        Parameters
+        ----------
+        alive
+            The names of the members that are alive.
+        now
+            The time of the fleet clock.
+        """
         for name in alive:
             record = self._records.get(name)
             if record is None:
@@ -184,7 +192,13 @@ class Scheduler:
         insort(self._sorted_durations, duration)
 
     def rate(self, member: str) -> float | None:
-        """Return the measured tokens per second of a member; None before the first measurement."""
+        """Return the measured tokens per second of a member; None before the first measurement.
+
+        Parameters
+        ----------
+        member
+            The member's name.
+        """
         record = self._records.get(member)
         return None if record is None else record.rate
 
@@ -223,19 +237,42 @@ class Scheduler:
         return offers
 
     def proven(self, member: str) -> int:
-        """Return how many results of a member in a row were accepted since it joined or since the last one was refused."""
+        """Return how many results of a member in a row were accepted since it joined or since the last one was refused.
+
+        Parameters
+        ----------
+        member
+            The member's name.
+        """
         record = self._records.get(member)
         return 0 if record is None else record.proven
 
     def shares(self, members: Sequence[str], now: float = float("-inf")) -> dict[str, float]:
-        """Return each member's part of the work if all could take it. The parts sum up to 1. They are for views."""
+        """Return each member's part of the work if all could take it. The parts sum up to 1. They are for views.
+
+        Parameters
+        ----------
+        members
+            The names of the members.
+        now
+            The time of the fleet clock.
+        """
         weights = self._weights([Candidate(name, 0) for name in members], now)
         return {name: weight / sum(weights) for name, weight in zip(members, weights, strict=True)}
 
     def is_straggler(self, member: str, leased: float, now: float, *, times: float = 1.0) -> bool:
         """Return whether a lease has lasted so long that another member should be offered the task, too.
 
-        `times` multiplies the time that the lease may last.
+        Parameters
+        ----------
+        member
+            The member that holds the lease.
+        leased
+            When it took the lease.
+        now
+            The time of the fleet clock.
+        times
+            Multiplies the time that the lease may last.
         """
         return now - leased > times * self._longest_lease(member)
 

@@ -51,16 +51,35 @@ class StalenessBudget:
             raise ValueError(f"a staleness budget counts training steps; {self.steps} is below 0")
 
     def oldest_step(self, for_step: int) -> int:
-        """Return the oldest step whose version may make a token for training step `for_step`."""
+        """Return the oldest step whose version may make a token for a training step.
+
+        Parameters
+        ----------
+        for_step
+            The training step.
+        """
         return max(0, for_step - 1 - self.steps)
 
     def admits(self, for_step: int, made_by: int) -> bool:
-        """Return whether step `for_step` may train on tokens of the version of step `made_by`, which must be an earlier step."""
+        """Return whether a training step may use tokens of a version.
+
+        Parameters
+        ----------
+        for_step
+            The training step.
+        made_by
+            The step of the version. It must be an earlier step.
+        """
         return self.oldest_step(for_step) <= made_by < for_step
 
     def newest_open(self, published: int) -> int:
-        """Return the last training step that rounds may be open for, while `published` is the newest published step.
+        """Return the last training step that rounds may be open for.
 
         No member has a version that could work for a later step: the trainer must train and publish first.
+
+        Parameters
+        ----------
+        published
+            The newest published step.
         """
         return published + 1 + self.steps

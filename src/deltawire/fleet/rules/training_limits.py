@@ -40,7 +40,13 @@ class TrainingLimits:
     encode: Encode | None = None
 
     def prompts_of(self, rows: Sequence[Row]) -> tuple[tuple[int, ...], ...] | None:
-        """Return the prompts that a result for these rows must hold, or None if that is not checked. Raises what `encode` raises."""
+        """Return the prompts that a result must hold, or None if that is not checked. Raises what `encode` raises.
+
+        Parameters
+        ----------
+        rows
+            The rows of the task.
+        """
         return None if self.encode is None else tuple(tuple(prompt) for prompt in self.encode(rows))
 
 

@@ -53,7 +53,13 @@ class Batch:
     rejected: Counter[Reason]
 
     def without(self, left_out: Collection[int]) -> Batch:
-        """Return the batch without the results that have these indices."""
+        """Return the batch without some of its results.
+
+        Parameters
+        ----------
+        left_out
+            The indices of the results to leave out.
+        """
         kept = [index for index in range(len(self.results)) if index not in left_out]
         return replace(
             self,
