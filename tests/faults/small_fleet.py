@@ -56,7 +56,7 @@ def nonce() -> str:
 
 
 def make_rollouts(record: Round, lease: Lease, rows: Sequence[Any], version: KnownVersion, **changes: Any) -> Rollouts:
-    """What an engine with this version makes of a task: every call something else."""
+    """Return what an engine with this version makes of a task. Every call makes other tokens."""
     completions = []
     for prompt in range(len(rows)):
         for _ in range(record.samples):
@@ -90,7 +90,7 @@ def make_rollouts(record: Round, lease: Lease, rows: Sequence[Any], version: Kno
 
 
 class Member:
-    """One member, moved by hand. `version` is what its engine has; None follows the chain."""
+    """One member that the test drives. `version` is the version of its engine; with None the engine follows the chain."""
 
     def __init__(self, store: Store, name: str, log: ChainLog, keyring: FleetKeyring | None = None) -> None:
         self.store = store
@@ -185,7 +185,7 @@ class Fleet:
 
 
 class Trainer:
-    """A trainer of one epoch. `store` is its own way to the store, which may be a bad one."""
+    """A trainer of one epoch. `store` is its own connection to the store, which may fail."""
 
     def __init__(self, fleet: Fleet, publisher: Publisher, store: Store) -> None:
         self.fleet = fleet
@@ -252,7 +252,7 @@ def blake3_of(rollouts: Rollouts) -> str:
 
 
 def acknowledged(store: Store, epoch: int, step: int) -> list[str] | None:
-    """What a trainer acknowledged for a step, as the store has it."""
+    """Return what a trainer acknowledged for a step, as the store has it."""
     keys = {info.key for info in store.list(fleet_keys.BATCHES)}
     if fleet_keys.batch_key(epoch, step) not in keys:
         return None
@@ -291,7 +291,7 @@ def assert_one_line_of_training(store: Store, last: int) -> None:
 
 
 def place_result(fleet: Fleet, record: Round, lease: Lease, rollouts: Rollouts, *, data: bytes | None = None) -> str:
-    """Upload a result by hand, under the lease's place. Returns its key."""
+    """Upload a result for a lease. Return its key."""
     data = rollouts.to_bytes() if data is None else data
     place = fleet_keys.RolloutKey(record.round, lease.task, lease.attempt, blake3(data).hexdigest())
     fleet.store.put(fleet_keys.rollout_key(place), data)

@@ -27,19 +27,19 @@ def board_of(fleet: Fleet) -> Board:
 
 
 def offers(fleet: Fleet) -> dict[str, list[tuple[int, int]]]:
-    """Task and attempt of what each is offered."""
+    """Return the task and attempt of each member's offers."""
     return {member: [place[1:] for place in places] for member, places in board_of(fleet).offers.items()}
 
 
 def poll(fleet: Fleet, trainer: Trainer, seconds: float = 0.0) -> None:
-    """So much later the trainer looks, twice."""
+    """Let this many seconds pass, then let the trainer look twice."""
     fleet.time += seconds
     trainer.go(trainer.steps.poll())
     trainer.go(trainer.steps.poll())
 
 
 def claimed(fleet: Fleet, trainer: Trainer, name: str, task: int = 0) -> Member:
-    """A member that lives, and holds the task's first lease, which it was offered."""
+    """Return a living member that holds the first lease of the task, which it was offered."""
     member = fleet.join(name)[0]
     fleet.members.remove(member)
     record = trainer.steps.rounds[1].record
@@ -187,7 +187,7 @@ def test_a_member_behind_the_budget_is_offered_nothing_and_takes_nothing() -> No
 
 
 class Mortal(Member):
-    """A member with a way of its own to the store."""
+    """Return a member with its own connection to the store."""
 
     def __init__(self, fleet: Fleet, name: str, store: Store) -> None:
         super().__init__(store, name, fleet.log)

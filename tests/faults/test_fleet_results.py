@@ -31,7 +31,7 @@ def by_version(trainer: Trainer, record: Round, lease: Lease, version: KnownVers
 
 
 def assert_refused(reason: str, make: Make, *, steps: int = 0) -> None:
-    """A result is uploaded under a lease of its own; it is refused for this reason, and an honest member does the task again."""
+    """Upload a result under its own lease, check that it is refused for this reason, and let an honest member do the task again."""
     fleet = Fleet(budget=StalenessBudget(0))
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
@@ -248,7 +248,7 @@ def test_a_round_settles_with_its_quorum_and_no_result_after_that_is_taken(quoru
 
 
 def test_results_in_masses_do_not_keep_the_trainer_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member uploads junk without end under its lease; what others deliver is read all the same, and nobody reads what has no lease."""
+    """A member uploads masses of junk under its lease. Results of other members are still read, and results without a lease are not."""
     monkeypatch.setattr(intake_steps, "_FILES_PER_LOOK", 8)
     fleet = Fleet()
     with fleet.publisher() as publisher:

@@ -36,7 +36,7 @@ def fleet() -> Fleet:
 
 
 def stopped(fleet: Fleet, board: Board) -> list[bool]:
-    """Whether each member leaves when this board is what the store has."""
+    """Return whether each member leaves when the store has this board."""
     fleet.store.put(fleet_keys.BOARD, board.to_bytes())
     for member in fleet.members:
         member.move()
@@ -82,7 +82,7 @@ def test_members_that_trust_a_key_do_not_leave_on_the_word_of_others(fleet: Flee
 
 
 def test_an_old_board_that_says_stop_stops_nobody(fleet: Fleet) -> None:
-    """Somebody kept the last board of an earlier trainer, and puts it back."""
+    """An attacker kept the last board of an earlier trainer, and writes it again."""
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
         trainer.go(trainer.steps.stop())
@@ -122,7 +122,7 @@ def test_boards_of_one_epoch_are_numbered_on_by_the_next_coordinator(fleet: Flee
 
 
 def forge(fleet: Fleet, trainer: Trainer, step: int) -> None:
-    """A round, a batch that accepts nothing, and a rejection of everything, without a signature, by somebody who may write there."""
+    """Write an unsigned round, a batch that accepts nothing, and a rejection of everything."""
     run = fleet.log.run.id
     true = trainer.steps.rounds[step].record
     for number in (true.round + 1, true.round + 2):

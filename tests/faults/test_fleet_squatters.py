@@ -1,4 +1,4 @@
-"""Members that take leases which nobody offered them. They may waste work, and must not end a run."""
+"""Members that take leases which they were not offered. They may waste work, and must not end a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SQUATTERS: dict[str, Callable[[Round, int, int], bytes]] = {
 
 
 def squat(fleet: Fleet, record: Round, make: Callable[[Round, int, int], bytes]) -> None:
-    """Take every lease that there can be."""
+    """Take every possible lease."""
     for task in range(record.tasks):
         for attempt in range(MOST_ATTEMPTS):
             data = make(record, task, attempt) if attempt < FIRST_FREE_ATTEMPT + 2 else b"{}"
@@ -94,7 +94,7 @@ def test_a_result_without_a_lease_needs_an_attempt_that_the_trainer_offered_with
 
 
 def test_names_without_members_do_not_keep_work_from_those_who_are_there() -> None:
-    """A hundred names that live by their heartbeats and take up nothing; every minute a hundred others."""
+    """A hundred names write heartbeats and take no offers; every minute there are a hundred other names."""
     fleet = Fleet(options=FleetOptions(LEASE, poll_seconds=10, keep_steps=2))
     run = fleet.log.run.id
 

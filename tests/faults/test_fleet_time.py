@@ -1,4 +1,4 @@
-"""Clocks in a fleet: a store whose clock is set forward or back, and objects with times that nobody believes."""
+"""Clocks in a fleet: a store whose clock is set forward or back, and objects with wrong times."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_lease_with_a_date_in_the_future_expires_like_any_other() -> None:
 
 @pytest.mark.parametrize("seconds", STEPS)
 def test_a_fleet_goes_on_when_the_store_s_clock_is_set(seconds: float) -> None:
-    """At every sleep of the trainer in turn, once in a run."""
+    """The clock is set once in each run, at another sleep of the trainer each time."""
     moment = 0
     while True:
         fleet = Stepped()

@@ -41,7 +41,7 @@ def small_fleet(staleness: int = 1) -> Fleet:
 
 
 def calls_of_a_trainer() -> list[Call]:
-    """What a trainer asks of a store on which nothing fails."""
+    """Return the calls that a trainer makes to a store without faults."""
     fleet = small_fleet()
     store = FaultyStore(fleet.store)
     with fleet.publisher() as publisher:
@@ -53,7 +53,7 @@ def calls_of_a_trainer() -> list[Call]:
 
 
 def fleets_with(fault: Fault, kind: Failure) -> Iterator[tuple[Fleet, FaultyStore]]:
-    """A fleet per call of a trainer, whose way to the store fails at that call."""
+    """Yield one fleet for each call of a trainer, whose connection to the store fails at that call."""
     for each in calls_of_a_trainer():
         print(each)  # the last one printed is the one that a failure is about
         unanswered = kind == "unknown" and each.op != "put_if_absent"  # of other calls a store says so in other words

@@ -8,7 +8,7 @@ import threading
 
 
 class Cable:
-    """Forwards connections to a port of this machine. While it is cut, those that are open are gone and new ones are refused."""
+    """Forwards connections to a port of this machine. While it is cut, open connections are closed and new ones are refused."""
 
     def __init__(self, port: int) -> None:
         self._target = port

@@ -70,7 +70,7 @@ class LiveMember:
 
 
 class MemberNursery:
-    """The test's end."""
+    """The side of the test."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")]))

@@ -168,7 +168,7 @@ def test_rewards_that_always_fail_end_the_member_with_the_reason(tmp_path: Path,
 
 
 def end(run: SmallRun, members: list[LiveMember]) -> None:
-    """The trainer says that the run is over, and all leave."""
+    """Let the trainer say that the run is over, and wait until all members have left."""
     run.fleet.stop()
     for member in members:
         assert member.ended() == 0, member.log()

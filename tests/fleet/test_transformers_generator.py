@@ -144,7 +144,7 @@ def test_a_config_of_a_model_much_larger_than_the_weights_is_refused_before_it_i
     assert len(built) == 1
 
 
-def test_a_place_without_a_chain_is_said_to_be_one(store: Store) -> None:
+def test_a_location_without_a_chain_is_reported(store: Store) -> None:
     with pytest.raises(NoChain):
         read_model_files(store)
 

@@ -55,7 +55,7 @@ def state_of(step: int, *, restructure: bool = False) -> dict[str, Any]:
 
 
 class Nursery:
-    """The test's end."""
+    """The side of the test."""
 
     def __init__(self, log: Path, environment: Mapping[str, str] | None = None) -> None:
         path = os.pathsep.join(filter(None, [str(PACKAGE), str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]))

@@ -28,7 +28,7 @@ OPTIONS = FleetOptions(lease_seconds=600, poll_seconds=0.02)
 
 
 def patient() -> Scheduler:
-    """Takes nobody for a straggler, however slow this machine is: each task is done once."""
+    """Takes no member for a straggler, however slow this machine is: each task is done once."""
     return Scheduler(straggler=1e6, patience=1e6)
 
 
@@ -96,8 +96,8 @@ def test_training_gets_its_rollouts_from_members_on_other_threads(store: Store, 
         assert [rows[0]["prompt"] for rows in batch.rows] == [f"{batch.step}.0", f"{batch.step}.1"]
 
 
-def test_the_fleet_is_looked_after_while_the_trainer_trains(store: Store) -> None:
-    """A member that comes after the round was opened is offered work though nobody collects."""
+def test_the_fleet_is_polled_while_the_trainer_trains(store: Store) -> None:
+    """A member that joins after the round was opened is offered work although the trainer does not collect."""
     accepted = threading.Event()
 
     def on_event(event: object) -> None:
@@ -130,7 +130,7 @@ def test_rounds_for_steps_that_are_past_or_too_far_ahead_are_refused() -> None:
             fleet.collect(1, timeout=0)
 
 
-def test_a_version_without_a_step_is_no_policy_of_a_fleet() -> None:
+def test_a_fleet_refuses_a_version_without_a_step() -> None:
     store = MemoryStore()
     with open_publisher(store) as publisher, Coordinator(store, epoch=publisher.epoch, background=False) as fleet:
         version = publisher.publish(state_at(0))

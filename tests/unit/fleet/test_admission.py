@@ -1,4 +1,4 @@
-"""What is accepted, as a table: the rules of docs/protocol.md §10, one row each."""
+"""Which results are accepted: one test case for each rule of docs/protocol.md §10."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_only_the_first_result_of_a_task_is_looked_at(accepted: AcceptedResult |
         (GOOD, replace(LEASE, id="00" * 16), "unleased"),
     ],
 )
-def test_a_result_is_of_its_run_place_and_lease(rollouts: Rollouts, lease: Lease | None, reason: Reason) -> None:
+def test_a_result_must_match_its_run_key_and_lease(rollouts: Rollouts, lease: Lease | None, reason: Reason) -> None:
     assert judge_origin(rollouts, PLACE, lease, RUN) == reason
 
 
@@ -116,7 +116,7 @@ def test_prompts_are_the_tasks_own() -> None:
 
 
 def test_no_result_that_is_allowed_is_larger_than_what_is_read() -> None:
-    """The largest that can be: a span for every token, and as many rewards, versions and words about it as there may be."""
+    """The largest possible result has a span for every token, and the largest numbers of rewards, versions and texts."""
     names = tuple(f"reward {number:02} " + "x" * 180 for number in range(64))
     demand = replace(DEMAND, prompt_ids=[[1] * 50] * 2, prompts=2, environment_tokens=60)
     length = ROUND.sampling.max_tokens + 60

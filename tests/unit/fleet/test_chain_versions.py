@@ -1,4 +1,4 @@
-"""The history that a fleet goes by, on chains that contradict themselves."""
+"""The history of versions, on chains that contradict themselves."""
 
 from __future__ import annotations
 

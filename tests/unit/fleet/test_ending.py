@@ -1,4 +1,4 @@
-"""Commands that run until somebody ends them do end: on a signal whatever they wait for, and when their output is gone."""
+"""Long-running commands end on a signal, whatever they wait for, and when their output is closed."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_long_line_is_not_broken_in_a_file_and_every_part_is_labelled_in_a_ter
     assert " ".join(" ".join(line.removeprefix("f-0").split()) for line in lines) == " ".join(long.split())
 
 
-def test_members_do_not_break_lines_for_a_fleet_and_an_error_that_lasts_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_do_not_break_lines_for_a_fleet_and_a_permanent_failure_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "member.sh"
     script.write_text('#!/bin/sh\necho "columns ${COLUMNS-none}"\nexit 78\n')
     script.chmod(0o755)

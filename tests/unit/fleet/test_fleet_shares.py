@@ -1,4 +1,4 @@
-"""Water-filling and largest remainders: sums, levels and bounds."""
+"""Dividing work by weight, and rounding to whole tasks: sums, levels and bounds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from deltawire.fleet.rules.scheduler import divide_work, largest_remainders
 
 WEIGHTS = st.floats(1e-3, 1e3)
-VESSELS = st.lists(st.tuples(WEIGHTS, st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12)
+MEMBERS = st.lists(st.tuples(WEIGHTS, st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12)
 
 
 @pytest.mark.parametrize(
-    ("total", "weights", "held", "rooms", "poured"),
+    ("total", "weights", "held", "rooms", "shares"),
     [
         (10, [1, 1], [0, 0], [9, 9], [5, 5]),
         (10, [4, 1], [0, 0], [99, 99], [8, 2]),
@@ -25,21 +25,19 @@ VESSELS = st.lists(st.tuples(WEIGHTS, st.integers(0, 20), st.integers(0, 20)), m
         (5, [1], [0], [0], [0]),
     ],
 )
-def test_vessels_come_level(total: int, weights: list[float], held: list[float], rooms: list[float], poured: list[float]) -> None:
-    assert divide_work(total, weights, held, rooms) == pytest.approx(poured)
+def test_work_is_divided_by_weight(total: int, weights: list[float], held: list[float], rooms: list[float], shares: list[float]) -> None:
+    assert divide_work(total, weights, held, rooms) == pytest.approx(shares)
 
 
-@given(st.integers(0, 200), VESSELS)
-def test_all_is_poured_that_finds_room_and_nobody_stands_lower_than_one_that_got_some(
-    total: int, vessels: list[tuple[float, int, int]]
-) -> None:
-    weights, held, rooms = ([float(v[i]) for v in vessels] for i in range(3))
-    poured = divide_work(total, weights, held, rooms)
-    assert sum(poured) == pytest.approx(min(total, sum(rooms)), abs=1e-6)
-    assert all(0 <= x <= room for x, room in zip(poured, rooms, strict=True))
-    heights = [(h + x) / w for w, h, x in zip(weights, held, poured, strict=True)]
-    highest = max((height for height, x in zip(heights, poured, strict=True) if x > 1e-6), default=0.0)
-    for height, x, room in zip(heights, poured, rooms, strict=True):
+@given(st.integers(0, 200), MEMBERS)
+def test_all_work_that_fits_is_given_out_and_no_other_member_has_less_per_weight(total: int, members: list[tuple[float, int, int]]) -> None:
+    weights, held, rooms = ([float(one[i]) for one in members] for i in range(3))
+    shares = divide_work(total, weights, held, rooms)
+    assert sum(shares) == pytest.approx(min(total, sum(rooms)), abs=1e-6)
+    assert all(0 <= x <= room for x, room in zip(shares, rooms, strict=True))
+    heights = [(h + x) / w for w, h, x in zip(weights, held, shares, strict=True)]
+    highest = max((height for height, x in zip(heights, shares, strict=True) if x > 1e-6), default=0.0)
+    for height, x, room in zip(heights, shares, rooms, strict=True):
         assert x > room - 1e-6 or height >= highest - 1e-6 * max(1.0, highest)
 
 

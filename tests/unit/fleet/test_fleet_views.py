@@ -218,7 +218,7 @@ def test_what_no_trusted_key_has_signed_is_not_shown(tmp_path: Path) -> None:
     assert "the trainer has not offered work yet" in shown("top", run.url, "-n", "1", "--run", "views", "--trust", key.public)
 
 
-def test_a_result_that_lies_about_its_place_is_passed_over(run: Run, tmp_path: Path) -> None:
+def test_a_result_that_does_not_match_its_key_is_skipped(run: Run, tmp_path: Path) -> None:
     copy = Run(tmp_path)
     found = next(iter(copy.store.list(fleet_keys.ROLLOUTS)))
     place = fleet_keys.parse_rollout_key(found.key)

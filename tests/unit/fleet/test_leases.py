@@ -1,4 +1,4 @@
-"""When a lease holds, whose heartbeats are read, and which attempt is next."""
+"""When a lease holds, which heartbeats are read, and which attempt is next."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_lease_taken_at_100_for_60_seconds_holds(beat: Heartbeat | None, at: f
     assert roster(beat, at).is_lease_alive(LEASE, 100, now, 60) is lives
 
 
-def test_who_was_heard_of_lately_and_stays_is_alive() -> None:
+def test_members_with_a_recent_heartbeat_are_alive_until_they_leave() -> None:
     assert roster(BEAT, 100).alive(160, 60) == {"a": BEAT}
     assert roster(BEAT, 100).alive(161, 60) == {}
     for state in ("leaving", "left"):
@@ -71,7 +71,7 @@ def test_heartbeats_are_read_when_they_are_new_and_once_more_where_times_are_coa
     assert made.all() == {}
 
 
-def test_the_next_attempt_is_the_lowest_that_nobody_took() -> None:
+def test_the_next_attempt_is_the_lowest_that_no_member_took() -> None:
     task = TaskState()
     assert task.next_attempt() == 0
     held = HeldLease(LEASE, 0, 0)

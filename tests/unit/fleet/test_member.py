@@ -1,4 +1,4 @@
-"""What a member does when it is asked for rollouts, with an engine that does as it is told."""
+"""What a member does when it is asked for rollouts. The test decides what the engine does."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_tasks_may_fail_but_not_time_after_time(member: Member, publisher: Publi
             member._perform(work(1, 0, answer="no number"))  # type: ignore[arg-type]
 
 
-def test_who_is_told_to_leave_gives_up_what_it_generates(member: Member, publisher: Publisher, engine: FakeGenerator) -> None:
+def test_a_member_that_is_told_to_leave_stops_generating(member: Member, publisher: Publisher, engine: FakeGenerator) -> None:
     engine.version = publish(publisher, 0)
     engine.failure = Interrupted()
     assert member._perform(work(1, 0)) is None
@@ -194,7 +194,7 @@ def test_a_member_works_until_the_run_is_over(store: Store, engine: FakeGenerato
     assert [event.name for event in events if event.name in ("joined", "left")] == ["joined", "left"]
 
 
-def test_a_change_of_what_a_member_works_on_is_told_soon(
+def test_a_heartbeat_soon_names_a_change_of_what_a_member_works_on(
     store: Store, member: Member, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member_module, "_SHORTEST_BEAT", 0.0)

@@ -1,4 +1,4 @@
-"""Shares follow what the trainer measured; newcomers ramp up; nobody wins anything by what it says of itself."""
+"""Shares follow what the trainer measured; newcomers ramp up; members gain nothing by what they say about themselves."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_member_too_far_behind_gets_nothing_until_it_has_caught_up() -> None:
     assert counts(scheduler, 4, [Candidate("new", None)]) == {}
 
 
-def test_an_offer_stays_where_it_is_while_that_is_fair() -> None:
+def test_a_member_keeps_its_offer_while_that_is_fair() -> None:
     scheduler = measured({"one": 100, "two": 100})
     standing = {0: "two", 1: "one", 2: "two", 3: "one"}
     open_tasks = [OpenTask(task, offered_to=name) for task, name in standing.items()]
@@ -110,7 +110,7 @@ def test_a_rejoiner_ramps_up_again_and_its_speed_is_remembered() -> None:
     assert scheduler.rate("one") == pytest.approx(300)
 
 
-def test_newcomers_take_everything_if_nobody_else_is_there() -> None:
+def test_newcomers_get_all_tasks_if_there_are_no_other_members() -> None:
     scheduler = Scheduler()
     scheduler.note_alive(["a", "b"], NOW)
     assert counts(scheduler, 10, [Candidate("a", 0), Candidate("b", 0)]) == {"a": 5, "b": 5}
@@ -138,7 +138,7 @@ def test_waiting_for_work_is_not_held_against_a_member() -> None:
     assert scheduler.rate("m") == pytest.approx(100)
 
 
-def test_results_made_before_the_offer_make_nobody_fast() -> None:
+def test_results_made_before_the_offer_do_not_make_a_member_fast() -> None:
     """A liar generates ahead and leases last: the time counts from the result before, or the offer, and not from the lease."""
     scheduler = Scheduler()
     scheduler.delivered("liar", tokens=1000, offered=0, leased=9.9, finished=10)
@@ -169,7 +169,7 @@ def test_a_member_that_slows_down_loses_its_share_before_it_delivers() -> None:
     assert counts(scheduler, 18, members, now=NOW + 1000) == {"steady": 18}
 
 
-def test_one_that_got_nothing_for_long_is_given_a_try() -> None:
+def test_a_member_without_work_for_long_gets_a_task_to_show_its_speed() -> None:
     scheduler = measured({"fast": 1000, "slow": 1}, rest_seconds=60)
     members = [Candidate("fast", 0), Candidate("slow", 0)]
     assert "slow" not in counts(scheduler, 8, members, now=NOW + 50)
@@ -192,7 +192,7 @@ def test_before_anything_is_measured_patience_is_what_it_was_set_to() -> None:
     assert Scheduler(patience=50).is_straggler("anyone", NOW, NOW + 51)
 
 
-def test_an_offer_that_its_member_lets_lie_goes_to_somebody_else() -> None:
+def test_an_ignored_offer_goes_to_another_member() -> None:
     scheduler = measured({"deaf": 100, "ready": 100})
     members = [Candidate("deaf", 0), Candidate("ready", 0)]
     lying = [OpenTask(task, offered_to="deaf", offered_at=NOW) for task in range(4)]
@@ -201,7 +201,7 @@ def test_an_offer_that_its_member_lets_lie_goes_to_somebody_else() -> None:
     assert (scheduler.rate("deaf") or 0.0) < 100
 
 
-def test_one_that_is_at_work_may_let_its_next_offers_lie() -> None:
+def test_a_busy_member_may_ignore_its_next_offers() -> None:
     scheduler = measured({"busy": 100, "ready": 100})
     members = [
         Candidate("busy", 0, holding=1, since=NOW + 30, latest=NOW + 30),
@@ -211,7 +211,7 @@ def test_one_that_is_at_work_may_let_its_next_offers_lie() -> None:
     assert set(scheduler.offers(lying, members, oldest_step=0, now=NOW + 35).values()) == {"busy", "ready"}
 
 
-def test_who_leases_and_never_delivers_is_soon_offered_almost_nothing() -> None:
+def test_a_member_that_never_delivers_is_soon_offered_almost_nothing() -> None:
     scheduler = measured({"good": 100})
     scheduler.note_alive(["good", "hog"], NOW)
     scheduler.delivered("hog", tokens=0, offered=NOW, leased=NOW, finished=NOW + 60)

@@ -1,4 +1,4 @@
-"""Who is started again, when, and how often: with a clock of the test's own, and members that do as they are told."""
+"""Which members are started again, when, and how often. The test sets the clock, and decides how members end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_all_are_started_and_left_alone_while_they_run() -> None:
     assert [len(members) for members in world.started.values()] == [1, 1]
 
 
-def test_one_that_died_is_started_again_after_a_pause_that_grows() -> None:
+def test_a_dead_member_is_started_again_after_a_growing_pause() -> None:
     world = World(["a"])
     world.supervisor.look()
     for number, pause in enumerate((1.0, 2.0), 1):
@@ -74,7 +74,7 @@ def test_one_that_died_is_started_again_after_a_pause_that_grows() -> None:
     assert [event.fields["reason"] for event in world.named("member-died")] == ["killed by SIGKILL"] * 2
 
 
-def test_one_that_dies_too_often_is_given_up_and_the_verdict_says_so() -> None:
+def test_a_member_that_dies_too_often_is_given_up() -> None:
     world = World(["a"])
     world.supervisor.look()
     for _ in range(3):
@@ -89,7 +89,7 @@ def test_one_that_dies_too_often_is_given_up_and_the_verdict_says_so() -> None:
     assert not world.supervisor.run(threading.Event())
 
 
-def test_one_whose_error_lasts_is_given_up_at_once() -> None:
+def test_a_member_with_a_permanent_failure_is_given_up_at_once() -> None:
     world = World(["a"])
     assert world.supervisor.look()
     world.started["a"][-1].how = PermanentFailure("no such column")
@@ -108,7 +108,7 @@ def test_deaths_long_ago_are_forgotten() -> None:
     assert not world.named("member-given-up")
 
 
-def test_one_that_left_is_not_started_again() -> None:
+def test_a_member_that_left_is_not_started_again() -> None:
     world = World(["a", "b"])
     world.supervisor.look()
     world.started["a"][0].how = ""
@@ -121,7 +121,7 @@ def test_one_that_left_is_not_started_again() -> None:
     assert world.supervisor.run(threading.Event())
 
 
-def test_one_that_cannot_be_started_counts_as_dead() -> None:
+def test_a_member_that_cannot_be_started_counts_as_dead() -> None:
     world = World(["a"])
     world.refuses = True
     for _ in range(3):
@@ -131,7 +131,7 @@ def test_one_that_cannot_be_started_counts_as_dead() -> None:
     assert len(world.named("member-given-up")) == 1
 
 
-def test_in_the_end_all_are_asked_to_leave_and_who_does_not_is_killed() -> None:
+def test_at_the_end_members_are_asked_to_leave_and_killed_if_they_do_not() -> None:
     world = World(["a", "b"])
     world.supervisor.look()
     world.started["a"][0].how = ""
