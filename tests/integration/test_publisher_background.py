@@ -11,7 +11,7 @@ from small_training import Training, assert_chain_holds, publisher
 from support import bits_of, copied, finished_python
 
 from deltawire.errors import Fenced, PublisherClosed, StoreFull
-from deltawire.publish import PendingVersion, create
+from deltawire.publish import PendingVersion
 from deltawire.publish.background import BackgroundQueue
 from deltawire.publish.publication import Publication
 from deltawire.publish.snapshots import SnapshotMemory
@@ -24,7 +24,7 @@ from deltawire.warnings import VersionsLost
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(create, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("deltawire.store.create_rule._FIRST_PAUSE", 0.0)
 
 
 PATIENCE = 120

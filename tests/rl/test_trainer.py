@@ -162,8 +162,8 @@ def test_an_optimizer_a_schedule_and_an_evaluation_of_ones_own(store: MemoryStor
 def test_without_a_listener_every_step_is_a_line_of_80_columns(store: MemoryStore, capsys: pytest.CaptureFixture[str]):
     with members(store), trainer(store, None) as learning:
         learning.train(until=2)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split("  ")[0] for line in lines if "reward" in line] == ["step 1", "step 2"]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "  reward " in line]
+    assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2"]
     assert all(len(line) <= 80 for line in lines)
 
 

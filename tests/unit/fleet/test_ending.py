@@ -105,3 +105,26 @@ def test_a_call_on_another_thread_answers_as_if_it_were_on_this_one() -> None:
     assert on_another_thread(threading.get_ident) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
         on_another_thread(lambda: 1 / 0)
+
+
+def test_no_wait_of_the_main_thread_is_unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that comes just before a wait begins is handled when the wait ends. So a wait without a bound might never end."""
+    waits: list[float | None] = []
+    join = threading.Thread.join
+
+    def record(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.append(timeout)
+        join(thread, timeout)
+
+    started = threading.Event()
+    go_on = threading.Event()
+    monkeypatch.setattr(threading.Thread, "join", record)
+
+    def call() -> int:
+        started.set()
+        go_on.wait(60)
+        return 7
+
+    threading.Thread(target=lambda: (started.wait(60), go_on.set()), daemon=True).start()
+    assert on_another_thread(call) == 7
+    assert None not in waits

@@ -17,6 +17,9 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO)
 """Errors of writing to a terminal that was closed, or to a pipe that nobody reads."""
 
+_LONGEST_WAIT = 0.5
+"""Seconds after which a waiting main thread handles a signal that came just before it began to wait."""
+
 
 class Ending:
     """Ends this process within `seconds` of the first SIGINT, SIGTERM or SIGHUP, whatever it waits for.
@@ -84,7 +87,11 @@ class Ending:
 
 
 def on_another_thread(call: Callable[[], T]) -> T:
-    """Return what `call` returns, or raise what it raises. A signal interrupts only the wait, and no locks that `call` has taken."""
+    """Return what `call` returns, or raise what it raises. A signal interrupts only the wait, and no locks that `call` has taken.
+
+    Python runs signal handlers only between two instructions of the main thread. A signal that comes just before a wait begins would be
+    handled after the wait, so the wait is cut into short pieces.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -96,7 +103,8 @@ def on_another_thread(call: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="deltawire-call", daemon=True)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        thread.join(_LONGEST_WAIT)
     if errors:
         raise errors[0]
     return results[0]
