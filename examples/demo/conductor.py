@@ -20,6 +20,9 @@ PARTS = {
     "newcomer": "joins half-way",
 }
 GRACE = 20.0
+"""Seconds that processes have to leave after Ctrl-C."""
+PATIENCE = 120.0
+"""Seconds that members have to leave once the trainer has told them that the run is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class Conductor:
 
     def _wait_for_the_end(self) -> None:
         """The trainer has told members that the run is over."""
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + PATIENCE
         while any(child.code is None for child in self._children.values()) and time.monotonic() < deadline:
             self._take(0.1)
 

@@ -23,9 +23,9 @@ from deltawire.tensors.state import state_digest
 from deltawire.trainers import WeightSource
 
 SHOWN = 3
-"""So many prompts are completed before and after training, to be looked at."""
+"""How many prompts are completed before and after training, to show the difference."""
 PATIENCE = 120.0
-"""So many seconds members get to arrive at the last version."""
+"""Seconds that members have to load the newest version."""
 
 
 def main() -> None:
@@ -46,6 +46,7 @@ def main() -> None:
         model, task.rows(), arguments.url, settings=SETTINGS, attachments=_attachments(model), fleet=FLEET, on_event=tell_event
     ) as trainer:
         with _told_every_second(trainer):
+            _wait_for_members(trainer, arguments.members, stop)  # on a busy machine the first would do all the work
             trainer.train(until=arguments.steps, stop=stop.is_set)
             if trainer.step == arguments.steps:
                 _wait_for_members(trainer, arguments.members, stop)
@@ -94,7 +95,7 @@ def _told_every_second(trainer: GrpoTrainer) -> Iterator[None]:
 
 
 def _wait_for_members(trainer: GrpoTrainer, count: int, stop: threading.Event) -> None:
-    """Until so many have the last version. Who has not by the end of our patience will be found out."""
+    """Wait until this many members have the newest version, or patience ends. The proof at the end shows which members do not have it."""
     deadline = time.monotonic() + PATIENCE
     while not stop.wait(0.1) and time.monotonic() < deadline:
         trainer.coordinator.poll()

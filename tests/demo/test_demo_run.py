@@ -11,11 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import forked_run
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
+WITH_FORKED_PROCESSES = """
+import runpy, subprocess, sys
+from types import SimpleNamespace
+
+from forked_python import ForkedPopen
+
+del sys.argv[0]
+sys.path.insert(0, sys.argv[0])
+import processes
+
+processes.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=lambda command, **options: ForkedPopen("torch", command[1:], **options))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""The demo as it is, except that its processes have torch imported when they start."""
 
 
 def is_there(pid: int) -> bool:
@@ -31,8 +46,8 @@ def events_of(output: str) -> list[dict[str, Any]]:
 
 
 def test_a_short_demo_ends_with_members_that_are_bit_identical_to_the_trainer(tmp_path: Path) -> None:
-    command = [sys.executable, str(DEMO), "--json", "--steps", "6", "--pretraining", "2", "--out", "out"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
+    command = ["-c", WITH_FORKED_PROCESSES, DEMO, "--json", "--steps", "6", "--pretraining", "1", "--out", "out"]
+    done = forked_run("torch", command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     *told, summary = events_of(done.stdout)
