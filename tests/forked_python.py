@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ _FORK_SAFE = "jemalloc_bg_thd"
 
 
 class ForkedPopen(subprocess.Popen[Any]):
-    """`subprocess.Popen` of a script, or of `-m` and a module, that is forked from the parent with this warm-up."""
+    """`subprocess.Popen` of a Python process that is forked from the parent with this warm-up.
+
+    Its arguments are a script, `-m` and a module, or `-c` and code, perhaps with `-W error` before them.
+    """
 
     def __init__(self, warm_up: str, arguments: list[Any], **options: Any) -> None:
         self._parent = _parent(warm_up)
@@ -154,7 +158,7 @@ def _started(warm_up: str) -> str:
     folder = tempfile.mkdtemp(prefix="deltawire-forks-")
     address = os.path.join(folder, "socket")
     path = os.pathsep.join(filter(None, [str(PACKAGE), str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
-    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
     process = subprocess.Popen(
         [sys.executable, __file__, warm_up, address], env={**os.environ, **fixed}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -173,14 +177,13 @@ def _started(warm_up: str) -> str:
 
 
 def _serve(warm_up: str, address: str) -> None:
-    import warnings
-
     answers = os.dup(1)
     os.dup2(2, 1)  # some libraries print while they are imported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in WARM_UPS[warm_up]:
             _import(name)
+    _rehearse()
     threads = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     assert len(threads) - threads.count(_FORK_SAFE) == 1, f"a process with several threads must not fork: {threads}"
     os.environ[_ADDRESSES] = json.dumps({**json.loads(os.environ.get(_ADDRESSES, "{}")), warm_up: address})
@@ -214,6 +217,15 @@ def _import(name: str) -> None:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith(".__main__"):
                 importlib.import_module(module.name)
+
+
+def _rehearse() -> None:
+    """Typer imports more when it parses the arguments of the first command."""
+    from typer.testing import CliRunner
+
+    from deltawire.cli import app
+
+    assert CliRunner().invoke(app, ["log", "/nonexistent", "--json"]).exit_code == 1
 
 
 def _answer(connection: socket.socket, children: dict[socket.socket, set[int]]) -> bool:
@@ -256,6 +268,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         for own, number in enumerate(streams):
             os.dup2(number, own)
         os.closerange(3, 1024)
+        _reopen_streams()
         if request["session"]:
             os.setsid()
         os.chdir(request["folder"])
@@ -280,9 +293,22 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         os._exit(code)
 
 
+def _reopen_streams() -> None:
+    """Python's own streams remember whether what they were opened for can be rewound, and is a terminal."""
+    sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", closefd=False)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", closefd=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # type: ignore[misc]
+
+
 def _run(arguments: list[str]) -> int:
+    if arguments[:2] == ["-W", "error"]:
+        warnings.simplefilter("error")
+        arguments = arguments[2:]
     try:
-        if arguments[0] == "-m":
+        if arguments[0] == "-c":
+            code, sys.argv = arguments[1], ["-c", *arguments[2:]]
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        elif arguments[0] == "-m":
             sys.argv = arguments[1:]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:

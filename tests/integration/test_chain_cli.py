@@ -10,12 +10,12 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked_python import ForkedPopen
 from safetensors.numpy import save_file
 from support import run_python as run_fresh
 from test_cli import FIRST, INDEX, SECOND, Tensors, assert_same, environment, fail, halves, load, model, run, save_sharded, succeed, updated
@@ -76,8 +76,8 @@ def chain(published: Path, tmp_path: Path) -> Path:
 @contextlib.contextmanager
 def start_following(chain: Path, mirror: Path) -> Iterator[subprocess.Popen[str]]:
     """A follower, which does not outlive its test."""
-    command = [sys.executable, "-m", "deltawire.cli", "follow", str(chain), str(mirror), "--poll", "0.05", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+    command = ["-m", "deltawire.cli", "follow", chain, mirror, "--poll", "0.05", "--json"]
+    with ForkedPopen("light", command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         try:
             yield process
         finally:
@@ -312,7 +312,7 @@ def test_who_waits_for_data_says_so_and_goes_on_when_they_arrive(command: str, c
     content = late.read_bytes()
     late.unlink()
     arguments = [command, str(chain), str(tmp_path / "out"), *(["--once"] if command == "follow" else [])]
-    process = subprocess.Popen([sys.executable, "-m", "deltawire.cli", *arguments], stderr=subprocess.PIPE, text=True, env=environment())
+    process = ForkedPopen("light", ["-m", "deltawire.cli", *arguments], stderr=subprocess.PIPE, text=True, env=environment())
     with process:
         assert process.stderr is not None
         notice = process.stderr.readline()

@@ -6,14 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import ForkedPopen
 from safetensors import safe_open
-from support import PACKAGE, bits_of
+from support import bits_of
 from toy_chain import ToyChain, first_state
 
 import deltawire
@@ -85,9 +85,7 @@ subscriber.sync()
 
 def child(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
     """A Python process of its own."""
-    path = os.pathsep.join(filter(None, [str(PACKAGE), str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, text=True, **options)
+    return ForkedPopen("light", ["-W", "error", "-c", code, *arguments], text=True, **options)
 
 
 STEPS = ["route-chosen", "slot-made", "slot-copied", "hop-fetched", "file-applied", "digest-checked", "marked-clean", "lock-shared"]
