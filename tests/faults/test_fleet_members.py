@@ -133,7 +133,7 @@ def test_clocks_of_members_and_trainer_decide_nothing() -> None:
     assert {member.state.tokens > 0 for member in fleet.members} == {True}
 
 
-def test_a_straggler_gets_company_and_the_first_to_finish_wins() -> None:
+def test_the_task_of_a_straggler_goes_to_another_member_and_the_first_result_wins() -> None:
     fleet = Fleet()
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
@@ -251,7 +251,7 @@ def test_a_member_whose_call_was_neither_done_nor_answered_goes_on() -> None:
     assert_member_faults_lose_nothing(Before, "unknown")
 
 
-def test_a_member_sits_out_a_loss_of_the_store_and_uploads_what_it_had() -> None:
+def test_a_member_waits_while_the_store_is_unavailable_and_then_uploads_its_result() -> None:
     fleet = Fleet()
     store = FaultyStore(fleet.store, [Before(call("put", fleet_keys.ROLLOUTS), "unavailable", times=12)])
     member = Mortal(fleet, "a", store)

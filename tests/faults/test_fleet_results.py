@@ -61,7 +61,7 @@ def test_a_result_that_is_damaged_is_refused() -> None:
     assert_refused("malformed", lambda fleet, trainer, record, lease: honest(trainer, record, lease).to_bytes()[:-1])
 
 
-def test_a_result_that_lies_in_another_place_than_it_says_is_refused() -> None:
+def test_a_result_under_the_key_of_another_attempt_is_refused() -> None:
     assert_refused("malformed", lambda fleet, trainer, record, lease: honest(trainer, record, lease, task=1))
 
 
@@ -90,7 +90,7 @@ def test_a_result_with_longer_completions_than_are_allowed_is_refused() -> None:
     assert_refused("malformed", make)
 
 
-def test_a_result_of_who_did_not_hold_the_lease_is_refused() -> None:
+def test_a_result_of_a_member_without_the_lease_is_refused() -> None:
     assert_refused("unleased", lambda fleet, trainer, record, lease: honest(trainer, record, lease, nonce=nonce()))
     assert_refused("unleased", lambda fleet, trainer, record, lease: honest(trainer, record, lease, member="y"))
 
@@ -200,7 +200,7 @@ def test_junk_under_another_members_lease_does_not_cost_it_its_result() -> None:
         assert trainer.steps.rounds[1].tasks[0].accepted is not None
 
 
-def test_a_bit_that_flips_on_the_way_to_the_trainer_costs_nobody_a_result() -> None:
+def test_a_result_that_is_damaged_on_the_way_to_the_trainer_is_read_again() -> None:
     fleet = Fleet()
     fleet.join("a")
     store = FaultyStore(fleet.store, [Reading(call("get", fleet_keys.ROLLOUTS), "flip")])
@@ -209,7 +209,7 @@ def test_a_bit_that_flips_on_the_way_to_the_trainer_costs_nobody_a_result() -> N
     assert not fleet.reasons()
 
 
-def test_objects_that_are_no_leases_heartbeats_or_results_are_passed_over() -> None:
+def test_objects_that_are_not_leases_heartbeats_or_results_are_ignored() -> None:
     fleet = Fleet()
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)

@@ -81,7 +81,7 @@ def test_members_that_trust_a_key_do_not_leave_on_the_word_of_others(fleet: Flee
         assert stopped(fleet, board_of(fleet)) == [True, True]
 
 
-def test_an_old_board_that_says_stop_stops_nobody(fleet: Fleet) -> None:
+def test_members_do_not_leave_because_of_an_old_signed_board(fleet: Fleet) -> None:
     """An attacker kept the last board of an earlier trainer, and writes it again."""
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
@@ -101,7 +101,7 @@ def test_an_old_board_that_says_stop_stops_nobody(fleet: Fleet) -> None:
     assert_one_line_of_training(fleet.inner, LAST)
 
 
-def test_an_old_board_stops_nobody_on_a_chain_that_is_not_signed_either() -> None:
+def test_members_do_not_leave_because_of_an_old_unsigned_board() -> None:
     fleet = Fleet()
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
@@ -145,7 +145,7 @@ def forge(fleet: Fleet, trainer: Trainer, step: int) -> None:
     fleet.inner.put(fleet_keys.rejected_key(place), rejection)
 
 
-def test_a_trainer_that_takes_over_heeds_no_record_that_nobody_signed(fleet: Fleet) -> None:
+def test_a_trainer_that_takes_over_ignores_unsigned_records(fleet: Fleet) -> None:
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
         trainer.open(1)

@@ -49,7 +49,7 @@ def test_a_run_goes_on_when_every_lease_of_a_round_is_taken(make: Callable[[Roun
     assert not fleet.reasons()
 
 
-def test_a_lease_that_nobody_was_offered_is_not_waited_for() -> None:
+def test_the_trainer_does_not_wait_for_a_lease_that_it_did_not_offer() -> None:
     fleet = Fleet()
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
@@ -93,7 +93,7 @@ def test_a_result_without_a_lease_needs_an_attempt_that_the_trainer_offered_with
         assert [one.member for one in trainer.collect(1).rollouts] == ["honest"]
 
 
-def test_names_without_members_do_not_keep_work_from_those_who_are_there() -> None:
+def test_names_without_members_do_not_keep_work_from_real_members() -> None:
     """A hundred names write heartbeats and take no offers; every minute there are a hundred other names."""
     fleet = Fleet(options=FleetOptions(LEASE, poll_seconds=10, keep_steps=2))
     run = fleet.log.run.id

@@ -36,7 +36,7 @@ class Stepped(Fleet):
 
 
 @pytest.mark.parametrize("seconds", [YEAR, -YEAR, 50 * YEAR])
-def test_heartbeats_with_dates_that_nobody_believes_do_not_stop_a_fleet(seconds: float) -> None:
+def test_heartbeats_with_wrong_dates_do_not_stop_a_fleet(seconds: float) -> None:
     fleet = Stepped()
     member = fleet.join("honest", "dead")[1]
     fleet.members.remove(member)

@@ -104,7 +104,7 @@ def test_a_fleet_goes_on_when_a_call_of_its_trainer_was_neither_done_nor_answere
     assert_errors_lose_nothing(Before, "unknown")
 
 
-def test_a_trainer_sits_out_a_loss_of_the_store_while_it_collects() -> None:
+def test_a_collecting_trainer_waits_while_the_store_is_unavailable() -> None:
     fleet = small_fleet()
     store = FaultyStore(fleet.store, [Before(call("list", fleet_keys.ROLLOUTS), "unavailable", times=20)])
     with fleet.publisher() as publisher:
@@ -155,7 +155,7 @@ def test_a_trainer_that_was_taken_over_writes_no_board() -> None:
     assert (board.epoch, board.stop) == (new.steps.epoch, False)
 
 
-def test_a_round_of_a_later_trainer_in_ones_own_place_is_a_takeover() -> None:
+def test_a_round_of_a_later_trainer_under_our_number_is_a_takeover() -> None:
     fleet = small_fleet()
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
@@ -168,7 +168,7 @@ def test_a_round_of_a_later_trainer_in_ones_own_place_is_a_takeover() -> None:
                 trainer.open(2)
 
 
-def test_a_round_in_ones_own_place_by_an_earlier_trainer_only_takes_up_the_number() -> None:
+def test_a_round_of_an_earlier_trainer_only_uses_up_its_number() -> None:
     fleet = small_fleet()
     with fleet.publisher() as publisher:
         fleet.trainer(publisher).open(1)
@@ -217,7 +217,7 @@ def test_an_acknowledged_round_is_preferred_to_a_later_one_for_its_step() -> Non
     assert json.loads(live_versions(fleet.inner)[-1].meta["trained"]) == hashes_of(first)
 
 
-def test_what_comes_in_while_an_acknowledgement_is_in_doubt_is_not_taken() -> None:
+def test_results_that_arrive_while_an_acknowledgement_is_in_doubt_are_refused() -> None:
     fleet = Fleet(options=FleetOptions(60, quorum=0.5))
     unanswered = [After(call("put_if_absent", fleet_keys.BATCHES), "unknown", 5), Before(call("get", fleet_keys.BATCHES), "unavailable", 5)]
     with fleet.publisher() as publisher:

@@ -21,7 +21,7 @@ class PermanentFailure(str):
 
 
 class Running(Protocol):
-    """A member that was started in a process of its own."""
+    """A member that was started in a separate process."""
 
     def ending(self) -> str | None:
         """Return None while the member runs, "" if it left as it should, and otherwise the reason why it ended.

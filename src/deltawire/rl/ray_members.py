@@ -1,8 +1,8 @@
 """Members on a Ray cluster that exists already (the extra `ray` of deltawire). Every node needs deltawire installed.
 
-An actor places each member, and runs it as a process of its own on the actor's node, as `deltawire fleet` does on one machine. The actor
-keeps what the member prints until this process fetches it. Weights, leases and results do not go through Ray: they go through the store,
-which every node must reach with credentials of its own, or with those that are passed in `environment`.
+Each member has an actor, which runs it in a separate process on the actor's node, as `deltawire fleet` does on one machine. The actor
+keeps what the member prints until this process fetches it. Weights, leases and results do not go through Ray. They go through the store,
+so every node needs credentials for the store: its own, or those that are passed in `environment`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,30 @@ from .member import MemberOptions
 _LOOK = 0.5
 """Seconds after which an actor looks whether its member has ended, if the member prints nothing."""
 _LONGEST_CALL = 10.0
-"""Seconds that a call to an actor waits for output. A call whose caller is gone must end, too."""
+"""Seconds that a call to an actor waits for output. A call must also end if its caller has died."""
 _PATIENCE = 10.0
 """Seconds after which a member that waits for a node says so."""
 _LONGEST_ERROR = 1 << 16
-"""Characters of an error of Ray that are shown. The end is shown, where tracebacks say what happened."""
+"""Largest number of characters of an error of Ray that are shown. The end is shown, because tracebacks say there what happened."""
 
 
 class RayCluster:
-    """Starts members on a Ray cluster.
+    """Starts members on a Ray cluster. Members are spread over the nodes.
 
-    - `address`: where the cluster is. By default it is the one that this machine belongs to.
-    - `cpus`, `gpus`, `resources`: what one member takes of a node. Members are spread over the nodes.
-    - `environment`: variables that members get on top of those of their node.
+    Raises `ImportError` if ray is not installed, and `ConnectionError` if there is no cluster.
 
-    Raises `ImportError` where ray is not installed, and `ConnectionError` if there is no cluster.
+    Parameters
+    ----------
+    address
+        Where the cluster is. By default it is the cluster that this machine belongs to.
+    cpus
+        How many processors one member takes of a node.
+    gpus
+        How many GPUs one member takes of a node.
+    resources
+        Further resources of Ray that one member takes of a node.
+    environment
+        Variables that members get in addition to those of their node.
     """
 
     def __init__(
@@ -73,7 +82,7 @@ class RayCluster:
             num_gpus=gpus,
             resources=dict(resources or {}),
             max_restarts=0,  # `Supervisor` alone decides what is started again
-            max_concurrency=4,  # `next_output` waits, and the others must not wait for it
+            max_concurrency=4,  # other calls must not wait for `next_output`
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": dict(environment or {})},
         )(_MemberActor)
@@ -81,18 +90,24 @@ class RayCluster:
     def start(self, options: MemberOptions, *, on_line: OnLine | None = None, on_event: OnEvent | None = None) -> RayMember:
         """Start a member somewhere on the cluster. It waits until a node has room for it.
 
-        - `on_event` is called with every event of the member. Each has the fields `member` and `time`. What the member prints otherwise,
-          such as warnings, comes as an event "output".
-        - `on_line` is called with every line that the member prints, in words for people. Give one of the two.
+        Give `on_line` or `on_event`. Without both, lines are printed here, each after the name of the member. All of this happens while
+        `RayMember.ending` is called, as `Supervisor` does several times a second.
 
-        Without both, lines are printed here, each behind the name of the member. All of this happens while `RayMember.ending` is called,
-        as `Supervisor` does several times a second.
+        Parameters
+        ----------
+        options
+            What the member does.
+        on_line
+            Called with every line that the member prints, in words for people.
+        on_event
+            Called with every event of the member. Each event has the fields `member` and `time`. Other output of the member, such as
+            warnings, comes as an event "output".
         """
         name = options.name or reader_name()
         arguments = replace(options, name=name).to_arguments()
-        teller = _EventTeller(name, on_event) if on_event is not None else _LineTeller(on_line or _printing(name))
+        forwarder = _EventForwarder(name, on_event) if on_event is not None else _LineForwarder(on_line or _printing(name))
         actor = self._actor.remote([*arguments, "--json"] if on_event is not None else arguments)
-        return RayMember(self._ray, actor, teller, self._wanted)
+        return RayMember(self._ray, actor, forwarder, self._wanted)
 
     def close(self) -> None:
         """Disconnect from the cluster. Members that were started here and still run are killed."""
@@ -101,18 +116,32 @@ class RayCluster:
 
 
 class RayMember:
-    """A member on the cluster; see `supervision.Running`. `RayCluster.start` makes them."""
+    """A member on the cluster; see `supervision.Running`. `RayCluster.start` makes them.
+
+    Parameters
+    ----------
+    ray
+        The module ray.
+    actor
+        The handle of the member's actor.
+    forwarder
+        Is given what the member prints.
+    wanted
+        The resources that the member needs, in words.
+    clock
+        Returns seconds that never run backwards.
+    """
 
     def __init__(
-        self, ray: Any, actor: Any, teller: _EventTeller | _LineTeller, wanted: str, clock: Callable[[], float] = time.monotonic
+        self, ray: Any, actor: Any, forwarder: _EventForwarder | _LineForwarder, wanted: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._ray = ray
         self._actor = actor
-        self._teller = teller
+        self._forwarder = forwarder
         self._wanted = wanted
         self._clock = clock
         self._began = clock()
-        self._is_told_to_wait = False
+        self._reported_waiting = False
         self._ending: str | None = None
         self._placed = actor.node.remote()
         self._batch = 0
@@ -123,36 +152,36 @@ class RayMember:
         while self._ending is None and self._is_there(self._reply):
             try:
                 dropped, lines, ending = self._ray.get(self._reply)
-            except self._ray.exceptions.ActorUnavailableError:  # out of reach for a moment, or for ever, which Ray finds out
+            except self._ray.exceptions.ActorUnavailableError:  # unreachable for a moment or for ever; Ray finds out which
                 self._reply = self._actor.next_output.remote(self._batch)
                 break
-            except self._ray.exceptions.RayError as error:  # the actor's process or node is gone, or deltawire is missing there
+            except self._ray.exceptions.RayError as error:  # the actor's process or node has died, or deltawire is missing there
                 text = f"{type(error).__name__}: {error}"
                 for line in text[-_LONGEST_ERROR:].splitlines():
-                    self._teller.line(Line(line, is_error=True))
+                    self._forwarder.line(Line(line, is_error=True))
                 self._ending = text.split("\n")[0]
                 break
             if dropped:
                 reason = f"{dropped} lines of output were dropped, because they came faster than they could be shown"
-                self._teller.notice("output-dropped", reason, lines=dropped)
+                self._forwarder.notice("output-dropped", reason, lines=dropped)
             for line in lines:
-                self._teller.line(line)
+                self._forwarder.line(line)
             if ending is None:
                 self._batch += 1
                 self._reply = self._actor.next_output.remote(self._batch)
             else:
                 self._ending = PermanentFailure(ending[0]) if ending[1] else ending[0]
-        if self._ending is None and not self._is_told_to_wait and self._clock() - self._began >= _PATIENCE:
-            self._is_told_to_wait = True
+        if self._ending is None and not self._reported_waiting and self._clock() - self._began >= _PATIENCE:
+            self._reported_waiting = True
             if not self._is_there(self._placed):
-                self._teller.notice("waiting", f"waits for a node of the Ray cluster that has {self._wanted} free (see `ray status`)")
+                self._forwarder.notice("waiting", f"waits for a node of the Ray cluster that has {self._wanted} free (see `ray status`)")
         return self._ending
 
     def leave(self) -> None:
         """See `supervision.Running`."""
         if self._is_there(self._placed):
             self._actor.leave.remote()
-        elif self._ending is None:  # no node has it yet, so there is nobody to ask
+        elif self._ending is None:  # no node runs it yet, so there is no process to ask
             self._ray.kill(self._actor)
             self._ending = ""
 
@@ -170,8 +199,10 @@ class RayMember:
 
 
 _Answer: TypeAlias = tuple[int, list[Line], tuple[str, bool] | None]
-"""How many lines were dropped before these lines, and the lines. Then None; or, when the member has ended and there is no more output, why
-it ended ("" if it left as it should) and whether that would happen again."""
+"""How many lines were dropped before these lines, the lines, and how the member ended.
+
+The last is None while there may be more output. Otherwise it has the reason ("" if the member left as it should), and whether the member
+would end again for it."""
 
 
 class _MemberActor:
@@ -182,7 +213,7 @@ class _MemberActor:
         self._batch = -1
         self._answer: _Answer = (0, [], None)
         self._answering = threading.Lock()
-        # Ray adds the driver's folder and the like to the path of this process only.
+        # Ray extends the Python path of this process only, for example by the driver's folder.
         path = os.pathsep.join(filter(None, sys.path))
         self._member = LocalMember(arguments, self._output.add, environment={"PYTHONPATH": path})
 
@@ -200,7 +231,7 @@ class _MemberActor:
     def _take(self) -> _Answer:
         deadline = time.monotonic() + _LONGEST_CALL
         while True:
-            ending = self._member.ending()  # first, as everything that was printed before the end is in the buffer then
+            ending = self._member.ending()  # asked first: all that the member printed before its end is in the buffer then
             dropped, lines = self._output.take(_LOOK if ending is None else 0.0)
             if dropped or lines:
                 return dropped, lines, None
@@ -220,25 +251,25 @@ class _MemberActor:
         return str(ray.get_runtime_context().get_node_id())
 
 
-class _EventTeller:
-    """Tells of a member in events."""
+class _EventForwarder:
+    """Forwards what a member prints as events."""
 
     def __init__(self, name: str, on_event: OnEvent) -> None:
         self._name = name
         self._on_event = on_event
 
     def line(self, line: Line) -> None:
-        self._tell(event_of(self._name, line.text, line.is_error))
+        self._forward(event_of(self._name, line.text, line.is_error))
 
     def notice(self, event: str, reason: str, **fields: int) -> None:
-        self._tell(Event(event, {"member": self._name, "reason": reason, **fields}))
+        self._forward(Event(event, {"member": self._name, "reason": reason, **fields}))
 
-    def _tell(self, event: Event) -> None:
+    def _forward(self, event: Event) -> None:
         _call_listener(self._on_event, event)
 
 
-class _LineTeller:
-    """Tells of a member in lines for people."""
+class _LineForwarder:
+    """Forwards what a member prints as lines for people."""
 
     def __init__(self, on_line: OnLine) -> None:
         self._on_line = on_line

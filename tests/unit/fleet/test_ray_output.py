@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deltawire.events import Event
-from deltawire.rl.ray_members import RayMember, _EventTeller, _MemberActor
+from deltawire.rl.ray_members import RayMember, _EventForwarder, _MemberActor
 
 
 class RayError(Exception):
@@ -71,7 +71,7 @@ def test_an_answer_that_is_lost_is_asked_for_again(tmp_path: Path, monkeypatch: 
     actor = start(tmp_path, monkeypatch, "seq 1 50000")
     told: list[Event] = []
     ray = Calls(lambda number: number % 3 != 0)
-    member = RayMember(ray, Handle(actor), _EventTeller("m", told.append), "1 CPU")
+    member = RayMember(ray, Handle(actor), _EventForwarder("m", told.append), "1 CPU")
     looks = 0
     while member.ending() is None:
         looks += 1
@@ -85,7 +85,7 @@ def test_output_that_nobody_fetched_in_time_is_counted(tmp_path: Path, monkeypat
     long_lines = "for i in $(seq 1 60); do printf '%0100000d\\n' $i; done; exit 3"  # 6 MB
     actor = start(tmp_path, monkeypatch, long_lines)
     told: list[Event] = []
-    member = RayMember(Calls(lambda number: False), Handle(actor), _EventTeller("m", told.append), "1 CPU")
+    member = RayMember(Calls(lambda number: False), Handle(actor), _EventForwarder("m", told.append), "1 CPU")
     assert member.ending() == "it ended with code 3"
     first, *rest = told
     assert (first.name, first.fields["member"], first.fields["lines"]) == ("output-dropped", "m", 60 - len(rest))
@@ -100,6 +100,6 @@ def test_a_listener_that_fails_does_not_stop_the_others(
         raise RuntimeError("the listener broke")
 
     actor = start(tmp_path, monkeypatch, "echo one; echo two")
-    member = RayMember(Calls(lambda number: False), Handle(actor), _EventTeller("m", listen), "1 CPU")
+    member = RayMember(Calls(lambda number: False), Handle(actor), _EventForwarder("m", listen), "1 CPU")
     assert member.ending() == ""
     assert caplog.text.count("RuntimeError: the listener broke") == 2

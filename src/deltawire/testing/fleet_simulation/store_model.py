@@ -1,6 +1,6 @@
 """A store behind a network. Requests take time, and may be lost, late or unanswered; reads of overwritten objects may be old.
 
-The store has a clock of its own, which may be set.
+The store has its own clock, which may be set forward or back.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _SAMPLING = Sampling(samples=2, max_tokens=16)
 
 @dataclass(frozen=True, slots=True)
 class ExternalAction:
-    """Do something outside this process after so many seconds. → what `action` returns; raises what it raises."""
+    """Do something outside this process after `seconds`. The answer is what `action` returns. Fails with what it raises."""
 
     seconds: float
     action: Callable[[], Any]

@@ -127,10 +127,10 @@ class World:
         if self.trace is not None:
             self.store.trace = self.log
 
-    def log(self, who: str, what: str) -> None:
+    def log(self, process: str, text: str) -> None:
         """Write a line of the trace."""
         if self.trace is not None:
-            self.trace(f"{self.kernel.now:10.3f}  {who:<12} {what}")
+            self.trace(f"{self.kernel.now:10.3f}  {process:<12} {text}")
 
     # Trainers
 
@@ -327,5 +327,5 @@ class _IgnoresAnswers:
         """Ignore the answer."""
 
 
-def _unexpected(who: str, error: Exception) -> Violation:
-    return Violation(f"{who} died of an unexpected error:\n{''.join(traceback.format_exception(error))}")
+def _unexpected(process: str, error: Exception) -> Violation:
+    return Violation(f"{process} died of an unexpected error:\n{''.join(traceback.format_exception(error))}")
