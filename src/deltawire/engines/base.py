@@ -27,35 +27,52 @@ from ..subscribe.replica import Replica
 
 
 class KvCache(enum.Enum):
-    """What becomes of keys and values that the old weights made, when a swap happens while something is being generated."""
+    """What happens to keys and values that the old weights computed, when weights are swapped during a generation."""
 
     KEEP = "keep"
-    """Generation goes on with them: fastest, and a completion may be a mix (`HotSwap.generation` says of which versions)."""
+    """Generation continues with them. This is fastest. A completion may be made by several versions, which `HotSwap.generation` names."""
     DROP = "drop"
-    """Nothing that the old weights made is used with the new ones."""
+    """The new weights use nothing that the old weights computed."""
 
 
 class Engine(abc.ABC):
-    """An adapter to one engine. `deltawire.testing.EngineConformance` holds its promises as tests."""
+    """An adapter to one engine. `deltawire.testing.EngineConformance` tests what it must guarantee."""
 
     name: str
-    """For messages and events."""
+    """The name of the engine in messages and events."""
 
     @abc.abstractmethod
     def replica(self, swap: Swap) -> Replica:
-        """The live weights as what a subscriber keeps up to date. `commit` is the version that the engine serves; None if unknown."""
+        """Return the engine's weights as a replica, which a subscriber keeps up to date.
+
+        The replica's `commit` is the version that the engine serves, or None if it is unknown.
+
+        Parameters
+        ----------
+        swap
+            The replica hands every prepared change to it, and changes the engine's weights in no other way.
+        """
 
     @abc.abstractmethod
     def pause(self, kv_cache: KvCache) -> None:
-        """Return when no forward pass runs, and let none begin until `resume`. Does nothing if it is paused."""
+        """Return when no forward pass runs, and start none until `resume`. Does nothing if the engine is paused.
+
+        Parameters
+        ----------
+        kv_cache
+            What happens to keys and values that the current weights have computed.
+        """
 
     @abc.abstractmethod
     def resume(self) -> None:
-        """Go on. Does nothing if it is not paused. Requests that waited, or were interrupted, are not lost."""
+        """Continue to generate. Does nothing if the engine is not paused. Requests that waited or were interrupted are not lost."""
 
     def generation(self) -> contextlib.AbstractContextManager[None]:
-        """Around what uses one KV cache, where the engine does not manage caches itself: with `KvCache.DROP`, `pause` waits for its end."""
+        """Return a context for one generation, if the engine does not manage KV caches itself.
+
+        With `KvCache.DROP`, `pause` waits until the context ends.
+        """
         return contextlib.nullcontext()
 
-    def close(self) -> None:  # noqa: B027 - nothing to let go of is the common case
-        """Let go of what the adapter itself holds. The engine goes on with the weights that it has."""
+    def close(self) -> None:  # noqa: B027 - most adapters hold nothing
+        """Release what the adapter holds. The engine keeps its weights."""

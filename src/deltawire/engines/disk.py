@@ -1,10 +1,12 @@
-"""Any engine that can load weights from a directory: a mirror is brought up to date beside it, then it is told to reload."""
+"""Any engine that can load weights from a directory: a mirror is brought up to date, then the engine is told to load it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from numpy.typing import NDArray
 
 from ..chain.version import Version
 from ..errors import EngineQuarantined, SwapFailed
@@ -17,17 +19,35 @@ from ..subscribe.sync_context import SyncContext
 from .base import Engine, KvCache
 
 Reload = Callable[[Path, Version], Any]
-"""Loads the checkpoint in a directory, which is of this version, into an engine. It raises if the engine does not have it then."""
+"""Loads the checkpoint of a version from a directory into the engine. It must raise if the engine does not have the version afterwards."""
 
 
 class DiskEngine(Engine):
-    """An engine with weights of its own, out of our reach. The directory that it is given stays as it is for as long as it serves from it.
+    """An engine that loads checkpoints from a directory and keeps its own copy of the weights.
 
     >>> HotSwap("s3://bucket/run", DiskEngine("/dev/shm/policy", reload=lambda path, version: server.load(path))).sync()
 
-    `pause` and `resume` are called around `reload`, if the engine needs that. `confirm` raises unless the engine says that it has the
-    version; without it, that `reload` returned must do. A mix of versions cannot be seen from here: that is the engine's to prevent.
-    `loaded` is the version that the engine was started with, if it was from the mirror.
+    The files in the directory that the engine has loaded do not change until it has loaded another one. deltawire cannot see the engine's
+    weights, so the engine itself must not serve a mix of two versions.
+
+    Parameters
+    ----------
+    mirror
+        The directory of the mirror.
+    reload
+        Loads the checkpoint in a directory into the engine.
+    pause
+        Called before `reload`, if the engine has to be paused for it.
+    resume
+        Called after `reload`, if the engine was paused.
+    confirm
+        Must raise unless the engine reports that it has the version. Without it, a `reload` that returns counts as a success.
+    loaded
+        The version that the engine was started with, if it was loaded from the mirror.
+    threads
+        Number of threads for updating the mirror. None means one per core.
+    name
+        The name of the engine in messages and events.
     """
 
     def __init__(
@@ -50,7 +70,8 @@ class DiskEngine(Engine):
         self._threads = threads
 
     def replica(self, swap: Swap) -> Replica:
-        return ReloadingReplica(self._mirror, self._reload, self._confirm, swap, loaded=self._loaded, threads=self._threads)
+        mirror = MirrorReplica(self._mirror, threads=self._threads)
+        return ReloadingReplica(mirror, self._reload, self._confirm, swap, loaded=self._loaded)
 
     def pause(self, kv_cache: KvCache) -> None:
         self._pause(kv_cache)
@@ -59,51 +80,64 @@ class DiskEngine(Engine):
         self._resume()
 
 
-class ReloadingReplica(MirrorReplica):
-    """A mirror, and an engine that has loaded one of its versions. `commit` is the engine's; the mirror may be ahead of it."""
+class ReloadingReplica:
+    """A mirror, and an engine that has loaded one of its versions. `commit` is the engine's version. The mirror may be ahead of it.
 
-    def __init__(
-        self, path: Path, reload: Reload, confirm: Callable[[Version], Any], swap: Swap, *, loaded: int | None, threads: int | None
-    ) -> None:
-        self._loaded: HeldSlot | None = None
-        super().__init__(path, threads=threads)
+    Parameters
+    ----------
+    mirror
+        Brings the mirror to new versions.
+    reload
+        Loads the checkpoint in a directory into the engine.
+    confirm
+        Raises unless the engine reports that it has the version.
+    swap
+        Makes each prepared change.
+    loaded
+        The version that the engine was started with, if it was loaded from the mirror.
+    """
+
+    def __init__(self, mirror: MirrorReplica, reload: Reload, confirm: Callable[[Version], Any], swap: Swap, *, loaded: int | None) -> None:
+        self.mirror = mirror
         self._reload, self._confirm, self._swap = reload, confirm, swap
-        if self._held is not None and self._held.record.seq == loaded:
-            self._loaded = self._held
+        self._loaded: HeldSlot | None = None
+        """The slot that the engine has loaded. Its lock keeps the files as they are."""
+        if mirror.commit is not None and mirror.commit.seq == loaded:
+            self._loaded = mirror.hold()
 
     @property
     def commit(self) -> Commit | None:
         return None if self._loaded is None else self._loaded.record.commit
 
+    @property
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        return self.mirror.state
+
     def move(self, target: Commit, context: SyncContext) -> None:
-        super().move(target, context)
-        held = self._held
-        assert held is not None
+        self.mirror.move(target, context)
+        new = self.mirror.hold()
         try:
-            self._swap(ReloadSwap(held, self._loaded, self._reload, self._confirm), Version.of(held.record.commit))
-        except EngineQuarantined:
-            self._let_go()
+            self._swap(_ReloadSwap(new, self._loaded, self._reload, self._confirm), Version.of(new.record.commit))
+        except BaseException as error:
+            new.release()
+            if isinstance(error, EngineQuarantined):
+                self._release_loaded()
             raise
-        self._let_go()
-        self._loaded = held
+        self._release_loaded()
+        self._loaded = new
 
     def close(self) -> None:
-        self._let_go()
-        super().close()
+        self._release_loaded()
+        self.mirror.close()
 
-    def _switch(self, held: HeldSlot) -> None:
-        if self._held is self._loaded:
-            self._held = None  # not to be released: the engine has it until the swap
-        super()._switch(held)
-
-    def _let_go(self) -> None:
-        if self._loaded is not None and self._loaded is not self._held:
+    def _release_loaded(self) -> None:
+        if self._loaded is not None:
             self._loaded.release()
         self._loaded = None
 
 
-class ReloadSwap:
-    """From the checkpoint in one directory to that in another."""
+class _ReloadSwap:
+    """Makes the engine load the checkpoint in another directory."""
 
     def __init__(self, new: HeldSlot, old: HeldSlot | None, reload: Reload, confirm: Callable[[Version], Any]) -> None:
         self._new, self._old = new, old
@@ -117,7 +151,7 @@ class ReloadSwap:
 
     def revert(self) -> None:
         if self._old is None:
-            raise SwapFailed("what the engine had before did not come from the mirror.")
+            raise SwapFailed("the weights that the engine had before did not come from the mirror.")
         self._load(self._old)
         self._confirm(Version.of(self._old.record.commit))
 

@@ -60,6 +60,10 @@ class MemoryReplica:
     def state(self) -> Mapping[str, NDArray[Any]]:
         return self._weights.state
 
+    @property
+    def mirror(self) -> None:
+        return None
+
     def move(self, target: Commit, context: SyncContext) -> None:
         if not self._weights.inspect(target, context):
             self._undo.clear()

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
 from ..format.records.chain_records import Commit
 from .sync_context import SyncContext
 
+if TYPE_CHECKING:
+    from .mirror.mirror_replica import MirrorReplica
+
 
 class Replica(Protocol):
-    """A copy of the model. Whatever fails, it is at a whole version, or at none yet."""
+    """A copy of the model. It always holds one complete version, or none yet, whatever fails."""
 
     @property
     def commit(self) -> Commit | None:
-        """The commit that made the version at hand; never a fence."""
+        """The commit of the version that the replica holds. It is never a fence. None before the first version."""
         ...
 
     @property
     def state(self) -> Mapping[str, NDArray[Any]]:
-        """The weights, read-only; empty while there are none."""
+        """The weights, read-only. Empty before the first version."""
+        ...
+
+    @property
+    def mirror(self) -> MirrorReplica | None:
+        """The mirror that the replica is in, or gets its versions from. None if there is no mirror."""
         ...
 
     def move(self, target: Commit, context: SyncContext) -> None:
-        """Get to the version of `target`."""
+        """Bring the replica to the version of `target`.
+
+        Parameters
+        ----------
+        target
+            The commit to reach.
+        context
+            The chain, its routes, and the means to fetch what they need.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the replica holds. It may be called twice."""
+        ...

@@ -85,7 +85,7 @@ class Subscriber:
         self._mirrored: MirrorReplica | None = None
         if replica is not None:
             self._replica = replica
-            self._mirrored = replica if isinstance(replica, MirrorReplica) else None
+            self._mirrored = replica.mirror
         elif mirror is None:
             self._replica = MemoryReplica(threads=threads, undo_bytes=undo_bytes)
         else:  # after all that can fail, for it holds a lock from here on

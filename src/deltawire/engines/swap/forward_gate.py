@@ -1,4 +1,4 @@
-"""Forward passes on one side, swaps on the other: never both at a time."""
+"""Keeps forward passes and swaps apart: they never run at the same time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..base import KvCache
 
 
 class ForwardGate:
-    """Any number of forward passes, on any threads, or none while it is closed. A thread that is inside may enter again.
+    """Lets any number of forward passes run on any threads while it is open, and none while it is closed.
 
-    A generation is a run of forward passes of one thread that share a KV cache. When the gate closes with `KvCache.DROP`, those that have
-    begun go on to their end.
+    A thread that is in a forward pass may enter again. A generation is a series of forward passes of one thread that share a KV cache.
+    If the gate closes with `KvCache.DROP`, generations that have begun run to their end.
     """
 
     def __init__(self) -> None:
@@ -23,45 +23,55 @@ class ForwardGate:
         self._passes = 0
         self._generations = 0
         self._closed: KvCache | None = None
-        self._mine = threading.local()
+        self._of_thread = threading.local()
 
     def enter(self) -> None:
-        """Begin a forward pass; waits while the gate is closed."""
+        """Begin a forward pass. Waits while the gate is closed."""
         if self._depth("passes") == 0:
             with self._changed:
                 self._changed.wait_for(self._may_pass)
                 self._passes += 1
-        self._mine.passes = self._depth("passes") + 1
+        self._of_thread.passes = self._depth("passes") + 1
 
     def leave(self) -> None:
-        """End it. Does nothing in a thread that is not inside."""
+        """End a forward pass. Does nothing in a thread that is in none."""
         if self._depth("passes") == 0:
             return
-        self._mine.passes -= 1
-        if self._mine.passes == 0:
+        self._of_thread.passes -= 1
+        if self._of_thread.passes == 0:
             with self._changed:
                 self._passes -= 1
                 self._changed.notify_all()
 
     @contextlib.contextmanager
     def generation(self) -> Iterator[None]:
-        """Begin a generation; waits while the gate is closed."""
+        """Begin a generation, and end it with the context. Waits while the gate is closed."""
         if self._depth("generations") == 0:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed is None)
                 self._generations += 1
-        self._mine.generations = self._depth("generations") + 1
+        self._of_thread.generations = self._depth("generations") + 1
         try:
             yield
         finally:
-            self._mine.generations -= 1
-            if self._mine.generations == 0:
+            self._of_thread.generations -= 1
+            if self._of_thread.generations == 0:
                 with self._changed:
                     self._generations -= 1
                     self._changed.notify_all()
 
     def close(self, kv_cache: KvCache, timeout: float) -> None:
-        """Let nothing new in, and wait until all that must end has ended. On a time-out the gate is open again."""
+        """Start no new forward passes, and wait until those that run have ended.
+
+        Raises `EngineUnavailable`, and opens the gate again, if they take too long.
+
+        Parameters
+        ----------
+        kv_cache
+            `DROP` also waits for generations that have begun. `KEEP` interrupts them between two forward passes.
+        timeout
+            Seconds to wait.
+        """
         if self._depth("passes") or (kv_cache is KvCache.DROP and self._depth("generations")):
             raise EngineUnavailable("weights cannot be swapped by a thread that is itself in the middle of a forward pass or generation.")
         deadline = time.monotonic() + timeout
@@ -77,11 +87,11 @@ class ForwardGate:
             if not done:
                 self._open()
                 raise EngineUnavailable(
-                    f"{self._passes} forward passes and {self._generations} generations did not end in {timeout} seconds."
+                    f"{self._passes} forward passes and {self._generations} generations did not end within {timeout} seconds."
                 )
 
     def open(self) -> None:
-        """Let everything in again. Does nothing if it is open."""
+        """Let forward passes and generations begin again. Does nothing if the gate is open."""
         with self._changed:
             self._open()
 
@@ -96,5 +106,5 @@ class ForwardGate:
         return self._passes == 0 and (self._closed is KvCache.KEEP or self._generations == 0)
 
     def _depth(self, kind: str) -> int:
-        depth: int = getattr(self._mine, kind, 0)
+        depth: int = getattr(self._of_thread, kind, 0)
         return depth

@@ -135,6 +135,12 @@ class Mirror:
                 raise MirrorError(f"the lock of {self.path / 'slots' / name} cannot be had. Is the mirror on a local file system?")
             time.sleep(_PAUSE)
 
+    def hold_again(self, held: HeldSlot) -> HeldSlot:
+        """Share the lock of a slot that the caller holds already, so that each of the two can be released separately."""
+        lock = FileLock.try_shared(self._lock_path(held.slot.name))
+        assert lock is not None  # no process can have it exclusively
+        return HeldSlot(held.slot, lock, held.record)
+
     def open_current(self) -> HeldSlot | None:
         """The slot that is served, shared, after checking it as far as it needs to be; None if it is damaged or there is none."""
         held = self.hold_current()

@@ -56,6 +56,18 @@ class MirrorReplica:
         """The directory of the version at hand: a complete checkpoint."""
         return None if self._held is None else self._held.slot.path
 
+    @property
+    def mirror(self) -> MirrorReplica:
+        return self
+
+    def hold(self) -> HeldSlot:
+        """Hold the slot of the current version once more. Its files stay as they are until the caller releases it, even after `move`.
+
+        There must be a current version.
+        """
+        assert self._held is not None
+        return self._mirror.hold_again(self._held)
+
     def create(self, run_id: str) -> None:
         """Make the mirror, or check that it is of this run."""
         with as_mirror_errors(self._mirror.path):
