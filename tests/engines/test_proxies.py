@@ -143,5 +143,5 @@ def test_requests_that_are_given_up_do_not_keep_the_session_open(engine: Recordi
         pending = session.begin("POST", "/pause?mode=keep", {}, timeout=600)
         assert session.ask("GET", "/health", timeout=60).status == 200  # several at a time
         assert not pending.wait(0)
-    with pytest.raises(NoAnswer, match="given up"):
+    with pytest.raises(NoAnswer, match="cancelled"):
         pending.answer()

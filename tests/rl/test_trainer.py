@@ -175,7 +175,7 @@ def rows_with(number: int, row: dict[str, Any]) -> list[dict[str, Any]]:
     ("row", "told"),
     [
         ({"text": "w1"}, "row 3: it has no `prompt`; its columns are text"),
-        ({"prompt": None}, "row 3: a row has no prompt of text, messages or token ids, but None"),
+        ({"prompt": None}, "row 3: the prompt of a row must be a text, messages or token ids, not None"),
         ({"prompt": ""}, "row 3: the prompt '' has no tokens"),
         ({"prompt": [1, 96]}, "row 3: its prompt has tokens outside the model's vocabulary of 96"),
         ({"prompt": [1, -1]}, "row 3: its prompt has tokens outside the model's vocabulary of 96"),

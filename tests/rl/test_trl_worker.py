@@ -54,5 +54,5 @@ def test_the_worker_for_trl_says_that_files_are_missing():
         worker.start()
         assert worker._thread is not None
         worker._thread.join()
-        with pytest.raises(RuntimeError, match=r"no config\.json beside the weights\. Pass `attachments`"):
+        with pytest.raises(RuntimeError, match=r"no attachment config\.json\. Pass `attachments`"):
             worker.check_health(60.0)

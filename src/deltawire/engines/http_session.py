@@ -1,7 +1,7 @@
-"""Requests to the HTTP server of an engine: the one client for all of them.
+"""Requests to the HTTP server of an engine. All adapters use this client.
 
-Requests never go through a proxy, whatever `http_proxy` and its relatives say. Engines run on the same machine or beside it, a proxy knows
-neither, and it would see the engines' keys. Redirects are not followed, for the same reason.
+Requests never go through a proxy, even if `http_proxy` or a similar variable is set. Engines run on the same machine or in the same
+network, which a proxy may not reach, and a proxy would see the engines' keys. Redirects are not followed, for the same reason.
 """
 
 from __future__ import annotations
@@ -14,12 +14,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_CONNECTING = 10.0
-"""Seconds that a server may take to accept a connection."""
+_CONNECT_SECONDS = 10.0
+"""A server must accept a connection within this time."""
 
 
 class NoAnswer(Exception):
-    """The server did not answer. `refused` says that it takes no connections at all; otherwise it may only be slow."""
+    """The server did not answer.
+
+    Parameters
+    ----------
+    reason
+        What failed.
+    refused
+        True if the server accepts no connections. Otherwise it may only be slow.
+    """
 
     def __init__(self, reason: str, *, refused: bool = False) -> None:
         self.refused = refused
@@ -28,7 +36,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server answered."""
+    """The answer of a server."""
 
     status: int
     content: bytes
@@ -40,13 +48,13 @@ class Answer:
 
 
 class PendingAnswer:
-    """A request that is being answered."""
+    """A request that the server is answering."""
 
     def __init__(self, future: concurrent.futures.Future[Answer]) -> None:
         self._future = future
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most so many seconds. Returns whether the request is over."""
+        """Wait for at most this many seconds, or without limit. Returns whether the request has ended."""
         return bool(concurrent.futures.wait([self._future], seconds).done)
 
     def answer(self) -> Answer:
@@ -54,15 +62,15 @@ class PendingAnswer:
         try:
             return self._future.result()
         except concurrent.futures.CancelledError as error:
-            raise NoAnswer("the request was given up") from error
+            raise NoAnswer("the request was cancelled") from error
 
     def cancel(self) -> None:
-        """Hang up, if there is no answer yet. A server ends what it does for a client that is gone."""
+        """Close the connection if there is no answer yet. The server then stops its work for this request."""
         self._future.cancel()
 
 
 class HttpSession:
-    """Requests to the server at one address, any number of them at a time. Made by `http_session`."""
+    """Sends any number of requests at a time to the server at one address. `http_session` creates it."""
 
     def __init__(self, url: str, portal: Any, client: Any) -> None:
         self._url = url.rstrip("/")
@@ -73,7 +81,7 @@ class HttpSession:
     def begin(
         self, method: str, route: str, body: Any = None, *, headers: Mapping[str, str] | None = None, timeout: float
     ) -> PendingAnswer:
-        """Send a request, with `body` as JSON unless it is None. It fails after `timeout` seconds in which nothing arrives."""
+        """Send a request, with `body` as JSON unless it is None. It fails if nothing arrives for `timeout` seconds."""
         sending = functools.partial(self._send, method, route, body, dict(headers or {}), timeout)
         pending = PendingAnswer(self._portal.start_task_soon(sending))
         self._pending.append(pending)
@@ -84,7 +92,7 @@ class HttpSession:
         return self.begin(method, route, body, headers=headers, timeout=timeout).answer()
 
     def cancel(self) -> None:
-        """Give up all requests that are not answered."""
+        """Cancel all requests that have no answer."""
         for pending in self._pending:
             pending.cancel()
 
@@ -92,7 +100,7 @@ class HttpSession:
         import httpx
 
         try:
-            patience = httpx.Timeout(timeout, connect=min(timeout, _CONNECTING))
+            patience = httpx.Timeout(timeout, connect=min(timeout, _CONNECT_SECONDS))
             content: dict[str, Any] = {} if body is None else {"json": body}
             response = await self._client.request(method, self._url + route, headers=headers, timeout=patience, **content)
             return Answer(response.status_code, response.content)
@@ -103,11 +111,11 @@ class HttpSession:
 
 @contextlib.contextmanager
 def http_session(url: str) -> Iterator[HttpSession]:
-    """Open a session with the server at `url`. Requests that are not answered when the context ends are given up."""
+    """Open a session with the server at `url`. When the context ends, requests without an answer are cancelled."""
     import anyio.from_thread
     import httpx
 
-    # Certificates are only looked for where there is TLS: that takes a while.
+    # Certificates are loaded only for TLS, because that is slow.
     verify: ssl.SSLContext | bool = ssl.create_default_context() if url.lower().startswith("https:") else False
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     with (
@@ -122,7 +130,7 @@ def http_session(url: str) -> Iterator[HttpSession]:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Whether a connection was refused. The clients wrap that error several times."""
+    """Return whether a connection was refused. The HTTP libraries wrap that error several times."""
     while error is not None:
         if isinstance(error, ConnectionRefusedError) or any(_is_refusal(one) for one in getattr(error, "exceptions", ())):
             return True

@@ -1,4 +1,4 @@
-"""What a model can be trained on, as far as the files beside its weights tell."""
+"""What a model can be trained on, according to the attachments of its weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .prompts import Prompts
 
 
 def load_prompts(files: ModelFiles) -> Prompts:
-    """Return the tokenizer that members will use. Raises `UnusableModelFiles` if there is none that loads."""
+    """Return the tokenizer that members will use. Raises `UnusableModelFiles` if it is missing or cannot be loaded."""
     if "config.json" not in files.files:
-        raise UnusableModelFiles("there is no config.json beside the weights.")
+        raise UnusableModelFiles("the chain has no attachment config.json.")
     try:
         return Prompts.of(files)
     except EngineError as error:
@@ -24,7 +24,7 @@ def load_prompts(files: ModelFiles) -> Prompts:
 
 
 def limits_of_files(files: ModelFiles) -> TrainingLimits:
-    """Return the vocabulary and positions that config.json names, and the tokenizer's prompts. Raises `UnusableModelFiles`."""
+    """Return the sizes of vocabulary and context from config.json, and the tokenizer's encoding. Raises `UnusableModelFiles`."""
     prompts = load_prompts(files)
     with tempfile.TemporaryDirectory(prefix="deltawire-config-") as folder:
         try:
@@ -35,7 +35,7 @@ def limits_of_files(files: ModelFiles) -> TrainingLimits:
 
 
 def positions_of(config: Any) -> int | None:
-    """Return how many tokens a model of this config takes at most; None if it does not say."""
+    """Return the largest number of tokens that a model with this config accepts. None if the config does not tell."""
     return _size(config, "max_position_embeddings")
 
 

@@ -1,4 +1,4 @@
-"""transformers models, and any other `nn.Module`: new weights in place, between two forward passes."""
+"""transformers models and any other `nn.Module`: weights change in place, between two forward passes."""
 
 from __future__ import annotations
 
@@ -23,28 +23,47 @@ if TYPE_CHECKING:
 
 
 class ModuleEngine(Engine):
-    """A module whose parameters and persistent buffers follow a chain. They stay the same tensors, tied ones stay tied.
+    """A module in this process, whose parameters and persistent buffers follow a chain.
 
     >>> model = AutoModelForCausalLM.from_pretrained(checkpoint)
     >>> HotSwap("s3://bucket/run", ModuleEngine(model)).sync()
 
-    On the CPU or one GPU that the codec works on (docs/gpu.md), the module's weights are the only copy there is: deltas are decoded against
-    them. Weights elsewhere, on several devices, or of a tensor subclass have a copy on the host. Nothing may train or cast the module; what
-    it has must be what is published, type for type.
+    The module keeps its tensors: their values change in place, and tied tensors stay tied. Nothing else may train or cast the module. Its
+    tensors must have the types that are published.
 
-    Swaps wait for calls of the module (`module(...)`, and so `generate`) to end, and calls wait for swaps. Whatever else reads the weights,
-    such as a submodule that is called directly, belongs into `forward_pass()`. With `KvCache.DROP`, swaps also wait for what runs inside
-    `generation()`; they give up after `pause_timeout` seconds, and the next sync tries again.
+    If the weights are on the CPU, or on one GPU that the codec works on (docs/gpu.md), there is no second copy of them: deltas are decoded
+    against the module's weights. Weights on other devices, on several devices, or of a tensor subclass have a copy on the host.
 
-    The chain holds the tensors that the module's checkpoints hold. For a transformers model these are what `save_pretrained` writes:
-    tensors that the model fuses when it loads them (the experts of a layer, for example) are updated as views of the fused parameter.
-    Parameters that it splits off one checkpoint tensor get one memory, here and now. `UnsupportedLayout` is raised for a model where
-    neither is possible. A chain of the module's own names is followed too.
+    Swaps wait until calls of the module (`module(...)`, and therefore `generate`) have ended, and calls wait for swaps. Code that reads the
+    weights in another way, for example by calling a submodule, must do so within `forward_pass()`. With `KvCache.DROP`, swaps also wait
+    until `generation()` contexts have ended.
 
-    `names` maps the checkpoint's names to those of the chain, `bundle` is the one to take where a version has several. `at` is the version
-    that the module was loaded from, which saves a whole download. `keep_others` allows, and keeps in memory, tensors that the module does
-    not have. `undo_bytes` bounds the memory, on the module's device, for going back to earlier versions without the store; None means a
-    quarter of the weights, and nothing for weights on a GPU.
+    The chain has the tensors that the module's checkpoints have. For a transformers model these are the tensors that `save_pretrained`
+    writes. Tensors that the model fuses when it loads them, such as the experts of a layer, are updated as views of the fused parameter.
+    Parameters that the model splits off one checkpoint tensor are moved into one memory when the engine is made. `UnsupportedLayout` is
+    raised for a model where neither is possible. The chain may also use the module's own names.
+
+    Parameters
+    ----------
+    module
+        The module to update.
+    names
+        Maps names in the module's checkpoints to names in the chain. A function may return None for tensors that the chain does not have.
+    bundle
+        The bundle to use, if a version has several.
+    at
+        The version that the module was loaded from, if it is known. Then the first sync needs no full checkpoint.
+    keep_others
+        True to allow tensors in the chain that the module does not have. They are kept in memory. If False, such a chain is refused.
+    pause_timeout
+        Seconds that a swap waits for forward passes to end. After that it fails, and the next sync tries again.
+    threads
+        Number of threads for decoding and digests. None means one per core.
+    undo_bytes
+        Most bytes, on the module's device, kept for going back to earlier versions without the store. None means a quarter of the weights
+        on the CPU, and nothing on a GPU.
+    name
+        The name of the engine in messages and events.
     """
 
     def __init__(
@@ -102,7 +121,7 @@ class ModuleEngine(Engine):
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Around anything that reads the weights without calling the module itself."""
+        """Use this context for code that reads the weights without calling the module itself."""
         self._gate.enter()
         try:
             yield
@@ -113,7 +132,7 @@ class ModuleEngine(Engine):
         return self._gate.generation()
 
     def close(self) -> None:
-        """Take the hooks off the module."""
+        """Remove the hooks from the module."""
         for hook in self._hooks:
             hook.remove()
 
@@ -125,11 +144,13 @@ class ModuleEngine(Engine):
 
 
 def _codec_reaches(weights: list[torch.Tensor]) -> bool:
-    """Whether the codec can work on them where they are: all on the CPU, or all on one GPU that it has kernels for."""
+    """Return whether the codec can work on these weights directly: all are on the CPU, or all on one GPU that it has kernels for."""
     import torch
 
     from ..codec.gpu.device import has_kernels
 
     devices = {tensor.device for tensor in weights}
-    works = all(device.type == "cpu" or has_kernels(device) for device in devices)
-    return works and len(devices) <= 1 and all(type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for tensor in weights)
+    has_codec = all(device.type == "cpu" or has_kernels(device) for device in devices)
+    return (
+        has_codec and len(devices) <= 1 and all(type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for tensor in weights)
+    )

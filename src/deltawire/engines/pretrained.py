@@ -1,8 +1,8 @@
-"""Loading what transformers loads from the files of a chain: the config and the tokenizer. Whoever writes the bucket writes these files.
+"""Loads config and tokenizer from the files of a chain, with transformers. Anyone who can write to the bucket can write these files.
 
-No config makes a model that is much larger than the weights which the chain declares.
-Nothing here runs code from the bucket, or code that the bucket names: `trust_remote_code` is False in every call, and a config's choice
-of kernels, which transformers would download from the Hub, is dropped.
+A config that describes a model much larger than the chain's weights is refused.
+This module runs no code from the bucket, and no code that the bucket names: `trust_remote_code` is False in every call, and a config's
+choice of kernels, which transformers would download from the Hub, is ignored.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from ..errors import EngineError
 
 _MOST_LAYERS = 10_000
 _MOST_TIMES = 8
-"""How many times larger than the chain's weights a model may be when it is built: a config may say float32 where a chain has 4 bits."""
+"""A model may be this many times larger than the chain's weights, because a config may name float32 where the chain has 4 bits."""
 _SPARE_BYTES, _SPARE_PARTS = 256 << 20, 10_000
-"""What a model may have beside its weights: buffers, and modules that have no tensors."""
+"""A model may have this much in addition to its weights: buffers, and modules without tensors."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer in a directory. Raises `EngineError` if there is none that transformers itself can load."""
+    """Return the tokenizer in a directory. Raises `EngineError` if transformers cannot load it without other code."""
     from transformers import AutoTokenizer
 
     _check_layers(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **_LOCAL)
-    except Exception as error:  # anything can come of files that anybody may have written
+    except Exception as error:  # hostile files can cause any exception
         raise _refusal(
-            "tokenizer", f"the chain holds no tokenizer that loads: {error}. Publish with `attachments` that have one.", error
+            "tokenizer", f"the chain has no tokenizer that can be loaded: {error}. Publish with `attachments` that contain one.", error
         ) from error
-    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # made of the config alone
-        raise EngineError("the chain holds no tokenizer: there is a config, and no file with a vocabulary. Publish with `attachments`.")
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # transformers made it from the config alone
+        raise EngineError("the chain has no tokenizer: it has a config, but no file with a vocabulary. Publish with `attachments`.")
     return tokenizer
 
 
 def load_config(folder: Path) -> Any:
-    """Return the config in a directory. Raises `EngineError` if it is none that transformers itself knows."""
+    """Return the config in a directory. Raises `EngineError` if transformers itself does not know it."""
     from transformers import AutoConfig
 
     _check_layers(folder)
     try:
         config = AutoConfig.from_pretrained(folder, **_LOCAL)
-        config._attn_implementation = None  # the name of a repository would be code to download; each machine chooses for itself
+        config._attn_implementation = None  # a repository here would be code to download; each machine chooses
         config._experts_implementation = None
     except Exception as error:
         raise _unknown_model(error) from error
@@ -55,7 +55,7 @@ def load_config(folder: Path) -> Any:
 
 
 def causal_model(config: Any) -> Any:
-    """Return a causal language model of a config, with weights of no meaning, on torch's current device. Raises `EngineError`."""
+    """Return a causal language model with this config and arbitrary weights, on torch's current device. Raises `EngineError`."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -67,9 +67,9 @@ def causal_model(config: Any) -> Any:
 
 
 def check_size(config: Any, state_bytes: int, tensors: int) -> None:
-    """Raise `EngineError` if a model of this config would be much larger than the weights that the chain declares.
+    """Raise `EngineError` if a model with this config would be much larger than the weights that the chain declares.
 
-    The model is built on torch's meta device, which takes no memory for weights, and no further than the limits allow.
+    The model is built on torch's meta device, which needs no memory for weights. Building stops at the limits.
     """
     import torch
     from torch.nn.modules import module as hooks
@@ -81,14 +81,14 @@ def check_size(config: Any, state_bytes: int, tensors: int) -> None:
 
     def count(owner: Any, name: str, part: Any) -> None:
         nonlocal size, parts
-        if threading.get_ident() != thread:  # somebody else builds a model of their own
+        if threading.get_ident() != thread:  # another thread builds another model
             return
         parts += 1
         if isinstance(part, torch.Tensor):
             size += part.numel() * part.element_size()
         if size > most_bytes or parts > most_parts:
             raise EngineError(
-                f"the chain's config.json describes a model that is much larger than the chain's weights, which have {state_bytes:,} bytes "
+                f"the chain's config.json describes a model that is much larger than the chain's weights, which are {state_bytes:,} bytes "
                 f"in {tensors:,} tensors. Publish the config.json that belongs to the weights."
             )
 
@@ -105,7 +105,7 @@ def check_size(config: Any, state_bytes: int, tensors: int) -> None:
 
 
 def stop_tokens(folder: Path, config: Any) -> set[int]:
-    """Return the tokens that end a completion, by a config and the generation_config.json beside it. Raises `EngineError`."""
+    """Return the tokens that end a completion, from a config and generation_config.json. Raises `EngineError`."""
     from transformers import GenerationConfig
 
     found = _token_ids(config)
@@ -119,17 +119,17 @@ def stop_tokens(folder: Path, config: Any) -> set[int]:
 
 
 def _check_layers(folder: Path) -> None:
-    """Raise `EngineError` if config.json claims absurdly many layers: transformers makes lists of that length on reading it."""
+    """Raise `EngineError` if config.json claims too many layers, because transformers builds lists of that length when it reads it."""
     try:
         parts = [json.loads((folder / "config.json").read_bytes())]
     except (OSError, ValueError, RecursionError):
-        return  # transformers says what is wrong with it
+        return  # transformers reports what is wrong
     while parts:
         part = parts.pop()
         if isinstance(part, dict):
             for name, value in part.items():
                 if "layer" in name and isinstance(value, (int, float)) and value > _MOST_LAYERS:
-                    raise EngineError(f"the chain's config.json says {name}={value}; at most {_MOST_LAYERS:,} layers are built here.")
+                    raise EngineError(f"the chain's config.json has {name}={value}; at most {_MOST_LAYERS:,} layers are allowed.")
         if isinstance(part, (dict, list)):
             parts.extend(part.values() if isinstance(part, dict) else part)
 
@@ -143,11 +143,11 @@ def _token_ids(config: Any) -> set[int]:
 
 
 def _unknown_model(error: Exception) -> EngineError:
-    return _refusal("config.json", f"the chain's config.json makes no causal language model: {error}.", error)
+    return _refusal("config.json", f"the chain's config.json does not describe a causal language model: {error}.", error)
 
 
 def _refusal(what: str, message: str, error: Exception) -> EngineError:
-    if "trust_remote_code" in str(error):  # transformers' advice is to set it, which would run the bucket's code
-        message = f"the chain's {what} needs Python code that comes with it, and such code is never run here."
+    if "trust_remote_code" in str(error):  # transformers advises to set it, which would run code from the bucket
+        message = f"the chain's {what} needs Python code that comes with it, and deltawire never runs such code."
         return EngineError(f"{message} Publish a model that transformers itself has a class for.")
     return EngineError(message)

@@ -1,4 +1,4 @@
-"""Rows of a dataset as token ids, and token ids as what rewards see: TRL's convention, with the chain's own tokenizer."""
+"""Turns rows of a dataset into token ids, and token ids into what reward functions get: TRL's convention, with the chain's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from .pretrained import load_tokenizer
 
 
 class Prompts:
-    """What a tokenizer is needed for. `tokenizer` is one of transformers.
+    """Encodes prompts and decodes completions.
 
-    A row's prompt is text, or a list of messages that the tokenizer's chat template is applied to; or a list of token ids as it is.
+    The prompt of a row is a text, a list of messages for the tokenizer's chat template, or a list of token ids, which is used unchanged.
+
+    Parameters
+    ----------
+    tokenizer
+        A tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -23,16 +28,16 @@ class Prompts:
 
     @classmethod
     def of(cls, files: ModelFiles) -> Prompts:
-        """Use the tokenizer that is published beside the weights. Raises `EngineError` if there is none."""
+        """Use the tokenizer among the attachments. Raises `EngineError` if there is none."""
         with tempfile.TemporaryDirectory(prefix="deltawire-tokenizer-") as folder:
             return cls(load_tokenizer(files.write(Path(folder))))
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """Token ids of the rows' prompts. `EngineError` for a row without one."""
+        """Return the token ids of each row's prompt. Raises `EngineError` for a row without a prompt."""
         return [self._ids(row) for row in rows]
 
     def decode(self, rows: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]) -> list[Any]:
-        """Completions as rewards see them: text, or for prompts of messages the assistant's message in a list."""
+        """Return completions as reward functions get them: a text, or a list with the assistant's message if the prompt has messages."""
         texts = self.tokenizer.batch_decode([list(map(int, each)) for each in tokens], skip_special_tokens=True)
         return [
             [{"role": "assistant", "content": text}] if _is_conversation(row["prompt"]) else text
@@ -48,7 +53,7 @@ class Prompts:
         elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
             ids = prompt
         else:
-            raise EngineError(f"a row has no prompt of text, messages or token ids, but {prompt!r:.80}.")
+            raise EngineError(f"the prompt of a row must be a text, messages or token ids, not {prompt!r:.80}.")
         if not len(ids):
             raise EngineError(f"the prompt {prompt!r:.80} has no tokens.")
         return [int(token) for token in ids]

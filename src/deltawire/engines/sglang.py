@@ -1,8 +1,8 @@
-"""SGLang, by its HTTP routes: pause, reload from a mirror directory, look at the version, continue.
+"""SGLang servers, through their HTTP routes: pause, load from a mirror directory, check the version, continue.
 
-SGLang has no build for CPUs, so this adapter was **not run against a real server**: it is tested against a recorded contract, which was
+SGLang has no build for CPUs, so this adapter **was not run against a real server**. It is tested against a recorded contract, which was
 read from SGLang's source (tests/engines/sglang_contract.json names the commit). The server must see the mirror's directory under the same
-path, and calls its model by the path that it has loaded last.
+path. It names its model after the path that it has loaded last.
 """
 
 from __future__ import annotations
@@ -19,10 +19,28 @@ from .http_session import NoAnswer, http_session
 
 
 class SglangEngine(DiskEngine):
-    """A running SGLang server. Versions are told apart by its `weight_version`, which is set to the sequence number.
+    """A running SGLang server. Its `weight_version` is set to the number of the commit that it has loaded.
 
-    With `KvCache.KEEP` requests in flight stay where they are and go on with their caches; with `DROP` they go back to the queue and are
-    computed anew. `api_key` and `admin_api_key` are the server's, if it has them. A reload may take up to `timeout` seconds.
+    With `KvCache.KEEP`, requests in progress continue with their caches. With `DROP`, they go back to the queue and are computed again.
+
+    Parameters
+    ----------
+    url
+        The address of the server.
+    mirror
+        The directory of the mirror, which the server must see under the same path.
+    api_key
+        The server's key, if it has one.
+    admin_api_key
+        The server's key for administrators, if it has one. None means `api_key`.
+    timeout
+        Seconds that loading a version may take.
+    loaded
+        The version that the server was started with, if it was loaded from the mirror.
+    threads
+        Number of threads for updating the mirror. None means one per core.
+    name
+        The name of the engine in messages and events.
     """
 
     def __init__(
@@ -63,7 +81,7 @@ class SglangEngine(DiskEngine):
                 "model_path": str(path.resolve()),
                 "weight_version": str(version.seq),
                 "flush_cache": self._kv_cache is KvCache.DROP,
-                "keep_pause": True,  # as it is anyway where a server that is paused is updated
+                "keep_pause": True,
             },
         )
         if not answer.get("success"):
@@ -72,10 +90,10 @@ class SglangEngine(DiskEngine):
     def _check(self, version: Version) -> None:
         found = self._call("/model_info").get("weight_version")
         if found != str(version.seq):
-            raise EngineError(f"{self.name} says that it has commit {found}, not {version.seq}.")
+            raise EngineError(f"{self.name} reports that it has commit {found}, not {version.seq}.")
 
     def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        key = self._user_key if body is None else self._admin_key  # what changes the server is the administrator's
+        key = self._user_key if body is None else self._admin_key  # changing the server needs the administrator's key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             with http_session(self._url) as session:
@@ -87,5 +105,5 @@ class SglangEngine(DiskEngine):
         try:
             found = json.loads(answer.content)
         except ValueError:
-            return {}  # some routes answer in words
+            return {}  # some routes answer with plain text
         return found if isinstance(found, dict) else {}
