@@ -1,6 +1,6 @@
-"""What every store promises: a flat map from keys to immutable bytes, with create-if-absent.
+"""The interface of every store: a flat map from keys to immutable bytes, with create-if-absent.
 
-`deltawire.testing.StoreConformance` holds each promise as a test. Nothing here knows about chains.
+`deltawire.testing.StoreConformance` tests each promise. Nothing in this module knows about chains.
 """
 
 from __future__ import annotations
@@ -16,20 +16,30 @@ from ..errors import StoreError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Progress: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes moved since the call before; from several threads at once."""
+"""Called with the number of bytes moved since its last call, possibly from several threads at once."""
 
 MAX_CREATE_BYTES = 64 * 1024
-"""The largest object that `put_if_absent` takes. Records are small, so one request always holds a whole one."""
+"""The largest object that `put_if_absent` accepts. Records are small, so one request always holds a whole record."""
 
-# A part begins with no dot: hidden names belong to the local store itself, and '.' and '..' are excluded with them. The alphabet is one
-# that no store, proxy or file system escapes or folds. Lengths are what S3 (1024 with the prefix) and file systems (255 a part) carry.
+# No part of a key begins with a dot: hidden names belong to the local store, and this also excludes '.' and '..'. No store, proxy or
+# file system escapes or folds these characters. The lengths fit S3 (1024 with the prefix) and file systems (255 for each part).
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}(?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199})*")
 MAX_KEY = 512
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object as the store describes it; `modified` is aware and by the store's clock, never this machine's."""
+    """Describes an object in a store.
+
+    Parameters
+    ----------
+    key
+        The object's key.
+    size
+        Its size in bytes.
+    modified
+        When it was last written, by the store's clock, with a time zone.
+    """
 
     key: str
     size: int
@@ -79,37 +89,70 @@ class StoreOptions:
 
 
 class Store(ABC):
-    """A place that keeps objects. Every method may be called from any thread.
+    """Keeps objects under keys. Every method may be called from any thread.
 
-    Keys are relative to the store's root (see `check_key`). No object is ever seen half written: it appears whole or not at all. A key is
-    never also the folder of another. Errors are those of `deltawire.errors`; their messages name operation, key and store.
+    Keys are relative to the store's root (see `check_key`). No reader ever sees an object that is only partly written. A key is never also
+    the folder of another key. Errors are those of `deltawire.errors`; their messages name the operation, the key and the store.
     """
 
     url: str
-    """Where this is, for messages: without credentials."""
+    """The location of the store for messages, without credentials."""
 
     @abstractmethod
     def get(self, key: str, *, limit: int) -> bytes:
-        """The whole object. `ObjectMissing`; `LimitExceeded` if it is larger than `limit` bytes, of which no more than that are read."""
+        """Return the whole object. Raises `ObjectMissing`, or `LimitExceeded` if the object is larger than `limit`.
+
+        Parameters
+        ----------
+        key
+            The object's key.
+        limit
+            The largest size to accept, in bytes. At most this many bytes are read.
+        """
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
-        """Size and time of an object. `ObjectMissing`."""
+        """Return size and time of an object. Raises `ObjectMissing`.
+
+        Parameters
+        ----------
+        key
+            The object's key.
+        """
 
     @abstractmethod
     def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
-        """Fill a writable, contiguous buffer with the bytes from `offset` on, in parallel ranges where that helps.
+        """Fill a buffer with bytes of an object, in parallel ranges where that is faster.
 
-        `ObjectMissing`; `DataDamaged` if the object ends before the buffer is full. After an error the buffer's content is undefined. A
-        part that is repeated is not reported to `progress` twice.
+        Raises `ObjectMissing`, or `DataDamaged` if the object ends before the buffer is full. After an error the content of the buffer is
+        undefined.
+
+        Parameters
+        ----------
+        key
+            The object's key.
+        buffer
+            A writable, contiguous buffer.
+        offset
+            The position of the first byte to read.
+        progress
+            Called with the number of bytes read. Bytes that are read again after a failure are reported once.
         """
 
     @abstractmethod
     def put_if_absent(self, key: str, data: bytes) -> None:
-        """Create an object of at most 64 KiB, unless there is one: of any number of racing callers exactly one succeeds.
+        """Create an object of at most 64 KiB unless its key is taken. If several callers race, exactly one succeeds.
 
-        `ObjectExists`: somebody's object is there, perhaps our own after a retry on the way: read it back and look. `OutcomeUnknown`: it
-        may or may not be there. Never repeated in here after such a failure: only the caller can tell its own object from another's.
+        Raises `ObjectExists` if the key is taken, perhaps by this caller's own object after a retry: read it back to find out. Raises
+        `OutcomeUnknown` if the object may or may not exist. After such an error the store does not try again, because only the caller can
+        recognise its own object.
+
+        Parameters
+        ----------
+        key
+            The object's key.
+        data
+            The bytes of the object.
         """
 
     @abstractmethod
@@ -122,30 +165,54 @@ class Store(ABC):
         progress: Progress | None = None,
         durable: bool = True,
     ) -> None:
-        """Write an object of any size, replacing one that is there. Repeats what fails; large data go in parallel parts.
+        """Write an object of any size, and replace an existing one. Failed requests are repeated; large data are sent in parallel pieces.
 
-        An iterable is read once, from another thread perhaps, and only a few parts ahead; its pieces must not change after they were
-        given. If `size` is given and the data are of another, `StoreError`, and no object appears. After an error the object is the old
-        one, or the new one, whole. Without `durable` a power failure soon after may lose the object or leave any bytes in its place: for
-        hints, where a store that would have to wait for a disk need not.
+        After an error the store holds the old object or the complete new one.
+
+        Parameters
+        ----------
+        key
+            The object's key.
+        data
+            The bytes, or an iterable of buffers. An iterable is read once, possibly from another thread and a few pieces ahead. Its buffers
+            must not change after they were yielded.
+        size
+            The size of the data, if known. If the data have another size, `StoreError` is raised and no object appears.
+        progress
+            Called with the number of bytes sent.
+        durable
+            Whether the object must survive a power failure. Set it to False for hints, so that a local store does not wait for the disk.
         """
 
     @abstractmethod
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-        """Objects in the folder `prefix` ("" or ending in "/") and below, ascending by key; only keys above `after`, which need not exist.
+        """Yield the objects in a folder and below it, ascending by key.
 
-        Fetched page by page as the iterator is driven. Stores disagree about the order of a folder "x/" and its siblings "x-…" and "x.…",
-        so no such names are used together. What is written or deleted meanwhile may or may not be seen. Names that are no keys are
-        skipped: they are somebody else's.
+        Pages are fetched as the iterator advances. Objects that are written or deleted meanwhile may or may not appear. Names that are not
+        valid keys belong to other programs and are skipped. Stores disagree about the order of a folder "x/" and its siblings "x-…" and
+        "x.…", so deltawire never uses such names together.
+
+        Parameters
+        ----------
+        prefix
+            The folder: "" or a path that ends in "/".
+        after
+            Yield only keys above this one, which need not exist.
         """
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; that one is missing is fine. After an error some are deleted."""
+        """Delete objects. Missing objects are no error. After an error some of them are deleted.
+
+        Parameters
+        ----------
+        keys
+            The keys of the objects.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of threads and connections. May be called twice; nothing else may be called after."""
+        """Release threads and connections. May be called twice; no other method may be called afterwards."""
 
     def __enter__(self) -> Store:
         return self
@@ -155,12 +222,18 @@ class Store(ABC):
 
 
 def is_key(key: str) -> bool:
-    """Whether a string can name an object: parts of letters, digits, '.', '_' and '-' that do not begin with a dot, joined by '/'."""
+    """Tell whether a string can name an object: parts of letters, digits, '.', '_' and '-' that do not begin with a dot, joined by '/'."""
     return len(key) <= MAX_KEY and _KEY.fullmatch(key) is not None
 
 
 def check_key(key: str) -> str:
-    """The key itself, or `StoreError` if it cannot name an object. Every store calls this first, so no key escapes its root."""
+    """Return the key, or raise `StoreError` if it cannot name an object. Every store calls this first, so no key leaves its root.
+
+    Parameters
+    ----------
+    key
+        The key to check.
+    """
     if not is_key(key):
         raise StoreError(
             f"{key!r} cannot name an object: use letters, digits, '.', '_' and '-' in parts joined by '/', none hidden or empty."
@@ -169,21 +242,21 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix itself, or `StoreError` if it is neither "" nor a folder with its closing slash (stores disagree about anything else)."""
+    """Return the prefix, or raise `StoreError` unless it is "" or a folder with its closing slash. Stores disagree about other prefixes."""
     if prefix and not (prefix.endswith("/") and is_key(prefix[:-1])):
         raise StoreError(f"{prefix!r} cannot be listed: a prefix is empty, or a folder that ends in '/'.")
     return prefix
 
 
 def check_create(key: str, data: bytes) -> None:
-    """`StoreError` unless these may be given to `put_if_absent`."""
+    """Raise `StoreError` unless `put_if_absent` accepts this key and these bytes."""
     check_key(key)
     if len(data) > MAX_CREATE_BYTES:
         raise StoreError(f"create of {key!r} was given {len(data)} bytes; at most {MAX_CREATE_BYTES} can be created if absent.")
 
 
 def as_pieces(data: Buffer | Iterable[Buffer]) -> tuple[memoryview | None, Iterator[memoryview]]:
-    """Flat views of the data, piece by piece; and the one view, if the data are a single buffer and can therefore be sent again."""
+    """Return a flat view of the data if they are one buffer, which can be sent again, and an iterator over flat views of all pieces."""
     if isinstance(data, (bytes, bytearray, memoryview)):
         view = memoryview(data).cast("B")
         return view, iter([view])
@@ -191,5 +264,5 @@ def as_pieces(data: Buffer | Iterable[Buffer]) -> tuple[memoryview | None, Itera
 
 
 def failure(operation: str, key: str, url: str, why: str) -> str:
-    """The one form of a store's error message."""
+    """Return the text of a store's error message. All stores use this form."""
     return f"{operation} of {key!r} in {url} failed: {why}"

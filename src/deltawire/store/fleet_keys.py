@@ -1,4 +1,4 @@
-"""The names of the fleet's objects, beside those of the chain: every key is built and taken apart here (docs/protocol.md §10)."""
+"""The keys of a fleet's objects. Every key is built and parsed here (docs/protocol.md §10)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BOARD = "fleet/board.json"
 ROUNDS, TASKS, LEASES, ROLLOUTS = "fleet/round/", "fleet/tasks/", "fleet/lease/", "fleet/rollout/"
 ACCEPTED, BATCHES, MEMBERS = "fleet/accepted/", "fleet/batch/", "fleet/member/"
 REJECTED = "fleet/rejected/"
-"""Prefixes to list by."""
+"""Prefixes for listings."""
 
 FIRST_FREE_ATTEMPT = 16
-"""Attempts from this number on need no lease: whoever takes all leases of a task cannot keep it from being done (docs/protocol.md §10)."""
+"""Attempts from this number on need no lease, so that a member that claims all leases of a task cannot block it (docs/protocol.md §10)."""
 
 _SHORT, _HASH = r"([0-9]{10})", r"([0-9a-f]{64})"
 _ROUND = re.compile(rf"fleet/round/{_SHORT}\.json")
@@ -30,7 +30,7 @@ _MEMBER = re.compile(r"fleet/member/(.+)\.json")
 
 
 class RolloutKey(NamedTuple):
-    """What the key of a result says."""
+    """The parts of a result's key."""
 
     round: int
     task: int
@@ -44,14 +44,14 @@ class RolloutKey(NamedTuple):
 
 
 class BatchKey(NamedTuple):
-    """What the key of an acknowledgement says."""
+    """The parts of a batch's key."""
 
     epoch: int
     step: int
 
 
 class RejectedKey(NamedTuple):
-    """What the key of a rejection says. `blake3` is the hash of the record's bytes."""
+    """The parts of a rejection's key. `blake3` is the hash of the record's bytes."""
 
     epoch: int
     step: int
@@ -87,39 +87,40 @@ def rejected_key(rejected: RejectedKey) -> str:
 
 
 def member_key(member: str) -> str:
-    """Raises ValueError for a name that no member can have: the rules are those of readers' names."""
+    """Return the key of a member's heartbeat. Raises ValueError for a name that members cannot have; the rules are those of readers' names."""
     if not is_reader_name(member):
         raise ValueError(f"{member!r} cannot name a member: letters, digits, '.', '_', '-', at most 64, no leading dot")
     return f"{MEMBERS}{member}.json"
 
 
 def first_key_of(prefix: str, number: int) -> str:
-    """A string below all keys of this round and the later ones in one of the folders that are ordered by round, above all earlier ones.
+    """Return a string that sorts before all keys of this round and later ones, and after all keys of earlier rounds, in a folder ordered by
+    round.
 
-    It is no folder's name: some servers (SeaweedFS) list nothing of the folder that a listing is to begin after.
+    It is not the name of a folder, because some servers (SeaweedFS) list nothing of the folder that a listing starts after.
     """
     return f"{prefix}{_digits(number - 1, 10)}0" if number else f"{prefix}-"
 
 
 def keys_of_round(prefix: str, number: int) -> str:
-    """The prefix of all keys of this round in one of the folders that are ordered by round."""
+    """Return the prefix of all keys of this round in a folder that is ordered by round."""
     return f"{prefix}{_digits(number, 10)}/"
 
 
 def parse_round_key(key: str) -> int | None:
-    """The number in a round's key; None for any other key. So too the other `parse_` functions."""
+    """Return the number in a round's key, or None for any other key. The other `parse_` functions work alike."""
     found = _ROUND.fullmatch(key)
     return int(found[1]) if found else None
 
 
 def parse_tasks_key(key: str) -> tuple[int, str] | None:
-    """(round, blake3)."""
+    """Return (round, blake3)."""
     found = _TASKS.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
 
 
 def parse_accepted_key(key: str) -> tuple[int, str] | None:
-    """(round, blake3)."""
+    """Return (round, blake3)."""
     found = _ACCEPTED.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
 

@@ -1,4 +1,4 @@
-"""The names of objects in a chain's location: every key is built and taken apart here (docs/protocol.md §1)."""
+"""The keys of a chain's objects. Every key is built and parsed here (docs/protocol.md §1)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RUN = "run.json"
 HEAD = "HEAD"
 EPOCHS, COMMITS, ANCHORS, SKIPS, DATA, MARKS, PINS, PROBES = "epoch/", "commit/", "anchor/", "skip/", "data/", "gc/", "pin/", "probe/"
 REPORTS = "report/"
-"""Prefixes to list by."""
+"""Prefixes for listings."""
 
 _SHORT, _LONG = r"([0-9]{10})", r"([0-9]{20})"
 _EPOCH = re.compile(rf"epoch/{_SHORT}\.json")
@@ -26,7 +26,7 @@ _REPORT = re.compile(r"report/(.+)\.json")
 
 
 class DataKey(NamedTuple):
-    """What a data key says."""
+    """The parts of a data object's key."""
 
     epoch: int
     seq: int
@@ -55,12 +55,12 @@ def mark_key(mark: int) -> str:
 
 
 def pin_key(reader: str) -> str:
-    """Raises ValueError for a name that is not of the form that pins have."""
+    """Return the key of a reader's pin. Raises ValueError for a name that readers cannot have."""
     return f"{PINS}{_reader(reader)}.json"
 
 
 def report_key(reader: str) -> str:
-    """Raises ValueError as `pin_key` does."""
+    """Return the key of a reader's report. Raises ValueError for a name that readers cannot have."""
     return f"{REPORTS}{_reader(reader)}.json"
 
 
@@ -69,12 +69,12 @@ def probe_key(nonce: str) -> str:
 
 
 def data_key(epoch: int, seq: int, blake3: str, suffix: str) -> str:
-    """Where a writer of `epoch` that aims at slot `seq` puts an object with this hash; `suffix` is "safetensors" or "file"."""
+    """Return the key under which a writer of `epoch` stores an object for slot `seq`. `suffix` is "safetensors" or "file"."""
     return check_data_key(f"{DATA}{_digits(epoch, 10)}/{_digits(seq, 20)}/{blake3}.{suffix}")
 
 
 def parse_epoch_key(key: str) -> int | None:
-    """The number in an epoch's key; None for any other key. So too the other `parse_` functions."""
+    """Return the number in an epoch's key, or None for any other key. The other `parse_` functions work alike."""
     return _number(_EPOCH, key)
 
 
@@ -91,7 +91,7 @@ def parse_mark_key(key: str) -> int | None:
 
 
 def parse_skip_key(key: str) -> tuple[int, int] | None:
-    """(seq, base). None also where the base is not before seq: no writer makes such a key, and nobody can use what lies there."""
+    """Return (seq, base). Also returns None if the base is not below seq: no writer makes such a key, and readers cannot use it."""
     found = _SKIP.fullmatch(key)
     return (int(found[1]), int(found[2])) if found and found[2] < found[1] else None
 
@@ -112,7 +112,7 @@ def parse_data_key(key: str) -> DataKey | None:
 
 
 def check_data_key(key: str) -> str:
-    """The key, if it is a data object's; else `CorruptRecord`. What a record names is read and deleted only after this."""
+    """Return the key of a data object, or raise `CorruptRecord`. Objects that a record names are read and deleted only after this check."""
     if not is_data_key(key):
         raise CorruptRecord(f"{key!r} is not the key of a data object.")
     return key

@@ -1,10 +1,9 @@
 """A directory as a store, safe against crashes of the writer and of the machine.
 
-An object is written to a temporary file under a hidden folder, flushed to disk, then linked to its name (create if absent: linking fails
-if the name exists) or renamed over it, and its directory is flushed, and those above it that this process has not flushed since they were
-made. So a name appears with all its bytes or not at all, and what was acknowledged survives a power failure. A writer that dies leaves at
-most an empty folder, which harms nobody, and a temporary file, which the next writer removes: whoever writes one holds a lock on it, and
-the lock dies with the process.
+An object is written to a temporary file in a hidden folder and flushed to disk. Then it is linked to its name (create if absent: linking
+fails if the name exists) or renamed over it. Then its directory is flushed, and those above it that this process has not flushed since they
+were made. So a name appears with all its bytes or not at all, and acknowledged writes survive a power failure. A writer that dies leaves at
+most an empty folder, which is harmless, and a temporary file, which the next writer removes (see `staging`).
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from .base import MAX_KEY, Buffer, ObjectInfo, Progress, Store, as_pieces, check
 from .staging import Staging, sync_file, sync_folder
 
 _CHUNK = 32 * 1024 * 1024  # bytes per system call: large enough for full speed, small enough for `progress` to mean something
-_ATTEMPTS = 16  # to find the folder there still when the object is placed; each failure is a lost race against a deleter
+_ATTEMPTS = 16  # each failed attempt to name an object is a lost race against a deleter that removed its empty folder
 
-_REMEMBERED = 4096  # folders that need not be flushed again; each version has one of its own
+_REMEMBERED = 4096  # most folders remembered as flushed; each version has its own folder
 
 _KINDS: dict[type[StoreError], set[int]] = {
     StoreFull: {errno.ENOSPC, errno.EDQUOT},
@@ -46,17 +45,21 @@ _KINDS: dict[type[StoreError], set[int]] = {
     StoreUnavailable: {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EMFILE, errno.ENFILE, errno.ENOMEM},
 }
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-_NEVER_WAIT = os.O_NONBLOCK | os.O_NOCTTY  # for a pipe without a writer, or a device
+_NEVER_WAIT = os.O_NONBLOCK | os.O_NOCTTY  # opening a pipe without a writer, or a device, must not block
 _LATEST = 32_503_680_000.0  # the year 3000
-_MOST_LINKS = 4  # to folders, one inside the other
+_MOST_LINKS = 4  # most links to folders that are followed on one path
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class LocalStore(Store):
-    """The objects under a directory, which is created by the first write. Several processes may share it, on one machine or by a network
-    mount.
+    """Stores objects in a directory, which the first write creates. Several processes may share it, on one machine or over a network mount.
 
-    The file system must have hard links and honest fsync; `probe` finds out about the first.
+    The file system must support hard links (`probe` checks this) and an fsync that really flushes.
+
+    Parameters
+    ----------
+    root
+        The directory.
     """
 
     def __init__(self, root: Path | str) -> None:
@@ -66,12 +69,12 @@ class LocalStore(Store):
         self.url = self.root.as_uri()
         self._staging = Staging(self.root / ".deltawire-tmp")
         self._durable: dict[Path, int] = {}
-        """Folders, by inode, whose own names were flushed from here."""
+        """Folders, by inode, whose names this store has flushed."""
         self._unflushed: set[str] = set()
-        """Keys that were created, or found to exist, but could not be flushed."""
+        """Keys that were created or found to exist, but could not be flushed."""
 
     def get(self, key: str, *, limit: int) -> bytes:
-        if key in self._unflushed:  # whoever reads back what a creation came to takes what is read for durable
+        if key in self._unflushed:  # a caller that reads its creation back takes it for durable
             with self._reporting("get", key):
                 self._sync_upwards(self._path(key).parent)
             self._unflushed.discard(key)
@@ -91,7 +94,7 @@ class LocalStore(Store):
     def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
         target = buffer.cast("B")
         with self._reading("read", key) as (file, size):
-            # Asked first: a reader of a truncated file should not wait for gigabytes before it hears of it.
+            # The size is checked first, so that a truncated file is reported before gigabytes are read.
             if size < offset + len(target) or _fill(file, target, offset, progress) < len(target):
                 raise DataDamaged(failure("read", key, self.url, f"it ends at byte {size}, before {offset + len(target)}."))
 
@@ -102,7 +105,7 @@ class LocalStore(Store):
         with self._staged("create", key, [memoryview(data)], None, None) as temporary, self._reporting("create", key):
             try:
                 self._place("create", key, path, lambda: os.link(temporary, path))
-            except ObjectExists as error:  # flushed all the same: it may be our own, or that of a writer who died before he could
+            except ObjectExists as error:  # flush it nevertheless: its writer may have died before flushing
                 exists = error
         try:
             self._sync_upwards(path.parent)
@@ -139,14 +142,16 @@ class LocalStore(Store):
             self._prune(path.parent)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the store holds no resources."""
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)
 
     @contextlib.contextmanager
     def _reading(self, operation: str, key: str) -> Iterator[tuple[int, int]]:
-        """The opened object and its size. What is renamed over it meanwhile does not disturb: the open file stays the old one."""
+        """Open an object. Yields its descriptor and size. A file that is renamed over it meanwhile does not matter: the open file stays the
+        old one.
+        """
         path = self._path(key)
         with self._reporting(operation, key):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _NEVER_WAIT)
@@ -159,7 +164,9 @@ class LocalStore(Store):
     def _staged(
         self, operation: str, key: str, pieces: Iterable[memoryview], size: int | None, progress: Progress | None, durable: bool = True
     ) -> Iterator[Path]:
-        """A temporary file with the data, on disk if `durable`. An error of the data's own iterator passes through, and nothing is left."""
+        """Write the data to a temporary file and yield its path. The file is on disk if `durable`. Errors of the data's iterator pass
+        through.
+        """
         with contextlib.ExitStack() as stack:
             with self._reporting(operation, key):
                 file, path = stack.enter_context(self._staging.file())
@@ -200,12 +207,14 @@ class LocalStore(Store):
         raise OSError(errno.ESTALE, "its folder, or the temporary file, keeps vanishing")
 
     def _sync_upwards(self, folder: Path) -> None:
-        """Flush the folder, and those above it up to the first whose own name was flushed from here: that another process made one does not
-        mean that it has flushed it yet, and one that was deleted and made anew is another."""
+        """Flush a folder, and those above it up to the first whose name this store has flushed.
+
+        A folder that another process made may not be flushed yet. A folder that was deleted and made again is another folder.
+        """
         made: list[tuple[Path, int | None]] = []
         while True:
             inode: int | None = None
-            with contextlib.suppress(FileNotFoundError):  # deleted again already, and its folder with it
+            with contextlib.suppress(FileNotFoundError):  # the object and its folder were deleted meanwhile
                 sync_folder(folder)
                 inode = os.stat(folder).st_ino
             if folder == self.root or (inode is not None and self._durable.get(folder) == inode):
@@ -225,7 +234,9 @@ class LocalStore(Store):
                 folder = folder.parent
 
     def _walk(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
-        """The files below a folder, in the order of their keys. Pipes, sockets, devices, and what lies too deep for a key are left out."""
+        """Yield the files below a folder in the order of their keys. Skips pipes, sockets, devices, and files whose path is too long for a
+        key.
+        """
         open_folders = [self._entries(_Folder(prefix, frozenset()), after)]
         while open_folders:
             found = next(open_folders[-1], None)
@@ -237,14 +248,14 @@ class LocalStore(Store):
                 try:
                     facts = os.stat(self.root / found)
                 except OSError as error:
-                    if error.errno in _MISSING:  # deleted meanwhile, or a link to nowhere
+                    if error.errno in _MISSING:  # deleted meanwhile, or a broken link
                         continue
                     raise self._translated(error, "list", found) from error
                 if stat.S_ISREG(facts.st_mode):
                     yield _info(found, facts)
 
     def _entries(self, folder: _Folder, after: str | None) -> Iterator[_Folder | str]:
-        """What a folder holds, in order: folders, and the keys of files."""
+        """Return the content of a folder in order: folders, and the keys of files."""
         found: list[tuple[str, _Folder | str]] = []
         try:
             with os.scandir(self.root / folder.key) as entries:
@@ -259,7 +270,7 @@ class LocalStore(Store):
                     key += "/"  # a folder sorts as its name with the slash, or "a-b" would come after "a/b"
                     within = folder.links | ({_inode(entry)} if entry.is_symlink() else set())
                     if entry.is_symlink() and (_inode(entry) in folder.links or len(within) > _MOST_LINKS):
-                        continue  # a link that leads in a circle
+                        continue  # a cycle of links
                     if after is None or key > after or after.startswith(key):
                         found.append((f"{entry.name}/", _Folder(key, within)))
         except OSError as error:
@@ -270,7 +281,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def _reporting(self, operation: str, key: str) -> Iterator[None]:
-        """Errors of the operating system, as errors of a store."""
+        """Turn errors of the operating system into errors of a store."""
         try:
             yield
         except OSError as error:
@@ -287,7 +298,7 @@ class LocalStore(Store):
         return DataDamaged(failure(operation, key, self.url, "it is a pipe, a socket or a device, not a file."))
 
     def _translated(self, error: OSError, operation: str, key: str) -> DeltawireError:
-        if error.errno == errno.ENXIO and operation in {"get", "read"}:  # what opening a socket gives
+        if error.errno == errno.ENXIO and operation in {"get", "read"}:  # opening a socket raises this
             return self._no_file(operation, key)
         if error.errno in _MISSING and operation in {"get", "head", "read"}:
             return ObjectMissing(failure(operation, key, self.url, "there is no such object."))
@@ -296,7 +307,7 @@ class LocalStore(Store):
 
 
 def _fill(file: int, target: memoryview, offset: int, progress: Progress | None) -> int:
-    """Read into the whole target, as far as the file goes; how many bytes came."""
+    """Read into the target as far as the file goes. Returns the number of bytes read."""
     done = 0
     while done < len(target):
         count = os.preadv(file, [target[done : done + _CHUNK]], offset + done)
@@ -314,7 +325,7 @@ def _write(file: int, data: memoryview) -> None:
 
 
 def _info(key: str, found: os.stat_result) -> ObjectInfo:
-    """Times that no calendar has are brought to its nearest end; grace periods and lives of pins can be added to what comes out."""
+    """Return the facts about a file. Times outside the calendar are moved to its nearest end, so that periods can be added to them."""
     seconds = min(max(found.st_mtime, 0.0), _LATEST)
     return ObjectInfo(key, found.st_size, datetime.fromtimestamp(seconds, timezone.utc))
 
@@ -322,7 +333,7 @@ def _info(key: str, found: os.stat_result) -> ObjectInfo:
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself, for one
+    except OSError:  # for example a link to itself
         return False
 
 
@@ -333,7 +344,7 @@ def _inode(entry: os.DirEntry[str]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """A folder by its key, which ends with a slash, and the folders to which links led on the way there."""
+    """A folder by its key, which ends in a slash, and the folders that links on the path to it lead to."""
 
     key: str
     links: frozenset[tuple[int, int]]

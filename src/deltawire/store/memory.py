@@ -1,4 +1,4 @@
-"""A store in this process's memory: for tests, demonstrations, and a publisher and subscriber that share a process."""
+"""A store in the memory of this process, for tests, demonstrations, and a publisher and subscriber in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base import Buffer, ObjectInfo, Progress, Store, as_pieces, check_create, 
 
 
 class MemoryStore(Store):
-    """Objects in a dictionary. Gone with the process."""
+    """Keeps objects in a dictionary. They are lost when the process ends."""
 
     def __init__(self, name: str = "unnamed") -> None:
         self.url = f"memory://{name}"
@@ -76,7 +76,7 @@ class MemoryStore(Store):
                 self._objects.pop(key, None)
 
     def close(self) -> None:
-        """Nothing is held but the objects, which stay: others may have opened the same name."""
+        """Do nothing. The objects stay, because other code may have opened the same name."""
 
     def _find(self, operation: str, key: str) -> tuple[bytes, datetime]:
         check_key(key)

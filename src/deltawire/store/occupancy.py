@@ -1,4 +1,4 @@
-"""What a place holds before it is used: a chain, other files, or nothing."""
+"""Find out what a location holds before it is used: a chain, other files, or nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from .base import Store
 from .fleet_keys import FLEET
 
 _LOOKED_AT = 1000
+"""Most objects that are looked at."""
 _MAX_RUN_BYTES = 1 << 16
 _OWN = (keys.EPOCHS, keys.COMMITS, keys.ANCHORS, keys.SKIPS, keys.DATA, keys.MARKS, keys.PINS, keys.PROBES, keys.REPORTS, FLEET)
 
 
 def refuse_occupied(store: Store) -> None:
-    """Raise `LocationOccupied` if the store holds objects but no chain. Call it before the first write: nothing is written here.
+    """Raise `LocationOccupied` if the store holds objects but no chain. Call it before the first write.
 
-    It protects against swapped arguments, which would put a chain into a directory of weights or of somebody's source code.
+    It protects against swapped arguments, which would put a chain into a directory of weights or source code.
     """
     try:
         store.head(keys.RUN)
@@ -33,9 +34,9 @@ def refuse_occupied(store: Store) -> None:
 
 
 def is_chain_directory(path: Path) -> bool:
-    """Return whether a directory holds a chain of versions. False if it cannot be read."""
+    """Return whether a directory holds a chain of versions. Returns False if it cannot be read."""
     try:
-        if not (path / keys.RUN).is_file():  # a pipe would keep us waiting
+        if not (path / keys.RUN).is_file():  # reading a pipe would block
             return False
         with (path / keys.RUN).open("rb") as file:
             record = json.loads(file.read(_MAX_RUN_BYTES))
@@ -45,9 +46,9 @@ def is_chain_directory(path: Path) -> bool:
 
 
 def misplaced(path: Path) -> str | None:
-    """Return why a checkpoint or a mirror must not be written to a path, as the end of a sentence; None if nothing speaks against it.
+    """Return why a checkpoint or a mirror must not be written to a path, as the end of a sentence. Returns None if it may.
 
-    Arguments are swapped easily, and `pathlib` takes a URL for a relative path.
+    Users swap arguments easily, and `pathlib` accepts a URL as a relative path.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
         return "is a URL, where a directory of this machine must be named"

@@ -1,4 +1,4 @@
-"""Finding out, before anything is published, whether a store keeps the promises that the protocol is built on."""
+"""Find out whether a store keeps the promises that the protocol needs, before anything is published."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ _SIZE = 4096
 
 
 def probe(store: Store) -> None:
-    """Create an object twice under one new name, read it back whole and in part, list it, delete it (docs/protocol.md §8).
+    """Create an object twice under a new key, read it completely and in part, list it, and delete it (docs/protocol.md §8).
 
-    `StoreUnsuitable` if the second creation succeeds or changes anything (some S3 servers accept `If-None-Match` and ignore it: two
-    publishers would overwrite each other's commits), or if ranges or listings are wrong. Leaves nothing behind unless deletion
-    fails. Other `StoreError`s say that the question could not be asked.
+    Raises `StoreUnsuitable` if the second creation succeeds or changes anything, or if ranges or listings are wrong. (Some S3 servers
+    accept `If-None-Match` and ignore it, so that two publishers would overwrite each other's commits.) Any other `StoreError` means that
+    the check could not be made. The probe leaves nothing behind unless the deletion fails.
+
+    Parameters
+    ----------
+    store
+        The store to check.
     """
     key = probe_key(secrets.token_hex(16))
     first, second = secrets.token_bytes(_SIZE), secrets.token_bytes(_SIZE)
@@ -26,7 +31,7 @@ def probe(store: Store) -> None:
         _check_reading(store, key, first)
         _check_listing(store, key)
     finally:
-        with contextlib.suppress(StoreError):  # what is left harms nobody, and not every writer may delete
+        with contextlib.suppress(StoreError):  # a leftover is harmless, and not every writer may delete
             store.delete([key])
 
 
@@ -35,7 +40,7 @@ def _check_creation(store: Store, key: str, first: bytes, second: bytes) -> None
     try:
         store.put_if_absent(key, first)
     except ObjectExists:
-        pass  # the name is new, so this can only be our own, repeated on the way: what is read back decides
+        pass  # the key is new, so this is our own object after a retry; the read below decides
     except OutcomeUnknown as error:
         doubt = error
     try:
@@ -45,7 +50,7 @@ def _check_creation(store: Store, key: str, first: bytes, second: bytes) -> None
     except OutcomeUnknown as error:
         raise StoreUnavailable(f"probe of {store.url} failed: the second creation of {key!r} had no clear outcome.") from error
     else:
-        if doubt is not None:  # then this may have been the first
+        if doubt is not None:  # the first creation may not have happened
             raise StoreUnavailable(f"probe of {store.url} failed: the creation of {key!r} had no clear outcome.") from doubt
         raise StoreUnsuitable(f"{store.url} created {key!r} twice: it ignores the condition that the name be new.")
     try:

@@ -1,6 +1,6 @@
-"""Clients for each service: where its endpoint and credentials come from, and how patient each client is.
+"""Make clients for each service: where its endpoint and credentials come from, and how long each client waits.
 
-Imports obstore, so is itself imported only when a remote store is opened.
+This module imports obstore, so it is imported only when a remote store is opened.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .remote_errors import CLIENT_ERRORS, first_sentence
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig, S3Config
 
-_SLOWEST = 256 * 1024  # bytes per second that a line must carry for an upload not to be given up
-_LONGEST_DOWNLOAD = timedelta(hours=6)  # silence ends a download long before; this only keeps the library's own 30 s away
+_SLOWEST = 256 * 1024  # an upload slower than this many bytes per second is given up
+_LONGEST_DOWNLOAD = timedelta(hours=6)  # replaces the library's limit of 30 s; a download without progress ends much earlier
 _REGION = re.compile(r"[A-Za-z0-9-]{1,63}")
 _HUGGING_FACE = "https://s3.hf.co"
 
 
 def s3_store(bucket: str, prefix: str, options: StoreOptions) -> RemoteStore:
-    """A bucket of S3, or of whatever speaks its language at `options.endpoint`, AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL.
+    """Return a store in an S3 bucket, or in a compatible service at `options.endpoint`, AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL.
 
     Credentials come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, a web identity, or the role of the container or
-    machine; AWS configuration files are not read.
+    machine. AWS configuration files are not read.
     """
     return _s3(
         bucket,
@@ -45,19 +45,21 @@ def s3_store(bucket: str, prefix: str, options: StoreOptions) -> RemoteStore:
 
 
 def hugging_face_store(owner: str, name: str, prefix: str, options: StoreOptions) -> RemoteStore:
-    """A Hugging Face bucket through its S3 gateway.
+    """Return a store in a Hugging Face bucket, through its S3 gateway.
 
-    As Hugging Face documents it (hub/storage-buckets-s3): endpoint https://s3.hf.co/OWNER, region us-east-1, the bucket in the path; an
-    access key (HFAK…) and its secret are made from a user access token in the Hub's settings, and are given here as AWS_ACCESS_KEY_ID and
-    AWS_SECRET_ACCESS_KEY. `options.endpoint` replaces https://s3.hf.co. Never tried against the real service;
-    whether it honours create-if-absent is not known here, so it is `probe` that decides whether a chain can live there.
+    Hugging Face documents it in hub/storage-buckets-s3: the endpoint is https://s3.hf.co/OWNER, the region us-east-1, and the bucket is in
+    the path. An access key (HFAK…) and its secret are made from a user access token in the Hub's settings; pass them as AWS_ACCESS_KEY_ID
+    and AWS_SECRET_ACCESS_KEY. `options.endpoint` replaces https://s3.hf.co. This was never tested against the real service. `probe` finds
+    out whether the service supports create-if-absent.
     """
     endpoint = f"{(options.endpoint or _HUGGING_FACE).rstrip('/')}/{owner}"
     return _s3(name, prefix, f"hf://buckets/{owner}/{name}", options, endpoint, region="us-east-1")
 
 
 def gcs_store(bucket: str, prefix: str, options: StoreOptions) -> RemoteStore:
-    """A bucket of Google Cloud Storage. Credentials come from GOOGLE_* variables, application-default credentials, or the machine's."""
+    """Return a store in a Google Cloud Storage bucket. Credentials come from GOOGLE_* variables, application-default credentials, or the
+    machine.
+    """
     config: GCSConfig = {}
     if options.endpoint:
         config["base_url"] = options.endpoint
@@ -69,8 +71,11 @@ def gcs_store(bucket: str, prefix: str, options: StoreOptions) -> RemoteStore:
 
 
 def azure_store(container: str, prefix: str, options: StoreOptions) -> RemoteStore:
-    """A container of Azure Blob Storage. Account and credentials come from AZURE_STORAGE_* variables; with AZURE_STORAGE_USE_EMULATOR
-    from the emulator's well-known ones, at AZURITE_BLOB_STORAGE_URL."""
+    """Return a store in an Azure Blob Storage container.
+
+    Account and credentials come from AZURE_STORAGE_* variables. With AZURE_STORAGE_USE_EMULATOR they are the emulator's well-known ones, at
+    AZURITE_BLOB_STORAGE_URL.
+    """
     config: AzureConfig = {}
     endpoint = options.endpoint or _environment("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURITE_BLOB_STORAGE_URL")
     if options.endpoint:
@@ -88,7 +93,7 @@ def _s3(bucket: str, prefix: str, url: str, options: StoreOptions, endpoint: str
         config["endpoint"] = endpoint
     region = options.region or region or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
     if region:
-        if not _REGION.fullmatch(region):  # it becomes part of a host's name, over which the client library would panic
+        if not _REGION.fullmatch(region):  # it becomes part of a host name, and the client library panics on invalid ones
             raise StoreError(f"{region!r} is no region. Look at AWS_REGION.")
         config["region"] = region
     if options.virtual_hosted is not None:
@@ -117,7 +122,7 @@ def _remote(
             multipart=client({**common, "timeout": upload}, parts),
         )
     except CLIENT_ERRORS as error:
-        # No account, a key or a file of keys that cannot be read: without the cause, whose text may hold parts of them.
+        # The account is missing, or a key cannot be read. The cause is left out because its text may hold parts of keys.
         raise StoreDenied(f"{place} cannot be opened: {first_sentence(error)}") from None
     return RemoteStore(clients, url=place, prefix=prefix, options=options, endpoint=_shown(endpoint))
 
@@ -148,13 +153,13 @@ def _without_proxy(endpoint: str | None) -> ClientConfig:
 
 
 def _shown(endpoint: str | None) -> str:
-    """The address of a server as messages may show it: without a user, a password or a path. Empty if there is none."""
+    """Return the address of a server for messages, without user, password and path. Returns "" if there is none."""
     parts = urlsplit(endpoint or "")
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc else ""
 
 
 def _scheme_and_host(endpoint: str) -> tuple[str, str]:
-    """Checked here, since the client library panics over some of what is no address."""
+    """Return scheme and host of an address. It is checked here because the client library panics on some invalid addresses."""
     try:
         parts = urlsplit(endpoint)
         scheme, host, _ = parts.scheme.lower(), parts.hostname, parts.port

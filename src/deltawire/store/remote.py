@@ -1,8 +1,8 @@
 """Stores that are reached through obstore: S3, GCS, Azure.
 
-Imports obstore, so is itself imported only when such a store is opened. Every request is sent once by the library and repeated here
-(`retry`), so that what may be repeated is decided in one place; parts of multipart uploads, which cannot be reached from here, are the
-exception.
+This module imports obstore, so it is imported only when such a store is opened. The library sends every request once, and `retry` repeats
+it here, so that one place decides what may be repeated. Pieces of multipart uploads are the exception, because only the library can repeat
+them.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _PAGE = 1000  # S3's largest page of a listing, and largest batch of a deletion
-_PIECE = 1024 * 1024  # bytes of a range that are taken over at a time: fewer cost time, more cost memory
+_PIECE = 1024 * 1024  # bytes of a range that are copied at a time: fewer cost time, more cost memory
 _MOST_PARTS = 9_000  # S3 and GCS allow 10,000
 
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """Four clients of one bucket that differ in patience (see `providers`): a request's time-out is a property of the client."""
+    """Four clients of one bucket with different time-outs (see `providers`). The time-out of a request is a property of its client."""
 
     small: ObjectStore
-    """For records, listings, deletions: bounded as a whole. Repeats nothing by itself."""
+    """For records, listings and deletions. The time of a whole request is limited. It repeats nothing by itself."""
     download: ObjectStore
-    """For objects: bounded in silence, not in length. Repeats nothing by itself."""
+    """For objects. The time without progress is limited, the total time is not. It repeats nothing by itself."""
     upload: ObjectStore
-    """For objects of one part: bounded by size. Repeats nothing by itself."""
+    """For objects that fit one request. The time is limited by the size. It repeats nothing by itself."""
     multipart: ObjectStore
-    """For objects of many parts: each bounded by size. Repeats parts by itself."""
+    """For multipart uploads. The time of each piece is limited by its size. It repeats pieces by itself."""
 
 
 class RemoteStore(Store):
-    """The objects under a prefix of a bucket."""
+    """Stores objects under a prefix of a bucket."""
 
     def __init__(
         self, clients: Clients, *, url: str, prefix: str, options: StoreOptions, retry: Retry | None = None, endpoint: str = ""
@@ -90,7 +90,7 @@ class RemoteStore(Store):
     def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
         target = buffer.cast("B")
         if not target:
-            self.head(key)  # no service has empty ranges
+            self.head(key)  # services do not support empty ranges
             return
         step = self._options.multipart_bytes
         parts = [(offset + start, target[start : start + step]) for start in range(0, len(target), step)]
@@ -105,7 +105,7 @@ class RemoteStore(Store):
         finally:
             for future in futures:
                 future.cancel()
-            wait(futures)  # those that run still write to the caller's buffer
+            wait(futures)  # running requests still write to the caller's buffer
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         check_create(key, data)
@@ -160,7 +160,7 @@ class RemoteStore(Store):
         try:
             yield
         except CLIENT_ERRORS as error:
-            # Without the cause: its text holds addresses, which may hold signatures.
+            # The cause is left out because its text holds addresses, which may hold signatures.
             raise translated(error, operation, key, self.url, self._endpoint) from None
 
     def _read_part(self, key: str, start: int, part: memoryview, progress: Progress | None) -> None:
@@ -169,7 +169,7 @@ class RemoteStore(Store):
         def attempt() -> None:
             filled = 0
             with self._translating("read", key):
-                # Piece by piece, not as a whole: what a server sends beyond what was asked for must not cost memory.
+                # Read in pieces, so that a server that sends too much does not cost memory.
                 for piece in obstore.get(self._clients.download, path, options={"range": (start, start + len(part))}).stream(_PIECE):
                     if filled + len(piece) > len(part):
                         raise DataDamaged(failure("read", key, self.url, f"more came than the {len(part)} bytes that were asked for."))
@@ -183,7 +183,7 @@ class RemoteStore(Store):
             progress(len(part))
 
     def _put_whole(self, key: str, whole: memoryview, progress: Progress | None) -> None:
-        """Data that are at hand as a whole can be sent again as a whole."""
+        """Send data that are completely in memory. After a failure all of them can be sent again."""
         path = self._path(key)
         step = self._options.multipart_bytes
 
@@ -197,7 +197,7 @@ class RemoteStore(Store):
         if len(whole) <= step:
             self._retry.call(send)
         else:
-            # Once more at most: every part was repeated already, and what is left to heal is an upload that the service has forgotten.
+            # Repeat at most once: each piece was already repeated, so only a forgotten upload is left to repair.
             replace(self._retry, retries=min(1, self._retry.retries)).call(send_parts)
         if progress is not None:
             progress(len(whole))
@@ -228,7 +228,7 @@ class RemoteStore(Store):
                         stream = iter(obstore.list(self._clients.small, folder, offset=offset, chunk_size=_PAGE))
                     return next(stream, None)
             except DeltawireError:
-                stream = None  # a stream that failed has ended: the repetition goes on behind what was seen
+                stream = None  # a failed stream has ended; the next attempt continues after the last key seen
                 raise
 
         while (page := self._retry.call(next_page)) is not None:
@@ -247,7 +247,7 @@ class RemoteStore(Store):
         except FileNotFoundError as error:
             if bucket_missing(error):
                 raise translated(error, "delete", batch[0], self.url, self._endpoint) from None
-            if len(batch) > 1:  # some services stop at an object that is missing; the others must still go
+            if len(batch) > 1:  # some services stop at a missing object, so delete the others one by one
                 for key in batch:
                     self._delete_batch([key])
         except CLIENT_ERRORS as error:
@@ -255,7 +255,7 @@ class RemoteStore(Store):
 
 
 def _take(pieces: Iterator[memoryview], size: int) -> list[memoryview]:
-    """The first pieces, until they hold `size` bytes or end."""
+    """Return the first pieces, until they hold `size` bytes or end."""
     taken, total = [], 0
     for piece in pieces:
         taken.append(piece)
@@ -266,7 +266,9 @@ def _take(pieces: Iterator[memoryview], size: int) -> list[memoryview]:
 
 
 def _counted(pieces: Iterator[memoryview], size: int | None, key: str, url: str, progress: Progress | None) -> Iterator[memoryview]:
-    """The same pieces, none of them empty. Raises at the end if there were not `size` bytes, before the upload could be completed."""
+    """Yield the same pieces without empty ones. Raises an error at the end, before the upload is completed, if they do not have `size`
+    bytes.
+    """
     total = 0
     for piece in pieces:
         if piece:

@@ -1,7 +1,7 @@
-"""What an error of the client library means.
+"""Translate errors of the client library.
 
-It says most things in prose only, so this module reads it: the HTTP status, the service's own code, and whether a connection was ever made.
-`tests/unit/store/test_remote_errors.py` holds the library to that prose with a server that fails on purpose.
+The library reports most facts only as text, so this module parses the text: the HTTP status, the service's own code, and whether a
+connection was made. `tests/unit/store/test_remote_errors.py` checks these texts with a server that fails on purpose.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _SERVICE_CODE = re.compile(r"<Code>([^<]{1,64})</Code>")
 _CONNECTION = re.compile(r"HttpError \{\s*kind: (\w+)")
 _PAST_THE_END = re.compile(r"Wanted range starting at \d+, but object was only \d+ bytes long")
 _ADDRESS = re.compile(r"https?://\S+")  # may hold a signature
-_METADATA_SERVICE = "169.254."  # where machines ask for their role's credentials; that it does not answer means that there are none
+_METADATA_SERVICE = "169.254."  # machines ask here for their role's credentials; if it does not answer, there are none
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _QUOTA = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityTooLarge"}
 
 
 def bucket_missing(error: Exception) -> bool:
-    """Whether a 404 means the bucket rather than an object in it."""
+    """Tell whether a 404 means that the bucket is missing, not just an object in it."""
     return _read(error)[1] in _NO_BUCKET
 
 
 def translated(error: Exception, operation: str, key: str, url: str, endpoint: str = "") -> DeltawireError:
-    """The error to raise for a read, or for a write that may be repeated. `endpoint` is the address of the server, if it is known."""
+    """Return the error to raise for a read, or for a write that may be repeated. `endpoint` is the server's address, if known."""
     status, code, why = _read(error, endpoint)
     kind: type[DeltawireError]
     if status == 404 or isinstance(error, FileNotFoundError):
@@ -52,7 +52,7 @@ def translated(error: Exception, operation: str, key: str, url: str, endpoint: s
         elif operation in {"get", "head", "read"}:
             kind, why = ObjectMissing, "there is no such object."
         else:
-            # A listing or a deletion of nothing succeeds, so this is the bucket; but an upload that was completed twice is forgotten, too.
+            # Listing or deleting nothing succeeds, so the bucket is missing, or the upload was completed by an earlier attempt.
             kind = StoreUnavailable if code == "NoSuchUpload" else StoreError
     elif status == 416 or _PAST_THE_END.search(str(error)):
         kind, why = DataDamaged, "it ends before the range that was asked for."
@@ -62,7 +62,9 @@ def translated(error: Exception, operation: str, key: str, url: str, endpoint: s
 
 
 def creation_failed(error: Exception, key: str, url: str, endpoint: str = "") -> StoreError:
-    """The error to raise for create-if-absent. `StoreUnavailable` only where the service surely did nothing, so that it may be repeated."""
+    """Return the error to raise for create-if-absent. It is `StoreUnavailable` only if the service did nothing for sure, so that it may be
+    repeated.
+    """
     status, code, why = _read(error, endpoint)
     kind: type[StoreError]
     if status == 412 or code == "BlobAlreadyExists" or (status is None and type(error).__name__ == "AlreadyExistsError"):
@@ -70,7 +72,7 @@ def creation_failed(error: Exception, key: str, url: str, endpoint: str = "") ->
     elif status == 404:
         kind, why = StoreError, "the bucket does not exist."
     elif status in {409, 408} or (status is not None and status >= 500 and status not in {501, 507}):
-        kind = OutcomeUnknown  # 409: S3 met another writer of the same name, and does not say who won
+        kind = OutcomeUnknown  # 409: S3 met another writer of the same key, and does not say which one succeeded
     elif status is None and _connection(error) != "Connect":
         kind = OutcomeUnknown
     elif status == 501:
@@ -95,7 +97,7 @@ def _kind(error: Exception, status: int | None, code: str | None) -> type[StoreE
 
 
 def _read(error: Exception, endpoint: str = "") -> tuple[int | None, str | None, str]:
-    """HTTP status, the service's own code, and a sentence that holds no address but `endpoint`."""
+    """Return the HTTP status, the service's own code, and a sentence without any address except `endpoint`."""
     text = str(error)
     found = _STATUS.search(text)
     status = int(found.group(1)) if found else None
@@ -117,11 +119,11 @@ def _read(error: Exception, endpoint: str = "") -> tuple[int | None, str | None,
 
 
 def first_sentence(error: Exception) -> str:
-    """What the library itself says, without addresses and without what it adds for its developers."""
+    """Return the library's own message without addresses and without details for its developers."""
     return _ADDRESS.sub("…", str(error).split("\n", 1)[0])[:300].rstrip(".") + "."
 
 
 def _connection(error: Exception) -> str | None:
-    """How the connection failed (Connect, Timeout, Request, Interrupted…), if that is what happened. After "Connect" nothing was sent."""
+    """Return how the connection failed (Connect, Timeout, Request, Interrupted…), or None if it did not. After "Connect" nothing was sent."""
     found = _CONNECTION.search(str(error))
     return found.group(1) if found else None

@@ -1,4 +1,4 @@
-"""Bounded repetition with growing, jittered pauses."""
+"""Repeat requests a limited number of times, with growing random pauses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Repeat what fails with `StoreUnavailable`, and nothing else: every other error is an answer, or a question for the caller.
+    """Repeats requests that fail with `StoreUnavailable`. Every other error is an answer, or is for the caller to handle.
 
-    The pause before repetition n is drawn from the upper half of `first` · 2ⁿ seconds, at most `longest`: clients that fail together must
-    not come back together. `on_event` gets an event "retrying" before each pause: the reason, the number of the next attempt, and how many
-    there are at most.
+    The pause before repetition n is random in the upper half of `first` · 2ⁿ seconds, at most `longest`, so that clients that fail together
+    do not come back together. An event "retrying" is sent to `on_event` before each pause, with the reason, the number of the next attempt,
+    and the largest number of attempts.
     """
 
     retries: int
@@ -31,7 +31,7 @@ class Retry:
     on_event: OnEvent | None = None
 
     def call(self, attempt: Callable[[], T]) -> T:
-        """The result of the first attempt that succeeds; the error of the last, after `retries` repetitions."""
+        """Return the result of the first attempt that succeeds, or raise the error of the last one after `retries` repetitions."""
         for repetition in range(self.retries):
             try:
                 return attempt()

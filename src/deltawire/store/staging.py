@@ -1,6 +1,7 @@
-"""Temporary files of the local store: where an object is written before it gets its name.
+"""Temporary files of the local store. An object is written to one before it gets its name.
 
-Whoever writes one holds a lock on it, and the lock dies with the process: a temporary file that can be locked has no writer and is removed.
+The writer of a temporary file holds a lock on it, and the lock ends with the process. A temporary file that can be locked has no writer and
+is removed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-_ATTEMPTS = 16  # to make a file that no cleaner takes first; each failure is a lost race, so a few always suffice
+_ATTEMPTS = 16  # each failed attempt to make a file is a lost race against a cleaner, so a few attempts suffice
 
 
 class Staging:
-    """The hidden folder `folder`, made when first needed. Thread-safe, and safe beside other processes that use the same folder."""
+    """Manages the hidden folder `folder`, which is made when it is first needed. Safe for threads and for several processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -27,7 +28,7 @@ class Staging:
 
     @contextlib.contextmanager
     def file(self) -> Iterator[tuple[int, Path]]:
-        """A new, empty file, open for writing, and its path. Afterwards the path is gone, whatever happened; link or rename it before."""
+        """Open a new, empty file for writing. Yields its descriptor and its path. The path is removed afterwards: link or rename it before."""
         self._prepare()
         file, path = self._new()
         try:
@@ -35,7 +36,7 @@ class Staging:
         finally:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-            os.close(file)  # after the unlink, for closing lets go of the lock
+            os.close(file)  # after the unlink, because closing releases the lock
 
     def _new(self) -> tuple[int, Path]:
         for _ in range(_ATTEMPTS):
@@ -47,17 +48,17 @@ class Staging:
                 continue
             if _held(file) and os.fstat(file).st_nlink > 0:
                 return file, path
-            os.close(file)  # a cleaner came between creation and lock
+            os.close(file)  # a cleaner removed it between creation and lock
         raise OSError(errno.ESTALE, "temporary files vanish as soon as they are made")
 
     def _prepare(self) -> None:
-        """Once per store: make the folder, make its path durable, and remove what dead writers left."""
+        """Make the folder once, make its path durable, and remove the files of dead writers."""
         with self._lock:
             if self._prepared:
                 return
             self._folder.mkdir(parents=True, exist_ok=True)
             for folder in self._folder.parents:
-                with contextlib.suppress(OSError):  # folders above the store may be somebody else's, and closed to us
+                with contextlib.suppress(OSError):  # folders above the store may belong to another user
                     sync_folder(folder)
             with os.scandir(self._folder) as entries:
                 for entry in entries:
@@ -85,7 +86,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def _held(file: int) -> bool:
-    """Lock a new file; false if a cleaner holds it. Where there are no locks nobody can clean either, and the file is as good as locked."""
+    """Lock a new file. Returns False if a cleaner holds it. A file system without locks has no cleaners either, so the file counts as
+    locked.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -96,7 +99,7 @@ def _held(file: int) -> bool:
 
 
 def _remove_if_abandoned(path: str) -> None:
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)  # for writing: NFS grants exclusive locks to no other
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)  # for writing, because NFS needs that for an exclusive lock
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)

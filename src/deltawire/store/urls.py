@@ -1,4 +1,4 @@
-"""From a URL to a store."""
+"""Turn a URL into a store."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _OTHER_NAMES = {
     **dict.fromkeys(("azure", "abfs", "abfss", "wasb", "wasbs", "adl"), "az"),
     "huggingface": "hf",
 }
-"""What other programs call a scheme of ours."""
+"""Names that other programs use for these schemes."""
 
 _COLON = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!//)(.*)", re.S)
 _NEAR_SCHEME = re.compile(rf"({'|'.join((*_SCHEMES, *_OTHER_NAMES, 'https?'))})(?://|[^\w/]\W*/|[^\w\s/.-]+)/*(.*)", re.S | re.I)
-"""A scheme, and after it something else than a single slash: `s3//b`, `s3;//b`, `s3./b`, `s3,b`."""
+"""Matches a scheme followed by something other than "://", such as `s3//b`, `s3;//b`, `s3./b` or `s3,b`."""
 _SLASHES = re.compile(r"([^/~.][^/]*)//(.*)", re.S)
-"""A relative path whose first part is followed by two slashes, which is how URLs begin."""
+"""Matches a relative path whose first part is followed by two slashes, as in a URL."""
 _HOST = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5})(?:/.*)?", re.S)
 
 
@@ -60,7 +60,7 @@ def open_store(url: str | Path | Store, *, options: StoreOptions | None = None, 
 
 
 def check_url(url: str | Path) -> None:
-    """Raise `BadUrl` unless `open_store` can open this URL or path. The message says what was probably meant. Asks no store."""
+    """Raise `BadUrl` unless `open_store` can open this URL or path. The message suggests what was probably meant. Sends no request."""
     if not isinstance(url, (str, Path)):  # often an environment variable that is not set
         raise BadUrl(f"a store is named by a URL or a path, not by {url!r:.80}. If it came from the environment, is the variable set?")
     text = str(url)
@@ -93,7 +93,7 @@ def check_url(url: str | Path) -> None:
 def default_run_name(url: str) -> str:
     """Return the name of a run that is begun at this URL without a name: the last part of the path, or the bucket.
 
-    Readers that trust keys expect this name unless they are given another. It is "main" where a URL has no usable part.
+    Readers that trust keys expect this name unless they are given another. It is "main" if the URL has no usable part.
     """
     parts = urlsplit(url)
     path = unquote(parts.path) if parts.scheme == "file" else parts.path
@@ -102,7 +102,7 @@ def default_run_name(url: str) -> str:
 
 
 def _parse(url: str) -> tuple[str, SplitResult]:
-    """The scheme and the parts of a URL. Messages name the URL only once it is known to hold no credentials."""
+    """Return the scheme and the parts of a URL. Messages contain the URL only after it is known to hold no credentials."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -139,7 +139,7 @@ def _parse(url: str) -> tuple[str, SplitResult]:
 
 
 def _suggestion(scheme: str, rest: str) -> str:
-    """What was probably meant by a scheme and what follows it, as a sentence with a space before it; nothing if that is not known."""
+    """Return a sentence that suggests the URL that was probably meant, with a leading space. Returns "" if none can be suggested."""
     known = scheme if scheme in _SCHEMES else _OTHER_NAMES.get(scheme)
     rest = rest.lstrip("/")
     if known is None or "@" in rest:
@@ -155,7 +155,7 @@ def _open_url(url: str, options: StoreOptions, on_event: OnEvent | None) -> Stor
         name = _whole(parts)
         with _memory_lock:
             return _memory_stores.setdefault(name, MemoryStore(name))
-    from . import providers  # here, so that whoever uses only local stores does not pay for the client library
+    from . import providers  # imported here because the client library is heavy, and local stores do not need it
 
     if scheme == "hf":
         owner, name, prefix = _split(parts.path, 2, url)
@@ -169,12 +169,12 @@ def _open_url(url: str, options: StoreOptions, on_event: OnEvent | None) -> Stor
 
 
 def _whole(parts: SplitResult) -> str:
-    """The first name and the path after it as one path; "" if the first name is missing, as in `s3:///bucket`."""
+    """Return the first name and the path after it as one path. Returns "" if the first name is missing, as in `s3:///bucket`."""
     return f"{parts.netloc}{parts.path}".rstrip("/") if parts.netloc else ""
 
 
 def _split(path: str, names: int, url: str) -> tuple[str, ...]:
-    """The first parts of a path, and the rest of it as one prefix, which may be empty."""
+    """Return the first parts of a path, and the rest as one prefix, which may be empty."""
     trimmed = path.strip("/")
     if not is_key(trimmed) or trimmed.count("/") + 1 < names:
         scheme, rest = url.split("://", 1)

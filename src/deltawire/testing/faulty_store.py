@@ -1,8 +1,8 @@
-"""A store that fails by script: to crash a publisher at every single call, or to show a subscriber what real stores show on bad days.
+"""A store that fails by script, to crash a publisher at every single call, or to show a subscriber the faults of real stores.
 
-crashed = FaultyStore(inner, [Before(17, "crash")])                       # the process dies before its 17th call
-flaky = FaultyStore(inner, [After(call("put_if_absent"), "unknown")])     # the first creation lands, but its answer is lost
-cached = FaultyStore(inner, [Reading(call("get", "commit/"), "missing", times=3)])
+>>> crashed = FaultyStore(inner, [Before(17, "crash")])                    # the process dies before its 17th call
+>>> flaky = FaultyStore(inner, [After(call("put_if_absent"), "unknown")])  # the first creation succeeds, but its answer is lost
+>>> cached = FaultyStore(inner, [Reading(call("get", "commit/"), "missing", times=3)])
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ T = TypeVar("T")
 
 
 class ProcessDied(BaseException):
-    """Stands for SIGKILL. Not an `Exception`, so that no handler of the code under test takes it for an error that it could deal with."""
+    """Stands for SIGKILL. It is not an `Exception`, so that the code under test does not handle it as an error."""
 
 
 class Call(NamedTuple):
-    """One call of the store, counted from 0. A deletion of many keys is as many calls, as a process may die in between."""
+    """One call of the store, counted from 0. The deletion of many keys counts as one call for each key, because a process may die in
+    between.
+    """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody misses here
     op: str
@@ -40,7 +42,7 @@ Lie: TypeAlias = Literal["missing", "stale", "flip", "truncate"]
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """Fail without doing anything. `when` is the number of a call or a condition; it strikes `times` times (None: always)."""
+    """Fail without doing anything. `when` is the number of a call, or a condition. The fault happens `times` times; None means always."""
 
     when: When
     kind: Failure
@@ -49,7 +51,7 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """Do it, then fail all the same: the answer was lost, whatever it was."""
+    """Do what was asked, then fail: the answer is lost."""
 
     when: When
     kind: Failure
@@ -58,8 +60,9 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Answer a reading call wrongly: the object is `missing` though it is there, `stale` (as of `FaultyStore.remember`), has one bit
-    that `flip`s, or is cut short (`truncate`). A listing can be `missing` (empty) or `stale`."""
+    """Answer a reading call wrongly. "missing": the object seems not to exist. "stale": the answer is that of the time of
+    `FaultyStore.remember`. "flip": one bit is wrong. "truncate": the object is too short. A listing can be "missing" (empty) or "stale".
+    """
 
     when: When
     kind: Lie
@@ -89,15 +92,16 @@ class _Armed:
 
 
 def call(op: str | None = None, prefix: str = "") -> Callable[[Call], bool]:
-    """A condition for faults: calls of this method (None: any) on keys that begin so."""
+    """Return a condition for faults: calls of this method (None: any) on keys that begin with `prefix`."""
     return lambda each: (op is None or each.op == op) and each.key.startswith(prefix)
 
 
 class FaultyStore(Store):
-    """`inner`, but for the faults in `script`. `calls` records what was asked. After a "crash" every further call raises `ProcessDied`.
+    """Passes calls on to `inner`, except for the faults in `script`. `calls` records all calls. After a "crash" every call raises
+    `ProcessDied`.
 
-    With `clock`, objects written through here are modified by that clock; others keep the inner store's time. `close` leaves the inner
-    store open: what dies is a process, not the store.
+    With `clock`, objects that are written through this store have the times of that clock; others keep the inner store's times. `close`
+    leaves the inner store open, because the process dies and not the store.
     """
 
     def __init__(self, inner: Store, script: Iterable[Fault] = (), *, clock: Callable[[], datetime] | None = None) -> None:
@@ -112,7 +116,7 @@ class FaultyStore(Store):
         self._lock = threading.Lock()
 
     def remember(self) -> None:
-        """Take the present content as what "stale" answers show from now on."""
+        """Take the present content as the content that "stale" answers show from now on."""
         past = MemoryStore("past")
         for info in self.inner.list(""):
             past.put(info.key, self.inner.get(info.key, limit=info.size))
@@ -169,7 +173,7 @@ class FaultyStore(Store):
                 self.inner.delete([key])
 
     def close(self) -> None:
-        """Leaves the inner store open."""
+        """Leave the inner store open."""
 
     @contextlib.contextmanager
     def _calling(self, op: str, key: str) -> Iterator[tuple[Lie | None, Store]]:
