@@ -1,4 +1,4 @@
-"""Data objects, read and checked against their records. Nothing that was not checked is handed out."""
+"""Fetch data objects and check them against their records. No bytes are returned before they are checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..store.base import Progress, Store
 from ..store.keys import check_data_key
 
 WasCollected = Callable[[], bool]
-"""Asked when an object is missing: whether that is because it was collected as garbage."""
+"""Called when an object is missing. Returns whether garbage collection deleted it."""
 
 _WINDOW = 64 << 20
 _SLICE = 0.1
@@ -31,9 +31,28 @@ _Result = TypeVar("_Result")
 class Fetcher:
     """Reads data objects from a store. May be used from several threads.
 
-    An object that is damaged is read once more. One that is missing is waited for, up to `patience` seconds: replication may deliver a
-    commit before its data; but no longer once `is_stopped` says that nobody wants it any more. At most `streams` objects are in flight in
-    `prefetch`, and about `budget` bytes of them in memory.
+    A damaged object is read once more. A missing object is waited for, because replication may deliver a commit before its data.
+
+    Parameters
+    ----------
+    store
+        The store to read from.
+    limits
+        The largest object to accept.
+    patience
+        Seconds to wait for a missing object.
+    streams
+        Most objects that `prefetch` fetches at the same time.
+    budget
+        About how many bytes `prefetch` keeps in memory.
+    watch
+        Counts the time of each phase.
+    on_event
+        Called with each event.
+    is_stopped
+        Returns whether the result is no longer wanted. Waiting then ends.
+    sleep, clock
+        For tests.
     """
 
     def __init__(
@@ -63,9 +82,10 @@ class Fetcher:
         self._clock = clock
 
     def fetch(self, entry: FileEntry, *, collected: WasCollected | None = None, progress: Progress | None = None) -> memoryview:
-        """The bytes of an object, in memory of their own.
+        """Return the bytes of an object, in new memory.
 
-        `DataDamaged` if they are not what the record says, `DataMissing` if there is none in time, `VersionGone` if it was collected.
+        Raises `DataDamaged` if they are not what the record says, `DataMissing` if the object does not appear in time, and `VersionGone` if
+        it was collected.
         """
         self._check(entry)
         return self._twice(entry, collected, lambda: self._read(entry, progress))
@@ -73,7 +93,7 @@ class Fetcher:
     def prefetch(
         self, entries: Sequence[FileEntry], *, collected: WasCollected | None = None, progress: Progress | None = None
     ) -> Iterator[tuple[FileEntry, memoryview]]:
-        """Each object as `fetch` gives it, in order, with the next ones on their way while the caller works on this one."""
+        """Yield each object as `fetch` returns it, in order. The next objects are fetched while the caller works on one."""
         for entry in entries:
             self._check(entry)
         if len(entries) < 2:
@@ -93,7 +113,7 @@ class Fetcher:
                         in_memory += entry.size
                         flying.append((entry, pool.submit(self.fetch, entry, collected=collected, progress=progress)))
                     entry, future = flying.popleft()
-                    with self.watch.phase("wait"):  # what is not hidden behind the caller's work
+                    with self.watch.phase("wait"):  # time that does not overlap with the caller's work
                         data = future.result()
                     del future
                     yield entry, data
@@ -106,9 +126,9 @@ class Fetcher:
     def fetch_to_file(
         self, entry: FileEntry, path: Path, *, collected: WasCollected | None = None, progress: Progress | None = None
     ) -> None:
-        """Write an object to a new file, through a window of bounded size; when this returns the file is whole and on disk.
+        """Write an object to a new file, through buffers of limited size. Afterwards the file is complete and on disk.
 
-        Raises as `fetch` does, `FileExistsError`, or `OSError` where it cannot be written. On any error there is no file.
+        Raises the errors of `fetch`, `FileExistsError`, or `OSError` if the file cannot be written. After an error there is no file.
         """
         self._check(entry)
         try:
@@ -123,7 +143,7 @@ class Fetcher:
 
     @contextmanager
     def _pool(self, objects: int) -> Iterator[ThreadPoolExecutor]:
-        """Threads that are waited for in the end; so if the end is Ctrl-C, or the caller going away, none of them may sleep on."""
+        """Return threads that are waited for in the end. After Ctrl-C, or when the caller stops early, none of them may keep sleeping."""
         try:
             with ThreadPoolExecutor(min(self._streams, objects), thread_name_prefix="deltawire-fetch") as pool:
                 try:
@@ -142,7 +162,7 @@ class Fetcher:
     def _read(self, entry: FileEntry, progress: Progress | None) -> memoryview:
         try:
             buffer = np.empty(entry.size, np.uint8).data
-        except (MemoryError, ValueError):  # the latter for sizes that no machine has
+        except (MemoryError, ValueError):  # ValueError for sizes that no machine has
             raise LimitExceeded(f"{entry.key} claims {entry.size:,} bytes, for which there is no memory.") from None
         with self.watch.phase("fetch"):
             self._fill(entry, buffer, 0, progress)
@@ -152,7 +172,7 @@ class Fetcher:
         return buffer
 
     def _copy(self, entry: FileEntry, descriptor: int, progress: Progress | None) -> None:
-        """Two windows take turns: one is filled from the store while the other is hashed and written."""
+        """Copy an object with two buffers: one is filled from the store while the other is hashed and written."""
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.ftruncate(descriptor, 0)
         hasher = new_hash()
@@ -209,7 +229,7 @@ class Fetcher:
             pause = min(2 * pause, 5.0)
 
     def _wait(self, seconds: float) -> None:
-        """Sleep, but wake up now and then to see whether anybody still waits."""
+        """Sleep, but wake up regularly to check whether the result is still wanted."""
         until = self._clock() + seconds
         while (left := until - self._clock()) > 0 and not self._is_over():
             self._sleep(min(left, _SLICE))

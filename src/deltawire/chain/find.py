@@ -1,7 +1,7 @@
-"""Finding a version by what people call it: its number, or the training step that it was published with.
+"""Find a version by its number or by its training step.
 
-A version's number counts the versions of a chain: 1, 2, 3 … (`Commit.updates`). Its place in the chain (`Commit.seq`) also counts the
-fences that publishers begin with, and void commits; see docs/decisions/0014-people-count-versions.md.
+A version's number counts the versions of a chain: 1, 2, 3 … (`Commit.updates`). The commit's number (`Commit.seq`) also counts fences and
+void commits; see docs/decisions/0014-people-count-versions.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WINDOW = 256
 
 
 def newest_version(log: ChainLog) -> Commit:
-    """Return the newest commit that is not void; it may be a fence. `NoChain` while no version is published."""
+    """Return the newest commit that is not void. It may be a fence. Raises `NoChain` if no version is published."""
     head = log.head()
     if head is None:
         raise NoChain(f"nothing is published at {log.store.url}.")
@@ -30,11 +30,14 @@ def newest_version(log: ChainLog) -> Commit:
 
 
 def find_version(log: ChainLog, number: int) -> Commit:
-    """Return the commit that made version `number`. `VersionUnknown` if there is none. Reads few commits, however long the chain is."""
+    """Return the commit that made version `number`. Raises `VersionUnknown` if there is none.
+
+    Reads few commits, however long the chain is.
+    """
     head = newest_version(log)
     if not 1 <= number <= head.updates:
         raise VersionUnknown(f"the chain at {log.store.url} has versions 1 to {head.updates}, but no version {number}.")
-    # Whether a commit is void takes many reads to find out, and void ones are rare: so at first they are not looked for.
+    # Void commits are rare, and finding out takes many reads. So the first search ignores them.
     found = _first_that_counts(log, head, number, lambda commit: commit)
     if found.updates == number and found.kind != "fence" and not log.is_void(found):
         return found
@@ -45,7 +48,9 @@ def find_version(log: ChainLog, number: int) -> Commit:
 
 
 def _first_that_counts(log: ChainLog, head: Commit, number: int, at_or_before: Callable[[Commit], Commit]) -> Commit:
-    """The first commit that counts `number` versions or more. Numbers never fall, and a fence repeats that of the version before it."""
+    """Return the number of the first commit that counts `number` versions or more. Counts never fall, and a fence repeats the count before
+    it.
+    """
     found, lowest = head, number
     while lowest < found.seq:
         middle = (lowest + found.seq) // 2
@@ -58,9 +63,9 @@ def _first_that_counts(log: ChainLog, head: Commit, number: int, at_or_before: C
 
 
 def find_step(log: ChainLog, step: int) -> Commit:
-    """Return the newest version in force or before it that was published with this step. `VersionUnknown` if there is none.
+    """Return the newest version that was published with this step. Raises `VersionUnknown` if there is none.
 
-    Versions that a rewind abandoned are not found: they are no part of the history that leads to the newest version.
+    Versions that a rewind abandoned are not found, because they are not in the history of the newest version.
     """
     head = newest_version(log)
     commit: Commit | None = head
@@ -77,7 +82,7 @@ def find_step(log: ChainLog, step: int) -> Commit:
 
 
 def version_number(log: ChainLog, seq: int) -> int:
-    """Return how many versions there are up to a place in the chain. `VersionUnknown` if the chain does not reach so far."""
+    """Return how many versions there are up to a commit number. Raises `VersionUnknown` if the chain is shorter."""
     commit = log.read(seq)
     if commit is None:
         raise VersionUnknown(f"the chain at {log.store.url} has no commit {seq}.")
@@ -85,7 +90,7 @@ def version_number(log: ChainLog, seq: int) -> int:
 
 
 def _before(log: ChainLog, commit: Commit) -> Commit | None:
-    """The commit before this one in the history that it ends, which is what its publisher resumed from if it went back."""
+    """Return the commit before this one in its history. If the publisher went back, that is the version it resumed from."""
     resumed_from: int | None = None
     if commit.kind == "rewind" and commit.base is not None:
         resumed_from = commit.base.seq

@@ -1,7 +1,4 @@
-"""The chain as it lies in the store: which commits there are, and whether they fit together (docs/protocol.md §5).
-
-Commits are immutable and never deleted, so what was read once is kept. That a slot is empty is never kept.
-"""
+"""Read a chain: which commits exist, and whether they fit together (docs/protocol.md §5)."""
 
 from __future__ import annotations
 
@@ -30,24 +27,29 @@ from .uptime import uptime
 from .version import Version
 
 _NEAR = 8
-"""So many commits are read one by one before other ways are looked for."""
+"""This many commits are read one by one before the search looks for faster routes."""
 
 _RECHECK_SECONDS = 30.0
-"""Seconds after which the newest commit known is read from the store again, to see whether the store was set back."""
+"""Seconds after which the newest known commit is read from the store again, to notice a store that was set back to an earlier state."""
 
 _SURE_AFTER = 60.0
-"""Seconds for which the newest commit known may be missing before `RollbackDetected` says that waiting does not help."""
+"""Seconds for which the newest known commit may be missing before `RollbackDetected` is no longer retryable."""
 
 
 class ChainLog(RecordReader):
-    """The reading side of a chain, for publishers and subscribers alike. May be used from several threads.
+    """Reads the commits of a chain, for publishers and subscribers. May be used from several threads.
 
-    `known` is the newest commit that was ever accepted, perhaps by an earlier process: a chain that does not lead to it is refused
-    (`RollbackDetected`, `ChainBroken`). It moves up as newer ones are accepted. With `trusted_keys`, what none of them signed is refused.
+    `known` is the newest commit that was ever accepted, perhaps by an earlier process. It moves up as newer commits are accepted. A chain
+    that does not lead to it is refused (`RollbackDetected`, `ChainBroken`).
 
-    `run` is the name that the run must have (`RunMismatch`). One key may sign several runs, so with `trusted_keys` and without `run` the
-    name must be the one that the URL suggests (`WrongRun`). That is not asked of the run whose id is `followed_run`: the reader's own
-    records say that it follows this run already.
+    Parameters
+    ----------
+    store, run, trusted_keys, limits, followed_run
+        As for `RecordReader`.
+    known
+        The newest commit that an earlier process accepted.
+    clock
+        Returns seconds on a clock that never goes back.
     """
 
     def __init__(
@@ -76,9 +78,9 @@ class ChainLog(RecordReader):
         self._sound.clear()
 
     def head(self) -> Commit | None:
-        """What the newest slot holds, None while all are empty. It may be a fence, or void: see `in_force`.
+        """Return the commit in the newest slot, or None if all slots are empty. It may be a fence, or void: see `in_force`.
 
-        Accepted only if it leads down to `known`, which then moves up to it.
+        The commit is accepted only if it leads down to `known`, which then moves up to it.
         """
         known = self.known
         self.check_known()
@@ -92,13 +94,13 @@ class ChainLog(RecordReader):
         return head
 
     def accept(self, commit: Commit) -> None:
-        """Move `known` up to a newer commit of this chain, after checking that it leads down to what was known."""
+        """Move `known` up to a newer commit of this chain, after checking that this commit leads down to `known`."""
         known = self.known
         if known is not None and commit.seq > known.seq:
             try:
                 found = self.ancestor(commit, known.seq)
             except ChainBroken:
-                self.check_known(now=True)  # what is kept may be of another history than what was read just now
+                self.check_known(now=True)  # the commits in memory may belong to another history
                 raise
             if self.hash(found.seq) != known.commit:
                 raise self._rollback(f"commit {known.seq} in {self.store.url} is not the one that was seen before.")
@@ -107,10 +109,10 @@ class ChainLog(RecordReader):
             self._recheck_at = self._clock() + _RECHECK_SECONDS
 
     def check_known(self, *, now: bool = False) -> None:
-        """Raise `RollbackDetected` if the store does not hold the commit `known` any more, or holds another in its slot.
+        """Raise `RollbackDetected` if the store no longer holds the commit `known`, or holds another commit in its slot.
 
-        What was read before is trusted for half a minute, unless `now` is given. The error is `retryable` for a minute: a replica of the
-        store may be behind, and catch up.
+        Commits that were read are trusted for half a minute, unless `now` is set. The error is `retryable` for a minute, because a replica
+        of the store may lag behind.
         """
         known = self.known
         if known is None:
@@ -119,7 +121,7 @@ class ChainLog(RecordReader):
         if known.seq in self._kept and (now or time >= self._recheck_at):
             found = self._hash_in_store(known.seq)
             if found != known.commit:
-                found = self._hash_in_store(known.seq)  # a bit may have flipped on the way
+                found = self._hash_in_store(known.seq)  # a bit may have flipped in transit
         else:
             found = self.hash(known.seq) if self.read(known.seq) is not None else None
         if found is None:
@@ -131,19 +133,19 @@ class ChainLog(RecordReader):
             self._recheck_at = time + _RECHECK_SECONDS
 
     def in_force(self, head: Commit) -> Commit:
-        """The newest commit at or before `head` that is not void."""
+        """Return the newest commit at or before `head` that is not void."""
         while self.is_void(head):
             head = self.ancestor(head, head.seq - 1)
         return head
 
     def is_void(self, commit: Commit) -> bool:
-        """Whether a commit before this one has a higher epoch, so that this one is ignored.
+        """Return whether a commit before this one has a higher epoch, so that this one is ignored.
 
-        Reads back to the fence that began its epoch at most: a writer looks at the slot before its fence, so the fence itself is not void.
+        Reads back at most to the fence that began its epoch. That fence is not void, because a writer reads the slot before its fence.
         """
         if commit.seq in self._sound:
             return False
-        # Epochs are claimed before they are used, one after the other: if the next was not claimed, no commit can have a higher one.
+        # Epochs are claimed one after the other, before they are used. If the next is not claimed, no commit has a higher one.
         near = any(seq in self._sound for seq in range(commit.seq - _NEAR, commit.seq))
         if near or self._get(keys.epoch_key(commit.epoch + 1)) is not None:
             earlier, at_fence = commit, False
@@ -156,11 +158,11 @@ class ChainLog(RecordReader):
         return False
 
     def previous(self, commit: Commit) -> Commit | None:
-        """The newest commit before this one that is not void, given one that is not void itself; None before the first."""
+        """Return the newest commit before this one that is not void, or None for the first. `commit` itself must not be void."""
         if commit.kind == "fence":
             found = None if commit.base is None else self.ancestor(commit, commit.base.seq)
         else:
-            # Its writer's fence lies before it, so whatever is of a lower epoch came after that fence, and is void.
+            # The writer's fence lies before this commit, so commits of a lower epoch after that fence are void.
             found = self.ancestor(commit, commit.seq - 1)
             while found.epoch < commit.epoch:
                 found = self.ancestor(found, found.seq - 1)
@@ -171,7 +173,7 @@ class ChainLog(RecordReader):
         return found
 
     def tail(self, after: int) -> Iterator[Commit]:
-        """The commits after a slot, in order, each checked against its parent; void ones are left out. −1 starts at the beginning."""
+        """Yield the commits after a slot in order, without void ones, each checked against its parent. −1 starts at the beginning."""
         previous = self.read(after) if after >= 0 else None
         if previous is None and after >= 0:
             raise VersionUnknown(f"the chain at {self.store.url} has no commit {after}.")
@@ -189,17 +191,17 @@ class ChainLog(RecordReader):
             previous, seq = commit, seq + 1
 
     def ancestor(self, of: Commit, seq: int) -> Commit:
-        """The commit in an earlier slot, reached by the hashes in `parent` and `links` alone.
+        """Return the commit in an earlier slot. Only hashes in `parent` and `links` are followed.
 
-        `ChainBroken` where they lead astray, `DataMissing` where they lead to an empty slot.
+        Raises `ChainBroken` if a hash does not match, and `DataMissing` if a link leads to an empty slot.
         """
         if not 0 <= seq <= of.seq:
             raise VersionUnknown(f"commit {seq} is not one of those up to {of.seq}.")
         current = of
         while current.seq > seq:
-            target, expected = min(link for link in _ways_down(current) if link[0] >= seq)
+            target, expected = min(link for link in _links_down(current) if link[0] >= seq)
             found = self.read(target)
-            if found is None:  # a cache or a replica may be behind, and show it later
+            if found is None:  # a cache or a replica may lag behind
                 raise DataMissing(f"commit {target}, which commit {current.seq} links to, is not in {self.store.url}.")
             if self.hash(target) != expected:
                 raise ChainBroken(f"commit {target} in {self.store.url} is another than the one that commit {current.seq} links to.")
@@ -209,14 +211,14 @@ class ChainLog(RecordReader):
         return current
 
     def version(self, seq: int) -> Version:
-        """The version in force at a slot. `VersionUnknown` where the chain has none."""
+        """Return the version in force at a slot. Raises `VersionUnknown` if the chain has none there."""
         commit = self.read(seq)
         if commit is None or commit.state_seq is None or self.is_void(commit):
             raise VersionUnknown(f"the chain at {self.store.url} has no version in commit {seq}.")
         return Version.of(self.state_commit(commit))
 
     def state_commit(self, commit: Commit) -> Commit:
-        """The commit that made the state which this one leaves in force: itself, or for a fence the version before it."""
+        """Return the commit that made the state in force after this commit: the commit itself, or for a fence the version before it."""
         if commit.state_seq is None:
             raise VersionUnknown(f"nothing is published yet in {self.store.url}.")
         made = self.ancestor(commit, commit.state_seq)
@@ -225,14 +227,16 @@ class ChainLog(RecordReader):
         return made
 
     def shortcuts(self, after: int | None, upto: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Shortcuts to versions above `after`, up to `upto`, by their names alone: versions with an anchor, and (seq, base) of skips."""
+        """Return the shortcuts to versions above `after`, up to `upto`, from their keys alone: versions with an anchor, and (seq, base) of
+        skips.
+        """
         return self.anchors(after, upto), self.skips(after, upto)
 
     def resumed_from(self, commit: Commit) -> int | None:
-        """Return the version that the writer of a commit went back to when it began, or None if it went on from the newest.
+        """Return the version that the writer of a commit went back to when it began, or None if it continued from the newest.
 
-        The answer lies below the writer's fence, or `ChainBroken` is raised. With trusted keys, the epoch of a commit of version 2 must be
-        signed: `SignatureInvalid`.
+        Raises `ChainBroken` unless that version is below the writer's fence. With trusted keys, the epoch of a commit of version 2 must be
+        signed (`SignatureInvalid`).
         """
         key = keys.epoch_key(commit.epoch)
         data = self._get(key)
@@ -251,7 +255,10 @@ class ChainLog(RecordReader):
         return epoch.resumed_from
 
     def _rollback(self, message: str) -> RollbackDetected:
-        """The error to raise. What was read before is dropped, for it may be of another history than what is there now."""
+        """Return the error to raise. Forgets the commits that were read, because they may belong to another history than the store's
+        present
+        one.
+        """
         self.forget()
         time = self._clock()
         self._missing_since = time if self._missing_since is None else self._missing_since
@@ -260,7 +267,7 @@ class ChainLog(RecordReader):
         return error
 
     def _starting_point(self, known: CommitRef | None) -> int | None:
-        """A slot that is filled, the highest that is at hand; None if there is none."""
+        """Return the highest slot that is known to be filled, or None if there is none."""
         hint = self._hint()
         start = -1 if known is None else known.seq
         if hint is not None and hint > start and self.read(hint) is not None:
@@ -268,7 +275,7 @@ class ChainLog(RecordReader):
         return known.seq if known is not None else 0 if self.read(0) is not None else None
 
     def _gallop(self, start: int) -> Commit:
-        """The highest filled slot, given one: slots are filled without gaps."""
+        """Return the commit in the highest filled slot. `start` is a filled slot, and slots are filled without gaps."""
         filled, stride = start, 1
         while filled + stride <= MAX_INTEGER and self.read(filled + stride) is not None:
             filled, stride = filled + stride, 2 * stride
@@ -281,6 +288,6 @@ class ChainLog(RecordReader):
         return head
 
 
-def _ways_down(commit: Commit) -> list[tuple[int, str]]:
+def _links_down(commit: Commit) -> list[tuple[int, str]]:
     assert commit.parent is not None  # only slot 0 has none, and nothing lies below it
     return [(commit.seq - 1, commit.parent), *commit.links]

@@ -1,4 +1,4 @@
-"""Pins: what readers still need. A pin holds only for as long as its reader renews it, by the store's clock."""
+"""Pins: records that say which version a reader still needs. A pin expires, by the store's clock, unless its reader renews it."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from ..store import keys
 from ..store.base import Store
 
 DEFAULT_TTL = 3600
-"""Seconds. Readers renew at a third of it, so that one failed renewal costs nothing."""
+"""Seconds until a pin expires. Readers renew it after a third of this time, so that one failed renewal does no harm."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedPin:
-    """A pin and when the store says that it was written."""
+class StoredPin:
+    """A pin, and the time at which it was written by the store's clock."""
 
     pin: Pin
     modified: datetime
 
     def holds(self, now: datetime) -> bool:
-        """Returns whether the pin is in force at this time of the store's.
+        """Return whether the pin is in force at this time of the store's clock.
 
-        A pin that is dated more than its own life ahead is not: the store's clock was set back, or somebody chose the date. A reader that
-        lives renews its pin with a right date long before the grace of a collection has passed.
+        A pin that is dated more than its own life ahead is not in force: the store's clock was set back, or someone chose the date. A
+        running reader renews its pin with a correct date long before the grace period of a collection has passed.
         """
         return abs(now - self.modified) < timedelta(seconds=min(self.pin.ttl, 10**9))
 
     def is_dead(self, now: datetime) -> bool:
-        """Returns whether the pin is dated more than three of its lives ago, or ahead, so that nobody will renew it."""
+        """Return whether the pin is dated more than three of its lives in the past or future, so that no reader will renew it."""
         return abs(now - self.modified) > 3 * timedelta(seconds=min(self.pin.ttl, 10**9))
 
 
 def put_pin(store: Store, run: Run, reader: str, seq: int, ttl: int = DEFAULT_TTL) -> None:
-    """Ask that what leads from version `seq` on be kept, for `ttl` seconds from now. Replaces the reader's pin before."""
+    """Write a reader's pin: keep the objects that lead from version `seq` on, for `ttl` seconds. Replaces the reader's previous pin."""
     store.put(keys.pin_key(reader), Pin(run.id, reader, seq, ttl).to_bytes(), durable=False)
 
 
 def remove_pin(store: Store, reader: str) -> None:
-    """Take a reader's pin back; that there is none is fine."""
+    """Remove a reader's pin, if it has one."""
     store.delete([keys.pin_key(reader)])
 
 
-def read_pins(store: Store, run: Run) -> list[PlacedPin]:
-    """All pins of this run, in force or not. Objects that are not pins are passed over: anybody may write there."""
+def read_pins(store: Store, run: Run) -> list[StoredPin]:
+    """Return all pins of this run, also expired ones. Other objects in that folder are ignored, because any writer may put them there."""
     found = []
     for info in store.list(keys.PINS):
         reader = keys.parse_pin_key(info.key)
@@ -56,15 +56,15 @@ def read_pins(store: Store, run: Run) -> list[PlacedPin]:
         except (ObjectMissing, CorruptRecord, UnsupportedVersion, LimitExceeded):
             continue
         if pin.id == run.id and pin.reader == reader:
-            found.append(PlacedPin(pin, info.modified))
+            found.append(StoredPin(pin, info.modified))
     return found
 
 
 def remove_dead_pins(store: Store, run: Run, now: datetime) -> None:
-    """Delete the pins of readers that are gone."""
+    """Delete the pins of readers that no longer run."""
     store.delete([keys.pin_key(placed.pin.reader) for placed in read_pins(store, run) if placed.is_dead(now)])
 
 
 def lowest_pin(store: Store, run: Run, now: datetime) -> int | None:
-    """The oldest version that a reader still needs; None if no pin is in force."""
+    """Return the oldest version that a reader still needs, or None if no pin is in force."""
     return min((placed.pin.seq for placed in read_pins(store, run) if placed.holds(now)), default=None)

@@ -1,4 +1,4 @@
-"""The cheapest way from the state at hand to a version. Pure: it knows sizes, not stores."""
+"""Compute the cheapest route from a state to a version. This module knows sizes only and asks no store."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from ..errors import VersionGone
 
 OBJECT_COST = 256 << 10
-"""What a request is worth, in bytes: at 60 ms for the first byte, and many at a time over a line of some Gbit/s."""
+"""The cost of one request, in bytes: at 60 ms for the first byte, with many requests in parallel at some Gbit/s."""
 
 HOP_COST = 4 << 20
-"""What a hop is worth: hops are done one after the other, and each scans the whole state."""
+"""The cost of one hop, in bytes. Hops are taken one after the other, and each scans the whole state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One way to a version: from version `base`, or from nothing if that is None.
+    """One possible hop: from version `base`, or from nothing if it is None, to `target`.
 
-    `source` says by what: "commit", "skip", "anchor" (files to fetch), "rewind", "fence" (the same state under another number), or "undo"
-    (values that the reader itself has kept).
+    `source` is "commit", "skip" or "anchor" if there are files to fetch, "rewind" or "fence" if both versions have the same state, and
+    "undo" if the reader has kept the old values.
     """
 
     base: int | None
@@ -32,14 +32,14 @@ class Edge:
 
     @property
     def cost(self) -> int:
-        """Comparable between edges; free where there is nothing to fetch and nothing to change."""
+        """The cost of the hop in bytes, for comparisons. A hop that fetches and changes nothing is free."""
         hop = 0 if self.source in ("rewind", "fence") else HOP_COST
         return self.bytes + OBJECT_COST * self.objects + hop
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The hops in the order to take them, and what they cost in all."""
+    """The hops in the order in which to take them, and their total cost."""
 
     hops: tuple[Edge, ...]
     cost: int
@@ -50,9 +50,9 @@ class Plan:
 
 
 def plan(have: int | None, target: int, edges: Iterable[Edge]) -> Plan:
-    """The cheapest way to `target` from version `have`, or from nothing, which is always at hand too. `VersionGone` if there is none.
+    """Return the cheapest route to `target`, from version `have` or from nothing. Raises `VersionGone` if there is none.
 
-    Among ways of equal cost the one with fewer hops is taken, so that the answer does not depend on the order of `edges`.
+    Of several routes with the same cost, the one with fewer hops is taken, so that the result does not depend on the order of `edges`.
     """
     leaving: dict[int | None, list[Edge]] = defaultdict(list)
     for edge in edges:

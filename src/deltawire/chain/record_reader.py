@@ -72,7 +72,7 @@ class RecordReader:
 
     @property
     def run(self) -> Run:
-        """Identity and limits of the chain. `NoChain` where there is none yet, `RunMismatch` for another than was asked for."""
+        """Identity and limits of the chain. Raises `NoChain` if nothing is published, and `RunMismatch` if the run has another name."""
         if self._run is None:
             data = self._get(keys.RUN)
             if data is None:
@@ -84,10 +84,10 @@ class RecordReader:
         return self._run
 
     def trust_first_key(self) -> None:
-        """Trust the key that signed the first commit, if it is signed and no keys were given. A chain is signed throughout or not at all.
+        """Trust the key that signed the first commit, if it is signed and no keys were given.
 
-        This is for whoever works on the chain without knowing its keys: what somebody else added without the key is refused. It does not
-        prove whose chain it is, so readers that must know are given keys.
+        This is for code that works on a chain without knowing its keys. It refuses records that were added without the key. It does not
+        prove who made the chain; readers that need proof are given keys.
         """
         first = None if self.trusted_keys else self.read(0)
         if first is not None and first.signature is not None:
@@ -96,38 +96,41 @@ class RecordReader:
 
     @property
     def limits(self) -> Limits:
-        """What records may claim: the run's limits, and the reader's own."""
+        """The largest sizes that records may claim: the smaller of the run's limits and the reader's own."""
         return self.run.limits.within(self._own_limits)
 
     def read(self, seq: int) -> Commit | None:
-        """The commit in a slot, None if the slot is empty. Its form, run, limits and signature are checked; not what it links to."""
+        """Return the commit in a slot, or None if the slot is empty. Its form, run, limits and signature are checked, but not its links."""
         found = self._slot(seq)
         return None if found is None else found[2]
 
     def raw(self, seq: int) -> bytes | None:
-        """The bytes of the commit in a slot."""
+        """Return the bytes of the commit in a slot, or None if the slot is empty."""
         found = self._slot(seq)
         return None if found is None else found[0]
 
     def hash(self, seq: int) -> str:
-        """The hash that links to this slot must carry. `VersionUnknown` if it is empty."""
+        """Return the hash of the commit in a slot, which links to it must have. Raises `VersionUnknown` if the slot is empty."""
         found = self._slot(seq)
         if found is None:
             raise VersionUnknown(f"the chain at {self.store.url} has no commit {seq}.")
         return found[1]
 
     def ref(self, commit: Commit) -> CommitRef:
-        """A reference to a commit that was read from here."""
+        """Return a reference to a commit that was read from this chain."""
         return commit.ref(self.hash(commit.seq))
 
     def forget(self) -> None:
-        """Read everything anew from here on: something was wrong, and it may have been what was read. `known` stays."""
+        """Forget all commits that were read, so that they are read again.
+
+        Call it after an error, because one of them may have been wrong.
+        """
         with self._lock:
             self._kept.clear()
             self._kept_bytes = 0
 
     def anchors(self, after: int | None, upto: int) -> list[int]:
-        """The versions of which anchors are listed."""
+        """Return the versions above `after`, up to `upto`, that have an anchor in the listing."""
         found = []
         for info in self.store.list(keys.ANCHORS, after=None if after is None else keys.anchor_key(after)):
             seq = keys.parse_anchor_key(info.key)
@@ -138,7 +141,7 @@ class RecordReader:
         return found
 
     def skips(self, after: int | None, upto: int) -> list[tuple[int, int]]:
-        """(seq, base) of the skips that are listed."""
+        """Return (seq, base) of the skips in the listing that lead to versions above `after`, up to `upto`."""
         found = []
         for info in self.store.list(keys.SKIPS, after=None if after is None else keys.skip_key(after, 10**20 - 1)):
             pair = keys.parse_skip_key(info.key)
@@ -149,7 +152,10 @@ class RecordReader:
         return found
 
     def shortcut(self, seq: int, base: int | None = None) -> Shortcut | None:
-        """The record of an anchor, or of a skip from `base`; None if there is none. Not yet compared with the chain's commits."""
+        """Return the record of an anchor, or of a skip from `base`. Returns None if there is none.
+
+        It is not yet compared with the commits.
+        """
         key = keys.anchor_key(seq) if base is None else keys.skip_key(seq, base)
         data = self._get(key)
         if data is None:
@@ -163,19 +169,19 @@ class RecordReader:
         return shortcut
 
     def highest_epoch(self) -> int:
-        """The highest epoch that is listed as claimed; 0 if none is. A listing may be old."""
+        """Return the highest claimed epoch in the listing, or 0. The listing may be old."""
         numbers = [number for info in self.store.list(keys.EPOCHS) if (number := keys.parse_epoch_key(info.key)) is not None]
         return max(numbers, default=0)
 
     def mark(self) -> Mark | None:
-        """The newest announcement of what will be deleted; None before the first."""
+        """Return the newest mark, which announces what will be deleted, or None if there is none."""
         found = [info.key for info in self.store.list(keys.MARKS) if keys.parse_mark_key(info.key) is not None]
         return self._mark(found[-1]) if found else None
 
     def floor(self) -> int:
-        """Data that only versions up to this one need may be gone; −1 while nothing was ever collected.
+        """Return the version up to which data may have been deleted, or −1 if nothing was ever collected.
 
-        A mark that cannot be read is passed over: it says what not to wait for, and nobody should be kept out by a broken one.
+        A mark that cannot be read is ignored, so that a broken mark does not stop readers.
         """
         found = [info.key for info in self.store.list(keys.MARKS) if keys.parse_mark_key(info.key) is not None]
         for key in reversed(found):
@@ -191,7 +197,7 @@ class RecordReader:
         return mark
 
     def _hash_in_store(self, seq: int) -> str | None:
-        """The hash of what a slot holds now, None if it is empty."""
+        """Return the hash of the commit that a slot holds now, or None if it is empty."""
         data = self._get(keys.commit_key(seq))
         return None if data is None else record_hash(data)
 
@@ -199,7 +205,7 @@ class RecordReader:
         try:
             data = self._get(keys.HEAD)
             return None if data is None else Head.parse(data).seq
-        except (CorruptRecord, UnsupportedVersion):  # anybody may have overwritten it; it is only a hint
+        except (CorruptRecord, UnsupportedVersion):  # any writer may have overwritten it, and it is only a hint
             return None
 
     def _slot(self, seq: int) -> tuple[bytes, str, Commit] | None:
@@ -230,7 +236,7 @@ class RecordReader:
         return found
 
     def _check_name(self, commit: Commit) -> None:
-        """Check the run's name in a commit, which its signature covers. Commits of version 1 do not have it."""
+        """Check the run's name in a commit, which its signature covers. Commits of version 1 have no name."""
         if commit.run is None:
             return
         if commit.run != self.run.run:

@@ -26,7 +26,7 @@ _MOST_TEXT = 4000
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an engine had come to at `time` (seconds since 1970, by the reader's clock)."""
+    """What an engine said about itself at `time` (seconds since 1970, by the reader's clock)."""
 
     reader: str
     state: str
@@ -36,14 +36,17 @@ class Report:
 
 
 def put_report(store: Store, run: Run, reader: str, state: str, seq: int | None, error: str | None = None) -> None:
-    """Tell how things stand. Replaces the reader's report before."""
+    """Write a reader's report. Replaces its previous report."""
     record: dict[str, Any] = {"deltawire": "report", "version": 1, "id": run.id, "reader": reader}
     record |= {"state": state, "seq": seq, "error": error and error[:_MOST_TEXT], "time": int(time.time() * 1000)}
     store.put(keys.report_key(reader), dump(record), durable=False)
 
 
 def read_reports(store: Store, run: Run) -> list[Report]:
-    """What all engines said last, by the names of their readers. Objects that are no reports are passed over: anybody may write there."""
+    """Return the newest report of every engine, by reader.
+
+    Other objects in that folder are ignored, because any writer may put them there.
+    """
     found = []
     for info in store.list(keys.REPORTS):
         reader = keys.parse_report_key(info.key)

@@ -1,8 +1,8 @@
-"""Which files lead from a state to a version: what the chain offers, found with few requests, and the cheapest way through it.
+"""Find the files that lead from a state to a version, with few requests, and choose the cheapest route.
 
-Sizes stand in records, and a long chain has many. So a way is planned on presumptions first (every commit is a delta on the one before
-it, a skip costs what its span suggests), then the records along that way are read, from the target down, and the plan is made anew where
-they say otherwise. Every record that a hop rests on is compared with the chain by hash.
+The sizes of files are in records, and a long chain has many records. So a route is first planned on assumptions: every commit is a delta on
+the one before it, and a skip costs as much as its length suggests. Then the records along that route are read, from the target down, and
+the route is planned again where they say otherwise. Every record that a hop depends on is compared with the chain by hash.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from .log import ChainLog
 from .plan import Edge, plan
 
 FAR = 8
-"""Who is more versions behind than this looks for shortcuts before reading commits."""
+"""Readers more than this many versions behind look for shortcuts first."""
 
 _TOO_FAR = 4096
-"""Who is more versions behind than this, with an anchor in between, is treated as having nothing."""
+"""Readers more than this many versions behind, with an anchor in between, start from a full checkpoint."""
 
-Way = tuple[int | None, int, str]
-"""A hop by name: base, target, source."""
+HopName = tuple[int | None, int, str]
+"""Identifies a hop: base, target, source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One step of a route: `files` lead from version `base`, or from nothing, to `target`. "fence", "rewind" and "undo" have none.
+    """One step of a route: `files` lead from version `base`, or from nothing, to `target`. The sources "fence", "rewind" and "undo" have no
+    files.
 
-    `base_digest` is that of the state it starts from.
+    `base_digest` is the digest of the state that the hop starts from.
     """
 
     target: Commit
@@ -41,12 +42,12 @@ class Hop:
 
     @property
     def is_shortcut(self) -> bool:
-        """Whether its files are not those of the commit that made its target."""
+        """Whether the files belong to a shortcut, not to the commit that made the target."""
         return bool(self.files) and self.files != self.target.files
 
     @property
-    def way(self) -> Way:
-        """Its name, to plan without it."""
+    def name(self) -> HopName:
+        """Identifies this hop, so that a route can be planned without it."""
         return self.base, self.target.seq, self.source
 
 
@@ -56,12 +57,25 @@ def fetched_hops(route: Sequence[Hop]) -> int:
 
 
 def find_route(
-    log: ChainLog, have: CommitRef | None, target: Commit, *, extra: Sequence[Edge] = (), without: Collection[Way] = ()
+    log: ChainLog, have: CommitRef | None, target: Commit, *, extra: Sequence[Edge] = (), without: Collection[HopName] = ()
 ) -> list[Hop]:
-    """The hops that lead from what the reader has to `target`, a commit that is not void. Empty if it is there already.
+    """Return the hops that lead from the reader's version to `target`, a commit that is not void. Returns [] if the reader is already
+    there.
 
-    `extra` are ways of the reader's own ("undo"), `without` those that proved unusable. `VersionGone` if nothing that is left leads there,
-    `ChainBroken` where the chain contradicts itself.
+    Raises `VersionGone` if no route is left, and `ChainBroken` if the chain contradicts itself.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    have
+        The commit that the reader is at, or None.
+    target
+        The commit to reach.
+    extra
+        Hops that only this reader can take ("undo").
+    without
+        Hops that proved unusable.
     """
     if have is not None and have.seq == target.seq:
         if have.commit != log.hash(target.seq):
@@ -69,26 +83,26 @@ def find_route(
         return []
     if have is not None and 0 < target.seq - have.seq <= FAR:
         try:
-            return _Ways(log, have, target, extra, without).route()
+            return _RouteSearch(log, have, target, extra, without).route()
         except VersionGone:
-            pass  # not by commits alone
-    # What is at hand may be a dead end, so ways from nothing come next; and what may be gone may also still be there.
+            pass  # the commits alone are not enough
+    # The reader's version may be a dead end, so try routes from nothing next. Data that may be deleted may also still exist.
     starts = dict.fromkeys((have, None))
     for trusting in (False, True):
         for start in starts:
-            ways = _Ways(log, start, target, extra, without)
-            ways.list_shortcuts(trusting)
+            search = _RouteSearch(log, start, target, extra, without)
+            search.list_shortcuts(trusting)
             try:
-                return ways.route()
+                return search.route()
             except VersionGone as error:
                 gone = error
     raise gone
 
 
-class _Ways:
-    """All ways to a target that are known, presumed, or were refuted."""
+class _RouteSearch:
+    """All hops to a target that are known, assumed, or refuted."""
 
-    def __init__(self, log: ChainLog, have: CommitRef | None, target: Commit, extra: Sequence[Edge], without: Collection[Way]) -> None:
+    def __init__(self, log: ChainLog, have: CommitRef | None, target: Commit, extra: Sequence[Edge], without: Collection[HopName]) -> None:
         self._log = log
         self._have = have
         self._target = target
@@ -97,10 +111,10 @@ class _Ways:
         self._commits: dict[int, Commit] = {target.seq: target}
         """Commits that the target's hashes lead to."""
         self._confirmed: dict[int, list[Edge]] = {}
-        """The edges of commits that were read; those of others are presumed."""
-        self._read: set[Way] = set()
-        """Ways whose commits or shortcuts were read and fit the chain."""
-        self._shortcuts: dict[Way, Shortcut] = {}
+        """The edges of commits that were read. The edges of other commits are assumed."""
+        self._read: set[HopName] = set()
+        """Hops whose commits or shortcuts were read and fit the chain."""
+        self._shortcuts: dict[HopName, Shortcut] = {}
         self._presumed_shortcuts: dict[tuple[int | None, int], Edge] = {}
         self._anchors: list[int] | None = None
         self._floor = -1
@@ -110,7 +124,7 @@ class _Ways:
             self._confirm_have(have)
 
     def list_shortcuts(self, trusting: bool) -> None:
-        """Find out what shortcuts there are, and, unless `trusting`, what may be gone."""
+        """Find out which shortcuts exist and, unless `trusting`, which data may have been collected."""
         self._floor = -1 if trusting else self._log.floor()
         self._anchors = [seq for seq in self._log.anchors(None, self._target.seq) if (None, seq, "anchor") not in self._without]
         if self._have is not None and self._anchors and self._anchors[-1] - self._have.seq > _TOO_FAR:
@@ -122,7 +136,7 @@ class _Ways:
         self._reach_down_to(self._low if beyond else newest if self._have is None else min(newest, self._low))
 
     def route(self) -> list[Hop]:
-        """The cheapest way of which every hop was confirmed."""
+        """Return the cheapest route of which every hop is confirmed."""
         have = None if self._have is None else self._have.seq
         while True:
             hops = plan(have, self._target.seq, self._edges()).hops
@@ -130,10 +144,10 @@ class _Ways:
                 return [self._hop(edge) for edge in hops]
 
     def _confirm_all(self, hops: Sequence[Edge]) -> bool:
-        """Read what the hops rest on, from the target down. False if one of them is not what it was taken for.
+        """Read the records that the hops depend on, from the target down. Return False if one of them is not as assumed.
 
-        That ends it only when twice as much is known as before: planning anew after each surprise would take time that grows with the
-        square of the way, and only after the last may mean to have read many records in vain.
+        The reading stops early only when twice as much is known as before. Planning again after each surprise would take quadratic time,
+        and planning only at the end might read many records in vain.
         """
         enough = 2 * len(self._read)
         sound = True
@@ -155,13 +169,13 @@ class _Ways:
         yield from (edge for edge in self._presumed_shortcuts.values() if not self._is_gone(edge))
 
     def _is_gone(self, edge: Edge) -> bool:
-        return _way(edge) in self._without or (edge.source in ("commit", "skip") and edge.target <= self._floor)
+        return _name(edge) in self._without or (edge.source in ("commit", "skip") and edge.target <= self._floor)
 
     def _confirm(self, edge: Edge) -> bool:
-        """Read what an edge rests on. False if it is not what it was taken for, so that another way may be better."""
-        if _way(edge) in self._read or edge in self._extra:
+        """Read the record that an edge depends on. Return False if it is not as assumed, so that another route may be better."""
+        if _name(edge) in self._read or edge in self._extra:
             return True
-        if edge.source in ("skip", "anchor"):  # that of a commit which was read is among those above
+        if edge.source in ("skip", "anchor"):  # the edges of commits that were read are in `_read`
             return self._confirm_shortcut(edge)
         return self._confirm_commit(edge)
 
@@ -174,11 +188,11 @@ class _Ways:
                 below = [seq for seq in self._anchors if seq <= commit.base.seq]
                 self._reach_down_to(max(below, default=min(1, commit.base.seq)))
         self._confirmed[commit.seq] = edges
-        self._read.update(map(_way, edges))
+        self._read.update(map(_name, edges))
         return any(_bears_out(edge, presumed) and not self._is_gone(edge) for edge in edges)
 
     def _confirm_have(self, have: CommitRef) -> None:
-        """The reader's own commit matters where it is another's state under a new number: then its reader has that version too."""
+        """Read the reader's own commit. If it only repeats another version's state under a new number, the reader has that version too."""
         commit = self._log.read(have.seq)
         if commit is None or self._log.hash(have.seq) != have.commit:
             raise RollbackDetected(f"commit {have.seq} is not in {self._log.store.url}, or not the one that was seen before.")
@@ -192,12 +206,12 @@ class _Ways:
             return False
         edge = Edge(presumed.base, presumed.target, shortcut.stored_bytes, len(shortcut.files), presumed.source)
         self._presumed_shortcuts[edge.base, edge.target] = edge
-        self._shortcuts[_way(edge)] = shortcut
-        self._read.add(_way(edge))
+        self._shortcuts[_name(edge)] = shortcut
+        self._read.add(_name(edge))
         return _bears_out(edge, presumed)
 
     def _read_shortcut(self, edge: Edge) -> Shortcut | None:
-        """The record, if the chain bears it out; a shortcut that it does not is nothing worse than a detour."""
+        """Return the record of a shortcut, or None if the chain does not confirm it. A wrong shortcut only costs a longer route."""
         try:
             shortcut = self._log.shortcut(edge.target, edge.base)
         except (CorruptRecord, SignatureInvalid, LimitExceeded, UnsupportedVersion):
@@ -213,12 +227,12 @@ class _Ways:
     def _hop(self, edge: Edge) -> Hop:
         target = self._commit_at(edge.target)
         base = None if edge.base is None else self._commit_at(edge.base)
-        shortcut = self._shortcuts.get(_way(edge))
+        shortcut = self._shortcuts.get(_name(edge))
         files = shortcut.files if shortcut is not None else target.files if edge.source in ("commit", "anchor") else ()
         return Hop(target, edge.base, files, edge.source, None if base is None else base.digest)
 
     def _commit_at(self, seq: int) -> Commit:
-        """Also of what the reader has, which need not lie below the target."""
+        """Return a commit, also that of the reader's version, which may lie above the target."""
         if seq <= self._target.seq:
             return self._commit(seq)
         commit = self._log.read(seq)
@@ -240,22 +254,22 @@ class _Ways:
         self._low = low
         for seq, base in self._log.skips(low, self._target.seq):
             if base >= low and (base, seq) not in self._presumed_shortcuts and (base, seq, "skip") not in self._without:
-                # Changes of successive versions overlap, so a skip costs less than the deltas that it stands for.
+                # Changes of successive versions overlap, so a skip costs less than the deltas that it replaces.
                 estimate = int(self._delta * (seq - base) ** 0.85)
                 self._presumed_shortcuts[base, seq] = Edge(base, seq, estimate, 1, "skip")
 
 
-def _way(edge: Edge) -> Way:
+def _name(edge: Edge) -> HopName:
     return edge.base, edge.target, edge.source
 
 
 def _bears_out(edge: Edge, presumed: Edge) -> bool:
-    """Whether what was read is about as good as what was presumed; where it is not, planning again is worth the while."""
-    return _way(edge) == _way(presumed) and edge.cost <= 2 * presumed.cost
+    """Return whether an edge that was read is about as good as assumed. If not, it is worth planning again."""
+    return _name(edge) == _name(presumed) and edge.cost <= 2 * presumed.cost
 
 
 def _edges_of(commit: Commit) -> list[Edge]:
-    """The ways that a commit itself opens: its files, or that two numbers mean the same state."""
+    """Return the hops that a commit offers: its files, or the fact that two commits have the same state."""
     if commit.kind == "anchor":
         return [Edge(None, commit.seq, commit.stored_bytes, len(commit.files), "anchor")]
     if commit.base is None:

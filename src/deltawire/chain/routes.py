@@ -9,7 +9,7 @@ from ..errors import DataMissing, VersionGone
 from ..events import OnEvent, emit
 from ..format.records.chain_records import Commit, CommitRef
 from .log import ChainLog
-from .restore import Hop, Way, find_route
+from .restore import Hop, HopName, find_route
 from .walk_route import AvoidsHops, HopFailed
 
 
@@ -25,7 +25,7 @@ class Routes:
     def __init__(self, log: ChainLog, *, on_event: OnEvent | None = None) -> None:
         self._log = log
         self._on_event = on_event
-        self._without: set[Way] = set()
+        self._without: set[HopName] = set()
         self._failure: HopFailed | None = None
 
     def find(self, have: CommitRef | None, target: Commit) -> list[Hop]:
@@ -43,10 +43,10 @@ class Routes:
     def avoid(self, failure: HopFailed) -> None:
         """Find no route over this hop any more. Raises the failure's error if the hop was already ruled out, so that no caller loops."""
         hop = failure.hop
-        if hop.way in self._without:
+        if hop.name in self._without:
             raise failure.error
         emit(self._on_event, "avoiding", source=hop.source, base=hop.base, target=hop.target.seq, reason=str(failure.error))
-        self._without.add(hop.way)
+        self._without.add(hop.name)
         if self._failure is None or failure.error.retryable or not self._failure.error.retryable:
             self._failure = failure
 

@@ -1,4 +1,4 @@
-"""A clock for what expires in the store: it goes on while this machine is suspended."""
+"""A clock for things that expire in the store. It continues while this machine is suspended."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", None)
 
 
 def uptime() -> float:
-    """Returns seconds on a clock that never goes back, and that counts time in suspension where the system can tell (Linux).
+    """Return seconds on a clock that never goes back and, on Linux, counts time in suspension.
 
-    `time.monotonic` stands still there, so a pin that expired meanwhile would look fresh.
+    `time.monotonic` stands still during suspension, so an expired pin would look fresh.
     """
     return time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK)

@@ -87,7 +87,7 @@ def rejected_key(rejected: RejectedKey) -> str:
 
 
 def member_key(member: str) -> str:
-    """Return the key of a member's heartbeat. Raises ValueError for a name that members cannot have; the rules are those of readers' names."""
+    """Return the key of a member's heartbeat. Raises ValueError for a name that members, like readers, cannot have."""
     if not is_reader_name(member):
         raise ValueError(f"{member!r} cannot name a member: letters, digits, '.', '_', '-', at most 64, no leading dot")
     return f"{MEMBERS}{member}.json"

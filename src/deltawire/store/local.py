@@ -104,7 +104,7 @@ class LocalStore(Store):
         exists: ObjectExists | None = None
         with self._staged("create", key, [memoryview(data)], None, None) as temporary, self._reporting("create", key):
             try:
-                self._place("create", key, path, lambda: os.link(temporary, path))
+                self._give_name("create", key, path, lambda: os.link(temporary, path))
             except ObjectExists as error:  # flush it nevertheless: its writer may have died before flushing
                 exists = error
         try:
@@ -126,7 +126,7 @@ class LocalStore(Store):
     ) -> None:
         path = self._path(key)
         with self._staged("put", key, as_pieces(data)[1], size, progress, durable) as temporary, self._reporting("put", key):
-            self._place("put", key, path, lambda: os.replace(temporary, path))
+            self._give_name("put", key, path, lambda: os.replace(temporary, path))
             if durable:
                 self._sync_upwards(path.parent)
 
@@ -186,12 +186,12 @@ class LocalStore(Store):
                     sync_file(file)
             yield path
 
-    def _place(self, operation: str, key: str, path: Path, place: Callable[[], None]) -> None:
+    def _give_name(self, operation: str, key: str, path: Path, rename: Callable[[], None]) -> None:
         """Give the temporary file its name, making the folder on the way if there is none, or if a deleter has just removed it as empty."""
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileNotFoundError):
                 try:
-                    place()
+                    rename()
                     return
                 except FileExistsError as error:
                     raise ObjectExists(failure(operation, key, self.url, "an object of this name exists.")) from error

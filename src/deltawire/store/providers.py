@@ -113,7 +113,7 @@ def _remote(
     upload = timedelta(seconds=options.timeout + options.streams * options.multipart_bytes / _SLOWEST)
     once: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     parts: RetryConfig = {"max_retries": options.retries, "retry_timeout": upload * (options.retries + 1)}
-    place = f"{url}/{prefix}" if prefix else url
+    location = f"{url}/{prefix}" if prefix else url
     try:
         clients = Clients(
             small=client({**common, "timeout": timeout}, once),
@@ -123,8 +123,8 @@ def _remote(
         )
     except CLIENT_ERRORS as error:
         # The account is missing, or a key cannot be read. The cause is left out because its text may hold parts of keys.
-        raise StoreDenied(f"{place} cannot be opened: {first_sentence(error)}") from None
-    return RemoteStore(clients, url=place, prefix=prefix, options=options, endpoint=_shown(endpoint))
+        raise StoreDenied(f"{location} cannot be opened: {first_sentence(error)}") from None
+    return RemoteStore(clients, url=location, prefix=prefix, options=options, endpoint=_shown(endpoint))
 
 
 def _plain_http(endpoint: str | None, options: StoreOptions) -> bool:
@@ -145,7 +145,7 @@ def _plain_http(endpoint: str | None, options: StoreOptions) -> bool:
 def _without_proxy(endpoint: str | None) -> ClientConfig:
     """Settings that keep requests to this machine from the proxies that `http_proxy` and its relatives name.
 
-    The client library has no setting to ignore them. A proxy of one's own replaces them, and need not be used for any host.
+    The client library has no setting to ignore them. A configured proxy replaces them, and can be excluded for every host.
     """
     if endpoint is None or not _is_loopback(host := _scheme_and_host(endpoint)[1]):
         return {}

@@ -124,6 +124,6 @@ def first_sentence(error: Exception) -> str:
 
 
 def _connection(error: Exception) -> str | None:
-    """Return how the connection failed (Connect, Timeout, Request, Interrupted…), or None if it did not. After "Connect" nothing was sent."""
+    """Return how the connection failed (Connect, Timeout, Request, Interrupted…), or None. After "Connect" nothing was sent."""
     found = _CONNECTION.search(str(error))
     return found.group(1) if found else None

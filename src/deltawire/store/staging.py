@@ -28,7 +28,7 @@ class Staging:
 
     @contextlib.contextmanager
     def file(self) -> Iterator[tuple[int, Path]]:
-        """Open a new, empty file for writing. Yields its descriptor and its path. The path is removed afterwards: link or rename it before."""
+        """Open a new, empty file for writing. Yields its descriptor and its path. Link or rename it: the path is removed afterwards."""
         self._prepare()
         file, path = self._new()
         try:

@@ -36,19 +36,26 @@ _HOST = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5})(?:
 
 
 def open_store(url: str | Path | Store, *, options: StoreOptions | None = None, on_event: OnEvent | None = None) -> Store:
-    """Open the place that a URL or path names; an open store is returned as it is. Nothing is asked of it yet: see `probe`.
+    """Open the store that a URL or path names. An open store is returned unchanged. Sends no request yet: see `probe`.
 
-    - a path, or `file:///path`: a directory, created by the first write
+    - a path, or `file:///path`: a directory, which the first write creates
     - `memory://NAME`: one store per name and process
-    - `s3://BUCKET[/PREFIX]`: credentials, region and endpoint from the usual AWS_* variables, AWS_ENDPOINT_URL among them, or the
-    machine's role
+    - `s3://BUCKET[/PREFIX]`: credentials, region and endpoint from AWS_* variables such as AWS_ENDPOINT_URL, or from the machine's role
     - `gs://BUCKET[/PREFIX]`: GOOGLE_* variables or application-default credentials
     - `az://CONTAINER[/PREFIX]`: AZURE_* variables
     - `hf://buckets/OWNER/NAME[/PREFIX]`: a Hugging Face bucket, through its S3 gateway; see `providers.hugging_face_store`
 
-    Raises `BadUrl` if it is none of these, also if it is only nearly one of these (`s3:/bucket`): nobody wants a directory of that name.
-    Credentials in a URL are refused, since URLs end up in logs. `on_event` gets an event "retrying" whenever a remote store did not answer
-    and the request is about to be repeated; a store that is open already keeps the listener that it has.
+    Raises `BadUrl` for anything else, also for something similar to a URL such as `s3:/bucket`, because it would otherwise become a
+    directory. Credentials in a URL are refused because URLs end up in logs.
+
+    Parameters
+    ----------
+    url
+        The URL, path or open store.
+    options
+        How to reach a remote store.
+    on_event
+        Called with an event "retrying" before a request to a remote store is repeated. A store that is already open keeps its own listener.
     """
     if isinstance(url, Store):
         return url

@@ -18,16 +18,16 @@ from ..pins import remove_dead_pins
 from .survey import Survey, find_garbage, survey
 
 _MARKS_LOOKED_AT = 16
-"""Floors rise slowly; a mark that so many others follow was carried out, or is pointless by now."""
+"""Only this many of the newest marks are looked at. Older ones were carried out, or are pointless by now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection did.
+    """The result of a collection.
 
-    `outcome` is "collected", "waiting" (a mark's grace has not passed: `wait` seconds are left), "held" (a mark is due, but a pin, a new
-    epoch or a damaged anchor forbids it) or "nothing". `floor` is the one that was applied, or will be; `deleted` objects of `bytes` bytes
-    are gone, or would be in a dry run; `kept` data objects stay.
+    `outcome` is "collected", "waiting" (`wait` seconds of a mark's grace period are left), "held" (a mark is due, but a pin, a new epoch or
+    a damaged anchor forbids it) or "nothing". `floor` is the floor that was or will be applied. `deleted` objects with `bytes` bytes were
+    deleted, or would be in a dry run. `kept` data objects stay.
     """
 
     outcome: str
@@ -55,17 +55,33 @@ def collect(
     log: ChainLog | None = None,
     on_event: OnEvent | None = None,
 ) -> Collected:
-    """Announce what can go, and delete what was announced at least `grace` seconds ago and still can. To be called now and then.
+    """Announce what can be deleted, and delete what was announced at least `grace` seconds ago and is still garbage. Call it regularly.
 
-    On a signed chain only signed records count: by the keys that `log` trusts, or by the key of the chain's first commit.
-    `grace` must be longer than any reader takes from planning to its last read, and any upload of an anchor. Call it from the publisher in
-    force, or while there is none. `now` stands in for the store's clock, which is otherwise learnt by writing an object. A dry run writes
-    nothing, and says what would be deleted if the grace had passed.
+    On a signed chain only signed records count: signed by the keys that `log` trusts, or by the key of the chain's first commit. Call it
+    from the publisher in force, or while no publisher runs.
+
+    Parameters
+    ----------
+    store
+        The store that holds the chain.
+    grace
+        Seconds between announcement and deletion. It must be longer than any reader takes from planning to its last read, and longer than
+        any upload of an anchor.
+    keep_anchors
+        How many anchors stay.
+    dry_run
+        Whether to write nothing, and only report what would be deleted if the grace period had passed.
+    now
+        The time to use instead of the store's clock, which is otherwise found by writing an object.
+    log
+        The chain, if it is already open.
+    on_event
+        Called with each event.
     """
     if keep_anchors < 1:
         raise ValueError("at least one anchor must be kept")
     log = log or ChainLog(store)
-    log.trust_first_key()  # or shortcuts that anybody put there would count as checkpoints, and the true ones be deleted
+    log.trust_first_key()  # otherwise forged shortcuts would count as checkpoints, and the real ones be deleted
     if now is None:
         now = datetime.now(timezone.utc) if dry_run else _store_time(store)
     found = survey(log, keep_anchors, now)
@@ -85,7 +101,7 @@ def collect(
 
 
 def _carry_out(log: ChainLog, found: Survey, marks: list[_PlacedMark], now: datetime, grace: float, keep_anchors: int) -> Collected:
-    """Delete by the newest mark that is due and still right."""
+    """Delete by the newest mark that is due and still correct."""
     allowed = found.floor(keep_anchors)
     waiting: Collected | None = None
     held: Collected | None = None
@@ -115,7 +131,7 @@ def _dry_run(log: ChainLog, found: Survey, floor: int | None, marks: list[_Place
 
 
 def _needs_mark(found: Survey, floor: int, marks: list[_PlacedMark], now: datetime, grace: float) -> bool:
-    if found.head.epoch != found.epoch:  # a writer has claimed an epoch, but not fenced the one before it yet
+    if found.head.epoch != found.epoch:  # a writer has claimed an epoch, but has not written its fence yet
         return False
     # No collector announces more than there is. Such a mark, which anybody may have written, must not end collection for good.
     credible = [placed for placed in marks if placed.mark.floor <= found.head.seq]
@@ -128,7 +144,7 @@ def _needs_mark(found: Survey, floor: int, marks: list[_PlacedMark], now: dateti
 
 
 def _create_mark(log: ChainLog, found: Survey, floor: int, marks: list[_PlacedMark]) -> _PlacedMark | None:
-    """The next mark; None if another collector made one first, which the next call will find."""
+    """Create the next mark. Return None if another collector created one first; the next call will find it."""
     number = marks[0].mark.mark + 1 if marks else 0
     mark = Mark(log.run.id, number, found.epoch, floor, secrets.token_hex(16), time.time_ns() // 1_000_000)
     data, key = mark.to_bytes(), keys.mark_key(number)
@@ -140,7 +156,7 @@ def _create_mark(log: ChainLog, found: Survey, floor: int, marks: list[_PlacedMa
 
 
 def _marks(log: ChainLog) -> Iterator[_PlacedMark]:
-    """The newest marks, newest first."""
+    """Return the newest marks, newest first."""
     infos = [info for info in log.store.list(keys.MARKS) if keys.parse_mark_key(info.key) is not None]
     for info in reversed(infos[-_MARKS_LOOKED_AT:]):
         mark = Mark.parse(log.store.get(info.key, limit=MAX_RECORD_BYTES))
@@ -149,7 +165,7 @@ def _marks(log: ChainLog) -> Iterator[_PlacedMark]:
 
 
 def _store_time(store: Store) -> datetime:
-    """The time by the store's own clock: that of an object written now."""
+    """Return the time of the store's own clock: that of an object written now."""
     key = keys.probe_key(secrets.token_hex(16))
     store.put(key, b"now", durable=False)
     try:

@@ -37,9 +37,9 @@ class DeepCheck:
         self._threads = threads
 
     def run(self, shortcuts: list[Shortcut], checkpoint: Record | None) -> MemoryState:
-        """Go through all versions in order. Each is made by its own files where that is possible: a detour would leave them unread.
+        """Rebuild all versions in order, each from its own files if possible, so that all files are read.
 
-        Begins with `checkpoint`, on which the floor stands. Returns the last state that could be made.
+        Starts with `checkpoint`, the one that the floor depends on. Returns the last state that could be rebuilt.
         """
         fetcher = Fetcher(self._log.store, limits=self._log.limits, patience=0)
         state = MemoryState(threads=self._threads)
@@ -84,7 +84,7 @@ class DeepCheck:
             self._attempt(shortcut, lambda: state.resolve(hop, fetcher))
 
     def _load(self, state: MemoryState, record: Record, hop: Hop, fetcher: Fetcher) -> bool:
-        """Load a checkpoint, and read its other files too, which a state does not need."""
+        """Load a checkpoint, and also read its other files, which a state does not need."""
         others = [entry for entry in hop.files if entry.name is not None and not entry.name.endswith(".safetensors")]
         intact = [self._attempt(record, functools.partial(fetcher.fetch, entry)) for entry in others]
         return self._attempt(record, lambda: state.load_anchor(hop, fetcher)) and all(intact)
@@ -93,7 +93,7 @@ class DeepCheck:
         try:
             work()
         except VersionGone:
-            return False  # collected: it lies above the floor, but what it is made from does not
+            return False  # it lies above the floor, but it is made from data below the floor, which were collected
         except StoreError:
             raise
         except DeltawireError as error:

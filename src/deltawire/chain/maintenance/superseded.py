@@ -1,4 +1,4 @@
-"""Which data of a chain still matter: those that lead from its newest sound checkpoint to its newest version. Pure: asks no store."""
+"""Find the data of a chain that still matter: those that lead from its newest sound checkpoint to its newest version. Asks no store."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Record = Commit | Shortcut
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """The part of a chain that readers of its newest version need, whatever they have themselves.
+    """The part of a chain that readers of its newest version need, whatever version they have.
 
-    `commits` are the live ones from the newest sound checkpoint on, by their numbers. `checkpoint` is the record of that checkpoint; None
-    if there is none, and then all live commits are needed.
+    `commits` are the numbers of the live commits from the newest sound checkpoint on. `checkpoint` is the record of that checkpoint. It is
+    None if there is none; then all live commits are needed.
     """
 
     commits: frozenset[int]
     checkpoint: Record | None
 
     def needs(self, record: Record) -> bool:
-        """Whether damage to the files of a record is in the way of readers. If not, the record is superseded."""
+        """Return whether readers need the files of a record. If not, the record is superseded."""
         if isinstance(record, Shortcut):
             return record.target.seq in self.commits and record.target.seq != self._start
         return record.seq in self.commits and not (record.seq == self._start and isinstance(self.checkpoint, Shortcut))
@@ -33,7 +33,7 @@ class Needed:
 
 
 def find_needed(commits: Sequence[Commit], shortcuts: Iterable[Shortcut], is_damaged: Callable[[Record], bool]) -> Needed:
-    """Walk down the history that leads to the last of `commits` (all of a chain that are not void, in order), to a sound checkpoint."""
+    """Walk down the history of the last commit to a sound checkpoint. `commits` are all commits of a chain that are not void, in order."""
     anchors = _anchors_of(shortcut for shortcut in shortcuts if not is_damaged(shortcut))
     live: set[int] = set()
     for commit in _history(commits):

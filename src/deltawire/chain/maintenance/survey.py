@@ -1,4 +1,4 @@
-"""What a chain's location holds and which of it must stay (docs/protocol.md §6). Looks, and changes nothing."""
+"""Find out what a chain's location holds and what must stay (docs/protocol.md §6). Changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..pins import lowest_pin
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A whole checkpoint in the store, all of whose files exist with the right size. Its version's attachments are among the files."""
+    """A full checkpoint in the store. All its files, which include its version's attachments, exist with the right size."""
 
     seq: int
     files: tuple[FileEntry, ...]
@@ -25,7 +25,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A chain at one moment: its head in force, the highest epoch claimed, verified anchors from the newest down, the lowest pin."""
+    """A chain at one moment: its head in force, the highest claimed epoch, the verified anchors from the newest down, and the lowest pin."""
 
     head: Commit
     epoch: int
@@ -33,7 +33,9 @@ class Survey:
     pin: int | None
 
     def floor(self, keep_anchors: int) -> int | None:
-        """The highest floor that is allowed: as many verified anchors stay, and what is pinned; None if nothing may be deleted."""
+        """Return the highest floor that keeps this many verified anchors and everything that is pinned. Return None if nothing may be
+        deleted.
+        """
         if len(self.anchors) < keep_anchors:
             return None
         floor = self.anchors[keep_anchors - 1].seq
@@ -42,12 +44,12 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """What may go: records of shortcuts, and data."""
+    """Objects that may be deleted: records of shortcuts, and data."""
 
     shortcuts: tuple[ObjectInfo, ...]
     data: tuple[ObjectInfo, ...]
     kept: int
-    """Data objects that stay."""
+    """How many data objects stay."""
 
     @property
     def bytes(self) -> int:
@@ -58,7 +60,7 @@ class Garbage:
 
 
 def survey(log: ChainLog, keep_anchors: int, now: datetime) -> Survey:
-    """Look at a chain; `now` is the store's time, by which pins expire."""
+    """Look at a chain. `now` is the store's time, by which pins expire."""
     head = log.head()
     if head is None:
         raise NoChain(f"nothing is published at {log.store.url}.")
@@ -73,7 +75,7 @@ def survey(log: ChainLog, keep_anchors: int, now: datetime) -> Survey:
 
 
 def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
-    """What nothing above `floor` needs. Data that a writer may be about to commit is none of it."""
+    """Return the objects that nothing above `floor` needs. Data that a writer may be about to commit are not garbage."""
     kept_anchor = _newest_anchor_upto(log, found, floor)
     kept = {entry.key for entry in kept_anchor.files} if kept_anchor else set()
     for seq in range(found.head.seq, floor, -1):
@@ -95,10 +97,10 @@ def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
             collected |= files
     garbage, staying = [], 0
     for info in data:
-        place = keys.parse_data_key(info.key)
-        if place is None or info.key in kept or (unread and place.seq >= min(unread)):
+        data_key = keys.parse_data_key(info.key)
+        if data_key is None or info.key in kept or (unread and data_key.seq >= min(unread)):
             staying += 1
-        elif place.epoch < found.head.epoch or info.key in collected or _was_committed(log, place.seq, floor, info.key):
+        elif data_key.epoch < found.head.epoch or info.key in collected or _was_committed(log, data_key.seq, floor, info.key):
             garbage.append(info)
         else:
             staying += 1
@@ -106,7 +108,7 @@ def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
 
 
 def _live_anchors(log: ChainLog, head: Commit) -> Iterator[Anchor]:
-    """Anchors of the history that led to `head`, newest first. Those that a rewind abandoned lead nowhere, and do not count."""
+    """Yield the anchors in the history of `head`, newest first. Anchors that a rewind abandoned do not count."""
     listed = set(log.anchors(None, head.seq))
     commit: Commit | None = head
     while commit is not None:
@@ -131,7 +133,7 @@ def _newest_anchor_upto(log: ChainLog, found: Survey, floor: int) -> Anchor | No
 
 
 def _shortcut_records(log: ChainLog) -> Iterator[tuple[ObjectInfo, Shortcut | None]]:
-    """All shortcuts, with their record where it can be read."""
+    """Return all shortcuts, with their record if it can be read."""
     for prefix in (keys.ANCHORS, keys.SKIPS):
         for info in log.store.list(prefix):
             skip = keys.parse_skip_key(info.key)
@@ -155,12 +157,12 @@ def _shortcut(log: ChainLog, seq: int, base: int | None) -> Shortcut | None:
 
 
 def _is_dangling(log: ChainLog, shortcut: Shortcut) -> bool:
-    """Whether files of a shortcut do not exist, as when its writer slept between their upload and its record, and they were collected."""
+    """Return whether files of a shortcut are missing, for example because they were collected before its writer wrote the record."""
     return not all(is_stored(log, entry) for entry in shortcut.files)
 
 
 def _was_committed(log: ChainLog, seq: int, floor: int, key: str) -> bool:
-    """Whether the commit that an object was uploaded for took it, and is no longer needed. Else its writer may yet commit it."""
+    """Return whether the commit that an object was uploaded for uses it and is no longer needed. If not, its writer may still commit it."""
     commit = log.read(seq) if seq <= floor else None
     return commit is not None and any(entry.key == key for entry in commit.all_files)
 

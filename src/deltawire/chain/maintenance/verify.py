@@ -1,4 +1,4 @@
-"""Check a whole chain: every record, every link, every file; and, when asked to go deep, every byte and every version."""
+"""Check a whole chain: every record, link and file, and with a deep check also every byte and every version."""
 
 from __future__ import annotations
 
@@ -42,17 +42,28 @@ def verify(
     options: ReaderOptions | None = None,
     threads: int | None = None,
 ) -> Report:
-    """Check every commit, link, epoch and signature, and that all files above the floor exist with their size.
+    """Check every commit, link, epoch and signature, and check that all files above the floor exist with their sizes.
 
-    The checkpoint that the floor stands on must exist too, and whatever else a new reader needs to get to the newest version.
+    The checkpoint that the floor depends on must exist too, and so must everything else that a new reader needs for the newest version.
+    Problems of the chain are reported, not raised. Problems of the store are raised. Raises `NoChain` if nothing is published.
 
-    `deep` reads every one of them, rebuilds each version above the floor that can be, and resolves each shortcut; it needs memory for one
-    state. Only `run`, `trusted_keys` and `limits` of the options matter here. Without `trusted_keys`, a chain whose first commit is signed
-    must be signed by that key throughout. What is wrong with the chain is reported, not raised; what is wrong with the store is raised.
-    `NoChain` where there is none.
+    Damaged data that readers of the newest version do not need are reported as superseded, so a repaired chain is sound again. Damaged
+    commits are never superseded, because readers follow hashes through them.
 
-    Damaged data that no reader of the newest version needs any more are reported as superseded: a chain that was repaired is sound again.
-    Damaged commits are never superseded, as readers follow hashes through them.
+    Parameters
+    ----------
+    store
+        The store that holds the chain.
+    deep
+        Whether to read every file, rebuild every version above the floor that can be rebuilt, and resolve every shortcut. This needs memory
+        for one state.
+    progress
+        Called by a deep check with the number of commits done and the number of all commits.
+    options
+        Which chain to accept. Only `run`, `trusted_keys` and `limits` are used. Without `trusted_keys`, a chain whose first commit is
+        signed must be signed by that key throughout.
+    threads
+        Number of threads for decoding and digests. None means one per core.
     """
     return _Check((options or ReaderOptions()).open_log(store), progress, threads).run(deep)
 
@@ -66,11 +77,11 @@ class _Check:
         self._sizes: dict[str, int] = {}
         self._sound: list[Commit] = []
         self._damage: list[tuple[Record, Problem]] = []
-        """Records whose files are damaged, and how."""
+        """Records whose files are damaged, and the damage."""
         self._dangling: list[tuple[Shortcut, Problem]] = []
         """Shortcuts of earlier writers whose files are missing."""
         self._is_cut_off = False
-        """Whether a commit is missing, so that those after it were not read."""
+        """Whether a commit is missing, so that the commits after it were not read."""
 
     def run(self, deep: bool) -> Report:
         self._refuse_other_run()
@@ -89,8 +100,8 @@ class _Check:
         self._check_attachments(checkpoint, deep=deep)
         state = self._deep_check().run(shortcuts, checkpoint) if deep else None
         self._judge_damage(shortcuts)
-        is_reachable = self._check_way_for_new_readers(state)
-        # A shortcut that leads nowhere is in nobody's way, unless it was the only way.
+        is_reachable = self._check_route_for_new_readers(state)
+        # A shortcut without files does no harm, unless it was the only route.
         (self._report.notes if is_reachable else self._report.problems).extend(problem for _, problem in self._dangling)
         return self._report
 
@@ -98,7 +109,10 @@ class _Check:
         return DeepCheck(self._log, self._sound, self._report, self._damaged, progress=self._progress, threads=self._threads)
 
     def _checked_floor(self) -> int:
-        """Read the floor, and refuse one above the newest commit, which would hide all damage. Call it before the data are listed."""
+        """Return the floor. A floor above the newest commit would hide all damage, so it is reported and ignored. Call it before listing
+        the
+        data.
+        """
         floor, newest = self._log.floor(), self._report.commits - 1
         if floor <= newest:
             return floor
@@ -109,23 +123,24 @@ class _Check:
         return -1
 
     def _floor_checkpoint(self, shortcuts: list[Shortcut]) -> Record | None:
-        """Find the checkpoint that collection must have kept: the newest at or below the floor in the history of the newest version."""
+        """Find the checkpoint that collection must have kept: the newest one at or below the floor in the history of the newest version."""
         candidates = live_checkpoints(self._sound, [*shortcuts, *(shortcut for shortcut, _ in self._dangling)])
         below = [record for record in candidates if target_seq(record) <= self._report.floor]
         dangling = {id(shortcut) for shortcut, _ in self._dangling}
         if below and id(below[0]) in dangling:
-            # Collection kept another one then. If there is none, the new readers' way is missing, which is reported with the shortcut.
+            # Then collection kept another one. If there is none, new readers have no route, which is reported with the shortcut.
             below = [record for record in below if all(self._what_is_wrong(entry) is None for entry in record.files)]
         return below[0] if below else None
 
     def _newest_version(self) -> Commit | None:
-        """The commit that made the newest version."""
+        """Return the commit that made the newest version."""
         return next((commit for commit in reversed(self._sound) if commit.kind != "fence"), None)
 
-    def _check_way_for_new_readers(self, state: MemoryState | None) -> bool:
-        """Plan as a reader that has nothing does, and look at every file of the plan. With a deep check's `state`, really go there.
+    def _check_route_for_new_readers(self, state: MemoryState | None) -> bool:
+        """Plan a route from nothing, as a new reader does, and check every file on it. With the `state` of a deep check, also take the
+        route.
 
-        Returns False if nothing leads to the newest version.
+        Returns False if no route leads to the newest version.
         """
         target = self._newest_version()
         if target is None:
@@ -149,20 +164,20 @@ class _Check:
             raise
         except VersionGone:
             self._problem(target.describe(), what)
-        except DeltawireError as error:  # often one that was reported already
+        except DeltawireError as error:  # often one that was already reported
             self._problem(target.describe(), what if self._report.problems else f"{what}. {error}")
         else:
             return True
         return False
 
     def _refuse_other_run(self) -> None:
-        """Raise `RunMismatch` or `WrongRun` if this is not the run that the caller wants: that is no damage."""
+        """Raise `RunMismatch` or `WrongRun` if this is not the run that the caller wants. This is not damage."""
         try:
             _ = self._log.run
         except RunMismatch:
             raise
         except (ChainError, UnsupportedVersion):
-            return  # this and whatever else is wrong is reported when its turn comes
+            return  # the check of the commits reports it
         try:
             self._log.read(0)
         except WrongRun:
@@ -171,7 +186,7 @@ class _Check:
             return
 
     def _trust_first_key(self) -> None:
-        with contextlib.suppress(ChainError, UnsupportedVersion):  # it is reported when its turn comes
+        with contextlib.suppress(ChainError, UnsupportedVersion):  # the check of the commits reports it
             self._log.trust_first_key()
 
     def _problem(self, where: str, what: object) -> None:
@@ -181,7 +196,7 @@ class _Check:
         self._damage.append((record, Problem(where, str(what))))
 
     def _judge_damage(self, shortcuts: list[Shortcut]) -> None:
-        """Tell damage that is in the way of readers from what is superseded."""
+        """Separate damage that readers can meet from damage to superseded data."""
         damaged = {id(record) for record, _ in self._damage}
         needed = find_needed(self._sound, shortcuts, lambda record: id(record) in damaged)
         for record, problem in self._damage:
@@ -217,12 +232,12 @@ class _Check:
             try:
                 found = self._log.hash(seq)
             except (ChainError, UnsupportedVersion):
-                continue  # reported when its own turn came
+                continue  # already reported for that commit
             if found != expected:
                 self._problem(keys.commit_key(commit.seq), f"it links to a commit {seq} that is not the one in the chain")
 
     def _check_sequence(self, commit: Commit, before: Commit | None) -> None:
-        """What a commit must have to do with the newest one before it that is not void."""
+        """Check a commit against the newest one before it that is not void."""
         key = keys.commit_key(commit.seq)
         if commit.epoch != (before.epoch if before else None):
             if commit.kind != "fence":
@@ -284,7 +299,7 @@ class _Check:
         return found
 
     def _is_dangling(self, shortcut: Shortcut) -> bool:
-        """Of an earlier writer, who may have slept while what he had uploaded was collected."""
+        """Return whether an earlier writer made a shortcut whose files were collected before it wrote the record."""
         return shortcut.epoch < self._sound[-1].epoch and any(entry.key not in self._sizes for entry in shortcut.files)
 
     def _check_files(self, record: Record) -> None:
@@ -296,7 +311,7 @@ class _Check:
                 self._damaged(record, record.describe(), what)
 
     def _check_attachments(self, checkpoint: Record | None, *, deep: bool) -> None:
-        """Check each object once, and name all versions that refer to it. Only those of the newest version are in anybody's way."""
+        """Check each attachment once, and name all versions that refer to it. Only those of the newest version count as problems."""
         newest = self._newest_version()
         in_force = set() if newest is None else {entry.key for entry in newest.attachments or ()}
         lowest = None if checkpoint is None else target_seq(checkpoint)
@@ -335,7 +350,7 @@ class _Check:
 
 
 def _describe_all(commits: list[Commit]) -> str:
-    """Name versions, by ranges where all between them are meant: "versions 1 to 6"."""
+    """Return the names of versions, as ranges where possible: "versions 1 to 6"."""
     if len(commits) == 1:
         return commits[0].describe()
     ranges: list[list[int]] = []

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ReportProgress = Callable[[int, int], None]
-"""Called with the number of commits done, and of all."""
+"""Called with the number of commits done and the number of all commits."""
 
 
 NO_ROUTE = "no new reader can get to the newest version: nothing that is sound leads there"
-"""What is said of the newest version when damage elsewhere leaves no way to it."""
+"""The problem of the newest version if damage elsewhere leaves no route to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that should not be: `where` is a key, or a version."""
+    """One finding: `where` is a key or a version, `what` describes the problem."""
 
     where: str
     what: str
@@ -23,7 +23,9 @@ class Problem:
 
 @dataclass(slots=True)
 class Report:
-    """What a check found. `floor` is −1 where nothing was ever collected; files at or below it may be gone, and are not asked for."""
+    """The result of a check. `floor` is −1 if nothing was ever collected. Files at or below the floor may be deleted, so they are not
+    checked.
+    """
 
     commits: int = 0
     versions: int = 0
@@ -35,15 +37,16 @@ class Report:
     floor: int = -1
     problems: list[Problem] = field(default_factory=list)
     superseded: list[Problem] = field(default_factory=list)
-    """Damage to data that readers of the newest version do not need: versions that a rewind abandoned, and what lies below the newest
-    sound checkpoint. Such versions cannot be pulled any more. Collection removes them."""
+    """Damage to data that readers of the newest version do not need: versions that a rewind abandoned, and data below the newest sound
+    checkpoint. These versions cannot be pulled any more, and collection removes them.
+    """
     notes: list[Problem] = field(default_factory=list)
-    """What is no damage: it is in nobody's way, and collection removes it."""
+    """Findings that are not damage. They do no harm, and collection removes them."""
 
     @property
     def ok(self) -> bool:
-        """Whether readers can get to the newest version, as far as the check has looked.
+        """Whether readers can reach the newest version, as far as was checked.
 
-        A reader that has nothing yet can, over files that were all looked at; and no other way that readers may take is damaged.
+        A reader that has nothing can reach it over files that were all checked, and no other route that readers may take is damaged.
         """
         return not self.problems

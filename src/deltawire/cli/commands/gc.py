@@ -19,7 +19,7 @@ from ..stores.opened import opened
 if TYPE_CHECKING:
     from ...chain.log import ChainLog
     from ...chain.maintenance.collect import Collected
-    from ...chain.pins import PlacedPin
+    from ...chain.pins import StoredPin
 
 _GRACE = 3600.0
 
@@ -85,7 +85,7 @@ class Swept:
     dry_run: bool
     keep_anchors: int
     done: Collected
-    pins: list[PlacedPin]
+    pins: list[StoredPin]
     numbers: Mapping[int, int]
     """The version numbers of all commits that are mentioned."""
 
@@ -94,7 +94,7 @@ class Swept:
         return None if self.done.floor is None else self.numbers[self.done.floor]
 
 
-def blocking_pins(log: ChainLog, keep_anchors: int) -> list[PlacedPin]:
+def blocking_pins(log: ChainLog, keep_anchors: int) -> list[StoredPin]:
     """Return the pins without which the floor could be higher, lowest first."""
     from ...chain.maintenance.survey import survey
     from ...chain.pins import read_pins

@@ -67,19 +67,19 @@ class Checkpoint(Mapping[str, NDArray[Any]]):
         else:
             self.index = _read_index(path)
             self.shards = [open_shard(name, contained(path, name)) for name in _shard_names(path, self.index)]
-        self._places: dict[str, tuple[Shard, TensorEntry]] = {}
+        self._found: dict[str, tuple[Shard, TensorEntry]] = {}
         for shard in self.shards:
             self._refuse_delta(shard)
             for name, entry in shard.header.entries.items():
-                if name in self._places:
-                    both = f"{self._places[name][0].name} and {shard.name}"
+                if name in self._found:
+                    both = f"{self._found[name][0].name} and {shard.name}"
                     raise CheckpointError(f"{path}: tensor {name!r} is in both {both}. Save the checkpoint again.")
-                self._places[name] = shard, entry
+                self._found[name] = shard, entry
         if self.index is not None:
             self._check_against_index(self.index["weight_map"])
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        shard, entry = self._places[name]
+        shard, entry = self._found[name]
         array = shard.array(entry)
         if array.flags.aligned:
             return array
@@ -88,21 +88,21 @@ class Checkpoint(Mapping[str, NDArray[Any]]):
         return aligned
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._found)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._found)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._found
 
     def entry(self, name: str) -> TensorEntry:
         """What the header says of a tensor, without touching its data."""
-        return self._places[name][1]
+        return self._found[name][1]
 
     @property
     def weight_bytes(self) -> int:
-        return sum(entry.nbytes for _, entry in self._places.values())
+        return sum(entry.nbytes for _, entry in self._found.values())
 
     @staticmethod
     def _refuse_delta(shard: Shard) -> None:
@@ -111,11 +111,11 @@ class Checkpoint(Mapping[str, NDArray[Any]]):
 
     def _check_against_index(self, weight_map: Mapping[str, str]) -> None:
         for name, shard_name in weight_map.items():
-            if name not in self._places or self._places[name][0].name != shard_name:
+            if name not in self._found or self._found[name][0].name != shard_name:
                 raise CheckpointError(
                     f"{self.path}: the index places tensor {name!r} in {shard_name}, but it is not there. Download the checkpoint again."
                 )
-        for name, (shard, _) in self._places.items():
+        for name, (shard, _) in self._found.items():
             if name not in weight_map:
                 raise CheckpointError(f"{self.path}: tensor {name!r} of {shard.name} is not in the index. Save the checkpoint again.")
 

@@ -79,7 +79,7 @@ class WritableCheckpoint(MutableMapping[str, NDArray[Any]]):
         self._shards = shards
         self._dropping = dropping
         self._adding = adding
-        self._places = {name: (shard, entry) for shard in shards for name, entry in shard.header.entries.items()}
+        self._found = {name: (shard, entry) for shard in shards for name, entry in shard.header.entries.items()}
         self._order = dict.fromkeys(source)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -87,13 +87,13 @@ class WritableCheckpoint(MutableMapping[str, NDArray[Any]]):
             return self._source[name]
         if name in self._adding:
             raise KeyError(name)
-        shard, entry = self._places[name]
+        shard, entry = self._found[name]
         return shard.array(entry)
 
     def __setitem__(self, name: str, array: NDArray[Any]) -> None:
         if name not in self._adding:
             raise CheckpointError(f"no room is reserved for tensor {name!r}. Name it in `add`, or write into its array.")
-        shard, entry = self._places[name]
+        shard, entry = self._found[name]
         if dtype_of_numpy(array.dtype) is not entry.dtype:
             raise DtypeMismatch(f"tensor {name!r} is {array.dtype}, but room is reserved for {entry.dtype.name}.")
         if array.shape != entry.shape:

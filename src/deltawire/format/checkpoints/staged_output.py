@@ -93,7 +93,7 @@ def refuse_output(out: Path, *, directory: bool, replace: bool) -> None:
     if not replace:
         raise CheckpointError(f"{out} exists already. Name another output, or pass --force to replace it.")
     if out.is_symlink():
-        raise CheckpointError(f"{out} is a link. Name the place that it leads to.")
+        raise CheckpointError(f"{out} is a link. Name the path that it leads to.")
     if out.is_dir() != directory:
         raise CheckpointError(f"{out} is a {'directory' if out.is_dir() else 'file'}, unlike the base. Name another output.")
     if not directory:
