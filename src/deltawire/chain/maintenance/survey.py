@@ -25,7 +25,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A chain at one moment: its head in force, the highest claimed epoch, the verified anchors from the newest down, and the lowest pin."""
+    """A chain at one moment: its head in force, the highest claimed epoch, the verified anchors, newest first, and the lowest pin."""
 
     head: Commit
     epoch: int
