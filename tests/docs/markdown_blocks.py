@@ -5,6 +5,8 @@ output). A comment right above a block changes what happens to it:
 
     <!-- not run: REASON -->            nothing here can run it; `Reason` lists the reasons that count
     <!-- run until: TEXT -->            its last command runs for ever: it is interrupted when it has printed TEXT
+    <!-- run by: TEST FILE -->          a test in another lane runs it
+    <!-- excerpt of: FILE -->           its lines are lines of a program that the tests run
 """
 
 from __future__ import annotations
@@ -20,9 +22,7 @@ REASONS = {
     "it installs packages": "tests do not change the environment that they run in",
     "it needs a CUDA GPU": "CI has none",
     "it needs a Ray cluster": "the Ray lane of the tests starts one",
-    "it needs a vLLM server": "the vLLM lane of the tests starts one",
     "it runs for minutes": "CI would take too long",
-    "it is a pattern for your own names": "the names in it do not exist",
 }
 """Why a block may not be run, and what that means."""
 
@@ -39,14 +39,16 @@ class Block:
     text: str
     not_run: str | None = None
     run_until: str | None = None
+    run_by: str | None = None
+    excerpt_of: str | None = None
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     @property
     def is_run(self) -> bool:
-        """Whether tests run it."""
-        return self.language in ("python", "sh") and self.not_run is None
+        """Whether the tests of the pages run it."""
+        return self.language in ("python", "sh") and self.not_run is self.run_by is self.excerpt_of is None
 
 
 def blocks(page: Path) -> list[Block]:
@@ -64,4 +66,6 @@ def _block(page: Path, line: int, found: re.Match[str]) -> Block:
         found["text"],
         not_run=value if kind == "not run" else None,
         run_until=value if kind == "run until" else None,
+        run_by=value if kind == "run by" else None,
+        excerpt_of=value if kind == "excerpt of" else None,
     )

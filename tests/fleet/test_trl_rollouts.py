@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from forked_python import ForkedPopen, forked_run
 from member_nursery import HERE, MemberNursery, wait_until
 
 from deltawire.format.records.trainer_records import Board
+
+sys.path.insert(0, str(HERE.parent / "docs"))
+
+from markdown_blocks import ROOT, blocks
 
 for library in ("trl", "vllm", "datasets"):
     if importlib.util.find_spec(library) is None:
@@ -82,6 +87,39 @@ def test_async_grpo_trains_from_the_fleet_and_again_after_a_restart(tmp_path: Pa
                     assert set(versions) <= {*published, *before}
             before = {published[-1]}  # a member of the next run may begin with it, since a sample may be one version old
             assert member.ended() == 0, member.log()  # told to leave when the training was over
+
+
+def test_the_program_on_the_page_of_fleets_trains(tmp_path: Path, model: Path) -> None:
+    (block,) = [block for block in blocks(ROOT / "docs/fleet.md") if block.run_by == "tests/fleet/test_trl_rollouts.py"]
+    on_a_cpu = 'max_staleness=1, dtype="bfloat16", use_cpu=True, bf16=False, report_to=[], save_strategy="no", gradient_checkpointing=False'
+    smaller = {
+        "s3://bucket/": f"{tmp_path}/",
+        '"model/"': repr(str(model)),
+        "max_steps=100": "max_steps=2",
+        "batch_size=64": "batch_size=4",
+        "groups=8, samples=8, max_tokens=512": "groups=2, samples=2, max_tokens=4",
+        "num_generations=8": "num_generations=2",
+        "max_completion_length=512": "max_completion_length=4",
+        "max_staleness=1": on_a_cpu,
+    }
+    program = block.text
+    for written, meant in smaller.items():
+        assert written in program, f"the page does not say {written} any more"
+        program = program.replace(written, meant)
+    script = tmp_path / "from_the_page.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLE)!r})\nimport on_cpu\non_cpu.replace_what_needs_a_gpu()\n{program}")
+    with MemberNursery(tmp_path) as nursery:
+        store = tmp_path / "run-7"
+        process = ForkedPopen("trl", [script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        try:
+            wait_until(lambda: takes_members(store) or process.poll() is not None, "a trainer")
+            member = nursery.start("m", "--from", str(store), "--env", "rewards_for_tests:length")
+            _, errors = process.communicate(timeout=600)
+        finally:
+            process.kill()
+            process.communicate()
+        assert process.returncode == 0, errors[-4000:]
+        assert member.ended() == 0, member.log()
 
 
 def test_a_trainer_that_wants_more_samples_than_a_round_has_is_told_so(tmp_path: Path, model: Path) -> None:
