@@ -114,7 +114,7 @@ class ModuleEngine(Engine):
     def pause(self, kv_cache: KvCache) -> None:
         of_each_device = {str(tensor.device): tensor for tensor in self.weights().values()}
         self._gate.close(kv_cache, self._pause_timeout)
-        synchronize_gpus(of_each_device)  # calls that have returned may still run on a GPU, on any stream
+        synchronize_gpus(of_each_device)  # a GPU may still work for calls that have returned, on any stream
 
     def resume(self) -> None:
         self._gate.open()
