@@ -40,7 +40,13 @@ class Event:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Event:
-        """Return the event that `to_json` made this of. An event without a time happened now. ValueError if it is no event at all."""
+        """Return the event that `to_json` turned into this dictionary. Raises ValueError if it is not an event.
+
+        Parameters
+        ----------
+        plain
+            The dictionary. Without a time, the event happened now.
+        """
         fields = dict(plain)
         name, when = fields.pop("event", None), fields.pop("time", None)
         if not isinstance(name, str) or not all(map(_is_value, fields.values())):

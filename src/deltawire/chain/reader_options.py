@@ -58,5 +58,11 @@ class ReaderOptions:
             raise TypeError("trusted_keys is a list of keys: pass [key] instead of key")
 
     def open_log(self, store: Store) -> ChainLog:
-        """Open the chain in a store with these options. Reads nothing yet."""
+        """Open the chain in a store with these options. Reads nothing yet.
+
+        Parameters
+        ----------
+        store
+            The store that holds the chain.
+        """
         return ChainLog(store, run=self.run, trusted_keys=self.trusted_keys, limits=self.limits)

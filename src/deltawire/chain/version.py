@@ -67,7 +67,15 @@ class Version:
 
     @classmethod
     def of(cls, commit: Commit) -> Version:
-        """Return the version that a commit makes. Raises `VersionUnknown` for a fence, which makes none: use the commit `state_seq`."""
+        """Return the version that a commit makes.
+
+        Raises `VersionUnknown` for a fence, which makes none: use the commit with the number `state_seq`.
+
+        Parameters
+        ----------
+        commit
+            The commit's record.
+        """
         if commit.kind == "fence" or commit.digest is None:
             raise VersionUnknown(f"commit {commit.seq} is a fence, which makes no version; commit {commit.state_seq} is in force there.")
         return cls(

@@ -28,10 +28,15 @@ PART_ALIGNMENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A linear, order-free 128-bit check of named tensors: digests of disjoint parts of a state add up to the digest of the whole.
+    """A 128-bit check of named tensors that adds up: the digests of disjoint parts of a state sum to the digest of the whole.
 
-    Any single wrong 16-bit word is always noticed, anything else but for one chance in about 2^60. It is no signature:
-    whoever wants to can make two states of the same digest.
+    It always notices a single wrong 16-bit word, and misses other accidents with a chance of about 2^-60. It does not protect against
+    attackers, who can make two states with the same digest.
+
+    Parameters
+    ----------
+    lanes
+        The four sums, each below 2^32.
     """
 
     lanes: Lanes = (0, 0, 0, 0)
@@ -45,12 +50,18 @@ class Digest:
         return Digest(((a[0] - b[0]) % 2**32, (a[1] - b[1]) % 2**32, (a[2] - b[2]) % 2**32, (a[3] - b[3]) % 2**32))
 
     def hex(self) -> str:
-        """32 hexadecimal digits, as files carry it."""
+        """Return it as 32 hexadecimal digits, as files carry it."""
         return b"".join(lane.to_bytes(4, "little") for lane in self.lanes).hex()
 
     @classmethod
     def from_hex(cls, text: str) -> Digest:
-        """The inverse of `hex`; ValueError for anything that `hex` does not write."""
+        """Return the digest that `hex` wrote.
+
+        Parameters
+        ----------
+        text
+            32 lower-case hexadecimal digits. Anything else raises ValueError.
+        """
         raw = bytes.fromhex(text)
         if len(raw) != 16 or raw.hex() != text:
             raise ValueError(f"not a digest: {text!r}")
@@ -58,7 +69,13 @@ class Digest:
 
     @classmethod
     def sum(cls, rows: Sums) -> Digest:
-        """Of digests that are rows of an array."""
+        """Return the sum of several digests.
+
+        Parameters
+        ----------
+        rows
+            The digests, one in each row of an array with four columns.
+        """
         a, b, c, d = rows.sum(axis=0, dtype=np.uint32).tolist()
         return cls((a, b, c, d))
 

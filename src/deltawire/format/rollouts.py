@@ -47,7 +47,7 @@ _NUMPY = {"I64": "<i8", "F64": "<f8", "I32": "<i4", "F32": "<f4", "U8": "u1"}
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """What one file may hold at most. A parser needs memory for about twice `file_bytes`, however the file lies."""
+    """How much one file may hold. A parser needs memory for about twice `file_bytes`, whatever the file says."""
 
     file_bytes: int = 256 << 20
     prompts: int = 1 << 16
@@ -58,11 +58,14 @@ class RolloutLimits:
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Tokens `start` to `end` (exclusive) of a completion were made by version `seq`."""
+    """Some tokens of a completion, and the version that made them."""
 
     start: int
+    """The first of these tokens, counted from 0."""
     end: int
+    """One past the last of them."""
     seq: int
+    """The version that made them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,52 +73,65 @@ class ClaimedVersion:
     """Step and digest of a version that made tokens, as the member claims them."""
 
     step: int
+    """The training step of the version."""
     digest: Digest
+    """The digest of its weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One completion of the prompt with this index. Its spans follow each other from the first token to the last.
-
-    `logprobs` are under the distribution that each token was drawn from; `mask` is 1 for tokens that the policy drew, 0 for what an
-    environment put in. `rewards` go by `Rollouts.reward_names`; None where there is none. `finished`: it ended of its own accord.
-    """
+    """One completion of a prompt."""
 
     prompt: int
+    """The index of the prompt in `Rollouts.prompts`."""
     tokens: NDArray[np.int32]
+    """Its token ids."""
     logprobs: NDArray[np.float32]
+    """The log-prob of each token, under the distribution from which it was drawn."""
     mask: NDArray[np.uint8]
+    """1 for each token that the policy drew, 0 for each that an environment added."""
     rewards: tuple[float | None, ...]
+    """Its rewards, in the order of `Rollouts.reward_names`; None for a reward that was not given."""
     spans: tuple[TokenSpan, ...]
+    """Which version made which tokens. The spans follow each other from the first token to the last."""
     finished: bool
+    """Whether it ended by itself, and not at the limit of tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollouts:
-    """The result of one attempt at one task. `run` is the run's id, `nonce` the lease's; `seconds` are for people.
-
-    `versions` describes exactly the versions that occur in spans.
-    """
+    """The result of one attempt at one task."""
 
     run: str
+    """The id of the run."""
     round: int
+    """The number of the round."""
     task: int
+    """The number of the task within the round."""
     attempt: int
+    """The number of the attempt at the task."""
     member: str
+    """The name of the member that made it."""
     nonce: str
+    """The nonce of the member's lease."""
     prompts: tuple[NDArray[np.int32], ...]
+    """The token ids of each prompt."""
     completions: tuple[Completion, ...]
+    """All completions of all prompts."""
     reward_names: tuple[str, ...]
+    """The names of the rewards that completions have."""
     versions: Mapping[int, ClaimedVersion]
+    """Exactly the versions that occur in spans, by their numbers."""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    """How long each phase took, for people."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of the policy's own: what throughput counts."""
+        """How many tokens the policy drew. Throughput counts these."""
         return sum(int(one.mask.sum()) for one in self.completions)
 
     def to_bytes(self) -> bytes:
-        """The file. `CorruptRollouts` for what `parse` would refuse, so that a mistake of the writer shows where it was made."""
+        """Return the file. Raises `CorruptRollouts` if `parse` would refuse it, so that a writer notices its own mistake."""
         try:
             arrays = self._arrays()
             placed = _placed({name: array.shape for name, array in arrays.items()})
@@ -128,9 +144,17 @@ class Rollouts:
 
     @classmethod
     def parse(cls, data: bytes, limits: RolloutLimits | None = None) -> Rollouts:
-        """The rollouts in a file. `CorruptRollouts` for anything that no writer makes, `UnsupportedVersion` for a later format.
+        """Return the rollouts in a file.
 
-        Nothing is allocated on the word of the file: its arrays are views of `data`, which their lengths are checked against first.
+        Raises `CorruptRollouts` for anything that no writer makes, and `UnsupportedVersion` for a later format. A file cannot make it
+        allocate memory: its arrays are views of `data`, and their lengths are checked first.
+
+        Parameters
+        ----------
+        data
+            The bytes of the file.
+        limits
+            How much the file may hold; the defaults of `RolloutLimits` if None.
         """
         limits = limits or RolloutLimits()
         try:

@@ -42,11 +42,14 @@ Lie: TypeAlias = Literal["missing", "stale", "flip", "truncate"]
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """Fail without doing anything. `when` is the number of a call, or a condition. The fault happens `times` times; None means always."""
+    """Fail without doing anything."""
 
     when: When
+    """The number of a call, counted from 0, or a condition such as `call(...)`."""
     kind: Failure
+    """How it fails: "crash" (the process dies), "unknown", "unavailable" or "full"."""
     times: int | None = 1
+    """How many times the fault happens; None means always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +57,25 @@ class After:
     """Do what was asked, then fail: the answer is lost."""
 
     when: When
+    """The number of a call, counted from 0, or a condition such as `call(...)`."""
     kind: Failure
+    """How it fails: "crash" (the process dies), "unknown", "unavailable" or "full"."""
     times: int | None = 1
+    """How many times the fault happens; None means always."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Answer a reading call wrongly. "missing": the object seems not to exist. "stale": the answer is that of the time of
-    `FaultyStore.remember`. "flip": one bit is wrong. "truncate": the object is too short. A listing can be "missing" (empty) or "stale".
-    """
+    """Answer a reading call wrongly."""
 
     when: When
+    """The number of a call, counted from 0, or a condition such as `call(...)`."""
     kind: Lie
+    """What is wrong. "missing": the object seems not to exist, or the listing is empty. "stale": the answer is that of the time of
+    `FaultyStore.remember`. "flip": one bit is wrong. "truncate": the object is too short. Listings can be "missing" or "stale".
+    """
     times: int | None = 1
+    """How many times the fault happens; None means always."""
 
 
 Fault: TypeAlias = Before | After | Reading
@@ -92,7 +101,15 @@ class _Armed:
 
 
 def call(op: str | None = None, prefix: str = "") -> Callable[[Call], bool]:
-    """Return a condition for faults: calls of this method (None: any) on keys that begin with `prefix`."""
+    """Return a condition for faults, which some calls meet.
+
+    Parameters
+    ----------
+    op
+        The name of a method of the store; None means any.
+    prefix
+        How the key begins.
+    """
     return lambda each: (op is None or each.op == op) and each.key.startswith(prefix)
 
 
@@ -100,8 +117,16 @@ class FaultyStore(Store):
     """Passes calls on to `inner`, except for the faults in `script`. `calls` records all calls. After a "crash" every call raises
     `ProcessDied`.
 
-    With `clock`, objects that are written through this store have the times of that clock; others keep the inner store's times. `close`
-    leaves the inner store open, because the process dies and not the store.
+    `close` leaves the inner store open, because the process dies and not the store.
+
+    Parameters
+    ----------
+    inner
+        The store that does the work.
+    script
+        The faults. The first that a call meets happens.
+    clock
+        Objects that are written through this store have the times of this clock. Others keep the inner store's times.
     """
 
     def __init__(self, inner: Store, script: Iterable[Fault] = (), *, clock: Callable[[], datetime] | None = None) -> None:

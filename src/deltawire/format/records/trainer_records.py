@@ -36,13 +36,18 @@ RejectedResult: TypeAlias = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the completions of a round are to be drawn: `samples` of each prompt, of at most `max_tokens` tokens of the policy's own."""
+    """How members draw the completions of a round."""
 
     samples: int
+    """How many completions of each prompt are wanted."""
     max_tokens: int
+    """How many tokens the policy may draw for one completion."""
     temperature: float = 1.0
+    """The sampling temperature; 0 always takes the most probable token."""
     top_p: float = 1.0
+    """Draw only from the most probable tokens whose probabilities sum to this."""
     seed: int = 0
+    """The seed of the round, from which members derive their own."""
 
     def plain(self) -> dict[str, Any]:
         exact = {"temperature": repr(float(self.temperature)), "top_p": repr(float(self.top_p))}
@@ -50,6 +55,13 @@ class Sampling:
 
     @classmethod
     def of(cls, fields: Fields) -> Sampling:
+        """Return the sampling that a record describes.
+
+        Parameters
+        ----------
+        fields
+            The fields of the record's object `sampling`.
+        """
         sampling = cls(
             samples=fields.integer("samples"),
             max_tokens=fields.integer("max_tokens"),
@@ -65,20 +77,32 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """`tasks` pieces of rollout work for training step `for_step`, to be done by versions of step `oldest_step` or later."""
+    """The record of a round: rollout work for one training step."""
 
     id: str
+    """The id of the run."""
     round: int
+    """The number of the round, counted from 0 for the whole run."""
     epoch: int
+    """The epoch of the trainer that opened it."""
     nonce: str
+    """Drawn at random, so that a trainer recognises its own record."""
     for_step: int
+    """The training step that uses the results."""
     oldest_step: int
+    """The step of the oldest version that may make tokens."""
     tasks: int
+    """How many tasks there are."""
     rows: ObjectRef
+    """The object that holds the rows of all tasks."""
     lease_seconds: int
+    """How long a lease holds after the last sign of life of its member."""
     sampling: Sampling
+    """How completions are drawn."""
     time: int
+    """The trainer's clock in milliseconds, for people."""
     signature: Signature | None = None
+    """The trainer's signature; None on a chain that is not signed."""
 
     def describe(self) -> str:
         """Names the record in error messages."""
@@ -86,7 +110,7 @@ class Round:
 
     @property
     def samples(self) -> int:
-        """Completions of each prompt."""
+        """How many completions of each prompt are wanted."""
         return self.sampling.samples
 
     def to_bytes(self) -> bytes:
@@ -96,7 +120,13 @@ class Round:
 
     @classmethod
     def parse(cls, data: bytes) -> Round:
-        """The record with these bytes."""
+        """Return the record with these bytes.
+
+        Parameters
+        ----------
+        data
+            The bytes of the object.
+        """
         fields = Fields.parse(data, "round", versions=SIGNABLE)
         found = cls(
             id=fields.matching("id", NONCE),
