@@ -124,7 +124,7 @@ class FaultyStore(Store):
     inner
         The store that does the work.
     script
-        The faults. The first that a call meets happens.
+        The faults that happen.
     clock
         Objects that are written through this store have the times of this clock. Others keep the inner store's times.
     """

@@ -47,7 +47,7 @@ class Sampling:
     top_p: float = 1.0
     """Draw only from the most probable tokens whose probabilities sum to this."""
     seed: int = 0
-    """The seed of the round, from which members derive their own."""
+    """The seed of the round. Members derive the seed of each attempt from it."""
 
     def plain(self) -> dict[str, Any]:
         exact = {"temperature": repr(float(self.temperature)), "top_p": repr(float(self.top_p))}
