@@ -27,7 +27,8 @@ from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.fleet.steps.coordinator_steps import CoordinatorSteps
-from deltawire.fleet.steps.member_steps import MemberState, leave_steps, member_steps, write_heartbeat
+from deltawire.fleet.steps.member_state import MemberState, leave_steps, write_heartbeat
+from deltawire.fleet.steps.member_steps import member_steps
 from deltawire.fleet.steps.requests import FindVersion, Generate, Sync, run_steps
 from deltawire.format.records.fleet_files import Accepted
 from deltawire.format.records.fleet_parts import AttemptId
@@ -290,12 +291,12 @@ def assert_one_line_of_training(store: Store, last: int) -> None:
     assert len(set(used)) == len(used)
 
 
-def place_result(fleet: Fleet, record: Round, lease: Lease, rollouts: Rollouts, *, data: bytes | None = None) -> str:
+def upload_result(fleet: Fleet, record: Round, lease: Lease, rollouts: Rollouts, *, data: bytes | None = None) -> str:
     """Upload a result for a lease. Return its key."""
     data = rollouts.to_bytes() if data is None else data
-    place = fleet_keys.RolloutKey(record.round, lease.task, lease.attempt, blake3(data).hexdigest())
-    fleet.store.put(fleet_keys.rollout_key(place), data)
-    return fleet_keys.rollout_key(place)
+    key = fleet_keys.RolloutKey(record.round, lease.task, lease.attempt, blake3(data).hexdigest())
+    fleet.store.put(fleet_keys.rollout_key(key), data)
+    return fleet_keys.rollout_key(key)
 
 
 def place_lease(fleet: Fleet, record: Round, task: int = 0, attempt: int = 0, member: str = "x") -> Lease:
@@ -319,7 +320,7 @@ def place_decoys(fleet: Fleet) -> None:
         for task in done:
             lease = place_lease(fleet, record, task, attempt=1, member="decoy")
             old = next(known for seq in range(99) if (known := versions.find(seq)) and known.live and known.step >= record.oldest_step)
-            place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(record.for_step)[task], old))
+            upload_result(fleet, record, lease, make_rollouts(record, lease, rows_for(record.for_step)[task], old))
     fleet.time = now
 
 

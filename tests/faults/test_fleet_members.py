@@ -6,11 +6,11 @@ import contextlib
 import math
 
 import pytest
-from small_fleet import LEASE, Fleet, Member, Trainer, assert_one_line_of_training, make_rollouts, place_lease, place_result, rows_for
+from small_fleet import LEASE, Fleet, Member, Trainer, assert_one_line_of_training, make_rollouts, place_lease, rows_for, upload_result
 
 from deltawire.errors import EngineError, FleetDeserted, FleetTimeout, RewardError, StoreDenied
 from deltawire.fleet import FleetOptions, StalenessBudget
-from deltawire.fleet.steps.member_steps import write_heartbeat
+from deltawire.fleet.steps.member_state import write_heartbeat
 from deltawire.fleet.steps.requests import Generate, Sync
 from deltawire.format.records.fleet_parts import AttemptId
 from deltawire.format.records.member_records import Heartbeat
@@ -28,7 +28,7 @@ def board_of(fleet: Fleet) -> Board:
 
 def offers(fleet: Fleet) -> dict[str, list[tuple[int, int]]]:
     """Return the task and attempt of each member's offers."""
-    return {member: [place[1:] for place in places] for member, places in board_of(fleet).offers.items()}
+    return {member: [attempt[1:] for attempt in attempts] for member, attempts in board_of(fleet).offers.items()}
 
 
 def poll(fleet: Fleet, trainer: Trainer, seconds: float = 0.0) -> None:
@@ -95,10 +95,10 @@ def test_a_member_that_wakes_up_after_its_lease_may_still_be_first() -> None:
         poll(fleet, trainer, 2 * LEASE)
         second = place_lease(fleet, record, attempt=1, member="other")
         rows = rows_for(1)[0]
-        place_result(fleet, record, lease, make_rollouts(record, lease, rows, trainer.steps.newest))
+        upload_result(fleet, record, lease, make_rollouts(record, lease, rows, trainer.steps.newest))
         poll(fleet, trainer)
         fleet.time += 1
-        place_result(fleet, record, second, make_rollouts(record, second, rows, trainer.steps.newest))
+        upload_result(fleet, record, second, make_rollouts(record, second, rows, trainer.steps.newest))
         poll(fleet, trainer)
         assert [one.member for one in trainer.collect(1).rollouts] == ["frozen"]
         assert fleet.reasons() == ["late"]
@@ -153,7 +153,7 @@ def test_the_task_of_a_straggler_goes_to_another_member_and_the_first_result_win
         assert trainer.steps.rounds[1].settled
         lease = trainer.steps.rounds[1].tasks[0].leases[0].lease
         assert lease is not None
-        place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest))
+        upload_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest))
         poll(fleet, trainer)
         assert [one.member for one in trainer.collect(1).rollouts] == ["fast"] * 3
         assert fleet.reasons() == ["late"]
@@ -436,7 +436,7 @@ def test_a_trainer_waits_on_while_members_come_back_and_work() -> None:
         trainer = fleet.trainer(publisher)
         trainer.open(1)
         with pytest.raises(FleetTimeout):
-            trainer.collect(1, timeout=1000.0)  # nobody ever came, and nobody complained
+            trainer.collect(1, timeout=1000.0)  # no member ever came, and none reported an error
         for number in range(3):
             quits(fleet, *fleet.join(f"a{number}"), EngineError("it broke."))
             with pytest.raises(FleetTimeout):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_fleet import Fleet, Trainer, make_rollouts, nonce, other_digest, place_lease, place_result, rows_for
+from small_fleet import Fleet, Trainer, make_rollouts, nonce, other_digest, place_lease, rows_for, upload_result
 
 from deltawire.fleet import FleetOptions, Rollouts, StalenessBudget
 from deltawire.fleet.rules.staleness import KnownVersion
@@ -42,7 +42,7 @@ def assert_refused(reason: str, make: Make, *, steps: int = 0) -> None:
         lease = place_lease(fleet, record)
         made = make(fleet, trainer, record, lease)
         data = made if isinstance(made, bytes) else made.to_bytes()
-        place_result(fleet, record, lease, honest(trainer, record, lease), data=data)
+        upload_result(fleet, record, lease, honest(trainer, record, lease), data=data)
         trainer.go(trainer.steps.poll())
         assert fleet.reasons() == [reason]
         assert trainer.steps.rejected == {reason: 1}
@@ -145,7 +145,7 @@ def test_a_result_by_a_version_that_a_rewind_abandoned_is_refused() -> None:
         assert trainer.steps.newest.step == 0
         record = trainer.open(1)  # a new round, as this trainer did not ask for what is there
         lease = place_lease(fleet, record)
-        place_result(fleet, record, lease, by_version(trainer, record, lease, abandoned))
+        upload_result(fleet, record, lease, by_version(trainer, record, lease, abandoned))
         trainer.go(trainer.steps.poll())
         assert fleet.reasons() == ["abandoned"]
 
@@ -156,10 +156,10 @@ def test_a_second_result_of_one_attempt_is_a_duplicate_and_of_another_late() -> 
         trainer = fleet.trainer(publisher)
         record = trainer.open(1)
         first, second = place_lease(fleet, record), place_lease(fleet, record, attempt=1, member="y")
-        place_result(fleet, record, first, honest(trainer, record, first))
+        upload_result(fleet, record, first, honest(trainer, record, first))
         fleet.time += 1
-        place_result(fleet, record, first, honest(trainer, record, first))
-        place_result(fleet, record, second, honest(trainer, record, second))
+        upload_result(fleet, record, first, honest(trainer, record, first))
+        upload_result(fleet, record, second, honest(trainer, record, second))
         trainer.go(trainer.steps.poll())
         assert sorted(fleet.reasons()) == ["duplicate", "late"]
         fleet.join("helper")
@@ -167,7 +167,7 @@ def test_a_second_result_of_one_attempt_is_a_duplicate_and_of_another_late() -> 
         assert [(one.member, one.attempt) for one in batch.rollouts] == [("x", 0), ("helper", 0)]
         trainer.train(batch)
         third = place_lease(fleet, record, task=1, attempt=1, member="z")
-        place_result(fleet, record, third, honest(trainer, record, third))
+        upload_result(fleet, record, third, honest(trainer, record, third))
         trainer.go(trainer.steps.poll())
         assert fleet.reasons()[-1] == "late"  # its step is trained
 
@@ -180,7 +180,7 @@ def test_the_same_result_uploaded_twice_counts_once() -> None:
         lease = place_lease(fleet, record)
         made = honest(trainer, record, lease)
         for _ in range(2):
-            place_result(fleet, record, lease, made)
+            upload_result(fleet, record, lease, made)
             trainer.go(trainer.steps.poll())
         assert [event.name for event in fleet.events].count("rollout-accepted") == 1
         assert not fleet.reasons()
@@ -192,10 +192,10 @@ def test_junk_under_another_members_lease_does_not_cost_it_its_result() -> None:
         trainer = fleet.trainer(publisher)
         record = trainer.open(1)
         lease = place_lease(fleet, record)
-        place_result(fleet, record, lease, honest(trainer, record, lease), data=b"junk")
+        upload_result(fleet, record, lease, honest(trainer, record, lease), data=b"junk")
         trainer.go(trainer.steps.poll())
         assert fleet.reasons() == ["malformed"]
-        place_result(fleet, record, lease, honest(trainer, record, lease))
+        upload_result(fleet, record, lease, honest(trainer, record, lease))
         trainer.go(trainer.steps.poll())
         assert trainer.steps.rounds[1].tasks[0].accepted is not None
 
@@ -236,13 +236,13 @@ def test_a_round_settles_with_its_quorum_and_no_result_after_that_is_taken(quoru
         record = trainer.open(1)
         for task in range(2):
             lease = place_lease(fleet, record, task=task)
-            place_result(fleet, record, lease, honest(trainer, record, lease))
+            upload_result(fleet, record, lease, honest(trainer, record, lease))
             if quorum == 0.5:
                 break
         assert len(trainer.collect(1).rollouts) == round(2 * quorum)
         if quorum == 0.5:
             lease = place_lease(fleet, record, task=1)
-            place_result(fleet, record, lease, honest(trainer, record, lease))
+            upload_result(fleet, record, lease, honest(trainer, record, lease))
             trainer.go(trainer.steps.poll())
             assert fleet.reasons() == ["late"]
 
@@ -256,12 +256,12 @@ def test_results_in_masses_do_not_keep_the_trainer_from_others(monkeypatch: pyte
         record = trainer.open(1)
         lease = place_lease(fleet, record, task=0, member="spammer")
         for number in range(200):
-            place_result(fleet, record, lease, honest(trainer, record, lease), data=b"junk %d" % number)
+            upload_result(fleet, record, lease, honest(trainer, record, lease), data=b"junk %d" % number)
             key = fleet_keys.RolloutKey(record.round, 1, 7, f"{number:064x}")
             fleet.store.put(fleet_keys.rollout_key(key), b"no lease")
         fleet.time += 1
         other = place_lease(fleet, record, task=1, member="other")
-        place_result(fleet, record, other, honest(trainer, record, other))
+        upload_result(fleet, record, other, honest(trainer, record, other))
         before = len(fleet.store.calls)
         trainer.go(trainer.steps.poll())
         read = [call.key for call in fleet.store.calls[before:] if call.op == "get" and call.key.startswith(fleet_keys.ROLLOUTS)]

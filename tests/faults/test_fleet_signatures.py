@@ -141,8 +141,8 @@ def forge(fleet: Fleet, trainer: Trainer, step: int) -> None:
         if (key := fleet_keys.parse_rollout_key(info.key)) is not None
     )
     rejection = Rejection(run, trainer.steps.epoch, step, true.round, results, "spite", 0).to_bytes()
-    place = fleet_keys.RejectedKey(trainer.steps.epoch, step, blake3(rejection).hexdigest())
-    fleet.inner.put(fleet_keys.rejected_key(place), rejection)
+    key = fleet_keys.RejectedKey(trainer.steps.epoch, step, blake3(rejection).hexdigest())
+    fleet.inner.put(fleet_keys.rejected_key(key), rejection)
 
 
 def test_a_trainer_that_takes_over_ignores_unsigned_records(fleet: Fleet) -> None:

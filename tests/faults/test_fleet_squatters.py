@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from small_fleet import LEASE, Fleet, assert_one_line_of_training, make_rollouts, nonce, place_lease, place_result, rows_for
+from small_fleet import LEASE, Fleet, assert_one_line_of_training, make_rollouts, nonce, place_lease, rows_for, upload_result
 from test_fleet_members import LAST, offers, poll
 
 from deltawire.fleet import FleetOptions
@@ -64,7 +64,7 @@ def test_the_trainer_does_not_wait_for_a_lease_that_it_did_not_offer() -> None:
         place_lease(fleet, record, attempt=1, member="honest")
         poll(fleet, trainer)
         assert offers(fleet) == {}  # this one is waited for
-        place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest))
+        upload_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest))
         assert [one.member for one in trainer.collect(1).rollouts] == ["stranger"]  # it was the first, and it is valid
 
 
@@ -76,7 +76,7 @@ def test_a_result_without_a_lease_needs_an_attempt_that_the_trainer_offered_with
 
         def deliver(member: str, attempt: int) -> None:
             lease = Lease(record.id, record.round, 0, attempt, member, nonce(), 0, 0)
-            place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest))
+            upload_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest))
             poll(fleet, trainer)
 
         deliver("stranger", FIRST_FREE_ATTEMPT)

@@ -10,7 +10,7 @@ from small_fleet import LEASE, Fleet, assert_one_line_of_training, place_lease
 from test_fleet_members import LAST, claimed, offers, poll
 
 from deltawire.fleet.rules.fleet_clock import FleetClock
-from deltawire.fleet.steps.member_steps import write_heartbeat
+from deltawire.fleet.steps.member_state import write_heartbeat
 from deltawire.format.records.trainer_records import Round
 from deltawire.store import fleet_keys
 from deltawire.testing import FaultyStore
@@ -29,7 +29,7 @@ class Stepped(Fleet):
         self.store = FaultyStore(self.inner, clock=lambda: datetime.fromtimestamp(self.time + self.ahead, timezone.utc))
 
     def misdated(self, seconds: float, write: Callable[[], object]) -> None:
-        """Write something with a date that lies this far off, as whoever may write to a directory can."""
+        """Write an object with a wrong date, as any process can that may write to a directory."""
         self.ahead += seconds
         write()
         self.ahead -= seconds

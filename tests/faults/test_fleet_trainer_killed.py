@@ -17,8 +17,8 @@ from small_fleet import (
     make_rollouts,
     place_decoys,
     place_lease,
-    place_result,
     rows_for,
+    upload_result,
 )
 
 from deltawire.errors import Fenced, FleetTimeout
@@ -70,7 +70,7 @@ def assert_death_loses_nothing(fault: Fault) -> None:
         trained = {version.step for version in live_versions(fleet.inner)}
         owed = {step: found for step in range(1, LAST + 1) if (found := acknowledged(fleet.inner, epoch, step)) and step not in trained}
         returned = {batch.step: hashes_of(batch) for _, batch in fleet.collected if batch.step not in trained}
-        assert returned.items() <= owed.items()  # nobody trains on what is not written down
+        assert returned.items() <= owed.items()  # no trainer trains on results that were not recorded
         place_decoys(fleet)
         with fleet.publisher() as publisher:
             fleet.trainer(publisher).run_to(LAST)
@@ -225,7 +225,7 @@ def test_results_that_arrive_while_an_acknowledgement_is_in_doubt_are_refused() 
         record = trainer.open(1)
         for task in (0, 1):
             lease = place_lease(fleet, record, task)
-            place_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[task], trainer.steps.newest))
+            upload_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[task], trainer.steps.newest))
             if task == 0:
                 with pytest.raises(FleetTimeout):
                     trainer.collect(1, stop=lambda: True)

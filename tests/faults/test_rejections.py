@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_fleet import Fleet, Trainer, blake3_of, hashes_of, live_versions, make_rollouts, place_lease, place_result, rows_for
+from small_fleet import Fleet, Trainer, blake3_of, hashes_of, live_versions, make_rollouts, place_lease, rows_for, upload_result
 
 from deltawire.errors import Fenced
 from deltawire.fleet import Batch, FleetOptions, StalenessBudget, TrainingLimits
@@ -171,7 +171,7 @@ def test_an_acknowledged_result_that_does_not_pass_todays_checks_is_made_again()
         honest = make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest)
         first = replace(honest.completions[0], tokens=np.full(3, 2**31 - 1, np.int32))
         poison = replace(honest, completions=(first, *honest.completions[1:]))
-        place_result(fleet, record, lease, poison)
+        upload_result(fleet, record, lease, poison)
         fleet.members += helpers
         assert blake3_of(poison) in hashes_of(trainer.collect(1))
     fleet.training = TrainingLimits(vocabulary=50_000)

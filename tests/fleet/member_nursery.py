@@ -35,7 +35,7 @@ def wait_until(condition: Callable[[], object], what: Callable[[], str] | str) -
 
 
 class LiveMember:
-    """One member process, and what it has told so far."""
+    """One member process, and its events so far."""
 
     def __init__(self, nursery: MemberNursery, pid: int, log: Path) -> None:
         self.pid = pid
@@ -52,7 +52,7 @@ class LiveMember:
         return found
 
     def wait_for(self, name: str, count: int = 1) -> list[dict[str, Any]]:
-        """The events of this name, once there are so many."""
+        """Wait until there are this many events of a name, and return them."""
         wait_until(lambda: len(self.events(name)) >= count, lambda: f"{name}; it said:\n{self.log()}")
         return self.events(name)
 
@@ -149,10 +149,10 @@ def everything_twice(arguments: list[str]) -> None:
     put = LocalStore.put
 
     def put_twice(self: Any, key: str, data: Any, **options: Any) -> None:
-        place = fleet_keys.parse_rollout_key(key)
-        if place is not None:
+        result = fleet_keys.parse_rollout_key(key)
+        if result is not None:
             twin = replace(Rollouts.parse(bytes(data)), seconds={"twin": 1.0}).to_bytes()
-            put(self, fleet_keys.rollout_key(place._replace(blake3=blake3(twin).hexdigest())), twin)
+            put(self, fleet_keys.rollout_key(result._replace(blake3=blake3(twin).hexdigest())), twin)
         put(self, key, data, **options)
 
     LocalStore.put = put_twice  # type: ignore[method-assign]

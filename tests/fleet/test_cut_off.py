@@ -48,7 +48,7 @@ def test_a_member_that_was_cut_off_comes_back_and_what_it_had_made_is_not_traine
         run.check()
 
         cable.cut()
-        lonely.signal(signal.SIGTERM)  # the store cannot be told, and it leaves all the same
+        lonely.signal(signal.SIGTERM)  # it leaves although it cannot write to the store
         assert lonely.ended() == 0, lonely.log()
         run.train()
         run.check()

@@ -44,7 +44,7 @@ def test_a_fleet_is_kept_running_and_ends_with_the_run(tmp_path: Path, run: Smal
         run.train()
         wait_until(lambda: (run.open(run.step + 1), run.fleet.poll(), set(run.members()) == {"local-0", "local-1"})[2], log.read_text)
         victim = _member_process(fleet.pid, "local-0")
-        os.kill(victim, signal.SIGKILL)  # it is the fleet's child, which starts another in its place
+        os.kill(victim, signal.SIGKILL)  # the fleet starts another process for it
         wait_until(lambda: _died(log) and _member_process(fleet.pid, "local-0") not in (0, victim), log.read_text)
         run.train()
         run.check()

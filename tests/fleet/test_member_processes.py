@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def place(store: Store) -> tuple[str, str]:
+def source(store: Store) -> tuple[str, str]:
     return "--from", store.url
 
 
@@ -62,14 +62,14 @@ def kill_in_mid_generation(members: list[LiveMember]) -> LiveMember:
 
 def test_a_run_goes_on_while_its_members_are_killed_in_mid_generation(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:
     run = SmallRun(tmp_path, store, tokens=48)
-    members = [nursery.start(f"m{number}", *place(store), *LENGTH) for number in range(2)]
+    members = [nursery.start(f"m{number}", *source(store), *LENGTH) for number in range(2)]
     is_over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(lambda: [run.train() for _ in iter(is_over.is_set, True)])
         try:
             for number in range(2, 5):
                 members.remove(kill_in_mid_generation(members))
-                members.append(nursery.start(f"m{number}", *place(store), *LENGTH))
+                members.append(nursery.start(f"m{number}", *source(store), *LENGTH))
         finally:
             is_over.set()
         training.result()
@@ -82,11 +82,11 @@ def test_a_member_that_was_frozen_past_its_lease_is_too_late(tmp_path: Path, sto
     run = SmallRun(tmp_path, store, lease_seconds=2)
     hold = tmp_path / "hold"
     hold.touch()
-    frozen = nursery.start("frozen", *place(store), *HELD, environment={"DELTAWIRE_TEST_HOLD": str(hold)})
+    frozen = nursery.start("frozen", *source(store), *HELD, environment={"DELTAWIRE_TEST_HOLD": str(hold)})
     run.open(1)
     wait_until(lambda: (run.fleet.poll(), hold.with_suffix(".reached").exists())[1], frozen.log)
     frozen.signal(signal.SIGSTOP)
-    other = nursery.start("other", *place(store), *LENGTH)
+    other = nursery.start("other", *source(store), *LENGTH)
     batch = run.train()
     assert {rollouts.member for rollouts in batch.rollouts} == {"other"}
     run.open(2)
@@ -102,7 +102,7 @@ def test_a_member_that_was_frozen_past_its_lease_is_too_late(tmp_path: Path, sto
 
 def test_a_result_that_is_uploaded_twice_is_trained_once(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:
     run = SmallRun(tmp_path, store)
-    member = nursery.start("eager", *place(store), *LENGTH, how="everything_twice")
+    member = nursery.start("eager", *source(store), *LENGTH, how="everything_twice")
     run.train()
     run.train()
     run.check()
@@ -113,9 +113,9 @@ def test_a_result_that_is_uploaded_twice_is_trained_once(tmp_path: Path, store: 
 
 
 def test_clocks_that_are_an_hour_off_decide_nothing(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:
-    """Only clocks could make this trainer give a task to a second member: it takes nobody for a straggler, and leases last ten minutes."""
+    """Only clocks could make this trainer give a task to a second member: no member is a straggler, and leases last ten minutes."""
     run = SmallRun(tmp_path, store, lease_seconds=600, scheduler=Scheduler(straggler=1e6, patience=1e6))
-    members = [nursery.start(how, *place(store), *LENGTH, how=how) for how in ("an_hour_late", "an_hour_early")]
+    members = [nursery.start(how, *source(store), *LENGTH, how=how) for how in ("an_hour_late", "an_hour_early")]
     wait_until(lambda: all(member.events("swapped") for member in members), "both have the policy")
     for _ in range(3):
         run.train()
@@ -131,14 +131,14 @@ def test_a_member_that_is_told_to_leave_gives_back_its_task_at_once(tmp_path: Pa
     run = SmallRun(tmp_path, store, lease_seconds=1000)  # only its leaving can free what it holds
     hold = tmp_path / "hold"
     hold.touch()
-    leaver = nursery.start("leaver", *place(store), *HELD, environment={"DELTAWIRE_TEST_HOLD": str(hold)})
+    leaver = nursery.start("leaver", *source(store), *HELD, environment={"DELTAWIRE_TEST_HOLD": str(hold)})
     run.open(1)
     wait_until(lambda: (run.fleet.poll(), hold.with_suffix(".reached").exists())[1], leaver.log)
     leaver.signal(signal.SIGTERM)
     hold.unlink()
     assert leaver.ended() == 0, leaver.log()
     assert heartbeat(store, "leaver").state == "left"
-    other = nursery.start("other", *place(store), *LENGTH)
+    other = nursery.start("other", *source(store), *LENGTH)
     run.train()
     run.check()
     end(run, [other])
@@ -148,7 +148,7 @@ def test_a_member_leaves_when_the_fleet_that_started_it_is_gone(tmp_path: Path, 
     run = SmallRun(tmp_path, store)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    member = nursery.start("orphan", *place(store), *LENGTH, how="until_the_pipe_closes", environment={"DELTAWIRE_TEST_PIPE": str(pipe)})
+    member = nursery.start("orphan", *source(store), *LENGTH, how="until_the_pipe_closes", environment={"DELTAWIRE_TEST_PIPE": str(pipe)})
     with pipe.open("wb"):
         run.train()
     assert member.ended() == 0, member.log()
@@ -158,7 +158,7 @@ def test_a_member_leaves_when_the_fleet_that_started_it_is_gone(tmp_path: Path, 
 
 def test_rewards_that_always_fail_end_the_member_with_the_reason(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:
     run = SmallRun(tmp_path, store, lease_seconds=1)
-    member = nursery.start("unlucky", *place(store), "--env", "rewards_for_tests:broken")
+    member = nursery.start("unlucky", *source(store), "--env", "rewards_for_tests:broken")
     run.open(1)
     wait_until(lambda: (run.fleet.poll(), len(member.events("work-failed")) >= 3)[1], member.log)
     assert member.ended() == 1

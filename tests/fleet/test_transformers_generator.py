@@ -120,7 +120,7 @@ def test_the_types_of_weights_come_from_the_chain_not_from_the_config(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"vocab_size": 1 << 40}, "much larger than the chain's weights"),
         ({"intermediate_size": 1 << 30}, "much larger than the chain's weights"),
@@ -129,7 +129,7 @@ def test_the_types_of_weights_come_from_the_chain_not_from_the_config(tmp_path: 
     ],
 )
 def test_a_config_of_a_model_much_larger_than_the_weights_is_refused_before_it_is_built(
-    store: Store, policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch, change: dict[str, int], told: str
+    store: Store, policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch, change: dict[str, int], message: str
 ) -> None:
     files = read_model_files(store)
     config = json.dumps({**json.loads(files.files["config.json"]), "layer_types": None, **change}).encode()
@@ -137,7 +137,7 @@ def test_a_config_of_a_model_much_larger_than_the_weights_is_refused_before_it_i
     built = []
     build = pretrained.causal_model
     monkeypatch.setattr("deltawire.rl.generation.causal_model", lambda config: built.append(config) or build(config))
-    with pytest.raises(EngineError, match=told):
+    with pytest.raises(EngineError, match=message):
         build_model(lying)
     assert built == []
     build_model(files)  # and one that is right is built
@@ -161,7 +161,7 @@ def test_a_chain_without_config_or_tokenizer_says_what_to_publish(store: Store) 
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that only hostile code would make. Nobody may be asked whether to run it either, and nothing may be downloaded."""
+    """A file that only hostile code would make. No question may be asked about running it, and nothing may be downloaded."""
 
     def asked(*_: object) -> str:
         pytest.fail("the user was asked whether to run code from the bucket")

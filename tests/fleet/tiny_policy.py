@@ -1,4 +1,4 @@
-"""A policy small enough for tests: a real model with a real tokenizer, its chain, and rewards that anybody can recompute.
+"""A policy small enough for tests: a real model with a real tokenizer, its chain, and rewards that are easy to recompute.
 
 Importing this skips the test file where torch or transformers are missing.
 """

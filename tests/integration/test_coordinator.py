@@ -194,7 +194,7 @@ def test_what_a_rewind_abandoned_is_known_as_such() -> None:
 
 
 def test_versions_between_a_resumed_one_and_its_anchor_are_abandoned_too() -> None:
-    """Where what it rests on may be collected, an older version is resumed with an anchor in place of a rewind."""
+    """If the base of an older version may be collected, resuming from it writes an anchor instead of a rewind."""
     store = MemoryStore()
     with open_publisher(store, auto_collect=0.0) as publisher:
         first = [publish(publisher, step) for step in range(14)]

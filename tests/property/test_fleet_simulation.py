@@ -126,7 +126,7 @@ def ask_for_a_lease_at_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "told", "seed"),
+    ("break_it", "violation", "seed"),
     [
         pytest.param(blind_to("stale"), "outside the budget", 5, id="stale results"),
         pytest.param(blind_to("abandoned"), "which was abandoned", 11, id="results of abandoned versions"),
@@ -144,14 +144,14 @@ def ask_for_a_lease_at_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_simulation_finds_every_broken_rule(
-    break_it: Callable[[pytest.MonkeyPatch], None], told: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    break_it: Callable[[pytest.MonkeyPatch], None], violation: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`seed` is one that showed the fault before. It is tried first, and others only if it no longer shows the fault."""
     monkeypatch.setattr(scenario, "_PATIENCE", 1800.0)  # runs that go on need less, and runs that do not are found sooner
     break_it(monkeypatch)
     found = next((one for one in map(simulate, [seed, *range(400)]) if one.violation is not None), None)
     assert found is not None
-    assert re.search(told, found.violation or ""), found.violation
+    assert re.search(violation, found.violation or ""), found.violation
     assert simulate(found.seed).violation == found.violation
 
 

@@ -33,7 +33,8 @@ from .fleet_keyring import FleetKeyring
 from .generation import Generated, Generator, Interrupted
 from .rules.staleness import KnownVersion
 from .rules.training_limits import LARGEST_REWARD
-from .steps.member_steps import MemberState, TaskFailed, heartbeat_steps, leave_steps, member_steps
+from .steps.member_state import MemberState, heartbeat_steps, leave_steps
+from .steps.member_steps import TaskFailed, member_steps
 from .steps.requests import FindVersion, Generate, Steps, Sync, run_steps
 
 _LOOK = 0.02

@@ -21,7 +21,7 @@ from deltawire.store.fleet_keys import RolloutKey
 RUN, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32
 ROUND = Round(RUN, 7, 1, NONCE, 5, 3, 2, ObjectRef(f"fleet/tasks/0000000007/{HASH}.json", 9, HASH), 60, Sampling(2, 4), 0)
 LEASE = Lease(RUN, 7, 1, 0, "a", NONCE, 8, 0)
-PLACE = RolloutKey(7, 1, 0, HASH)
+KEY = RolloutKey(7, 1, 0, HASH)
 DIGEST = Digest((1, 2, 3, 4))
 
 
@@ -53,8 +53,8 @@ def reason_of(refusal: Refusal | None) -> Reason | None:
 
 
 def test_a_good_result_passes_every_test() -> None:
-    assert judge_key(PLACE, None, closed=False) is None
-    assert judge_origin(GOOD, PLACE, LEASE, RUN) is None
+    assert judge_key(KEY, None, closed=False) is None
+    assert judge_origin(GOOD, KEY, LEASE, RUN) is None
     assert judge_content(GOOD, DEMAND) is None
     assert judge_versions(GOOD, DEMAND, CHAIN) is None
 
@@ -69,7 +69,7 @@ def test_a_good_result_passes_every_test() -> None:
     ],
 )
 def test_only_the_first_result_of_a_task_is_looked_at(accepted: AcceptedResult | None, closed: bool, reason: Reason) -> None:
-    assert judge_key(PLACE, accepted, closed=closed) == reason
+    assert judge_key(KEY, accepted, closed=closed) == reason
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_only_the_first_result_of_a_task_is_looked_at(accepted: AcceptedResult |
     ],
 )
 def test_a_result_must_match_its_run_key_and_lease(rollouts: Rollouts, lease: Lease | None, reason: Reason) -> None:
-    assert judge_origin(rollouts, PLACE, lease, RUN) == reason
+    assert judge_origin(rollouts, KEY, lease, RUN) == reason
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_no_result_that_is_allowed_is_larger_than_what_is_read() -> None:
     demand = replace(DEMAND, prompt_ids=[[1] * 50] * 2, prompts=2, environment_tokens=60)
     length = ROUND.sampling.max_tokens + 60
     versions = {seq: ClaimedVersion(3, DIGEST) for seq in range(10**6, 10**6 + length)}
-    spans = tuple(TokenSpan(place, place + 1, 10**6 + place) for place in range(length))
+    spans = tuple(TokenSpan(index, index + 1, 10**6 + index) for index in range(length))
     one = replace(completion(length=length, own=4), rewards=(1.0,) * 64, spans=spans)
     largest = replace(
         GOOD,

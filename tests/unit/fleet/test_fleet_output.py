@@ -33,7 +33,7 @@ printf 'a reward that prints \\033[2Jthis\\n' >&2
 printf '{"event": "generated", "tokens": 3}\\n'
 printf '{"nan": NaN}\\n'
 printf 'no end of line'
-exec cat > /dev/null  # until whoever started it has gone
+exec cat > /dev/null  # until the process that started it has ended
 """
 
 
@@ -69,8 +69,8 @@ def test_every_line_of_a_fleet_says_which_member_it_is_about(capsys: pytest.Capt
     output.relay("a-very-long-name-of-a-machine-17", f"text {HOSTILE}", True)
     output.relay("local-0", "  ", False)
     output(Event("member-died", {"member": "local-0", "reason": "killed by SIGKILL"}, 0.0))
-    told, notices = capsys.readouterr()
-    assert told.splitlines() == ["local-0               12:00:00  joined as local-0"]
+    printed, notices = capsys.readouterr()
+    assert printed.splitlines() == ["local-0               12:00:00  joined as local-0"]
     assert [line.split()[0] for line in notices.splitlines()] == ["a-very-l...achine-17", "local-0"]
     assert not re.search("[\x1b\x07\u202e]", notices)
     assert notices.splitlines()[1].endswith("died: killed by SIGKILL")
@@ -84,8 +84,8 @@ def test_a_long_line_is_not_broken_in_a_file_and_every_part_is_labelled_in_a_ter
     long = "12:00:00  will try again: " + "word " * 30 + "end"
     output.relay("f-0", long, True)
     output.relay("f-0", long, False)
-    told, notices = capsys.readouterr()
-    assert told.splitlines() == notices.splitlines() == [f"f-0  {long}"]
+    printed, notices = capsys.readouterr()
+    assert printed.splitlines() == notices.splitlines() == [f"f-0  {long}"]
     monkeypatch.setenv("FORCE_COLOR", "1")  # as if it were a terminal
     output.relay("f-0", long, True)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err).splitlines()
@@ -116,8 +116,8 @@ def test_with_json_every_line_is_an_object_with_the_member_s_name(capsys: pytest
         output.relay("a", line, False)
     output.relay("a", "a warning", True)
     output(Event("member-left", {"member": "a"}, 5.0))
-    told, notices = capsys.readouterr()
-    found = [json.loads(line) for line in told.splitlines()]
+    printed, notices = capsys.readouterr()
+    found = [json.loads(line) for line in printed.splitlines()]
     assert [each["member"] for each in found] == ["own", "a", "a", "a", "a", "a", "a"]
     assert [each["event"] for each in found] == ["joined", "failed", "output", "output", "output", "output", "member-left"]
     assert all(each["time"].endswith("Z") for each in found)
@@ -152,8 +152,8 @@ def test_members_of_a_fleet_do_not_paint_over_each_other_on_a_terminal(tmp_path:
     assert sum("joined" in line for line in lines) == 3
 
 
-class Told:
-    """A view without a terminal, and what it was told."""
+class Heard:
+    """A view without a terminal, and the events that it got."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -171,21 +171,21 @@ def broken_reward(prompts: list[Any], completions: list[Any], **columns: Any) ->
 def test_a_reward_that_fails_is_told_once_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     from test_member import FakeGenerator, publish
 
-    store, engine, told = MemoryStore("memory://output"), FakeGenerator(), Told()
+    store, engine, heard = MemoryStore("memory://output"), FakeGenerator(), Heard()
     publisher = Publisher(store)
     engine.version = publish(publisher, 0)
-    member = Member(store, engine, RewardScorer([broken_reward]), name="m", poll=0.01, patience=0.0, on_event=told)
+    member = Member(store, engine, RewardScorer([broken_reward]), name="m", poll=0.01, patience=0.0, on_event=heard)
     stop = threading.Event()
     with Coordinator(store, epoch=publisher.epoch, options=FleetOptions(poll_seconds=0.01)) as fleet:
         fleet.open_round([[{"prompt": "a"}]] * 3, for_step=1, sampling=Sampling(samples=1, max_tokens=4))
         with pytest.raises(Exception, match="broken_reward"):
             member.run(stop)
     publisher.close()
-    failures = [event for event in told.events if event.name == "work-failed"]
+    failures = [event for event in heard.events if event.name == "work-failed"]
     assert len(failures) == 3
-    assert {event.fields["member"] for event in told.events} == {"m"}
+    assert {event.fields["member"] for event in heard.events} == {"m"}
     assert "in broken_reward\n" in str(failures[0].fields["traceback"])
-    assert not [event for event in told.events if event.name == "member-retrying"]
+    assert not [event for event in heard.events if event.name == "member-retrying"]
     notices = capsys.readouterr().err
     assert notices.count("Traceback (most recent call last)") == 1
     assert notices.count("will try again") == 1
@@ -201,10 +201,10 @@ def test_the_same_failure_is_told_once_until_a_task_succeeds(capsys: pytest.Capt
     view = _View()
     for event in (failed(False), swapped, failed(False), swapped, failed(True), Event("left", {"member": "m"}), swapped):
         view(event)
-    told, notices = capsys.readouterr()
+    printed, notices = capsys.readouterr()
     first, second = notices.splitlines()
     assert (first[10:], second) == ("will try again: it broke", "    Traceback")
-    assert told.splitlines()[-1].endswith("left after 0 results")
+    assert printed.splitlines()[-1].endswith("left after 0 results")
     view = _View()
     for event in (failed(False), Event("rollout-uploaded", {}), failed(True)):
         view(event)
@@ -218,28 +218,28 @@ def wants_a_solution(prompts: list[Any], completions: list[Any], solution: list[
 def test_a_reward_that_wants_a_missing_column_ends_the_member_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     from test_member import FakeGenerator, publish
 
-    store, engine, told = MemoryStore("memory://column"), FakeGenerator(), Told()
+    store, engine, heard = MemoryStore("memory://column"), FakeGenerator(), Heard()
     publisher = Publisher(store)
     engine.version = publish(publisher, 0)
-    member = Member(store, engine, RewardScorer([wants_a_solution]), name="m", poll=0.01, patience=0.0, on_event=told)
+    member = Member(store, engine, RewardScorer([wants_a_solution]), name="m", poll=0.01, patience=0.0, on_event=heard)
     with Coordinator(store, epoch=publisher.epoch, options=FleetOptions(poll_seconds=0.01)) as fleet:
         fleet.open_round([[{"prompt": "a"}]] * 3, for_step=1, sampling=Sampling(samples=1, max_tokens=4))
         with pytest.raises(UnusableReward, match="'solution'"):
             member.run(threading.Event())
     publisher.close()
-    assert [event.fields["final"] for event in told.events if event.name == "work-failed"] == [True]
+    assert [event.fields["final"] for event in heard.events if event.name == "work-failed"] == [True]
     assert "will try again" not in capsys.readouterr().err
 
 
 def test_a_member_that_comes_after_the_end_says_that_the_run_is_over(capsys: pytest.CaptureFixture[str]) -> None:
     from test_member import FakeGenerator, publish
 
-    store, engine, told = MemoryStore("memory://over"), FakeGenerator(), Told()
+    store, engine, heard = MemoryStore("memory://over"), FakeGenerator(), Heard()
     with Publisher(store) as publisher:
         engine.version = publish(publisher, 7)
         with Coordinator(store, epoch=publisher.epoch, options=FleetOptions(poll_seconds=0.01)) as fleet:
             fleet.stop()
-    Member(store, engine, RewardScorer([broken_reward]), name="late", poll=0.01, patience=0.0, on_event=told).run(threading.Event())
+    Member(store, engine, RewardScorer([broken_reward]), name="late", poll=0.01, patience=0.0, on_event=heard).run(threading.Event())
     lines = [line[10:] for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "joined as late"
     assert re.fullmatch(r"the trainer ended the run at step \d+, so this member leaves", lines[1])

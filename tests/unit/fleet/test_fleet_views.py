@@ -127,10 +127,10 @@ def test_members_are_listed_with_what_they_do(run: Run) -> None:
     heading, titles, *lines = shown("members", run.url).splitlines()
     assert heading == "views  2 members"
     assert titles.split()[:3] == ["member", "state", "step"]
-    (told,) = [line for line in lines if line.startswith("  ")]
-    assert told.startswith("  RewardError: ")
-    assert lines[lines.index(told) - 1].startswith("a-machine")
-    words = sorted(line.split()[:3] for line in lines if line is not told)
+    (reason,) = [line for line in lines if line.startswith("  ")]
+    assert reason.startswith("  RewardError: ")
+    assert lines[lines.index(reason) - 1].startswith("a-machine")
+    words = sorted(line.split()[:3] for line in lines if line is not reason)
     assert words == [["a-machine-...ines-are-17", "left", "4"], ["gpu-7", "working", "4"]]
     found = {each["member"]: each for each in as_json("members", run.url)["members"]}
     assert list(found) == sorted(NAMES)
@@ -221,9 +221,9 @@ def test_what_no_trusted_key_has_signed_is_not_shown(tmp_path: Path) -> None:
 def test_a_result_that_does_not_match_its_key_is_skipped(run: Run, tmp_path: Path) -> None:
     copy = Run(tmp_path)
     found = next(iter(copy.store.list(fleet_keys.ROLLOUTS)))
-    place = fleet_keys.parse_rollout_key(found.key)
-    assert place is not None
-    copy.store.put(fleet_keys.rollout_key(place._replace(task=1, attempt=3)), copy.store.get(found.key, limit=1 << 20))
+    key = fleet_keys.parse_rollout_key(found.key)
+    assert key is not None
+    copy.store.put(fleet_keys.rollout_key(key._replace(task=1, attempt=3)), copy.store.get(found.key, limit=1 << 20))
     done = CliRunner().invoke(app, ["rollouts", copy.url, "-n", "100"])
     assert "2 results could not be read" in done.stderr
 

@@ -20,7 +20,7 @@ from deltawire.fleet import Coordinator, FleetOptions, Sampling
 from deltawire.fleet import member as member_module
 from deltawire.fleet.generation import Generated, GeneratedSpan, Interrupted
 from deltawire.fleet.member import Member
-from deltawire.fleet.steps.member_steps import write_heartbeat
+from deltawire.fleet.steps.member_state import write_heartbeat
 from deltawire.fleet.steps.requests import Generate, Sync, run_steps
 from deltawire.format.records.fleet_parts import ObjectRef
 from deltawire.format.records.member_records import Heartbeat, Lease

@@ -1,4 +1,4 @@
-"""How a driver hears a member through Ray, with calls in place of a cluster. `tests/fleet/test_ray.py` has a real one."""
+"""How a driver gets the output of a member through Ray, with calls instead of a cluster. `tests/fleet/test_ray.py` has a real one."""
 
 from __future__ import annotations
 
@@ -69,25 +69,25 @@ def start(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> _Member
 
 def test_an_answer_that_is_lost_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = start(tmp_path, monkeypatch, "seq 1 50000")
-    told: list[Event] = []
+    events: list[Event] = []
     ray = Calls(lambda number: number % 3 != 0)
-    member = RayMember(ray, Handle(actor), _EventForwarder("m", told.append), "1 CPU")
+    member = RayMember(ray, Handle(actor), _EventForwarder("m", events.append), "1 CPU")
     looks = 0
     while member.ending() is None:
         looks += 1
         assert looks < 1000
     assert member.ending() == ""
     assert ray.lost > 5
-    assert [event.fields["line"] for event in told] == [str(number) for number in range(1, 50_001)]
+    assert [event.fields["line"] for event in events] == [str(number) for number in range(1, 50_001)]
 
 
 def test_output_that_nobody_fetched_in_time_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long_lines = "for i in $(seq 1 60); do printf '%0100000d\\n' $i; done; exit 3"  # 6 MB
     actor = start(tmp_path, monkeypatch, long_lines)
-    told: list[Event] = []
-    member = RayMember(Calls(lambda number: False), Handle(actor), _EventForwarder("m", told.append), "1 CPU")
+    events: list[Event] = []
+    member = RayMember(Calls(lambda number: False), Handle(actor), _EventForwarder("m", events.append), "1 CPU")
     assert member.ending() == "it ended with code 3"
-    first, *rest = told
+    first, *rest = events
     assert (first.name, first.fields["member"], first.fields["lines"]) == ("output-dropped", "m", 60 - len(rest))
     assert [int(str(event.fields["line"])[-4:]) for event in rest] == list(range(61 - len(rest), 61))
     assert 30 < len(rest) < 50

@@ -9,4 +9,5 @@ board_steps        the trainer writes the board
 batch_steps        the trainer acknowledges batches, and rejects results after that
 record_steps       the records that trainers leave in the store: read, write, delete
 member_steps       a member: read the board, claim a task, generate, upload
+member_state       what all steps of one member share, and its heartbeats
 """

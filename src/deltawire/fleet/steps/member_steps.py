@@ -6,10 +6,6 @@ One `MemberState` may have several `member_steps` at the same time, one for each
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 from blake3 import blake3
 
 from ...errors import (
@@ -24,24 +20,22 @@ from ...errors import (
     StoreError,
     UnsupportedVersion,
 )
-from ...events import OnEvent, emit
+from ...events import emit
 from ...format.records.chain_records import MAX_RECORD_BYTES
 from ...format.records.fleet_files import MAX_TASKS_BYTES, Row, Tasks
-from ...format.records.fleet_parts import MAX_WHY, AttemptId
-from ...format.records.member_records import MAX_WORKING, Heartbeat, Lease
+from ...format.records.fleet_parts import AttemptId
+from ...format.records.member_records import Lease
 from ...format.records.trainer_records import MAX_BOARD_BYTES, Board, Round
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys, keys
 from ...store.create_rule import create_steps
 from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
 from ...store.requests import Get, Put, Sleep
-from ..fleet_keyring import FleetKeyring
 from ..rules.staleness import KnownVersion
+from .member_state import MemberState, try_to_write_heartbeat
 from .requests import Generate, Steps, Sync
 
 _KEPT_ROUNDS = 4
-_LONGEST_SILENCE = 60.0
-"""Largest number of seconds between two heartbeats, however long leases are."""
 _MOST_TRIED = 4096
 """Largest number of attempts that a member remembers."""
 _LAST_TRIES = 3
@@ -52,156 +46,10 @@ class TaskFailed(EngineUnavailable):
     """A task failed, and the member has already reported why. It goes on with other work after a pause."""
 
 
-@dataclass(slots=True)
-class MemberState:
-    """One member, shared by all of its steps.
-
-    Set `leaving` to make the member leave when it has finished its task. `policy` and `lag` may be set from outside when the engine gets
-    another version.
-
-    Parameters
-    ----------
-    run
-        The run's id.
-    member
-        The member's name.
-    session
-        A nonce that is drawn when the process starts.
-    draw_nonce
-        Returns 32 random hexadecimal digits.
-    clock
-        Returns milliseconds since 1970. They are written into records for people, and no decision depends on them.
-    draw
-        Returns random numbers in [0, 1), so that members that fail at the same time do not try again at the same time.
-    poll_seconds
-        Seconds between two looks at the board.
-    longest_pause
-        Largest number of seconds between two tries.
-    lease_seconds
-        How long leases last, as the last board said.
-    on_event
-        Called with every event.
-    keyring
-        Checks the signatures of boards and rounds.
-    newest_board
-        Epoch and number of the newest trusted board.
-    policy
-        The version that the engine has.
-    lag
-        How many versions that is behind.
-    tokens
-        How many tokens the member has generated.
-    busy_ms
-        How many milliseconds that took.
-    leaving
-        Whether the member is to leave.
-    left
-        Whether the member has left.
-    reason
-        The error because of which it leaves.
-    distrusted
-        Whether the last board was not trusted.
-    working
-        The attempts that it works on.
-    reported
-        State and attempts as the last heartbeat said them.
-    tried
-        Attempts that it does not try again.
-    doubtful
-        Leases whose creation had an unknown outcome.
-    rounds
-        The rounds that it read last, with the rows of their tasks.
-    """
-
-    run: str
-    member: str
-    session: str
-    draw_nonce: Callable[[], str]
-    clock: Callable[[], int]
-    draw: Callable[[], float]
-    poll_seconds: float = 1.0
-    longest_pause: float = 30.0
-    lease_seconds: float = 60.0
-    on_event: OnEvent | None = None
-    keyring: FleetKeyring = field(default_factory=FleetKeyring)
-    newest_board: tuple[int, int] = (-1, -1)
-    policy: KnownVersion | None = None
-    lag: int = 0
-    tokens: int = 0
-    busy_ms: int = 0
-    leaving: bool = False
-    left: bool = False
-    reason: str | None = None
-    distrusted: bool = False
-    working: set[AttemptId] = field(default_factory=set)
-    reported: tuple[str, tuple[AttemptId, ...]] | None = None
-    tried: OrderedDict[AttemptId, None] = field(default_factory=OrderedDict)
-    doubtful: dict[AttemptId, Lease] = field(default_factory=dict)
-    rounds: OrderedDict[int, tuple[Round, tuple[tuple[Row, ...], ...]]] = field(default_factory=OrderedDict)
-
-    def heartbeat(self) -> Heartbeat:
-        """Return the heartbeat of this moment."""
-        state = "left" if self.left else "leaving" if self.leaving else "joining" if self.policy is None else "idle"
-        return Heartbeat(
-            id=self.run,
-            member=self.member,
-            session=self.session,
-            state="working" if self.working and state in ("idle", "joining") else state,
-            seq=None if self.policy is None else self.policy.seq,
-            step=None if self.policy is None else self.policy.step,
-            lag=self.lag,
-            tokens=self.tokens,
-            busy_ms=self.busy_ms,
-            working=tuple(sorted(self.working)[:MAX_WORKING]),
-            time=self.clock(),
-            reason=self.reason,
-        )
-
-    @property
-    def has_news(self) -> bool:
-        """True if its state or its attempts differ from what the last heartbeat says."""
-        beat = self.heartbeat()
-        return self.reported != (beat.state, beat.working)
-
-    def leave_because(self, error: BaseException) -> None:
-        """Make all later heartbeats name the error because of which it leaves."""
-        self.reason = reason_text(error)
-
-    def pause(self, failures: int) -> float:
-        """Return how many seconds to wait after this many failures in a row."""
-        return min(self.longest_pause, self.poll_seconds * 2.0 ** min(failures, 16)) * (1 + self.draw()) / 2
-
-
-def reason_text(error: BaseException) -> str:
-    """Return in one line why a member leaves, as heartbeats carry it."""
-    words = " ".join(f"{type(error).__name__}: {error}".encode(errors="replace").decode().split())
-    return words[:MAX_WHY]
-
-
-def write_heartbeat(me: MemberState) -> Steps[None]:
-    """Write the heartbeat. Raises the errors of the store."""
-    beat = me.heartbeat()
-    yield Put(fleet_keys.member_key(me.member), beat.to_bytes(), durable=False)
-    me.reported = beat.state, beat.working
-
-
-def heartbeat_steps(me: MemberState) -> Steps[None]:
-    """Write the heartbeat four times per lease until the member has left. Try again while the store is unavailable."""
-    while not me.left:
-        pause = min(me.lease_seconds / 4, _LONGEST_SILENCE)
-        try:
-            yield from write_heartbeat(me)
-        except StoreError as error:
-            if not error.retryable:
-                raise
-            pause = min(pause, me.pause(1))
-        yield Sleep(pause)
-
-
 def member_steps(me: MemberState) -> Steps[None]:
     """Work until the trainer stops the fleet or `me.leaving` is set. Retryable errors are tried again after a pause; others are raised."""
     failures = 0
-    yield from _try_to_write_heartbeat(me)
+    yield from try_to_write_heartbeat(me)
     while not me.leaving:
         try:
             worked = yield from _look_and_work(me)
@@ -216,20 +64,6 @@ def member_steps(me: MemberState) -> Steps[None]:
         failures = 0
         if not worked and not me.leaving:
             yield Sleep(me.poll_seconds)
-
-
-def leave_steps(me: MemberState) -> Steps[None]:
-    """Write the last heartbeat after all other steps have ended. Leases that the member still holds go to others at once."""
-    me.leaving = me.left = True
-    me.working.clear()
-    yield from _try_to_write_heartbeat(me)
-
-
-def _try_to_write_heartbeat(me: MemberState) -> Steps[None]:
-    try:
-        yield from write_heartbeat(me)
-    except StoreError as error:
-        emit(me.on_event, "member-retrying", member=me.member, failures=0, error=str(error))
 
 
 def _look_and_work(me: MemberState) -> Steps[bool]:
@@ -301,7 +135,7 @@ def _sync(me: MemberState, step: int) -> Steps[KnownVersion | None]:
     policy: KnownVersion | None = yield Sync(step)
     me.policy = policy
     if policy is not None and (before is None or before.seq != policy.seq):
-        yield from _try_to_write_heartbeat(me)  # offers depend on the version, and the next heartbeat may be far away
+        yield from try_to_write_heartbeat(me)  # offers depend on the version, and the next heartbeat may be far away
     return policy
 
 
@@ -335,7 +169,7 @@ def _claim(me: MemberState, attempt: AttemptId, policy: KnownVersion) -> Steps[L
     me.working.add(attempt)
     if attempt.attempt >= FIRST_FREE_ATTEMPT:  # it needs no lease; the heartbeat tells the trainer that we work on it
         _remember(me, attempt)
-        yield from _try_to_write_heartbeat(me)
+        yield from try_to_write_heartbeat(me)
         return lease
     me.doubtful[attempt] = lease
     is_ours = False

@@ -9,7 +9,8 @@ from random import Random
 from typing import Any
 
 from ...errors import DeltawireError, Fenced
-from ...fleet.steps.member_steps import MemberState, heartbeat_steps, leave_steps, member_steps
+from ...fleet.steps.member_state import MemberState, heartbeat_steps, leave_steps
+from ...fleet.steps.member_steps import member_steps
 from ...fleet.steps.requests import FindVersion, Generate, Sync
 from ...store.requests import Sleep
 from .chain_model import ChainModel
