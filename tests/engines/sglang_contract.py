@@ -1,4 +1,4 @@
-"""A server that answers SGLang's weight routes as sglang_contract.json has them recorded, since SGLang does not run on CPUs.
+"""A server that answers SGLang's weight routes as sglang_contract.json records them, because SGLang does not run on CPUs.
 
 What is asked of it must be in the record, to the letter: another route, method, field or type fails the request, as do answers of its own
 that are not of the recorded shape. What is recorded in words (`rules`) is what it does.
@@ -23,7 +23,7 @@ _TYPES = {"string": str, "boolean": bool, "integer": int, "object": dict}
 
 
 class SglangContract:
-    """One server with weights. `log` is what it was asked, `broken` makes the next reloads fail, `breaches` what is not in the record."""
+    """A server with weights. `log` lists the requests, `broken` makes the next reloads fail, `breaches` lists what broke the contract."""
 
     def __init__(self, weights: Mapping[str, Any], api_key: str | None = None, admin_api_key: str | None = None) -> None:
         self.weights = dict(weights)
@@ -107,7 +107,7 @@ class SglangContract:
 
 
 def _misfits(body: Mapping[str, Any], fields: Mapping[str, Any]) -> str | None:
-    """What is wrong with a request, by the record."""
+    """Return how a request breaks the contract, or None."""
     for name, field in fields.items():
         if field.get("required") and name not in body:
             return f"{name} is missing"

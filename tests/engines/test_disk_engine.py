@@ -160,7 +160,7 @@ def test_an_sglang_that_cannot_load_goes_on_with_the_old_version(server: SglangC
         assert server.generate() != before
 
 
-def test_an_sglang_that_is_not_there_is_an_error_that_may_heal(server: SglangContract, tmp_path: Path) -> None:
+def test_an_unreachable_sglang_is_a_retryable_error(server: SglangContract, tmp_path: Path) -> None:
     store = MemoryStore()
     url = server.url
     server.close()
@@ -171,7 +171,7 @@ def test_an_sglang_that_is_not_there_is_an_error_that_may_heal(server: SglangCon
     server._server.server_close()
 
 
-def test_an_engine_whose_first_reload_fails_is_quarantined_for_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
+def test_an_engine_whose_first_reload_fails_is_quarantined_because_it_cannot_be_reverted(tmp_path: Path) -> None:
     store = MemoryStore()
     broken = [True]
 

@@ -56,7 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**SIZES, **EXPERTS, "tie_word_embeddings": True},
     "deepseek_v3": {**SIZES, **DEEPSEEK},
     "gpt_oss": {**ONE_LAYER, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "hrm_text": {**SIZES, "num_hidden_layers": 2, "num_layers_per_stack": 1},  # splits what checkpoints have in one
+    "hrm_text": {**SIZES, "num_hidden_layers": 2, "num_layers_per_stack": 1},  # splits one checkpoint tensor into several parameters
     "granitemoe": {**ONE_LAYER, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
@@ -72,7 +72,7 @@ def fresh(folder: Path) -> Any:
 
 
 def model_files(model: Any) -> ModelFiles:
-    """What a chain of the model says about it."""
+    """Return the files that a chain of this model has."""
     types = {name: tensor_bits(name, tensor).dtype for name, tensor in WeightSource(model).snapshot().items()}
     return ModelFiles({"config.json": model.config.to_json_string().encode()}, types)
 
@@ -128,7 +128,7 @@ def test_fused_experts_stay_the_same_parameters_and_nothing_is_copied(store: Mem
     (fused,) = [tensor for name, tensor in before.items() if name.endswith("experts.gate_up_proj")]
     experts = [name for name in weights if ".experts." in name]
     assert len(experts) == 3 * 4
-    assert all(engine.weights()[name] is weights[name] for name in weights)  # swaps can tell that nothing was replaced
+    assert all(engine.weights()[name] is weights[name] for name in weights)  # so swaps see that nothing was replaced
     with HotSwap(store, engine, options=ReaderOptions(pin=False)) as swap:
         for number in range(2):
             WeightSource(trainer).publish(publisher, step=number)
@@ -198,7 +198,7 @@ def test_a_model_that_cannot_be_mapped_is_refused_at_once_and_published_as_it_is
 
 
 def split_mlp(model: Any) -> Any:
-    """The model as if its checkpoints had one tensor where it has two."""
+    """Change the model so that its checkpoints have one tensor where it has two."""
     core = pytest.importorskip("transformers.core_model_loading")
     names = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
     model._weight_conversions = [core.WeightConverter("mlp.gate_up_proj.weight", names, [core.Chunk(dim=0)])]
@@ -226,7 +226,7 @@ def test_parameters_that_are_one_tensor_in_checkpoints_get_one_memory(store: Mem
 def test_memory_that_others_use_is_not_moved() -> None:
     model = split_mlp(qwen())
     mlp = model.model.layers[0].mlp
-    mlp.up_proj.weight.data = mlp.gate_proj.weight.data  # one memory by two parameters: moved, they would come apart
+    mlp.up_proj.weight.data = mlp.gate_proj.weight.data  # two parameters share one memory, and moving one would separate them
     values = bits(named_weights(model))
     with pytest.raises(UnsupportedLayout, match="something else uses"):
         ModuleEngine(model)

@@ -1,4 +1,4 @@
-"""Modules as engines: real transformers models, tied, fused and on "another device", and a module with everything odd in it."""
+"""Modules as engines: real transformers models, tied, fused and on "another device", and a module with unusual tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestMixtureOfExperts(EngineConformance):
 
 
 class TestDevicePath(EngineConformance):
-    """What is done for weights on a GPU, done on the CPU: the same code, but for the device."""
+    """The code for weights that the codec cannot reach, run on the CPU."""
 
     @pytest.fixture
     def rig(self, monkeypatch: pytest.MonkeyPatch) -> ModuleRig:

@@ -1,4 +1,4 @@
-"""What a module engine does beyond every engine's promises: names, ties, types, and other hands on the weights."""
+"""What only module engines do: names, tied weights, types, and weights that other code changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def follow(request: pytest.FixtureRequest, store: MemoryStore, monkeypatch: pyte
         swap.close()
 
 
-def test_tied_weights_in_different_segments_stay_tied_and_can_be_taken_back(publisher: Publisher, follow: Follow) -> None:
+def test_tied_weights_in_different_segments_stay_tied_and_can_be_reverted(publisher: Publisher, follow: Follow) -> None:
     trainer, served = qwen(0), qwen(1)
     swap = follow(served)
     states = []
@@ -93,7 +93,7 @@ def test_weights_tied_here_but_not_in_the_chain_are_refused(publisher: Publisher
     assert bits(served.state_dict()) == before
 
 
-def test_weights_that_come_apart_in_the_chain_later_are_not_written(publisher: Publisher, follow: Follow) -> None:
+def test_tied_weights_that_later_differ_in_the_chain_are_not_written(publisher: Publisher, follow: Follow) -> None:
     trainer, served = qwen(0), qwen(1)
     state = clone(trainer.state_dict())
     publisher.publish(state)
@@ -189,7 +189,7 @@ def test_a_module_of_other_names_types_or_shapes_is_refused_untouched(
     assert not swap.is_quarantined
 
 
-def test_names_are_mapped_and_what_is_mapped_to_nothing_is_left_alone(publisher: Publisher, follow: Follow) -> None:
+def test_names_are_mapped_and_tensors_mapped_to_none_are_left_alone(publisher: Publisher, follow: Follow) -> None:
     trainer, served = torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(2, 2))
     own = bits(served[1].state_dict())
     swap = follow(served, engine={"names": lambda name: name.replace("0.", "layer.") if name.startswith("0.") else None})
@@ -221,8 +221,8 @@ def test_a_reader_takes_one_bundle_of_several(publisher: Publisher, follow: Foll
         follow(qwen(1)).sync()
 
 
-def test_weights_that_somebody_else_changed_are_mended(store: MemoryStore, publisher: Publisher) -> None:
-    """Before anything is written, where the next delta reaches."""
+def test_weights_that_other_code_changed_are_repaired(store: MemoryStore, publisher: Publisher) -> None:
+    """A change in a tensor that the next delta updates is noticed before anything is written."""
     trainer, served = qwen(0), qwen(1)
     with HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False)) as swap:
         publisher.publish(trainer.state_dict())
@@ -235,9 +235,7 @@ def test_weights_that_somebody_else_changed_are_mended(store: MemoryStore, publi
         assert bits(served.state_dict()) == bits(trainer.state_dict())
 
 
-def test_weights_that_somebody_else_changed_where_no_delta_reaches_are_never_served_with_new_ones(
-    publisher: Publisher, follow: Follow
-) -> None:
+def test_changed_weights_outside_of_deltas_are_never_served_with_new_ones(publisher: Publisher, follow: Follow) -> None:
     trainer, served = qwen(0), qwen(1)
     swap = follow(served)
     publisher.publish(trainer.state_dict())
@@ -262,6 +260,22 @@ def test_parameters_that_are_replaced_are_followed(publisher: Publisher, follow:
         assert served.lm_head.weight.data_ptr() == served.model.embed_tokens.weight.data_ptr()
         step(trainer, number)
         served.model.norm.weight = torch.nn.Parameter(served.model.norm.weight.detach().clone())
+
+
+def test_going_back_changes_parameters_that_were_replaced(publisher: Publisher, follow: Follow) -> None:
+    """Kept update steps write to the parameters that they were made for, so they must not be used for others."""
+    trainer, served = qwen(0), qwen(1)
+    swap = follow(served, engine={"undo_bytes": 1 << 30}, confirm_every=1000)  # only the first swap reads all weights
+    states, seqs = [], []
+    for _ in range(3):
+        publisher.publish(trainer.state_dict())
+        seqs.append(swap.sync().seq)
+        states.append(bits(trainer.state_dict()))
+        with torch.no_grad():
+            trainer.model.norm.weight += 1
+    served.model.norm.weight = torch.nn.Parameter(served.model.norm.weight.detach().clone())
+    swap.sync(seqs[1])
+    assert bits(served.state_dict()) == states[1]
 
 
 def test_a_swap_waits_for_forward_passes_and_they_for_it(publisher: Publisher, follow: Follow) -> None:
@@ -328,7 +342,7 @@ def test_caches_are_kept_across_swaps_or_not_as_asked(publisher: Publisher, foll
     assert swap.version.seq == new.seq
 
 
-def test_it_follows_on_a_thread_of_its_own(publisher: Publisher, follow: Follow) -> None:
+def test_it_follows_on_a_separate_thread(publisher: Publisher, follow: Follow) -> None:
     trainer, served = qwen(0), qwen(1)
     publisher.publish(trainer.state_dict())
     swap = follow(served, confirm_every=3)
@@ -346,7 +360,7 @@ def test_it_follows_on_a_thread_of_its_own(publisher: Publisher, follow: Follow)
     assert not served._forward_hooks
 
 
-def test_what_ends_following_is_reported(store: MemoryStore, publisher: Publisher, follow: Follow) -> None:
+def test_an_error_that_ends_following_is_reported(store: MemoryStore, publisher: Publisher, follow: Follow) -> None:
     publisher.publish({"x": torch.zeros(3)})
     events: list[Event] = []
     swap = follow(torch.nn.Linear(2, 2), on_event=events.append)
@@ -356,7 +370,7 @@ def test_what_ends_following_is_reported(store: MemoryStore, publisher: Publishe
     assert "follow-failed" in [event.name for event in events]
 
 
-def test_times_that_are_forgotten_are_not_attributed(publisher: Publisher, follow: Follow) -> None:
+def test_times_that_are_no_longer_recorded_are_not_attributed(publisher: Publisher, follow: Follow) -> None:
     publisher.publish(qwen(0).state_dict())
     swap = follow(qwen(1))
     swap.sync()

@@ -1,4 +1,4 @@
-"""Engines are on this machine: no request to one may go through a proxy, whatever the environment names as one."""
+"""Engines are on this machine, so no request to them may go through a proxy, even if the environment names one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "secret-of-the-engine"
 
 
 class Recording(ThreadingHTTPServer):
-    """A server that notes what it is asked. As a proxy it fails everything; as an engine it is slow to pause."""
+    """A server that records its requests. As a proxy it fails all of them. As an engine it takes long to pause."""
 
     daemon_threads = True
     block_on_close = False
@@ -57,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.looks == 2:
                 self.server.looked_twice.set()
         if self.path.startswith("/pause?"):
-            self.server.looked_twice.wait(60)  # so it is looked whether the server still lives, and the answer decides
+            self.server.looked_twice.wait(60)  # the client checks meanwhile whether the server still runs
         content = json.dumps({"success": True, "weight_version": "3"}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
@@ -107,7 +107,7 @@ def test_a_slow_vllm_is_not_taken_for_dead_because_of_a_proxy(proxy: Recording, 
     assert not proxy.asked
 
 
-def test_the_keys_of_an_sglang_are_seen_by_it_alone(proxy: Recording, engine: Recording, tmp_path: Path) -> None:
+def test_only_the_sglang_server_sees_its_keys(proxy: Recording, engine: Recording, tmp_path: Path) -> None:
     sglang = SglangEngine(engine.url, tmp_path, api_key=KEY)
     sglang.resume()
     assert ("POST", "/continue_generation", f"Bearer {KEY}") in engine.asked
@@ -127,7 +127,9 @@ def test_names_and_addresses_of_this_machine_are_asked_directly(proxy: Recording
     assert not proxy.asked
 
 
-def test_a_server_that_is_gone_is_told_from_one_that_hangs_up(proxy: Recording, engine: Recording, tmp_path: Path) -> None:
+def test_a_server_that_has_ended_is_distinguished_from_one_that_closes_a_connection(
+    proxy: Recording, engine: Recording, tmp_path: Path
+) -> None:
     engine.shutdown()
     engine.server_close()
     with http_session(engine.url) as session, pytest.raises(NoAnswer) as caught:
@@ -138,7 +140,7 @@ def test_a_server_that_is_gone_is_told_from_one_that_hangs_up(proxy: Recording, 
     assert not proxy.asked
 
 
-def test_requests_that_are_given_up_do_not_keep_the_session_open(engine: Recording) -> None:
+def test_cancelled_requests_do_not_keep_the_session_open(engine: Recording) -> None:
     with http_session(engine.url) as session:
         pending = session.begin("POST", "/pause?mode=keep", {}, timeout=600)
         assert session.ask("GET", "/health", timeout=60).status == 200  # several at a time

@@ -1,4 +1,4 @@
-"""Engines whose weights are on a GPU: they keep every engine's promises, decode against the live weights, and hold no copy of them."""
+"""Engines whose weights are on a GPU: they pass the conformance tests, decode against the live weights, and keep no copy of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gpu():
 
 
 class Net(torch.nn.Module):
-    """Tied weights in bf16, and whatever else a module may have: strides, integers, no elements, no dimensions."""
+    """A module with tied weights in bf16, strided tensors, integers, and tensors without elements or dimensions."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class TestModuleOnAGpuThatCanGoBack(EngineConformance):
 
 
 def test_weights_on_a_gpu_are_changed_where_they_are():
-    """In place, by the patch that was made there: the module's tensors are the state, and their memory stays the same."""
+    """The module's tensors are the state, and keep their memory."""
     store = MemoryStore()
     trainer, served = Net(0).to(DEVICE), Net(1).to(DEVICE)
     addresses = [p.data_ptr() for p in served.parameters()]
@@ -109,7 +109,7 @@ def test_weights_on_a_gpu_are_changed_where_they_are():
 
 
 @pytest.mark.parametrize("undo_bytes", [None, 1 << 20])
-def test_memory_of_a_gpu_is_kept_for_the_way_back_only_if_one_says_so(undo_bytes):
+def test_update_steps_are_kept_on_a_gpu_only_on_request(undo_bytes):
     store = MemoryStore()
     trainer, served = Net(0).to(DEVICE), Net(1).to(DEVICE)
     engine = ModuleEngine(served, undo_bytes=undo_bytes)
@@ -125,8 +125,8 @@ def test_memory_of_a_gpu_is_kept_for_the_way_back_only_if_one_says_so(undo_bytes
         assert len(swap._replica._undo) == (0 if undo_bytes is None else 2)
 
 
-def test_tensors_that_the_module_has_not_are_kept_on_the_host_beside_it():
-    """Files of a delta may be about tensors of one kind only, or of both."""
+def test_tensors_that_the_module_does_not_have_are_kept_on_the_host():
+    """A file of a delta may change tensors of the module, other tensors, or both."""
     store = MemoryStore()
     trainer, served = Net(0).to(DEVICE), Net(1).to(DEVICE)
     engine = ModuleEngine(served, keep_others=True)
@@ -147,7 +147,7 @@ def test_tensors_that_the_module_has_not_are_kept_on_the_host_beside_it():
 
 
 def test_fused_experts_on_a_gpu_are_changed_where_they_are():
-    """Tensors of a checkpoint are views of one parameter, and begin where no tensor of its own would."""
+    """Tensors of a checkpoint are views of one parameter, so they begin at addresses that are not aligned."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {"hidden_size": 12, "intermediate_size": 7, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 9}
     config = transformers.MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=2, max_position_embeddings=16)

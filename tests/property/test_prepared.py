@@ -1,4 +1,4 @@
-"""An update that is prepared changes nothing until it is applied, then everything, and leads back bit for bit."""
+"""A prepared update changes nothing until it is applied. Then it changes everything, and can be reverted bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32, np.float64, n
 
 
 def states(seed: int, share: float):
-    """Several types; a part of all elements changes to anything, all of them in one tensor."""
+    """Return two states with tensors of several types. A share of all elements differs, and all elements of one tensor."""
     rng = np.random.default_rng(seed)
     base = {f"t{i}": np.frombuffer(rng.bytes(3000 * np.dtype(dtype).itemsize), dtype).reshape(60, 50) for i, dtype in enumerate(DTYPES)}
     base["dense"] = rng.standard_normal(70_000).astype(ml_dtypes.bfloat16)
@@ -89,7 +89,7 @@ def test_tied_and_strided_tensors_are_written_once():
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_cannot_be_applied_is_refused_and_changes_nothing(codec):
+def test_deltas_that_do_not_fit_are_refused_and_change_nothing(codec):
     base, new = states(2, 0.1)
     with using_codec(codec):
         delta = deltawire.encode_delta(base, new)

@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = importlib.util.find_spec("vllm")
-    if found is not None and found.origin is not None:  # without an origin it is but the folder of these tests
+    if found is not None and found.origin is not None:  # without an origin it is the folder of these tests
         return
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent and item.get_closest_marker("slow"):
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _patience() -> Iterator[None]:
-    """A server that shares two cores with many others may take longer than ten seconds to answer, and is sound all the same."""
+    """Wait longer for answers, because a server that shares two cores with many others may take more than ten seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routes, "_PROMPT", 300.0)
         yield
@@ -62,7 +62,7 @@ class Run:
         return version
 
     def saved(self) -> Path:
-        """The newest version as a checkpoint that has nothing to do with chain or mirror."""
+        """Write the newest version as a checkpoint, independently of chain and mirror."""
         assert self.publisher.version is not None
         return self.model.save(self.folder / f"saved-{self.publisher.version.seq}", self.state)
 

@@ -43,7 +43,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 240) -
 
 
 def plugin_path(folder: Path) -> str:
-    """A place for PYTHONPATH where vLLM finds our entry point, though the package may be installed without, and the tests' own."""
+    """Make a directory for PYTHONPATH where vLLM finds our entry point, which an installed package may lack, and those of the tests."""
     metadata = folder / "deltawire_test_plugins-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deltawire-test-plugins\nVersion: 0\n")
@@ -52,7 +52,7 @@ def plugin_path(folder: Path) -> str:
 
 
 def server_environment(folder: Path) -> dict[str, str]:
-    """What servers are started with; `folder` gets the plugins of tests."""
+    """Return the environment for servers. `folder` gets the plugins of tests."""
     return {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -62,7 +62,7 @@ def server_environment(folder: Path) -> dict[str, str]:
 
 
 class LiveServer:
-    """A vLLM server with our backend; `ranks` is its tensor parallelism. It is stopped with all of its workers.
+    """A vLLM server with our backend. `ranks` is its tensor parallelism. It is stopped together with its workers.
 
     With a `nursery` it is forked there, in seconds; else it is started as a user would.
     """
@@ -119,7 +119,7 @@ class LiveServer:
         return self._log_path.read_text(errors="replace")[-6000:]
 
     def generate(self, prompt: Sequence[int] = (5, 6, 7), tokens: int = 24) -> list[int]:
-        """The most probable continuation."""
+        """Return the most probable continuation."""
         body = {
             "model": "tiny",
             "prompt": list(prompt),
@@ -135,7 +135,7 @@ class LiveServer:
             return list(json.load(answer)["choices"][0]["token_ids"])
 
     def stream(self, tokens: int, prompt: Sequence[int] = (9, 8), stamps: list[float] | None = None) -> int:
-        """How many tokens arrive of a streamed completion of that length; `stamps` gets the time of each."""
+        """Stream a completion of this length. Returns the number of tokens that arrived; `stamps` gets the time of each."""
         arrived = 0
         with self._complete(prompt, tokens, stream=True) as answer:
             for line in answer:
@@ -154,7 +154,7 @@ class LiveServer:
         return urllib.request.urlopen(request, timeout=300)
 
     def kill(self) -> None:
-        """End it, workers and all, on the spot."""
+        """Kill it and all of its workers."""
         if self._nursery is not None:
             self._nursery.kill(self._process_id)
             return
@@ -194,7 +194,7 @@ class LiveSidecar:
 
 @contextlib.contextmanager
 def load(server: LiveServer, ended: list[int], clients: int = 2, tokens: int = 150) -> Iterator[None]:
-    """Streamed requests all the time, by so many clients. `ended` gets the number of tokens of each that has ended."""
+    """Keep this many clients busy with streamed requests. `ended` gets the number of tokens of each completed request."""
     stop = threading.Event()
 
     def ask(client: int) -> None:

@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 _SPIN_SECONDS = 0.002
-"""How long processes of a server look for messages of each other before they sleep. vLLM's second uses up cores that others could use."""
+"""Seconds that processes of a server poll for messages of each other before they sleep. vLLM's value of 1 wastes cores that others need."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class ServerNursery:
-    """The test's end. `environment` is that of all servers; each may have more."""
+    """The test's side. `environment` applies to all servers; each may add to it."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._log = folder / "nursery.log"
@@ -59,7 +59,7 @@ class ServerNursery:
         return bool(self._ask("running", server))
 
     def kill(self, server: int) -> None:
-        """End it, workers and all, on the spot. May be called twice."""
+        """Kill a server and all of its workers. It may be called twice."""
         self._ask("kill", server)
 
     def __enter__(self) -> ServerNursery:
@@ -84,7 +84,7 @@ class ServerNursery:
 
 
 class _Forking:
-    """In place of `multiprocessing` where vLLM chooses how to start its processes: as it does elsewhere than on a CPU."""
+    """Replaces `multiprocessing` where vLLM chooses how to start its processes, so that it starts them as on other devices."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(multiprocessing, name)
@@ -97,7 +97,7 @@ class _Forking:
 def _start(arguments: list[str], log: str, environment: dict[str, str]) -> int:
     child = os.fork()
     if child:
-        with contextlib.suppress(OSError):  # it may have done so itself, and be gone
+        with contextlib.suppress(OSError):  # it may have ended itself
             os.setpgid(child, child)
         return child
     try:
@@ -120,7 +120,7 @@ def _start(arguments: list[str], log: str, environment: dict[str, str]) -> int:
 
 
 def _kill(server: int) -> None:
-    """Return when all of its processes are gone, and with them the port that they share."""
+    """Return when all of its processes have ended and released the port that they share."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -129,7 +129,7 @@ def _kill(server: int) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Workers whose server has died are this process's children from then on."""
+    """Become the parent of workers whose server has died."""
     set_child_subreaper = 36
     if ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
@@ -138,7 +138,7 @@ def _adopt_orphans() -> None:
 def _nursery() -> None:
     _adopt_orphans()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM logs to where answers go
+    os.dup2(2, 1)  # vLLM logs to the stream of our answers
 
     import vllm.distributed.device_communicators.shm_broadcast
     import vllm.entrypoints.launchers.api_server.entry

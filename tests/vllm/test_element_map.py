@@ -1,4 +1,4 @@
-"""Where loaders put elements, and writing them there: the same as loading, for whatever views a loader makes. Needs torch, not vLLM."""
+"""Writing elements at mapped positions equals loading them, for all views that a loader makes. Needs torch, not vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Loader(torch.nn.Module):
-    """Has one tensor of a checkpoint in parameters, by copies between views of both."""
+    """A model that copies views of one checkpoint tensor to views of its parameters."""
 
     def __init__(self, copies: list[tuple[View, View]], size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def place(held: torch.Tensor, number: int, sizes: tuple[int, ...]) -> torch.Tens
 
 @st.composite
 def loaders(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[View, View]]]:
-    """The shape of a tensor; and parts of it, in any order of dimensions, each of which goes to the middle of a row of what is held."""
+    """Draw the shape of a tensor and blocks of it, in any order of dimensions. Each block goes to the middle of a row of the parameter."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     copies: list[tuple[View, View]] = []
     for number in range(draw(st.integers(1, 3))):
@@ -79,7 +79,7 @@ def loaders(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[View, View]]]:
 
 
 @given(loader=loaders(), count=st.integers(0, 40), seed=st.integers(0, 99))
-def test_what_is_written_to_its_places_is_what_loading_puts_there(
+def test_writing_mapped_elements_equals_loading_them(
     loader: tuple[tuple[int, ...], list[tuple[View, View]]], count: int, seed: int
 ) -> None:
     shape, copies = loader
@@ -94,7 +94,7 @@ def test_what_is_written_to_its_places_is_what_loading_puts_there(
     assert torch.equal(written, bits(model.held))
 
 
-def test_elements_that_did_not_get_there_are_noticed() -> None:
+def test_elements_that_were_not_written_are_noticed() -> None:
     model = Loader([(lambda tensor: tensor, lambda held: held[2:6])], (8, 3))
     tensor = torch.randn(4, 3).bfloat16()
     mapped = learn(model, tensor).map_changes({"w": changed(tensor, 5, 1)[1]})
@@ -109,22 +109,22 @@ def test_elements_that_did_not_get_there_are_noticed() -> None:
         (lambda tensor: tensor, torch.float32),  # cast
         (lambda tensor: tensor.t().contiguous(), torch.bfloat16),  # computed on the way
         (lambda tensor: tensor[:1].expand(4, 4), torch.bfloat16),  # one element goes to several positions
-        (lambda tensor: tensor.mul_(-1).abs_(), torch.bfloat16),  # computed where it is
+        (lambda tensor: tensor.mul_(-1).abs_(), torch.bfloat16),  # computed in place
     ],
 )
-def test_what_is_no_matter_of_strides_has_no_place(source: View, dtype: torch.dtype) -> None:
+def test_copies_that_strides_cannot_describe_have_no_position(source: View, dtype: torch.dtype) -> None:
     model = Loader([(source, lambda held: held)], (4, 4), dtype)
     tensor = torch.randn(4, 4).bfloat16()
     assert not learn(model, tensor).map_changes({"w": changed(tensor, 5, 1)[1]}).tensors
 
 
-def test_elements_of_another_width_have_no_place() -> None:
+def test_elements_of_another_width_have_no_position() -> None:
     model = Loader([(lambda tensor: tensor.view(torch.int32), lambda held: held[:, :2])], (4, 4), torch.int32)
     tensor = torch.randn(4, 4).bfloat16()
     assert not learn(model, tensor).map_changes({"w": changed(tensor, 5, 1)[1]}).tensors
 
 
-def test_places_are_known_no_more_once_a_parameter_has_moved() -> None:
+def test_the_map_is_invalid_once_a_parameter_has_moved() -> None:
     model = Loader([(lambda tensor: tensor, lambda held: held)], (4, 4))
     element_map = learn(model, torch.randn(4, 4).bfloat16())
     assert element_map.is_valid_for(model)

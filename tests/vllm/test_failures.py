@@ -1,4 +1,4 @@
-"""What fails, and what then happens: sidecars, servers and trainers that are killed, updates that fail half-way."""
+"""Failures with real servers: sidecars, servers and trainers that are killed, and updates that fail half-way."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_at(server: LiveServer, seq: int) -> bool:
     return server.routes.weight_version() == str(seq) and not server.routes.is_paused()
 
 
-def test_a_sidecar_that_is_killed_at_any_moment_is_followed_by_one_that_takes_up_its_work(
+def test_a_new_sidecar_continues_where_a_killed_one_stopped(
     start_run: Callable, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:
     run = start_run(DENSE)
@@ -115,7 +115,7 @@ def test_an_update_that_fails_half_way_in_one_worker_is_reported_and_never_serve
     assert server.routes.checksums() == runtime_hashes(run.state, 2)
 
 
-def test_a_trainer_drives_the_routes_by_itself_and_a_version_that_cannot_be_had_changes_nothing(
+def test_a_trainer_can_drive_the_routes_and_an_unavailable_version_changes_nothing(
     start_run: Callable, serve: Callable[..., LiveServer]
 ) -> None:
     run = start_run(DENSE)
@@ -165,10 +165,10 @@ def test_a_trainer_drives_the_routes_by_itself_and_a_version_that_cannot_be_had_
         assert routes.checksums() == runtime_hashes(dict(reader.state), 2)
 
 
-def test_a_trainer_that_is_killed_at_any_moment_comes_back_by_itself_and_the_server_ends_exact(
+def test_a_server_has_exact_weights_after_its_trainer_was_killed_several_times(
     tmp_path: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:
-    """Trainer, sidecar and server are processes that share nothing but a store; requests are answered all the while."""
+    """Trainer, sidecar and server are processes that share only a store. The server answers requests meanwhile."""
     steps = 12
     model = DENSE.save(tmp_path / "model", DENSE.state())
     store = str(tmp_path / "store")

@@ -43,7 +43,7 @@ def model(weights: dict[str, torch.Tensor]) -> Fused:
     return model
 
 
-def test_what_was_loaded_reads_back_equal_in_the_type_of_the_model(model: Fused, weights: dict[str, torch.Tensor]) -> None:
+def test_loaded_tensors_read_back_equal_in_the_type_of_the_model(model: Fused, weights: dict[str, torch.Tensor]) -> None:
     readings = read_back(model, weights.items())
     assert readings.equal == {"q", "k", "words"}
     assert readings.absent == {"unused"}
@@ -60,7 +60,7 @@ def test_a_single_bit_is_noticed_and_nothing_is_changed(model: Fused, weights: d
     assert readings.different == {"k"}
     assert not readings.mostly_different
     assert torch.equal(model.qk, before)
-    model.words.data[5, 0] = -0.0  # equal to the padding's zero, as numbers go: padding is never looked up
+    model.words.data[5, 0] = -0.0  # equal to the zero of the padding as a number; padding is never used
     assert "words" in read_back(model, weights.items()).equal
 
 
@@ -74,7 +74,7 @@ def test_another_layout_is_mostly_different(model: Fused, weights: dict[str, tor
 
 
 class Joined(Fused):
-    """Keeps tensors until it has them all, and writes what it makes of them."""
+    """Collects all tensors, and then writes what it computes from them."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors = {name: tensor.bfloat16() if name == "unused" else tensor for name, tensor in weights}
@@ -83,7 +83,7 @@ class Joined(Fused):
             self.qk.data.copy_(torch.cat([tensors["q"].bfloat16(), tensors["k"]]))
 
 
-def test_what_a_loader_puts_together_is_neither_absent_nor_loaded_one_by_one(weights: dict[str, torch.Tensor]) -> None:
+def test_tensors_that_a_loader_joins_are_neither_absent_nor_loaded_one_by_one(weights: dict[str, torch.Tensor]) -> None:
     model = Joined()
     model.load_weights(weights.items())
     readings = read_back(model, weights.items())
@@ -92,7 +92,7 @@ def test_what_a_loader_puts_together_is_neither_absent_nor_loaded_one_by_one(wei
     assert not readings.absent
 
 
-def test_what_was_computed_is_known_by_what_it_was_computed_from(weights: dict[str, torch.Tensor]) -> None:
+def test_computed_values_are_attributed_to_their_sources(weights: dict[str, torch.Tensor]) -> None:
     halves = {name: weights[name].bfloat16() for name in ("unused", "q", "k", "words")}
 
     class Late(Fused):

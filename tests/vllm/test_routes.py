@@ -1,4 +1,4 @@
-"""How requests to a server end. The server is a double: it answers a pause when it is told to, or never."""
+"""How requests to a server end. The server is a double that answers a pause when the test says so, or never."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed, VllmRo
 
 
 class SlowServer(ThreadingHTTPServer):
-    """`health` is what it says of itself; a pause is answered after `looks` looks at that, at the earliest when `answers` is set."""
+    """`health` is its answer to /health. It answers a pause after `looks` such requests, and not before `answers` is set."""
 
     daemon_threads = True
     block_on_close = False
@@ -75,7 +75,7 @@ def test_a_server_that_takes_its_time_is_waited_for(server: SlowServer, routes: 
     assert server.looks >= 3
 
 
-def test_one_whose_engine_is_dead_keeps_nobody_waiting(server: SlowServer, routes: VllmRoutes) -> None:
+def test_a_server_whose_engine_has_died_ends_the_wait(server: SlowServer, routes: VllmRoutes) -> None:
     server.health = 503
     with pytest.raises(EngineUnreachable, match="has ended"):
         routes.pause("keep", clear_cache=True)
@@ -83,7 +83,7 @@ def test_one_whose_engine_is_dead_keeps_nobody_waiting(server: SlowServer, route
         routes.check_alive()
 
 
-def test_one_that_takes_no_more_requests_keeps_nobody_waiting(server: SlowServer, routes: VllmRoutes) -> None:
+def test_a_server_that_accepts_no_requests_ends_the_wait(server: SlowServer, routes: VllmRoutes) -> None:
     def close_the_door() -> None:
         server.asked.wait(60)
         server.shutdown()
@@ -96,5 +96,5 @@ def test_one_that_takes_no_more_requests_keeps_nobody_waiting(server: SlowServer
     closing.join()
 
 
-def test_what_it_runs_on_is_known(routes: VllmRoutes) -> None:
+def test_the_device_of_the_server_is_known(routes: VllmRoutes) -> None:
     assert routes.settings() == ("raw_logprobs", "cpu")

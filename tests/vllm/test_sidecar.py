@@ -1,4 +1,4 @@
-"""What a sidecar asks of a server, and in which order. The server is a double; test_swaps.py and test_failures.py use real ones."""
+"""The requests that a sidecar sends, and their order. The server is a double; test_swaps.py and test_failures.py use real ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltawire.store import open_store
 
 
 class ServerDouble:
-    """Two workers that say what real ones would. `failing` names the routes that fail."""
+    """Two workers that answer as real ones would. `failing` names the routes that fail, `lost` those that get no answer."""
 
     def __init__(self) -> None:
         self.restart()

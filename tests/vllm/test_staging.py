@@ -36,7 +36,7 @@ def test_changes_are_found_by_bits(tmp_path: Path) -> None:
     assert changes["a"].values.tolist() == other.view(np.uint32)[[1, 4]].tolist()
 
 
-def test_other_tensors_are_no_changes(tmp_path: Path) -> None:
+def test_checkpoints_with_other_tensors_are_not_compared(tmp_path: Path) -> None:
     old = checkpoint(tmp_path / "old", a=np.zeros(6, np.float32))
     assert find_changes(old, checkpoint(tmp_path / "shape", a=np.zeros((2, 3), np.float32))) is None
     assert find_changes(old, checkpoint(tmp_path / "type", a=np.zeros(6, np.int32))) is None
@@ -49,7 +49,7 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
         yield publisher
 
 
-def test_an_update_is_staged_from_the_version_at_hand(tmp_path: Path, publisher: Publisher) -> None:
+def test_an_update_is_staged_from_the_version_that_the_worker_has(tmp_path: Path, publisher: Publisher) -> None:
     weights = np.arange(1000, dtype=np.float32)
     first = publisher.publish({"w": weights})
     stager = Stager(tmp_path / "mirror", str(tmp_path / "store"))
@@ -62,7 +62,7 @@ def test_an_update_is_staged_from_the_version_at_hand(tmp_path: Path, publisher:
     assert update.base == start.target.ref
     assert update.changes is not None
     assert update.changes["w"].indices.tolist() == [3, 700]
-    assert start.target.weights["w"][3] == 3  # what the worker has stays as it is while it is held
+    assert start.target.weights["w"][3] == 3  # the worker's version does not change while it is held
     start.target.release()
     update.target.release()
     stager.close()
@@ -85,7 +85,7 @@ def test_without_a_url_only_the_version_of_the_mirror_can_be_staged(tmp_path: Pa
     stager.close()
 
 
-def test_what_is_staged_and_not_taken_is_let_go(tmp_path: Path, publisher: Publisher) -> None:
+def test_a_staged_update_that_is_not_taken_is_released(tmp_path: Path, publisher: Publisher) -> None:
     weights = np.zeros(10, np.float32)
     stager = Stager(tmp_path / "mirror")
     with Subscriber(tmp_path / "store", tmp_path / "mirror") as subscriber:

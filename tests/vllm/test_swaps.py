@@ -20,7 +20,7 @@ EVERY_SYNC = bool(os.environ.get("DELTAWIRE_TEST_EVERY_SYNC"))
 
 
 def compared(model: TinyModel) -> list[int]:
-    """The syncs after which a fresh server is started to compare with: each takes seconds.
+    """Return the syncs after which a fresh server is started for comparison. Each takes seconds.
 
     What a server without experts must have in memory is computed here after every sync, so one comparison at the end is enough for it.
     """
@@ -66,7 +66,7 @@ def test_after_each_of_twenty_swaps_every_tensor_is_that_of_a_fresh_load(
     if not model.experts:
         assert [swap["loaded_anew"] for swap in swaps[1:]] == [0] * (len(swaps) - 1)
     assert len(ended) >= 2
-    assert set(ended) == {150}  # every request that was in flight has all of its tokens
+    assert set(ended) == {150}  # every request got all of its tokens
     assert not sidecar.events("quarantined")
     with open_store(run.store) as store:
         (report,) = read_reports(store, ChainLog(store).run)

@@ -45,7 +45,7 @@ def trained(arguments: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_the_example_is_served_every_version_over_a_bucket(seaweedfs: Server) -> None:
-    """Trainer, sidecar and server are processes that share nothing but a bucket; the server is started as a user would."""
+    """Trainer, sidecar and server are processes that share only a bucket. The server is started as a user would start it."""
     command = [sys.executable, EXAMPLE / "run.py", "3", seaweedfs.fresh_url()]
     environment = {**os.environ, **OFFLINE, **seaweedfs.environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
@@ -78,14 +78,14 @@ def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_n
         assert versions == published[first : first + len(versions)]
     assert max(map(len, made_by)) > 1  # some were being generated when weights were swapped
     assert min(map(len, made_by)) == 1
-    assert [swap["seq"] for swap in sidecar.events("swapped")] == published  # each was served, and read back whole
+    assert [swap["seq"] for swap in sidecar.events("swapped")] == published  # each was served, and read back in full
     assert not sidecar.events("quarantined")
     with Subscriber(store) as reader:
         reader.sync()
         assert server.routes.checksums() == runtime_hashes(dict(reader.state), 1)
 
 
-def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_server_ends_exact(
+def test_a_server_has_exact_weights_after_its_trainer_resumed_from_a_checkpoint(
     tmp_path: Path, model: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:
     store = str(tmp_path / "store")
@@ -100,7 +100,7 @@ def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_server_end
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait()
     before = sidecar.events("swapped")[-1]["seq"]
-    assert server.generate()  # it serves on
+    assert server.generate()  # it still serves
 
     lines = trained(arguments)
     assert [line["step"] for line in lines if "step" in line] == [3, 4, 5, 6]

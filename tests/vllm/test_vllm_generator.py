@@ -52,7 +52,7 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
             is_over = threading.Event()
 
             def publish_now_and_then() -> None:
-                while not is_over.wait(0.3):  # without a pause it would do nothing but swap
+                while not is_over.wait(0.3):  # without a pause it would only swap
                     published.append(run.publish())
 
             trainer = threading.Thread(target=publish_now_and_then)
@@ -82,12 +82,12 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
                 generator.generate(prompts, long, stop=stop.is_set)
 
             assert generator._has_exact_route
-            generator._has_exact_route = False  # what a server without that route comes to
+            generator._has_exact_route = False  # as for a server without that route
             plain = generator.generate(prompts, Sampling(samples=2, max_tokens=6))
             assert [each.spans[0].version for each in plain] == [published[-1]] * 4
             assert all(each.logprobs.dtype == np.float32 and (each.logprobs <= 0).all() for each in plain)
 
-            generator._logprobs_mode = "raw_logprobs"  # what vLLM has by default
+            generator._logprobs_mode = "raw_logprobs"  # vLLM's default
             with pytest.raises(EngineRefused, match="logprobs-mode"):
                 generator.generate(prompts, Sampling(samples=1, max_tokens=6, temperature=0.5))
         finally:

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models, and what vLLM makes of them in memory, worked out by hand: an oracle that shares no code with vLLM."""
+"""Checkpoints of tiny models, and vLLM's layout of them in memory, computed without any code of vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERT = 256, 64, 4, 2, 32, 12
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model of the Qwen3 family with random weights. `experts` = 0 is a dense one. `scale` makes it wider."""
+    """A model of the Qwen3 family with random weights. It is dense if `experts` is 0. `scale` makes it wider."""
 
     name: str
     experts: int = 0
@@ -61,7 +61,7 @@ class TinyModel:
         return config
 
     def state(self, seed: int = 0) -> State:
-        """Weights by their names in a checkpoint, in bf16."""
+        """Return weights by their names in a checkpoint, in bf16."""
         rng = np.random.default_rng(seed)
         hidden, queries, keys = HIDDEN * self.scale, HEADS * HEAD * self.scale, KV_HEADS * HEAD * self.scale
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden), "model.norm.weight": (hidden,)}
@@ -103,7 +103,7 @@ class TinyModel:
 
 
 def runtime_hashes(state: State, ranks: int) -> dict[str, str]:
-    """What vLLM's checker should say of a dense model: rows and columns that each rank holds, QKV and gate/up fused."""
+    """Return the hashes that vLLM's checker must report for a dense model: each rank's rows and columns, with QKV and gate/up fused."""
     hashes = {}
     for rank in range(ranks):
         held: State = {}

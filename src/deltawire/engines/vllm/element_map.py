@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...tensors.torch_types import gpu_of
 from .staging import Change
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -147,15 +148,16 @@ class ElementMap:
 def _scatter(memory: torch.Tensor, targets: NDArray[np.int64], values: NDArray[Any]) -> Scatter:
     signed = values.view(f"i{values.itemsize}")
     narrow = targets.astype(np.int32) if memory.numel() < 2**31 else targets
-    return Scatter(memory, *_on_device(memory.device, torch.from_numpy(narrow), torch.from_numpy(signed)))
+    return Scatter(memory, *_on_device_of(memory, torch.from_numpy(narrow), torch.from_numpy(signed)))
 
 
-def _on_device(device: torch.device, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    if device.type != "cuda":
-        return [tensor.to(device) for tensor in tensors]
-    side = _side_stream(device)
+def _on_device_of(memory: torch.Tensor, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    gpu = gpu_of(memory)
+    if gpu is None:
+        return [tensor.to(memory.device) for tensor in tensors]
+    side = _side_stream(gpu)
     with torch.cuda.stream(side):
-        there = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+        there = [tensor.pin_memory().to(gpu, non_blocking=True) for tensor in tensors]
     side.synchronize()
     return there
 
