@@ -227,7 +227,7 @@ def test_the_log_is_drawn_for_people(chain: Path) -> None:
     done = run("log", chain, columns=80)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("chain  version 3 is in force, ")
+    assert lines[0].startswith("chain  version 3 is the newest, ")
     assert lines[2] == "  1 ■··"
     assert re.match(r"· +3 +delta +20 +[\d.]+ (?:s|min|h) +[\d.]+ k?B +[\d.]+× +[\d.]+k +[\d.]+$", lines[5]), lines
     text = run("log", chain, "--commits", columns=80).stdout
@@ -643,13 +643,18 @@ def test_a_directory_that_may_not_be_read_is_one_line(chain: Path) -> None:
 
 # Help
 
+_CHAIN_COMMANDS = ("publish", "pull", "follow", "sidecar", "log", "show", "verify", "gc", "keygen")
+_COMMANDS = (*_CHAIN_COMMANDS, "member", "fleet", "members", "rollouts", "top", "diff", "apply", "inspect")
+
 
 def test_help_names_every_command_and_exit_code() -> None:
     text = run("--help", columns=200).stdout
-    for word in ("publish", "pull", "follow", "log", "show", "verify", "gc", "keygen", "diff", "apply", "inspect"):
+    for word in _COMMANDS:
         assert re.search(rf"\b{word}\b", text)
-        assert run(word, "--help").returncode == 0
-    for code in ("0 done", "1 it could not", "2 wrong usage", "3 verify found damage", "130 interrupted"):
+        done = run(word, "--help", columns=80)
+        assert done.returncode == 0
+        assert "…" not in done.stdout, "a word is too wide for its column"
+    for code in ("0 success", "1 an error", "2 wrong usage", "3 verify found damage", "130 interrupted"):
         assert code in text
 
 

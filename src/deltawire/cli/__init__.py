@@ -1,7 +1,17 @@
-"""The `deltawire` command, a module per subcommand. Some work on delta files, the others on a chain of versions in an object store.
+"""The `deltawire` command. Some subcommands work on a chain of versions in an object store, others on a fleet, or on delta files.
 
-Exit codes: 0 done; 1 it could not be done, and nothing was left behind; 2 wrong usage; 3 `verify` found damage; 130 and 143 interrupted
-(Ctrl-C, SIGTERM). A command imports what it works with when it runs, so that `--help` and `--version` answer at once.
+commands/       one module per subcommand
+options/        options that several commands share
+process/        exit codes, signals, and commands that run until a signal
+stores/         stores with notices, a trace of requests, and counted bytes
+output/         text for people: lines, tables, pictures and progress bars
+chain_history   reads what `log` shows
+delta_input     opens a delta file, for `apply` and `inspect`
+publish_input   checks what `publish` is given
+publish_check   compares a checkpoint with the chain, for `publish`
+
+Exit codes: 0 success; 1 an error, after which nothing is left behind; 2 wrong usage; 3 `verify` found damage; 130 and 143 interrupted
+(Ctrl-C, SIGTERM). A command imports its libraries when it runs, so that `--help` and `--version` answer at once.
 """
 
 from __future__ import annotations
@@ -34,13 +44,15 @@ from .output.plain_output import never_fail_to_print
 from .process.exit_codes import interrupt_on_termination
 from .process.usage_errors import CommandsWithJsonErrors
 
-_CHAINS, _FLEET, _FILES = "Versions in an object store", "Rollouts for a run", "Delta files"
+_CHAINS, _FLEET, _FILES = "Chains of versions in an object store", "Fleets that make rollouts", "Delta files"
 
 app = typer.Typer(
     name="deltawire",
     cls=CommandsWithJsonErrors,
-    help="Bit-exact weight updates of safetensors checkpoints: as a chain of versions in an object store, or delta by delta.",
-    epilog="Exit codes: 0 done; 1 it could not be done, and stderr says why; 2 wrong usage; 3 verify found damage; "
+    help="Send model weights from a trainer to many readers, as small and bit-exact deltas.\n\n"
+    "`deltawire publish CKPT URL` adds a checkpoint to a chain of versions in an object store or a directory. `deltawire pull URL DIR` "
+    "fetches a version, and `deltawire follow URL DIR` keeps a directory up to date.",
+    epilog="Exit codes: 0 success; 1 an error, which stderr explains; 2 wrong usage; 3 `verify` found damage; "
     "130 interrupted by Ctrl-C, 143 by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -82,7 +94,7 @@ def _options(version: _Version = False) -> None:
 
 
 def main() -> None:
-    """Run the command line of this process and exit with its code."""
+    """Run the command line of this process, and exit with its code."""
     never_fail_to_print()
     interrupt_on_termination()
     app(prog_name="deltawire")

@@ -1,4 +1,4 @@
-"""`python -m deltawire.cli`, the same as the `deltawire` command."""
+"""Makes `python -m deltawire.cli` the same as the `deltawire` command."""
 
 from . import main
 

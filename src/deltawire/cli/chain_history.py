@@ -1,4 +1,4 @@
-"""The newest part of a chain as `deltawire log` shows it, read with few round trips however long the chain is."""
+"""Reads the newest part of a chain, as `deltawire log` shows it, with few round trips however long the chain is."""
 
 from __future__ import annotations
 
@@ -18,16 +18,29 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 32
 _WINDOW = 256
-"""So many records of full size fit into what the log keeps in memory."""
+"""This many records of full size fit into the memory of `ChainLog`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A commit and what others say of it.
+    """A commit, and what other records say about it.
 
-    `anchored` if a checkpoint of it lies beside the chain; `skips` are the versions from which one delta leads here. Of `collected` ones
-    the own files may be gone; `abandoned` ones were undone by a later rewind, `void` ones never counted. `changed_files` are the
-    attachments that differ from those of the version before; empty for the first one that was read.
+    Parameters
+    ----------
+    commit
+        The commit.
+    void
+        It never counted, because a newer publisher had taken over.
+    abandoned
+        A later rewind went back to a version before it.
+    collected
+        Its files may have been deleted by garbage collection.
+    anchored
+        The chain holds an anchor of it.
+    skips
+        The seqs of the versions from which one delta leads to it.
+    changed_files
+        The attachments that differ from those of the version before. Empty for the oldest version that was read.
     """
 
     commit: Commit
@@ -41,9 +54,20 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The newest part of a chain, oldest first: versions, or with `by_commits` all commits. `floor` is −1 while nothing was ever collected.
+    """The newest part of a chain.
 
-    `head` is the newest commit that is not void. `numbers` has the version numbers of all places that are mentioned.
+    Parameters
+    ----------
+    entries
+        Versions, or with `by_commits` all commits, oldest first.
+    floor
+        The seq of the floor; −1 if nothing was ever collected.
+    head
+        The newest commit that is not void.
+    by_commits
+        Whether the entries are all commits.
+    numbers
+        The version numbers of all commits that are mentioned, by seq.
     """
 
     entries: Sequence[Entry]
@@ -53,25 +77,32 @@ class History:
     numbers: Mapping[int, int] = field(default_factory=dict)
 
     def label(self, seq: int) -> int:
-        """What people call the commit at a place: the number of its version, or with `by_commits` its place."""
+        """Return the number of the version at a seq; with `by_commits` the seq itself."""
         return seq if self.by_commits else self.numbers[seq]
 
     @property
     def skips(self) -> list[tuple[int, int]]:
-        """(target, base) of all skips to what is shown, by their labels."""
+        """The labels (target, base) of all skips to the entries."""
         return [(self.label(entry.commit.seq), self.label(base)) for entry in self.entries for base in entry.skips]
 
 
 def read_history(log: ChainLog, count: int | None, *, by_commits: bool = False) -> History:
-    """Read the last `count` versions, or commits, or all; each is checked against the hash in the one after it.
+    """Read the newest versions, and check each commit against the hash in the one after it.
 
-    Empty for a chain without commits.
+    Parameters
+    ----------
+    log
+        The chain.
+    count
+        The number of versions, or of commits; None reads all of them.
+    by_commits
+        Read commits, also those that make no version.
     """
     head = log.head()
     if head is None:
         return History([], -1)
-    # One more than asked for, since whether a commit is void shows in those before it.
-    lowest = 0 if count is None else _place_of(log, head, count, by_commits)
+    # One more commit is read, because commits before a void one show that it is void.
+    lowest = 0 if count is None else _lowest_seq(log, head, count, by_commits)
     commits = _read_down(log, head, lowest)
     void, abandoned = void_among(commits), abandoned_among(commits)
     changed_files = _changed_files([commit for commit in commits if commit.kind != "fence" and commit.seq not in void])
@@ -98,12 +129,12 @@ def read_history(log: ChainLog, count: int | None, *, by_commits: bool = False) 
     numbers = {commit.seq: commit.updates for commit in commits}
     rewound_to = {entry.commit.base.seq for entry in shown if entry.commit.kind == "rewind" and entry.commit.base is not None}
     for seq in {floor, *rewound_to, *(base for entry in shown for base in entry.skips)} - {-1, *numbers}:
-        numbers[seq] = version_number(log, min(seq, head.seq))  # names and marks can say anything
+        numbers[seq] = version_number(log, min(seq, head.seq))  # keys and marks may be wrong
     return History(shown, floor, log.in_force(head), by_commits, numbers)
 
 
 def _changed_files(versions: Sequence[Commit]) -> dict[int, list[str]]:
-    """For each version but the first, the attachments that differ from those of the version before."""
+    """Return, for each version except the first, the attachments that differ from those of the version before."""
     pairs = itertools.pairwise(versions)
     return {
         after.seq: changed_names(before.attachments, after.attachments)
@@ -112,8 +143,8 @@ def _changed_files(versions: Sequence[Commit]) -> dict[int, list[str]]:
     }
 
 
-def _place_of(log: ChainLog, head: Commit, count: int, by_commits: bool) -> int:
-    """The place from which on all that is asked for is read."""
+def _lowest_seq(log: ChainLog, head: Commit, count: int, by_commits: bool) -> int:
+    """Return the seq of the first commit to read."""
     if by_commits:
         return max(head.seq - count, 0)
     in_force = log.in_force(head)
@@ -121,10 +152,10 @@ def _place_of(log: ChainLog, head: Commit, count: int, by_commits: bool) -> int:
 
 
 def void_among(commits: Sequence[Commit]) -> set[int]:
-    """Those that do not count, as far as these commits, a run of the chain up to its head, can tell.
+    """Return the seqs of void commits among the newest commits of a chain.
 
-    Void is what has a lower epoch than a commit before it; and what a later delta or fence passes over, since those build on the newest
-    commit that is not void.
+    A commit is void if its epoch is lower than that of a commit before it, or if a later delta or fence has a base before it: these build
+    on the newest commit that is not void.
     """
     void = set()
     epoch = 0
@@ -139,7 +170,7 @@ def void_among(commits: Sequence[Commit]) -> set[int]:
 
 
 def abandoned_among(commits: Sequence[Commit]) -> set[int]:
-    """The versions that rewinds have taken out of force."""
+    """Return the seqs of versions that a later rewind has abandoned."""
     abandoned: set[int] = set()
     for commit in commits:
         if commit.kind == "rewind" and commit.base is not None:
@@ -152,7 +183,7 @@ def _read_down(log: ChainLog, head: Commit, lowest: int) -> list[Commit]:
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="deltawire-log") as pool:
         while commits[-1].seq > lowest:
             top = commits[-1].seq
-            list(pool.map(log.read, range(max(lowest, top - _WINDOW), top)))  # the log keeps them
+            list(pool.map(log.read, range(max(lowest, top - _WINDOW), top)))  # the log keeps them in memory
             while commits[-1].seq > max(lowest, top - _WINDOW):
                 commits.append(log.ancestor(commits[-1], commits[-1].seq - 1))
     return commits[::-1]

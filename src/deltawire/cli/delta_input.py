@@ -1,4 +1,4 @@
-"""A delta file as `apply` and `inspect` read it."""
+"""Opens a delta file, for `apply` and `inspect`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import CorruptDelta
 
 
 def map_delta(path: Path) -> mmap.mmap:
-    """The bytes of a delta file, mapped. Raises `CorruptDelta` for what cannot be one, `OSError` where it cannot be opened."""
+    """Return the mapped bytes of a delta file. Raises `CorruptDelta` if it cannot be one, and `OSError` if it cannot be opened."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise CorruptDelta(f"{path} is a directory, not a delta file.")

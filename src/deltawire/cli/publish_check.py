@@ -1,4 +1,4 @@
-"""What `deltawire publish` finds out before it takes a run over: whether anything changed, and what it would publish. Writes nothing."""
+"""Compares a checkpoint with the chain before `deltawire publish` takes the run over. Writes nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What would be published. `bytes` is about the size of its files; `base` is the number of the version that it would be a delta of."""
+    """The version that would be published. `bytes` is about the size of its files; `base` is the number of the version it builds on."""
 
     version: int
     kind: str
@@ -40,7 +40,7 @@ class Forecast:
     bytes: int
     changed: int
     files: list[str]
-    """The other files that are new or changed."""
+    """The attachments that are new or changed."""
 
     @property
     def is_same(self) -> bool:
@@ -48,7 +48,7 @@ class Forecast:
 
 
 def refuse_above_limits(log: ChainLog, state: Checkpoint) -> None:
-    """Raise `LimitExceeded` if the run does not allow this checkpoint, and a `TensorError` if it cannot be published anywhere."""
+    """Raise `LimitExceeded` if the run does not allow this checkpoint, and a `TensorError` if no run does."""
     try:
         limits = log.limits
     except NoChain:
@@ -57,7 +57,7 @@ def refuse_above_limits(log: ChainLog, state: Checkpoint) -> None:
 
 
 def newest_if_same(log: ChainLog, state: Checkpoint, attached: Mapping[str, bytes | Path] | None, threads: int | None) -> Commit | None:
-    """Return the newest version if it has these weights and these files already. Reads the checkpoint, but no weights of the chain."""
+    """Return the newest version if it has these weights and these attachments already. Reads no weights of the chain."""
     newest = newest_or_none(log)
     if newest is None or newest.digest != state_digest(state, threads=threads) or changed_files(log, newest, attached):
         return None
@@ -74,7 +74,25 @@ def forecast(
     threads: int | None,
     on_event: OnEvent | None,
 ) -> Forecast:
-    """Compare a checkpoint with the version `base`, or with the newest, and return what would be published."""
+    """Compare a checkpoint with a version, and return what would be published.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    state
+        The checkpoint.
+    attached
+        The files to publish with it; None keeps those of the version before.
+    base
+        The version to compare with; None takes the newest.
+    full
+        Whether a full checkpoint was asked for.
+    threads
+        The number of threads; None uses one per core.
+    on_event
+        Gets the events of reading the version back.
+    """
     newest = newest_or_none(log)
     if newest is None:
         refuse_occupied(log.store)
@@ -102,16 +120,16 @@ def forecast(
 
 
 def newest_or_none(log: ChainLog) -> Commit | None:
-    """Return the commit that made the newest version; None if there is none yet. `RunMismatch` for another run than was asked for."""
+    """Return the commit that made the newest version; None if there is none yet. Raises `RunMismatch` if the run has another name."""
     try:
-        log.run  # noqa: B018 - it is compared with the name that was asked for
+        log.run  # noqa: B018 - this compares its name with the one that was asked for
         return log.state_commit(newest_version(log))
     except NoChain:
         return None
 
 
 def changed_files(log: ChainLog, commit: Commit, attached: Mapping[str, bytes | Path] | None) -> list[str]:
-    """Return the names of the files beside the weights that differ from those of a version, or that only one of both has."""
+    """Return the names of attachments that differ from those of a version, or that only one of the two has."""
     if attached is None:
         return []
     named = commit.attachments if commit.attachments is not None else attachments_of(commit, Routes(log).find(None, commit)[0])

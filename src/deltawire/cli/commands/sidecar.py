@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..options.chain import URL_HELP, PinOption, RunOption, TrustOption, check_url, reader_options
+from ..options.chain import PinOption, RunOption, TrustOption, check_url, reader_options
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..output import figures
 from ..output.event_notices import print_if_verbose
@@ -43,7 +43,10 @@ def sidecar(
     engine: Annotated[
         str, typer.Option("--engine", metavar="URL", help="The URL of the vLLM server, such as http://127.0.0.1:8000.", show_default=False)
     ],
-    source: Annotated[str, typer.Option("--from", metavar="URL", help=URL_HELP, show_default=False, callback=check_url)],
+    source: Annotated[
+        str,
+        typer.Option("--from", metavar="URL", help="The chain's location, as for `follow`.", show_default=False, callback=check_url),
+    ],
     mirror: Annotated[
         Path | None,
         typer.Option(

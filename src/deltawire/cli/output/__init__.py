@@ -1,11 +1,15 @@
-"""Text for people: terminals, tables, pictures and figures.
+"""Text for people: lines, tables, pictures, numbers and progress bars.
 
-terminal         where text goes, progress bars, and how failures end the process
+terminal         lines on stdout and stderr
+progress         progress bars
 plain_output     output for terminals that cannot show every character
-tables           tables that fit a width
+event_notices    notices about events that several commands report
 figures          numbers and names as people read them
-chain_table, chain_picture   what `log` prints
-delta_table      what `inspect` prints
-fleet_table      what `members` and `top` print
+tables           tables that fit a width
+chain_table      the table that `log` prints
+chain_picture    the picture that `log` prints
+delta_table      the table that `inspect` prints
+fleet_table      the tables that `members` and `top` print
+publish_report   the report that `publish` prints
 completion_text  token ids as text, for `rollouts`
 """

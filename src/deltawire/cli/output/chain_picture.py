@@ -1,4 +1,4 @@
-"""A chain drawn as text: a glyph per commit, oldest first, and beneath them the spans that skips bridge. Pure."""
+"""Draws a chain as text: a glyph per commit, oldest first, and the skips below them. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ _GLYPHS = {"anchor": "■", "delta": "·", "fence": "╪", "rewind": "↩"}
 
 
 def legend(*, by_commits: bool) -> list[str]:
-    """What the glyphs mean; with `by_commits` also those of commits that make no version."""
+    """Return the meanings of the glyphs; with `by_commits` also of those for commits that make no version."""
     others = ["╪ new publisher", "× void"] if by_commits else []
     return ["■ full checkpoint", "· delta", "◆ delta and full checkpoint", "↩ rewind", *others, "╰─╯ skip"]
 
 
 def glyph(kind: str, *, void: bool = False, anchored: bool = False) -> str:
-    """What stands for a commit."""
+    """Return the glyph of a commit."""
     if void:
         return "×"
     return "◆" if anchored and kind in ("delta", "rewind") else _GLYPHS[kind]
 
 
 def draw(first: int, glyphs: str, skips: Iterable[tuple[int, int]], width: int) -> list[str]:
-    """Lines of at most `width` glyphs, each labelled with the number that it begins with, and the skips (seq, base) under them.
+    """Return lines of glyphs, each labelled with the number of its first glyph, with the skips below them.
 
-    A skip that begins before `first` comes in from the left edge.
+    Parameters
+    ----------
+    first
+        The number of the first glyph.
+    glyphs
+        One character per commit.
+    skips
+        (target, base) of each skip. A skip whose base is before `first` begins at the left edge.
+    width
+        The largest number of glyphs on a line.
     """
     lanes = _lanes([(base, seq) for seq, base in skips])
     margin = len(str(first + len(glyphs) - 1))
@@ -49,19 +58,19 @@ def _lane_cells(lane: Sequence[tuple[int, int]], start: int, length: int) -> str
     return "".join(cells).rstrip()
 
 
-def _lanes(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Spans of about one length on a line, short ones first; they may touch there, but not overlap."""
+def _lanes(ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Distribute ranges over lines: those of similar length share a line, short ones first. They may touch, but not overlap."""
     by_length = defaultdict(list)
-    for base, seq in sorted(spans):
+    for base, seq in sorted(ranges):
         by_length[round(math.log(max(seq - base, 1), 4))].append((base, seq))
     lanes: list[list[tuple[int, int]]] = []
     for _, alike in sorted(by_length.items()):
         own: list[list[tuple[int, int]]] = []
-        for span in alike:
-            free = next((lane for lane in own if lane[-1][1] <= span[0]), None)
+        for each in alike:
+            free = next((lane for lane in own if lane[-1][1] <= each[0]), None)
             if free is None:
-                own.append([span])
+                own.append([each])
             else:
-                free.append(span)
+                free.append(each)
         lanes += own
     return lanes

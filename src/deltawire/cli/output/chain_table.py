@@ -1,4 +1,4 @@
-"""What `deltawire log` prints: the chain as a picture, then a line per version. It fits the terminal, by leaving columns out if it must."""
+"""Prints the output of `deltawire log`: a picture of the chain, then a line per version. Narrow terminals show fewer columns."""
 
 from __future__ import annotations
 
@@ -18,14 +18,26 @@ _VERSION, _SEQ = "version", "seq"
 _TITLES = ("", _VERSION, "kind", "step", "publisher", "age", "size", "smaller", "changed", "in %", "skips from")
 _LEFT = ("", "kind", "skips from")
 _DROPPED_FIRST = ("skips from", "publisher", "changed", "in %", "smaller", "kind", "age", "size")
-"""What a terminal that is too narrow does without, in this order."""
+"""The columns that a narrow terminal leaves out, in this order."""
 
 _WIDEST_PICTURE = 100
 _STYLES = {"anchor": "green", "fence": "yellow", "rewind": "magenta"}
 
 
 def print_history(url: str, run: Run, history: History, *, now: float) -> None:
-    """Print heading, picture, legend, list (newest first), and what is to be known about collection."""
+    """Print heading, picture, legend, list (newest first), and the floor of garbage collection.
+
+    Parameters
+    ----------
+    url
+        The chain's location.
+    run
+        The record of its run.
+    history
+        The versions or commits to print.
+    now
+        The current time in seconds after 1970.
+    """
     console = result_console()
     print_wrapped(console, f"{run.run}  {_summary(history)}", style="bold")
     print_wrapped(console, url, style="dim")
@@ -48,7 +60,9 @@ def print_history(url: str, run: Run, history: History, *, now: float) -> None:
     console.print(Text("\n").join(texts), soft_wrap=True)
     if history.floor >= 0:
         floor = f"{'commit' if history.by_commits else 'version'} {history.label(history.floor)}"
-        print_wrapped(console, f"floor {floor}: what only versions up to this one need was collected, or will be", style="dim", indent=2)
+        print_wrapped(
+            console, f"floor {floor}: data that only versions up to this one need were deleted, or will be", style="dim", indent=2
+        )
 
 
 def _summary(history: History) -> str:
@@ -57,7 +71,7 @@ def _summary(history: History) -> str:
         return "no commits yet"
     if newest.state_seq is None:
         return "no versions yet"
-    return f"version {newest.updates} is in force, {figures.size(newest.state_bytes)} of weights"
+    return f"version {newest.updates} is the newest, {figures.size(newest.state_bytes)} of weights"
 
 
 def _picture(history: History, width: int) -> list[str]:
@@ -84,11 +98,11 @@ def _row(entry: Entry, history: History, now: float) -> tuple[str, ...]:
     )
 
 
-def _note_lines(entry: Entry, history: History, line: str, beside: Text, width: int) -> list[str]:
-    """The lines below a row that its note takes. A note that fits goes beside the row instead."""
+def _note_lines(entry: Entry, history: History, line: str, row: Text, width: int) -> list[str]:
+    """Return the lines for the note of a row. A note that fits is appended to the row instead."""
     note = _note(entry, history)
     if note and len(line) + 2 + len(note) <= width:
-        beside.append(f"  {note}", style="dim")
+        row.append(f"  {note}", style="dim")
         return []
     return [f"    {part}" for part in figures.wrap_words(note, width - 4)] if note else []
 
@@ -96,7 +110,7 @@ def _note_lines(entry: Entry, history: History, line: str, beside: Text, width: 
 def _note(entry: Entry, history: History) -> str:
     notes = [_event(entry.commit, history)]
     if entry.void:
-        notes.append("void: written after a newer publisher had taken over")
+        notes.append("void: a newer publisher had taken over")
     if entry.abandoned:
         notes.append("abandoned")
     if entry.collected and not entry.anchored:

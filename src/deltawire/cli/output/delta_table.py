@@ -1,4 +1,4 @@
-"""The table that `deltawire inspect` prints. It fits the terminal; a wide one gets longer bars and all modes. Names are never cut."""
+"""Prints the table of `deltawire inspect`. It fits the terminal; a wide one shows longer bars and all modes. Names are never cut."""
 
 from __future__ import annotations
 
@@ -22,11 +22,21 @@ _WIDE_TITLES = ("dtype", "elements", "changed", "density %", "where", "ULPs 1/2�
 _TITLES = ("dtype", "elem.", "changed", "dens %", "where", "ULPs 1/2–3/+", "bits", "mode")
 _LEFT = ("dtype", "where", "mode", "modes")
 _DROPPED_FIRST = ("mode", "where", "ULPs 1/2–3/+", "dtype", "elem.", "bits")
-"""What a terminal that is too narrow does without, in this order."""
+"""The columns that a narrow terminal leaves out, in this order."""
 
 
 def print_table(file: Path, facts: DeltaFacts, shown: Sequence[TensorFacts]) -> None:
-    """Print the tensors `shown` in this order, then the totals of all. Names that leave no room for the figures stand above them."""
+    """Print a table of tensors, then the totals of all tensors. Long names are printed above their figures.
+
+    Parameters
+    ----------
+    file
+        The path of the delta file.
+    facts
+        All facts about the delta.
+    shown
+        The tensors to print, in this order.
+    """
     console = result_console()
     wide = console.width >= _WIDE
     titles = _WIDE_TITLES if wide else _TITLES
@@ -34,12 +44,12 @@ def print_table(file: Path, facts: DeltaFacts, shown: Sequence[TensorFacts]) -> 
     names = [figures.printable(tensor.name) for tensor in shown] + [f"total of {len(facts.tensors):,}"]
     heading, lines = lay_out_table(titles, rows, width=console.width, left=_LEFT, dropped_first=_DROPPED_FIRST, gap=" ")
     name_width = max(map(cell_len, ["tensor", *names]))
-    is_beside = name_width + 1 + max(map(len, [heading, *lines])) <= console.width
-    if not is_beside:
+    fits_on_a_line = name_width + 1 + max(map(len, [heading, *lines])) <= console.width
+    if not fits_on_a_line:
         heading, lines = lay_out_table(titles, rows, width=console.width - 2, left=_LEFT, dropped_first=_DROPPED_FIRST, gap=" ")
     texts = []
     for name, line, style in zip(["tensor", *names], [heading, *lines], ["bold", *[""] * len(shown), "bold"], strict=True):
-        if is_beside:
+        if fits_on_a_line:
             texts.append(Text(f"{set_cell_size(name, name_width)} {line}", style=style))
         else:
             texts += [Text(part, style=style) for part in [*figures.wrap_name(name, console.width), f"  {line}"]]
@@ -83,7 +93,7 @@ def _totals(facts: DeltaFacts, wide: bool) -> tuple[str, ...]:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """Shares of steps of one, of two or three, and of more ULP, in whole percent; a dash where no step is known."""
+    """Return the shares of changes by one, by two or three, and by more ULPs, in whole percent; a dash if no step is known."""
     known = sum(steps)
     if not known:
         return "–"
@@ -92,7 +102,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _modes(values: Mapping[str, int], wide: bool) -> str:
-    """The value modes by share of changed elements; on a narrow terminal the most frequent one, and a plus for others."""
+    """Return the value modes by share of changed elements; on a narrow terminal the most frequent mode, and a plus for the others."""
     used = sorted(((count, mode) for mode, count in values.items() if count), key=lambda pair: (-pair[0], pair[1]))
     changed = sum(count for count, _ in used)
     if not used:
@@ -105,7 +115,7 @@ def _modes(values: Mapping[str, int], wide: bool) -> str:
 def _notes(facts: DeltaFacts, shown: int) -> list[str]:
     notes = []
     if shown < len(facts.tensors):
-        notes.append(f"{len(facts.tensors) - shown:,} more tensors are not shown, but counted in the total.")
+        notes.append(f"{len(facts.tensors) - shown:,} more tensors are not shown, but the total includes them.")
     notes += [f"added    {name}  {dtype} {list(shape)}" for name, (dtype, shape) in sorted(facts.added.items())]
     notes += [f"removed  {name}" for name in sorted(facts.removed)]
     notes += [f"tied     {name} = {target}" for name, target in sorted(facts.aliases.items())]

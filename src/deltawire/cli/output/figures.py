@@ -1,4 +1,4 @@
-"""Numbers and names as people read them. Pure text, no terminal."""
+"""Numbers and names as people read them. Pure functions, without a terminal."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _SUFFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def size(count: int) -> str:
-    """Bytes in decimal units, three digits: 999 B, 1.23 MB."""
+    """Return a number of bytes in decimal units with three digits: 999 B, 1.23 MB."""
     scaled, suffix = _scaled(count)
     return f"{scaled} {suffix}B"
 
 
 def short_count(count: int) -> str:
-    """A count in at most five characters: 999, 1.23M."""
+    """Return a count in at most five characters: 999, 1.23M."""
     return "".join(_scaled(count))
 
 
 def percent(part: float, whole: float) -> str:
-    """A share with three digits; never 0 for what is not nothing, never 100 for what is not all."""
+    """Return a share with three digits. It is 0 only for nothing, and 100 only for all."""
     if not whole or not part:
         return "0"
     if part == whole:
@@ -40,7 +40,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def ratio(numerator: float, denominator: float, unit: str = "") -> str:
-    """A quotient with three digits, or a dash where there is none."""
+    """Return a quotient with three digits, or a dash if the denominator is 0."""
     if not denominator:
         return "–"
     value = numerator / denominator
@@ -48,7 +48,7 @@ def ratio(numerator: float, denominator: float, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span in its largest unit, two digits or so: 0.4 s, 12 s, 3 min, 4.2 h, 6 d."""
+    """Return a duration in its largest unit, with about two digits: 0.4 s, 12 s, 3 min, 4.2 h, 6 d."""
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:
             value = seconds / length
@@ -57,19 +57,19 @@ def duration(seconds: float) -> str:
 
 
 def clock_time(seconds: float) -> str:
-    """The time of day on this machine at so many seconds after 1970: 14:05:09."""
+    """Return the local time of day at a number of seconds after 1970: 14:05:09."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
 def bits_per_change(byte_count: int, changed: int) -> float | None:
-    """None where nothing changed."""
+    """Return the bits per changed element; None if nothing changed."""
     return round(8 * byte_count / changed, 4) if changed else None
 
 
 def wrap_words(text: str, width: int, *, indent: int = 0) -> list[str]:
-    """The text in lines of at most `width` columns that break at spaces; all but the first are indented. Never breaks a word.
+    """Break a text at spaces into lines of at most `width` columns. All lines except the first are indented.
 
-    Spaces within a line stay as they are. A word that is wider than a line gets a line of its own.
+    Spaces within a line do not change. A word that is wider than a line is not broken, but gets its own line.
     """
     lines: list[str] = []
     line, used = "", 0
@@ -85,7 +85,7 @@ def wrap_words(text: str, width: int, *, indent: int = 0) -> list[str]:
 
 
 def wrap_items(items: Iterable[str], width: int, *, gap: str = "  ") -> list[str]:
-    """Items on lines of at most `width` columns; no item is broken."""
+    """Distribute items over lines of at most `width` columns. No item is broken."""
     lines: list[str] = []
     for item in items:
         if lines and cell_len(lines[-1]) + len(gap) + cell_len(item) <= width:
@@ -96,7 +96,7 @@ def wrap_items(items: Iterable[str], width: int, *, gap: str = "  ") -> list[str
 
 
 def wrap_name(name: str, width: int) -> list[str]:
-    """The name of a tensor on lines of at most `width` columns that break after dots; all but the first are indented. Nothing is cut."""
+    """Break the name of a tensor after dots into lines of at most `width` columns. All lines except the first are indented."""
     lines = [""]
     for part in re.findall(r"[^.]*\.|[^.]+$", name):
         if lines[-1].strip() and cell_len(lines[-1]) + cell_len(part) > width:
@@ -106,9 +106,9 @@ def wrap_name(name: str, width: int) -> list[str]:
 
 
 def slice_densities(chunks: Sequence[tuple[int, int]], slices: int) -> list[float]:
-    """The share of elements that change in each of `slices` equal parts of a tensor, from (elements, changed) of its chunks.
+    """Return the share of changed elements in each of `slices` equal ranges of a tensor, from (elements, changed) of its chunks.
 
-    Within a chunk changes count as evenly spread: where in a chunk they lie is not known.
+    The positions of changes within a chunk are unknown, so they count as evenly spread.
     """
     total = sum(elements for elements, _ in chunks)
     changed = [0.0] * slices
@@ -123,7 +123,7 @@ def slice_densities(chunks: Sequence[tuple[int, int]], slices: int) -> list[floa
 
 
 def density_bar(chunks: Sequence[tuple[int, int]], slices: int) -> str:
-    """One block per slice of the tensor, as high as its density relative to the densest; a blank where nothing changes."""
+    """Return one block character per slice of a tensor. Its height is the density relative to the densest slice."""
     densities = slice_densities(chunks, slices)
     top = max(densities, default=0.0)
     return "".join(_BLOCKS[min(int(density / top * len(_BLOCKS)), len(_BLOCKS) - 1)] if density else " " for density in densities)

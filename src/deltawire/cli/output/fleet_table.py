@@ -1,4 +1,4 @@
-"""A fleet as lines of text, for `deltawire members` and `deltawire top`. They fit the width, by leaving columns out if they must."""
+"""Shows a fleet as lines of text, for `deltawire members` and `deltawire top`. Narrow terminals show fewer columns."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _ROUND_TITLES = ("round", "for step", "tasks", "leased", "delivered", "")
 
 
 def short_name(name: str, width: int) -> str:
-    """Return the name of a member, or its beginning and its end: members of one fleet differ at the end.
+    """Return the name of a member; a long one without its middle, because members of one fleet differ at the end.
 
-    Cuts with three dots, not with an ellipsis: that takes more columns in a terminal that shows only ASCII characters.
+    Uses three dots, because an ellipsis takes more columns in a terminal that shows only ASCII characters.
     """
     return name if len(name) <= width else f"{name[: width // 2 - 2]}...{name[-(width - width // 2 - 1) :]}"
 
 
 def member_lines(fleet: SeenFleet, *, width: int, now: float) -> list[str]:
-    """Return a heading and a line per member, those that were heard of last first; below it why it left, if it says so.
+    """Return a heading and a line per member, the most recent record first. Below a member is the reason why it left, if it gave one.
 
-    Empty if there are none.
+    Returns an empty list if there are no members.
     """
     if not fleet.members:
         return []
@@ -42,7 +42,7 @@ def member_lines(fleet: SeenFleet, *, width: int, now: float) -> list[str]:
 
 
 def round_lines(rounds: Sequence[SeenRound], *, width: int) -> list[str]:
-    """Return a heading and a line per round, the newest first. Empty if there are none."""
+    """Return a heading and a line per round, the newest first; an empty list if there are no rounds."""
     if not rounds:
         return []
     rows = [
@@ -61,7 +61,7 @@ def round_lines(rounds: Sequence[SeenRound], *, width: int) -> list[str]:
 
 
 def is_silent(one: SeenMember, fleet: SeenFleet, now: float) -> bool:
-    """Return whether nothing was heard of a member for longer than a lease lasts. By this machine's clock, so only for people."""
+    """Return whether a member wrote no record for longer than a lease lasts, by this machine's clock. Only for display."""
     return now - one.modified > (60 if fleet.board is None else fleet.board.lease_seconds)
 
 
@@ -79,7 +79,7 @@ def member_as_json(one: SeenMember, fleet: SeenFleet, now: float) -> dict[str, A
         "behind": beat.lag,
         "tokens": beat.tokens,
         "tokens_per_second": _rate(one),
-        "working": [dict(zip(("round", "task", "attempt"), place, strict=True)) for place in beat.working],
+        "working": [dict(zip(("round", "task", "attempt"), attempt, strict=True)) for attempt in beat.working],
     }
 
 
@@ -100,13 +100,13 @@ def _member_row(one: SeenMember, fleet: SeenFleet, now: float) -> tuple[str, ...
     beat = one.beat
     rate = _rate(one)
     state = "silent" if is_silent(one, fleet, now) and beat.state != "left" else beat.state
-    places = [f"{number}/{task}" for number, task, _ in beat.working]
+    tasks = [f"{number}/{task}" for number, task, _ in beat.working]
     return (
         short_name(beat.member, _WIDEST_NAME),
         state,
         "" if beat.step is None else str(beat.step),
         str(beat.lag) if beat.lag else "",
-        " ".join(places[:2]) + (f" +{len(places) - 2}" if len(places) > 2 else ""),
+        " ".join(tasks[:2]) + (f" +{len(tasks) - 2}" if len(tasks) > 2 else ""),
         figures.short_count(beat.tokens),
         "" if rate is None else figures.short_count(round(rate)),
         f"{figures.duration(max(0.0, now - one.modified))} ago",
@@ -118,5 +118,5 @@ def _cut(text: str, width: int) -> str:
 
 
 def _rate(one: SeenMember) -> float | None:
-    """Tokens per second while it was busy, as the member says; None before it has finished anything."""
+    """Return the tokens per second of busy time, as the member reports them; None before it has finished a task."""
     return round(1000 * one.beat.tokens / one.beat.busy_ms, 3) if one.beat.busy_ms else None

@@ -1,4 +1,4 @@
-"""Output for terminals and pipes that cannot show every character: what their encoding lacks is written with ASCII characters."""
+"""Output for terminals and pipes that cannot show every character: ASCII characters replace those that their encoding lacks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _ASCII = {
     "”": '"',
     "\N{NO-BREAK SPACE}": " ",
 }
-"""Characters of pictures and tables become one character each, so that columns stay aligned."""
+"""Each character of pictures and tables becomes one character, so that columns stay aligned."""
 
 
 def never_fail_to_print() -> None:
-    """Let stdout and stderr replace what they cannot encode, instead of failing. Call it once, when the process starts."""
+    """Make stdout and stderr replace characters that they cannot encode. Call it once, when the process starts."""
     codecs.register_error(_HANDLER, _replace)
     for stream in (sys.stdout, sys.stderr):
         _reconfigure(stream)
 
 
 def _reconfigure(stream: TextIO | None) -> None:
-    reconfigure = getattr(stream, "reconfigure", None)  # a stream that a test or a program has put there may be of another kind
+    reconfigure = getattr(stream, "reconfigure", None)  # a test may have replaced the stream by another kind
     if reconfigure is not None:
         reconfigure(errors=_HANDLER)
 
@@ -50,6 +50,6 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
 def _in_ascii(character: str) -> str:
     if character in _ASCII:
         return _ASCII[character]
-    if "\u2800" <= character <= "\u28ff":  # what spinners are drawn with
+    if "\u2800" <= character <= "\u28ff":  # spinners are drawn with these
         return "*"
     return "?"

@@ -1,7 +1,7 @@
-"""Tables that fit a width. Pure text, no terminal.
+"""Tables that fit a width. Pure functions, without a terminal.
 
-Not rich's own Table: that measures every cell several times, and a chain has thousands of versions, a mixture of experts a hundred thousand
-tensors.
+rich's own Table would be too slow, because it measures every cell several times: a chain has thousands of versions, and a mixture of
+experts has a hundred thousand tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,24 @@ def lay_out_table(
     left_out: Collection[str] = (),
     gap: str = "  ",
 ) -> tuple[str, list[str]]:
-    """Return the heading and a line per row, all at most `width` wide if that can be done.
+    """Return the heading and a line per row. Columns without any text in `rows` are not shown.
 
-    Columns whose titles are `left` are aligned to the left, the others to the right. Columns without any text in `rows`, and those
-    `left_out`, are not shown. While the rest is too wide, the columns of `dropped_first` are dropped, in this order.
+    Parameters
+    ----------
+    titles
+        The titles of the columns.
+    rows
+        The cells of each row.
+    width
+        The width that the table should fit.
+    left
+        The titles of columns that are aligned to the left; the others are aligned to the right.
+    dropped_first
+        The titles of columns to drop, in this order, while the table is too wide.
+    left_out
+        The titles of columns that are never shown.
+    gap
+        The text between columns.
     """
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)] if rows else [len(title) for title in titles]
     has_text = [any(column) for column in zip(*rows, strict=True)] if rows else [True] * len(titles)

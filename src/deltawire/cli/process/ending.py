@@ -1,4 +1,4 @@
-"""How commands end that run until somebody ends them: always, on a signal, or when nobody can read their output any more."""
+"""Ends commands that run until a signal arrives, or until their output cannot be read any more, even if something hangs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-_GONE = (errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO)
-"""Errors of writing to a terminal that was closed, or to a pipe that nobody reads."""
+_CLOSED = (errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO)
+"""The errors of writing to a closed terminal, or to a pipe without a reader."""
 
 _LONGEST_WAIT = 0.5
 """Seconds after which a waiting main thread handles a signal that came just before it began to wait."""
 
 
 class Ending:
-    """Ends this process within `seconds` of the first SIGINT, SIGTERM or SIGHUP, whatever it waits for.
+    """Ends this process at most this long after the first SIGINT, SIGTERM or SIGHUP, whatever it waits for.
 
     >>> with Ending(30) as ending:
     ...     serve(on_event=ending.with_output(print_event))
 
-    The handlers that are installed still run first, and usually end the process. They raise an exception, though, which can come between
-    taking a lock and the code that releases it; what waits for that lock then never ends. The system's own timer ends the process then.
-    The timer is not cancelled when the block ends, because threads are waited for after it.
+    The installed handlers still run first, and usually end the process by raising an exception. That exception can arrive between taking a
+    lock and the code that releases it, and then a thread that waits for the lock never ends. In that case a timer of the operating system
+    ends the process. The timer is not cancelled when the block ends, because Python waits for threads afterwards.
+
+    Parameters
+    ----------
+    seconds
+        The time between the first signal and the end of the process.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -37,13 +42,13 @@ class Ending:
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._is_timed = False
         self._lock = threading.Lock()
-        self._output_is_gone = False
+        self._is_output_closed = False
 
     def __enter__(self) -> Ending:
         if threading.current_thread() is threading.main_thread():
             for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
                 handler = signal.getsignal(number)
-                if callable(handler):  # `nohup` ignores SIGHUP; so do we then
+                if callable(handler):  # `nohup` ignores SIGHUP, and so do we
                     self._before[number] = handler
                     signal.signal(number, self._handle)
         return self
@@ -53,9 +58,9 @@ class Ending:
             signal.signal(number, handler)
 
     def with_output(self, call: Callable[P, object]) -> Callable[P, None]:
-        """Return a function that prints by `call`, and asks this process to end, as SIGTERM does, when the output is gone.
+        """Return a function that calls `call`, and ends this process as SIGTERM does when its output is closed.
 
-        May be called on any thread. Other errors are raised.
+        The function may be called on any thread. It raises all other errors.
         """
 
         @wraps(call)
@@ -63,10 +68,10 @@ class Ending:
             try:
                 call(*args, **kwargs)
             except OSError as error:
-                if error.errno not in _GONE:
+                if error.errno not in _CLOSED:
                     raise
                 self._end_once()
-            except SystemExit:  # what rich makes of a pipe that nobody reads
+            except SystemExit:  # rich raises this for a pipe without a reader
                 self._end_once()
 
         return printing
@@ -80,17 +85,19 @@ class Ending:
 
     def _end_once(self) -> None:
         with self._lock:
-            is_first, self._output_is_gone = not self._output_is_gone, True
+            is_first, self._is_output_closed = not self._is_output_closed, True
         main = threading.main_thread().ident
         if is_first and main is not None:
             signal.pthread_kill(main, signal.SIGTERM)
 
 
 def on_another_thread(call: Callable[[], T]) -> T:
-    """Return what `call` returns, or raise what it raises. A signal interrupts only the wait, and no locks that `call` has taken.
+    """Run `call` on another thread, and return its result or raise its error.
+
+    A signal then interrupts only the wait, not code that holds a lock.
 
     Python runs signal handlers only between two instructions of the main thread. A signal that comes just before a wait begins would be
-    handled after the wait, so the wait is cut into short pieces.
+    handled after the wait, so the wait is cut into short ones.
     """
     results: list[T] = []
     errors: list[BaseException] = []

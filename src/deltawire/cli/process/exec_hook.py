@@ -1,4 +1,4 @@
-"""`deltawire follow --exec CMD`: a command that runs after each new version."""
+"""The shell command that `deltawire follow --exec CMD` runs after each new version."""
 
 from __future__ import annotations
 
@@ -19,14 +19,25 @@ _DONE = ".exec.json"
 _STDERR = 2
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 10.0
-"""Seconds that a command has to end in after SIGTERM."""
+"""A command gets SIGKILL this many seconds after SIGTERM."""
 
 
 class ExecHook:
-    """Runs a shell command for the version at hand, unless it has already succeeded for this version.
+    """Runs a shell command for a version, unless the command has already succeeded for this version.
 
-    The mirror remembers that the command succeeded. So a command that failed, or a process that died in between, runs it again: by the next
-    call of `follow`, or for the next version. While it runs, the files of its version stay as they are.
+    A file in the mirror records that the command succeeded. If the command failed, or this process died before, the command runs again when
+    `follow` starts again, or for the next version. While it runs, the files of its version do not change.
+
+    Parameters
+    ----------
+    command
+        The shell command.
+    mirror
+        The directory of the mirror.
+    url
+        The chain's location, which the command gets in its environment.
+    stdout_to_stderr
+        Send the command's output to stderr.
     """
 
     def __init__(self, command: str, mirror: Path, url: str, *, stdout_to_stderr: bool) -> None:
@@ -64,7 +75,7 @@ class ExecHook:
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=self._stdout,
-                    start_new_session=True,  # so that the processes which it starts can be ended with it
+                    start_new_session=True,  # so that the processes that it starts can be ended with it
                 )
             return process.wait()
         except BaseException:
@@ -75,7 +86,7 @@ class ExecHook:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Handle signals that ask this process to end only afterwards: in the middle of a start they would leave a child that nobody knows."""
+    """Handle signals that end this process after the block. During the start of a child they would leave it running."""
     arrived: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in _ENDING}
     try:
@@ -88,9 +99,9 @@ def _signals_deferred() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command, unless it has ended, and the processes that it has started."""
+    """End a command and the processes that it has started, unless it has ended."""
     if process.poll() is not None:
-        return  # then its id may be somebody else's by now
+        return  # its id may belong to another process by now
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
@@ -99,7 +110,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def describe_status(status: int) -> str:
-    """How a command ended, in words."""
+    """Describe in words how a command ended."""
     if status < 0:
         try:
             return f"was ended by {signal.Signals(-status).name}"

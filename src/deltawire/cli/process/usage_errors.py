@@ -1,4 +1,4 @@
-"""Wrong usage, for machines: with `--json`, stdout says what is wrong, as it does for every other failure."""
+"""Reports wrong usage as JSON on stdout if `--json` is given, as all other errors are reported."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typer.core import TyperGroup
 from ..output.terminal import print_json_line
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
-"""The `UsageError` of click, or of the copy of click that newer releases of typer contain."""
+"""`UsageError` of click, or of the copy of click that newer releases of typer contain."""
 
 
 class CommandsWithJsonErrors(TyperGroup):
-    """Print a JSON object about wrong usage if `--json` is among the arguments. Stderr and the exit code stay as they are."""
+    """Prints a JSON object about wrong usage if `--json` is among the arguments. Stderr and the exit code do not change."""
 
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **options: Any) -> Any:
         self._as_json = "--json" in args
-        with self._telling():
+        with self._reporting():
             return super().make_context(info_name, args, *others, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        with self._telling():
+        with self._reporting():
             return super().invoke(ctx)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _reporting(self) -> Iterator[None]:
         try:
             yield
         except _UsageError as error:
             message = error.format_message()
-            if self._as_json and message:  # without one, it is a request for help
+            if self._as_json and message:  # an error without a message is a request for help
                 print_json_line({"error": {"type": "UsageError", "message": message}})
             raise
