@@ -1,4 +1,4 @@
-"""A reader that comes late: what it reads until it has the newest version, against replaying the whole chain."""
+"""Measure what a late reader reads to reach the newest version, compared with replaying the whole chain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deltawire.store.wrapped import WrappedStore
 
 
 class CountingStore(WrappedStore):
-    """Counts what is read."""
+    """Counts the requests and bytes of reading."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -50,15 +50,27 @@ class CountingStore(WrappedStore):
 
 
 def measure(
-    elements: int, versions: int, place: Callable[[], AbstractContextManager[str]] = directory, where: str = "a local directory"
+    elements: int, versions: int, location: Callable[[], AbstractContextManager[str]] = directory, where: str = "a local directory"
 ) -> Table:
-    """Publishes `versions` steps of 1% changes to the empty store at the URL that `place` yields, then lets readers catch up."""
+    """Publish steps of 1% changes, then let readers catch up.
+
+    Parameters
+    ----------
+    elements
+        The number of weights.
+    versions
+        The number of steps.
+    location
+        Returns a context manager that yields the URL of an empty location in a store.
+    where
+        The name of the store in the table.
+    """
     table = Table(
-        "chain-join" if place is directory else "chain-join-s3",
+        "chain-join" if location is directory else "chain-join-s3",
         f"Catching up over {versions} versions in {where}: {2 * elements / 2**20:.0f} MiB of bf16 weights, 1% changed per version",
         ["reader", "data files", "records", "lists", "MB read", "seconds"],
     )
-    with place() as url:
+    with location() as url:
         store = CountingStore(open_store(url))
         publisher = deltawire.Publisher(store, run="benchmark")
         run = training_run(elements, 0.01, tensors=8)
@@ -99,5 +111,7 @@ def measure(
         report("replaying every version", replay_seconds)
         publisher.close()
     fewer = data["replaying every version"][0] / data[f"{versions} versions behind"][0]
-    table.notes.append(f"{fewer:.0f} × fewer data files than by replaying. Records are commits and shortcuts of a few kB.")
+    table.notes.append(
+        f"The late reader reads {fewer:.0f} × fewer data files than by replaying. Records are commits and shortcuts of a few kB."
+    )
     return table

@@ -1,4 +1,4 @@
-"""From a trainer's weights to a reader's, through a store: against saving and loading the whole checkpoint."""
+"""Measure the way of an update from a trainer through a store to a reader, compared with saving and loading a full checkpoint."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ import deltawire
 from deltawire.events import Event
 
 _PHASES = ["encode", "upload", "commit", "find", "fetch", "verify", "resolve", "apply"]
-_ON_THE_WAY = {
+_CRITICAL = {
     "codec": ["encode", "resolve", "apply"],
-    "store, as far as not hidden behind the codec": ["uploads", "commit", "find", "files"],
+    "store, where the codec waits for it": ["uploads", "commit", "find", "files"],
 }
 
 
 @contextmanager
 def directory() -> Iterator[str]:
-    """The path of an empty directory, for as long as a benchmark needs it."""
+    """Yield the path of an empty directory, and delete the directory afterwards."""
     folder = tempfile.mkdtemp()
     try:
         yield folder
@@ -42,16 +42,28 @@ def directory() -> Iterator[str]:
 
 
 def measure(
-    elements: int, steps: int, place: Callable[[], AbstractContextManager[str]] = directory, where: str = "a local directory"
+    elements: int, steps: int, location: Callable[[], AbstractContextManager[str]] = directory, where: str = "a local directory"
 ) -> Table:
-    """`place` yields the URL of an empty store."""
-    name = "chain-speed" if place is directory else "chain-speed-s3"
+    """Publish steps of 1% changes, and sync a reader after each.
+
+    Parameters
+    ----------
+    elements
+        The number of weights.
+    steps
+        The number of steps.
+    location
+        Returns a context manager that yields the URL of an empty location in a store.
+    where
+        The name of the store in the table.
+    """
+    name = "chain-speed" if location is directory else "chain-speed-s3"
     table = Table(
         name,
         f"Publish → visible: {2 * elements / 2**30:.2g} GiB of bf16 weights, {steps} steps of 1% changes, through {where}",
         ["method", "bytes per step", "fewer by", "seconds per step", "less by"],
     )
-    with tempfile.TemporaryDirectory() as folder, place() as url:
+    with tempfile.TemporaryDirectory() as folder, location() as url:
         events: list[Event] = []
         whole = Path(folder, "model.safetensors")
         publishes: list[dict[str, float]] = []
@@ -66,7 +78,7 @@ def measure(
             version = publisher.publish(state, step=step)
             subscriber.sync()
             _check(state, subscriber.state)
-            if step == 0:  # the first version is a whole checkpoint
+            if step == 0:  # the first version is a full checkpoint
                 continue
             publishes.append(_fields(events, "published"))
             syncs.append(_fields(events, "synced"))
@@ -81,8 +93,8 @@ def measure(
     seconds = [p["total_seconds"] + s["total_seconds"] for p, s in zip(publishes, syncs, strict=True)]
     ours, theirs, unsafe = (statistics.median(times) for times in (seconds, flushed, cached))
     weight_bytes = 2 * elements
-    table.rows.append(["whole checkpoint, safetensors, left to the page cache", f"{weight_bytes / 1e6:,.0f} MB", "", f"{unsafe:.2f}", ""])
-    table.rows.append(["whole checkpoint, safetensors, flushed to disk", f"{weight_bytes / 1e6:,.0f} MB", "", f"{theirs:.2f}", ""])
+    table.rows.append(["full checkpoint, safetensors, in the page cache", f"{weight_bytes / 1e6:,.0f} MB", "", f"{unsafe:.2f}", ""])
+    table.rows.append(["full checkpoint, safetensors, flushed to disk", f"{weight_bytes / 1e6:,.0f} MB", "", f"{theirs:.2f}", ""])
     mean = statistics.mean(sizes)
     table.rows.append(
         ["deltawire", f"{mean / 1e6:.2f} MB", f"{weight_bytes / mean:.0f}×", f"{ours:.3f}", f"{unsafe / ours:.1f}× / {theirs / ours:.1f}×"]
@@ -93,14 +105,16 @@ def measure(
     seconds_of = {phase: statistics.median([step[f"{phase}_seconds"] for step in steps_of]) for phase in [*_PHASES, "uploads", "files"]}
     table.notes.append("Phases: " + ", ".join(f"{phase} {1e3 * seconds_of[phase]:.0f} ms" for phase in _PHASES) + " (medians).")
     table.notes.append("Uploads run while later tensors are encoded; fetching and verifying run while earlier ones are decoded.")
-    shares = {name: sum(step[f"{phase}_seconds"] for step in steps_of for phase in phases) for name, phases in _ON_THE_WAY.items()}
+    shares = {name: sum(step[f"{phase}_seconds"] for step in steps_of for phase in phases) for name, phases in _CRITICAL.items()}
     shares["everything else"] = sum(seconds) - sum(shares.values())
     table.notes.append("Shares: " + ", ".join(f"{name} {part / sum(seconds):.0%}" for name, part in shares.items()) + ".")
     floor = 1.5 * reading
-    table.notes.append(f"Reading both states once, and the reader's copy once more, takes {1e3 * floor:.0f} ms here. This is the floor.")
     table.notes.append(
-        f"Against a checkpoint flushed to disk, as ours is, deltawire takes {theirs / ours:.1f} × less time; "
-        f"the floor would be {theirs / floor:.1f} ×."
+        f"Reading both states once, and the reader's copy once more, takes {1e3 * floor:.0f} ms on this machine. This is the lower bound."
+    )
+    table.notes.append(
+        f"Compared with a checkpoint that is flushed to disk, as deltawire's data are, deltawire takes {theirs / ours:.1f} × less time; "
+        f"the lower bound would take {theirs / floor:.1f} × less."
     )
     table.check("at least 150 × fewer bytes", weight_bytes / statistics.mean(sizes) >= 150)
     table.check(f"at least 8 × less time than safetensors' save_file and load_file (is {unsafe / ours:.1f} ×)", unsafe / ours >= 8)
@@ -108,7 +122,7 @@ def measure(
 
 
 def _save_and_load(state: State, path: Path, url: str, *, flush: bool) -> float:
-    """Seconds to write a whole checkpoint and to read it into memory again: to and from the store, where that is not a directory."""
+    """Return the seconds to write a full checkpoint and to load it again, through the store unless that is a directory."""
     start = time.perf_counter()
     save_file(state, path)
     if flush:
@@ -131,7 +145,7 @@ def _save_and_load(state: State, path: Path, url: str, *, flush: bool) -> float:
 
 
 def _seconds_to_read(state: State, same: Mapping[str, NDArray[Any]]) -> float:
-    """Seconds in which all processors together can read two equal states, and do nothing else."""
+    """Return the seconds in which all cores together read two equal states."""
     start = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda name: read_both(state[name], same[name]), state))
@@ -145,6 +159,6 @@ def _fields(events: list[Event], name: str) -> dict[str, float]:
 
 
 def _check(state: State, other: object) -> None:
-    """Bit for bit the same, or nothing here means anything."""
+    """Fail unless both states are the same bit for bit."""
     for name, tensor in state.items():
         assert np.array_equal(tensor.view(np.uint16), other[name].view(np.uint16)), name  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""A model in training, as the benchmarks of the chain need it: a state that changes a little with every step."""
+"""A simulated training run for the benchmarks of the chain: a state that changes a little with every step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ import numpy.typing as npt
 from workloads import BF16, State, update_size
 
 _DISTINCT = 1 << 25
-"""Elements that are drawn; larger models repeat them. Nothing looks for repetitions, and drawing takes longer than what is measured."""
+"""The number of elements that are drawn. Larger models repeat them, because drawing takes long, and deltawire does not use repetitions."""
 
 
 def training_run(elements: int, density: float, tensors: int = 32, seed: int = 0) -> Iterator[State]:
-    """The bf16 weights of a model after each of ever more optimizer steps, each of which changes the share `density` of them.
+    """Yield the bf16 weights of a model after each optimizer step, without end. The next step changes the yielded arrays in place.
 
-    The masters are fp32, as in training, so weights that just flipped are likely to flip again. What is yielded is changed in place by the
-    next step.
+    The master weights are fp32, as in training, so weights that just changed are likely to change again.
+
+    Parameters
+    ----------
+    elements
+        The number of weights.
+    density
+        The share of weights that each step changes.
+    tensors
+        The number of tensors.
+    seed
+        The seed of the random numbers.
     """
     random = np.random.Generator(np.random.SFC64(seed))
     distinct = min(elements, _DISTINCT)
@@ -36,7 +46,7 @@ def training_run(elements: int, density: float, tensors: int = 32, seed: int = 0
 
 
 def _tile(tensor: npt.NDArray[np.generic], weights: npt.NDArray[np.generic], start: int) -> None:
-    """Fill a tensor with the weights from `start` on, round and round."""
+    """Fill a tensor with the weights from `start` on, and repeat them as needed."""
     done = 0
     while done < tensor.size:
         part = weights[start : start + tensor.size - done]

@@ -1,4 +1,4 @@
-"""Memory beyond the inputs, as the growth of the peak of the resident set, each in a process of its own."""
+"""Measure memory beyond the inputs, as the growth of the peak resident set, each in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bits per changed weight on recorded updates, whole files with headers, beside the peers and the order-0 bound."""
+"""Compare bits per changed weight on recorded updates with peers and the order-0 bound. Sizes include headers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from peers import PEERS
+from peers import PEERS, REIMPLEMENTED
 from report import Table
 from workloads import State, order0_bound_bits, synthetic_update, trace_steps
 
@@ -14,8 +14,8 @@ import deltawire
 
 
 def measure(trace: Path | None) -> Table:
-    steps: Iterable[tuple[State, State]] = trace_steps(trace) if trace else _made()
-    source = f"{trace.name}, all steps" if trace else "made updates (no trace given)"
+    steps: Iterable[tuple[State, State]] = trace_steps(trace) if trace else _synthetic()
+    source = f"{trace.name}, all steps" if trace else "synthetic updates (no trace was given)"
     totals: dict[str, float] = {"deltawire": 0, "order-0 bound": 0} | {peer.name: 0 for peer in PEERS}
     changed = weights = 0
     for base, new in steps:
@@ -43,6 +43,7 @@ def measure(trace: Path | None) -> Table:
         table.rows.append([f"{name}{used}", f"{bits[name]:.3f}", reduction, ratio])
     over = bits["deltawire"] / bits["order-0 bound"]
     table.notes.append(f"deltawire is {over:.3f} × the order-0 bound, H(position | tensor, exponent) + H(step | tensor, exponent).")
+    table.notes.append(REIMPLEMENTED)
     table.check("at most 7.1 bits per changed weight", bits["deltawire"] <= 7.1)
     table.check("at least 209 × smaller than bf16", 16 * weights / changed / bits["deltawire"] >= 209)
     table.check("at most 1.05 × the order-0 bound", over <= 1.05)
@@ -51,7 +52,7 @@ def measure(trace: Path | None) -> Table:
     return table
 
 
-def _made() -> Iterator[tuple[State, State]]:
+def _synthetic() -> Iterator[tuple[State, State]]:
     for seed in range(4):
         base, new = synthetic_update(1 << 23, 0.0108, seed=seed)
         yield {"weight": base}, {"weight": new}

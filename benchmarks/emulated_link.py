@@ -1,4 +1,4 @@
-"""A store behind a line of a given delay and bandwidth: every request waits as long as it would take there. Emulated, and named so."""
+"""Emulates a store behind a slow link: every request waits as long as it would take on a link of a given latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from deltawire.store.base import Buffer, ObjectInfo, Progress, as_pieces
 
 
 class EmulatedLink(Store):
-    """`inner`, as seen over a link. Requests wait for `latency` side by side; their bytes share `bandwidth` (bytes per second), one after
-    the other, as on a line that is full."""
+    """A store behind an emulated link. Requests wait for the latency in parallel, and transfer their bytes one after the other.
+
+    Parameters
+    ----------
+    inner
+        The store that answers the requests.
+    latency
+        Seconds that each request waits.
+    bandwidth
+        Bytes per second that all requests share.
+    """
 
     def __init__(self, inner: Store, *, latency: float, bandwidth: float) -> None:
         self.inner = inner

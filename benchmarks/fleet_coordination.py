@@ -1,4 +1,4 @@
-"""What it costs to keep a fleet at work: leases per second, and requests to the store for each rollout that is accepted."""
+"""Measure the cost of coordinating a fleet: leases per second, and requests to the store per accepted rollout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAST_REAL_TASKS = 64
 
 
 class RealStore(StoreModel):
-    """Every request is made of a real store, at once: only sleeping and generating take no time."""
+    """Sends every request to a real store at once. Only sleeping and generating take no time."""
 
     real: Store
 
@@ -52,7 +52,7 @@ class RealStore(StoreModel):
 
 
 def world_of(members: int, *, tasks: int, steps: int, task_seconds: float) -> World:
-    """Members of one speed, and nothing that goes wrong."""
+    """Return a world in which all members have the same speed and nothing fails."""
     plan = Plan(
         run="0" * 32,
         last_step=steps,
@@ -71,7 +71,7 @@ def world_of(members: int, *, tasks: int, steps: int, task_seconds: float) -> Wo
 
 
 def over_a_wan(members: int) -> World:
-    """In virtual time, requests across 100 ms: what is asked of the store, and how long it takes."""
+    """Count requests, and measure the duration of rounds, in virtual time with a latency of 100 ms."""
     world = world_of(members, tasks=TASKS_EACH * members, steps=STEPS, task_seconds=TASK_SECONDS)
     world.start_trainer()
     with cached_parsing():
@@ -81,12 +81,12 @@ def over_a_wan(members: int) -> World:
 
 
 def leases_per_second(members: int, real: Store) -> float:
-    """By real time: trainer and all members in this one thread over a real store, and generation takes no time."""
+    """Measure in real time: the trainer and all members run in this thread over a real store, and generation takes no time."""
     with real:
         world = world_of(members, tasks=max(LEAST_REAL_TASKS, members), steps=1, task_seconds=1e-6)
         store = RealStore(world.kernel, world.random, world.network)
         store.real = real
-        # What the simulation's judge looks at is not in its model of a store: here nothing is judged.
+        # The checks of the simulation need its model of a store, so they are switched off here.
         store.objects = world.store.objects
         world.store = store
         world.oracle.trains = lambda line, epoch, step, rollouts: setattr(line, "step", step)  # type: ignore[method-assign]
@@ -99,7 +99,7 @@ def leases_per_second(members: int, real: Store) -> float:
 
 
 def measure(sizes: tuple[int, ...] = (1, 8, 64, 512)) -> Table:
-    """One table for all sizes of fleets."""
+    """Measure fleets of all these sizes."""
     table = Table(
         "fleet-coordination",
         f"Fleet coordination: {TASKS_EACH} tasks a member and round, {STEPS} rounds, tasks of about {TASK_SECONDS:.0f} s, "

@@ -1,6 +1,6 @@
-"""A model sharded over ranks (DTensor, gloo): every rank publishes its own shards, against gathering all of it on rank 0.
+"""Compare two methods of publishing a model that is sharded over ranks (DTensor, gloo).
 
-Needs torch.
+With `FSDPPublisher` every rank publishes its own shards. The other method gathers the model on rank 0. The benchmark needs torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROWS = 4096
 
 
 def measure(elements: int, steps: int, ranks: int = RANKS) -> Table:
-    """Steps in which 1% of the weights move by one ULP, published in both ways, in turn."""
+    """Publish steps in which 1% of the weights change by one ULP, with both methods in turn."""
     table = Table(
         "fsdp-publish",
         f"FSDP2 publish: {2 * elements / 2**30:.2g} GiB of bf16 weights over {ranks} ranks on one machine, {steps} steps of 1% changes",
@@ -33,7 +33,7 @@ def measure(elements: int, steps: int, ranks: int = RANKS) -> Table:
             "seconds per step",
             "uploaded per rank",
             "received from other ranks, rank 0",
-            "weights in memory beside the model, rank 0",
+            "weights in memory besides the model, rank 0",
         ],
     )
     context = multiprocessing.get_context("spawn")
@@ -116,14 +116,14 @@ def _rank(rank: int, ranks: int, port: int, elements: int, steps: int, folder: s
     own = FSDPPublisher(Path(folder, "own"), options=WriterOptions(threads=threads), on_event=note)
     alone = deltawire.Publisher(Path(folder, "gather"), options=deltawire.WriterOptions(threads=threads * ranks)) if rank == 0 else None
     for step in range(steps + 1):
-        for tensor in local.values():  # a step of the optimizer: 1% of the weights move by one ULP
+        for tensor in local.values():  # an optimizer step: 1% of the weights change by one ULP
             flat = tensor.view(torch.int16).view(-1)
             at = torch.randint(0, flat.numel(), (flat.numel() // 100,), generator=random)
             flat[at] += 1
         dist.barrier()
         moved[0], start = 0, time.perf_counter()
         own.publish(state, step=step)
-        if step:  # the first version is a whole checkpoint
+        if step:  # the first version is a full checkpoint
             result["own"]["seconds"].append(time.perf_counter() - start)
             result["own"]["bytes"].append(sent[-1])
             result["own"]["received"].append(moved[0])
@@ -148,6 +148,6 @@ def _rank(rank: int, ranks: int, port: int, elements: int, steps: int, folder: s
             deltawire.Subscriber(Path(folder, "gather"), options=deltawire.ReaderOptions(pin=False)) as b,
         ):
             if a.sync().digest != b.sync().digest:
-                raise AssertionError("both ways must lead to the same weights")
+                raise AssertionError("both methods must lead to the same weights")
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""The codec on a GPU: encode, resolve, scatter and digest, beside a device copy and torch's own `nonzero`. Needs an NVIDIA GPU and torch.
+"""Measure the codec on a GPU: encode, resolve, scatter and digest, compared with a device copy and torch's own `nonzero`.
 
     python benchmarks/gpu_codec.py                    # 8.2 B weights, as in docs/gpu.md: 50 GB of GPU memory
     python benchmarks/gpu_codec.py --elements 1e9     # on a smaller GPU
 
-Times are medians by CUDA events, from the call to the last byte, host work included. Weights and updates are those of
-`workloads.synthetic_update`, drawn on the GPU.
+It needs an NVIDIA GPU and torch. Times are medians by CUDA events, from the call to the last byte, including work on the host. Weights and
+updates are those of `workloads.synthetic_update`, drawn on the GPU.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Row:
     digest_ms: float = 0
     encode_delta_ms: float = 0
     apply_delta_ms: float = 0
-    """What users call: names, hashes and the delta file included."""
+    """The time of the public function, with names, hashes and the delta file."""
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Milliseconds by kernel, of one call each of encode and resolve."""
+    """Milliseconds by kernel, for one call each of encode and resolve."""
 
 
 def weights(elements: int, density: float, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +102,7 @@ def median_ms(work: Callable[[], object], rounds: int = 7) -> float:
 
 
 def kernels_ms(work: Callable[[], object], each: dict[str, float] | None = None) -> float:
-    """Time during which at least one kernel ran; copies do not count. Adds the time of each kernel to `each`."""
+    """Return the time in which at least one kernel ran, without copies. Add the time of each kernel to `each`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
         work()
         torch.cuda.synchronize()
@@ -121,7 +121,7 @@ def kernels_ms(work: Callable[[], object], each: dict[str, float] | None = None)
 
 
 def peak(work: Callable[[], Any], nbytes: int) -> tuple[Any, float]:
-    """With the result, the most memory that could be used for nothing else, what was given back but waits for a stream included."""
+    """Return the result, and the peak of memory that is unavailable to other work, including freed memory that waits for a stream."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats()["active_bytes.all.current"]
@@ -131,7 +131,7 @@ def peak(work: Callable[[], Any], nbytes: int) -> tuple[Any, float]:
 
 
 def nonzero(base: torch.Tensor, new: torch.Tensor, integer: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What a trainer does without a codec; in slabs, as `nonzero` takes at most 2^31 elements."""
+    """Find the changes as a trainer does without a codec, in slabs, because `nonzero` takes at most 2^31 elements."""
     found = []
     for start in range(0, base.numel(), 1 << 30):
         a, b = base[start : start + (1 << 30)].view(integer), new[start : start + (1 << 30)].view(integer)
@@ -141,7 +141,7 @@ def nonzero(base: torch.Tensor, new: torch.Tensor, integer: torch.dtype) -> list
 
 
 def in_a_row(pieces: Sequence[Buffer], *, pinned: bool) -> memoryview:
-    """The bytes of payloads as a receiver has them, one after the other; `pinned`: where the GPU can fetch them itself."""
+    """Return the bytes of payloads as a receiver has them, one after the other. With `pinned` the GPU can fetch them itself."""
     memory = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, pin_memory=pinned).numpy()
     at = 0
     for piece in pieces:
@@ -161,7 +161,7 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     facts = sizes, list(range(len(sizes))), [dtype.code] * len(sizes)
 
     def table() -> KernelTable:
-        """Made anew for each call, as the codec does."""
+        """Make the arguments for each call again, as the codec does."""
         return KernelTable.of(bases, *facts)
 
     def pairs() -> KernelTable:
@@ -192,7 +192,7 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     addresses = table().base
     patch.write(patch.targets(addresses), swap=True)
     assert torch.equal(base.view(integer), new.view(integer)), "the scatter is not exact"
-    # An even number of swaps in all: the old weights are back.
+    # The number of swaps is even, so the old weights are restored.
     row.scatter_ms = median_ms(lambda: patch.write(patch.targets(addresses), swap=True), 6)
     assert not row.changed or not torch.equal(base.view(integer), new.view(integer))
     row.resolve_ms = median_ms(lambda: resolve_tensors(table(), spans, payloads, GPU), 5)
@@ -204,14 +204,14 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     )
     row.encode_delta_ms = median_ms(lambda: deltawire.encode_delta(old, now), 3)
     turns = itertools.cycle([deltawire.encode_delta(old, now), deltawire.encode_delta(now, old)])
-    row.apply_delta_ms = median_ms(lambda: deltawire.apply_delta(old, next(turns)), 5)  # there and back again
+    row.apply_delta_ms = median_ms(lambda: deltawire.apply_delta(old, next(turns)), 5)  # once forward and once back
     if peers and kind == "bf16":
         row.masters_ms = masters_ms(pairs(), new)
     return row
 
 
 def masters_ms(table: KernelTable, new: torch.Tensor) -> float:
-    """Encoding from float32 that rounds to the new weights."""
+    """Measure encoding from float32 weights that round to the new weights."""
     masters = torch.empty(new.numel(), dtype=torch.float32, device=DEVICE)
     for start in range(0, new.numel(), 1 << 30):
         masters[start : start + (1 << 30)] = new[start : start + (1 << 30)]
@@ -223,9 +223,9 @@ def masters_ms(table: KernelTable, new: torch.Tensor) -> float:
 def training_step(
     parts: int, rounds: int, layers: int = 22, width: int = 2048, heads: int = 16, batch: int = 8, length: int = 2048
 ) -> dict[str, Any]:
-    """Steps of a decoder of 1.1 B parameters with and without a delta of each: made on a thread and a stream beside the next step.
+    """Measure steps of a decoder of 1.1 B parameters with and without a delta of each, made on another thread and stream.
 
-    A step accumulates gradients over `parts` batches of 16,384 tokens. Times with and without take turns.
+    A step accumulates gradients over `parts` batches of 16,384 tokens. Steps with and without deltas take turns.
     """
     layer = torch.nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True, norm_first=True, bias=False)
     model = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(DEVICE, torch.bfloat16)
@@ -251,12 +251,12 @@ def training_step(
         for _ in range(parts):
             model(x, mask=mask, is_causal=True).square().mean().backward()
         if worker:
-            worker.join()  # weights change next
+            worker.join()  # the weights change next
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
     def seconds(count: int, publishing: bool) -> float:
-        """Of a step among others like it, on the training's stream: the host is ahead of it, as it is when training goes on."""
+        """Return the time of one step among others on the stream of the training. The host is ahead of it, as in real training."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         step(started() if publishing else None)
         begin.record()
@@ -295,7 +295,7 @@ def _rounded(numbers: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=float, default=8.2e9)
-    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--only", help="measure only workloads whose names contain this")
     parser.add_argument("--no-training", action="store_true")
     options = parser.parse_args()

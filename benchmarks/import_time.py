@@ -1,4 +1,4 @@
-"""What `import deltawire` costs beyond importing NumPy."""
+"""Measure the time of `import deltawire` beyond that of importing NumPy."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The delta methods of other systems, each written as fast as NumPy and zstandard allow on one thread.
+"""Re-implementations of the delta methods of other systems, as fast as NumPy and zstandard allow on one thread.
 
-These are the *methods*, not the other projects' code: the wire layouts here are our own, so that every method is
-measured with the same care (cache-sized slabs, no needless copies, reused zstd contexts) and differs only in what it
-stores per changed element. Every peer is bit-exact: values are integers, so ±0 and NaN payloads are ordinary values.
+These are the *methods*, not the other projects' code. The wire layouts are our own, so that every method gets the same optimizations
+(cache-sized slabs, no needless copies, reused zstd contexts) and differs only in what it stores per changed element. Every method is
+bit-exact: values are integers, so ±0 and NaN payloads are ordinary values.
 
-The unit of work is one tensor: flat, contiguous arrays of ``uint16`` (bf16 bits) or ``uint8`` (fp8 bits).
-A delta stores no tensor size and no dtype; the base that it is applied to knows both.
+A method works on one tensor: flat, contiguous arrays of ``uint16`` (bf16 bits) or ``uint8`` (fp8 bits). A delta stores neither the size
+nor the dtype of the tensor, because the base has both.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import zstandard
 Bits: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint8]
 _Index: TypeAlias = npt.NDArray[np.int64]
 
-_SLAB_BYTES = 1 << 20  # of base and of new each: both stay in cache between the compare and the gather
+_SLAB_BYTES = 1 << 20  # of base and of new each, so that both stay in cache between the comparison and the gather
 _GROUP_WORDS = 4
-_BLOCK_CHANGES = 1 << 17  # one zstd frame covers at least so many changes (256 KiB of bf16); larger frames save 0.1%
-_SCATTER = 1 << 15  # XOR in place reads and then writes the same lines: so few that they are still in cache
+_BLOCK_CHANGES = 1 << 17  # one zstd frame covers at least this many changes (256 KiB of bf16); larger frames save 0.1%
+_SCATTER = 1 << 15  # XOR in place reads and then writes the same bytes, so few that they are still in cache
 _LEVEL = 1
 
 # One context each for the whole process, so that no tensor pays for setting one up. Not thread-safe.
@@ -43,18 +43,17 @@ class Peer(Protocol):
     def used_by(self) -> str: ...
 
     def encode(self, base: Bits, new: Bits) -> bytes:
-        """The delta from `base` to `new`, which have equal dtype and size."""
+        """Return the delta from `base` to `new`, which have equal dtype and size."""
 
     def apply(self, base: Bits, delta: bytes) -> None:
-        """Turn `base` into `new` in place. The delta is trusted: peers check nothing that NumPy does not check."""
+        """Turn `base` into `new` in place. The delta is trusted: only NumPy's own checks apply."""
 
 
 class DenseXor:
-    """XOR of the whole tensor, then zstd-1; one frame per 2 MiB of the tensor, which keeps the XOR in cache.
+    """XOR of the whole tensor, then zstd-1, with one frame per 2 MiB of the tensor, which keeps the XOR in cache.
 
-    The systems compress whole tensors. Frames of 2 MiB come out 1% smaller (22.1 for 22.3 bits per change on the recorded
-    trace) and are faster both ways. Still smaller frames would be smaller in sum (18.7 bits with 128 KiB), but that is
-    not what the systems send.
+    The other systems compress whole tensors. Frames of 2 MiB are 1% smaller (22.1 instead of 22.3 bits per change on the recorded trace),
+    and faster to encode and to apply. Still smaller frames would need fewer bits (18.7 with 128 KiB), but no system sends those.
     """
 
     name = "XOR + zstd-1"
@@ -97,7 +96,7 @@ class _Sparse:
     """
 
     _HEADER: ClassVar[struct.Struct] = struct.Struct("<III")
-    _values_are_xor: ClassVar[bool] = False  # else the new value itself
+    _values_are_xor: ClassVar[bool] = False  # otherwise the new value itself
     _zstd: ClassVar[bool] = False
 
     def _pack(self, changed: _Index, previous: int) -> tuple[_Index, npt.NDArray[Any]]:
@@ -108,11 +107,11 @@ class _Sparse:
         raise NotImplementedError
 
     def _unpack(self, stored: memoryview | bytes, previous: int) -> _Index:
-        """The positions, out of what `_pack` stored for consecutive slabs."""
+        """Return the positions from the bytes that `_pack` stored for consecutive slabs."""
         raise NotImplementedError
 
     def encode(self, base: Bits, new: Bits) -> bytes:
-        out = io.BytesIO()  # fills one buffer and hands it over: each page of a large delta is touched once
+        out = io.BytesIO()  # fills one buffer, so that each page of a large delta is touched once
         index: list[npt.NDArray[Any]] = []
         values: list[npt.NDArray[Any]] = []
         count, previous = 0, -1
@@ -169,8 +168,8 @@ class _Sparse:
 class _Gap16(_Sparse):
     """Positions as uint16: how many elements were skipped since the last stored one.
 
-    A longer gap is bridged by storing unchanged elements in between, each after skipping 65,535. In place of a change
-    they carry what is there already (a zero XOR, or the old value), so that the reader needs no escape.
+    A longer gap is bridged by unchanged elements in between, each after skipping 65,535. They are stored with a zero XOR or with the old
+    value, so that the format needs no escape code.
     """
 
     _zstd = True
@@ -235,6 +234,11 @@ class Int32Value(_Sparse):
     def _unpack(self, stored: memoryview | bytes, previous: int) -> _Index:
         return np.frombuffer(stored, np.int32).astype(np.int64)
 
+
+REIMPLEMENTED = (
+    "The peers' methods are re-implemented (benchmarks/peers.py) with our own wire layouts. These are not figures of the peers' own code."
+)
+"""A note for every table that shows a peer."""
 
 PEERS: tuple[Peer, ...] = (DenseXor(), GapXor(), GapValue(), Leb128Value(), Int32Value())
 
@@ -308,7 +312,7 @@ class _Masks:
     def __init__(self) -> None:
         self._word = np.empty(_SLAB_BYTES // 8, bool)
         self._group = np.empty(self._word.size // _GROUP_WORDS, bool)
-        self._dense = False  # as the last slab was, so is the next likely to be
+        self._dense = False  # the next slab is probably like the last one
 
     def find(self, old: Bits, now: Bits) -> _Index:
         """Positions of the differences. The slabs are a whole number of groups, and no longer than `_SLAB_BYTES`."""

@@ -1,11 +1,11 @@
-"""What publishing every step costs training: seconds per step against no publishing, on one machine that does both.
+"""Measure how much publishing every step slows training, in seconds per step, on one machine that does both.
 
-A small transformer with fp32 master weights is trained on the CPU, with as many threads as there are, so that encoding in the background
-takes from training what it needs. Ways of publishing take turns of a step or a few, in an order that changes from round to round, and each
-is compared with the turns of "nothing" of its own round. "Nothing" has two turns in each round: how far they differ is the noise.
+The benchmark trains a small transformer with fp32 master weights on all cores of the CPU, so that encoding in the background competes with
+training. The methods of publishing take turns of one or a few steps, in an order that changes from round to round. Each is compared with
+the turns of "nothing" in the same round. "Nothing" has two turns in each round, and their difference is the noise.
 
-A turn begins with a step that is published and not counted: what is still going on in the background at the end of a turn, uncounted, was
-there at its beginning, too.
+A turn begins with a step that is published but not counted. So background work at the end of a turn, which is not counted, is balanced by
+background work at its beginning.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any
 from report import Table
 
 RATE = 1e-6
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: threads that spin while they wait count as work
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # set before torch is loaded, because threads that spin while they wait count as work
 
 
 @dataclass
-class Way:
-    """One way of publishing. `publish` is called after every step, `settle` at the end of a turn, which is not counted.
+class Method:
+    """One method of publishing. `publish` is called after every step, and `settle` at the end of a turn, which is not counted.
 
-    Per turn, `turns` has the seconds per step, `work` the seconds of processor time per step, by all threads of this process, which do not
-    depend on what else the machine does. `calls` has how long each call took.
+    For each turn, `turns` holds the seconds per step, and `work` the processor time per step of all threads of this process, which does not
+    depend on other load. `calls` holds the duration of each call of `publish`.
     """
 
     name: str
@@ -63,44 +63,47 @@ def measure(width: int = 512, layers: int = 6, tokens: int = 4096, steps: int = 
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         behind = opened.enter_context(Publisher(folder / "background", background=True, attachments={}))
         within = opened.enter_context(Publisher(folder / "foreground", attachments={}))
-        nothing = [Way("nothing", lambda step: None), Way("nothing, again (the noise)", lambda step: None)]
-        ways = [
-            Way("deltawire, in the background", lambda step: source.publish(behind, step=step), behind.flush),
-            Way("deltawire, waited for", lambda step: source.publish(within, step=step)),
-            Way("whole checkpoint to a file, waited for", lambda step: save_file(dict(source.snapshot()), folder / "whole.safetensors")),
+        nothing = [Method("nothing", lambda step: None), Method("nothing, a second time (the noise)", lambda step: None)]
+        methods = [
+            Method("deltawire, in the background", lambda step: source.publish(behind, step=step), behind.flush),
+            Method("deltawire, waited for", lambda step: source.publish(within, step=step)),
+            Method(
+                "full checkpoint to a file, in the foreground",
+                lambda step: save_file(dict(source.snapshot()), folder / "whole.safetensors"),
+            ),
         ]
-        for way in ways:  # allocations, first checkpoints, the optimizer's state
+        for method in methods:  # for allocations, first checkpoints and the optimizer's state
             train()
-            way.publish(0)
-            way.settle()
+            method.publish(0)
+            method.settle()
         number = 0
-        order = [nothing[0], *ways[:2], nothing[1], *ways[2:]]
+        order = [nothing[0], *methods[:2], nothing[1], *methods[2:]]
         for round_ in range(rounds):
             shift = round_ % len(order)
-            for way in order[shift:] + order[:shift]:
-                number = _take_turn(way, train, number, steps)
+            for method in order[shift:] + order[:shift]:
+                number = _take_turn(method, train, number, steps)
         version, state_bytes = within.version, sum(tensor.nbytes for tensor in source.snapshot().values())
     assert version is not None
-    return _table(nothing, ways, steps, state_bytes, version.bytes, version.changed)
+    return _table(nothing, methods, steps, state_bytes, version.bytes, version.changed)
 
 
-def _take_turn(way: Way, train: Callable[[], None], number: int, steps: int) -> int:
+def _take_turn(method: Method, train: Callable[[], None], number: int, steps: int) -> int:
     for step in range(steps + 1):
         if step == 1:
             start, worked = time.perf_counter(), time.process_time()
         train()
         number += 1
         called = time.perf_counter()
-        way.publish(number)
+        method.publish(number)
         if step:
-            way.calls.append(time.perf_counter() - called)
-    way.turns.append((time.perf_counter() - start) / steps)
-    way.work.append((time.process_time() - worked) / steps)
-    way.settle()
+            method.calls.append(time.perf_counter() - called)
+    method.turns.append((time.perf_counter() - start) / steps)
+    method.work.append((time.process_time() - worked) / steps)
+    method.settle()
     return number
 
 
-def _table(nothing: list[Way], ways: list[Way], steps: int, state_bytes: int, version_bytes: int, changed: int) -> Table:
+def _table(nothing: list[Method], methods: list[Method], steps: int, state_bytes: int, version_bytes: int, changed: int) -> Table:
     import torch
 
     table = Table(
@@ -108,16 +111,16 @@ def _table(nothing: list[Way], ways: list[Way], steps: int, state_bytes: int, ve
         f"Training while publishing every step: {state_bytes / 1e6:.0f} MB of bf16 weights from fp32 masters, AdamW at {RATE:g}",
         ["published", "seconds per step", "slower than nothing", "half of the rounds between", "more processor time", "training waits"],
     )
-    base, base_work = _means(way.turns for way in nothing), _means(way.work for way in nothing)
+    base, base_work = _means(method.turns for method in nothing), _means(method.work for method in nothing)
     noise = _ratios(nothing[1].turns, nothing[0].turns)
     table.rows.append(["nothing", f"{statistics.median(base):.2f}", "", "", "", ""])
-    for way in [nothing[1], *ways]:
-        low, middle, high = statistics.quantiles(noise if way is nothing[1] else _ratios(way.turns, base), n=4)
-        work = statistics.median(_ratios(way.work, nothing[0].work if way is nothing[1] else base_work))
-        waits = "" if way is nothing[1] else f"{statistics.median(way.calls) * 1000:.0f} ms"
+    for method in [nothing[1], *methods]:
+        low, middle, high = statistics.quantiles(noise if method is nothing[1] else _ratios(method.turns, base), n=4)
+        work = statistics.median(_ratios(method.work, nothing[0].work if method is nothing[1] else base_work))
+        waits = "" if method is nothing[1] else f"{statistics.median(method.calls) * 1000:.0f} ms"
         spread = f"{low:+.1%} and {high:+.1%}"
-        table.rows.append([way.name, f"{statistics.median(way.turns):.2f}", f"{middle:+.1%}", spread, f"{work:+.1%}", waits])
-    more = statistics.mean(ways[0].work) - statistics.mean(base_work)
+        table.rows.append([method.name, f"{statistics.median(method.turns):.2f}", f"{middle:+.1%}", spread, f"{work:+.1%}", waits])
+    more = statistics.mean(methods[0].work) - statistics.mean(base_work)
     table.notes = [
         f"Medians of {len(base)} rounds of turns of {steps} counted step(s), to a local directory; {torch.get_num_threads()} threads for "
         f"training, and as many for encoding. The last version: {version_bytes:,} bytes, "
@@ -125,9 +128,9 @@ def _table(nothing: list[Way], ways: list[Way], steps: int, state_bytes: int, ve
         f"In the background a publication takes {1e3 * more:.0f} ms of processor time (a mean; most of it for skips).",
         "So the share falls as steps get longer.",
     ]
-    overhead, jitter = statistics.median(_ratios(ways[0].turns, base)), statistics.median(map(abs, noise))
+    overhead, jitter = statistics.median(_ratios(methods[0].turns, base)), statistics.median(map(abs, noise))
     table.check(f"publishing in the background slows training by less than 5%, where the noise is ±{jitter:.1%}", overhead < 0.05)
-    work = statistics.median(_ratios(ways[0].work, base_work))
+    work = statistics.median(_ratios(methods[0].work, base_work))
     table.check("publishing in the background takes less than 5% of the processor time of training", work < 0.05)
     return table
 
@@ -137,7 +140,7 @@ def _means(turns: Iterable[list[float]]) -> list[float]:
 
 
 def _ratios(turns: list[float], base: list[float]) -> list[float]:
-    """Round by round: what else the machine does drifts more slowly than that."""
+    """Compare within each round, because the other load on the machine changes more slowly."""
     return [mine / theirs - 1 for mine, theirs in zip(turns, base, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Tables of results: printed, written as JSON, and put into the documentation."""
+"""Prints tables of results, and writes them to JSON files and into the documentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass
 class Table:
-    """One table of results. `name` is that of its file and of its place in the documentation; `checks` are the goals, met or not."""
+    """One table of results. `name` names its file and its markers in the documentation. `checks` are the goals and their results."""
 
     name: str
     title: str
@@ -35,7 +35,7 @@ class Table:
 
 
 def machine() -> str:
-    """The processor and what it was asked to run, as far as the system tells."""
+    """Return the names of the processor, the codec and the Python version."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists() and (found := re.search(r"model name\s*:\s*(.+)", info.read_text())):

@@ -1,4 +1,4 @@
-"""Asynchronous against synchronous training, deltas against whole weights, and who gets how much work, with real processes."""
+"""Compare asynchronous with synchronous training, deltas with full weights, and ways to share work, with real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 DEMO = HERE.parent / "examples" / "demo"
 LATENCY, BANDWIDTH = 0.03, 1.5e6
 _LAST = 5
-"""Steps whose mean is the reward at the end."""
+"""The number of steps whose mean is the reward at the end."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def run(model: Path, rates: Sequence[float], **settings: Any) -> Outcome:
-    """A trainer and as many members as there are rates, over a fresh local store behind an emulated link."""
+    """Run a trainer and one member per rate over a new local store behind an emulated link."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         common = {
             "store": f"{folder}/store",
@@ -96,7 +96,7 @@ def _outcome(events: list[list[dict[str, Any]]]) -> Outcome:
 
 @contextmanager
 def pretrained(seconds: float) -> Iterator[Path]:
-    """The demo's policy, in a directory."""
+    """Make the demo's policy, and return its directory."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(DEMO / "policy.py"), folder, "--seconds", str(seconds)]
         subprocess.run(command, check=True, capture_output=True)
@@ -104,7 +104,7 @@ def pretrained(seconds: float) -> Iterator[Path]:
 
 
 def measure_modes(seconds: float, pretraining: float) -> Table:
-    """The four combinations, each for so many seconds after its first step."""
+    """Measure the four combinations, each for this many seconds after its first step."""
     rate, count = 600, 2
     with pretrained(pretraining) as model:
         runs = {
@@ -150,9 +150,9 @@ def measure_modes(seconds: float, pretraining: float) -> Table:
 
 
 def measure_shares(seconds: float) -> Table:
-    """One member four times slower than the other two: shares by speed against equal shares."""
+    """Compare shares by speed with equal shares, where one member is four times slower than the other two."""
     rates = [400, 400, 100]
-    with pretrained(1) as model:  # what it writes does not matter here
+    with pretrained(1) as model:  # the quality of its text does not matter here
         runs = {
             name: run(model, rates, seconds=seconds, staleness=1, equal=equal, prompts=12)
             for name, equal in (("equal shares", True), ("measured speed", False))

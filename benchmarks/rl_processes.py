@@ -1,4 +1,4 @@
-"""The trainer and the members of rl_async.py, which starts them with examples/demo on the path. Events go out as lines of JSON."""
+"""The trainer and the members of rl_async.py, which starts them with examples/demo on the path. They print events as lines of JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POLL = 0.05
 
 @dataclass
 class EqualShares(Scheduler):
-    """The baseline: tasks are dealt out one each in turn, whoever is fast or slow, and stay where they were dealt."""
+    """The baseline: assigns tasks to members in turn, whatever their speed, and never reassigns them."""
 
     def offers(self, tasks: Sequence[OpenTask], members: Sequence[Candidate], *, oldest_step: int, now: float) -> dict[int, str]:
         names = sorted(one.name for one in members if one.step is not None and one.step >= oldest_step)
@@ -45,7 +45,7 @@ class EqualShares(Scheduler):
 
 
 class HeldGenerator(TransformersGenerator):
-    """Generates no faster than `rate` tokens per second: members of a known speed, whatever else this machine does."""
+    """Generates at most `rate` tokens per second, so that members have a known speed whatever the load on this machine."""
 
     rate = float("inf")
 
@@ -65,7 +65,7 @@ def linked(settings: dict[str, Any]) -> Store:
 
 
 def train(settings: dict[str, Any]) -> None:
-    if settings["full"]:  # every version a whole checkpoint: what is published where nobody makes deltas
+    if settings["full"]:  # every version is a full checkpoint, as without deltas
         Appender._delta = lambda *_: None  # type: ignore[method-assign, assignment, return-value]
     folder = Path(settings["model"])
     with GrpoTrainer(
@@ -79,7 +79,7 @@ def train(settings: dict[str, Any]) -> None:
         on_event=tell,
         options=WriterOptions(skips=not settings["full"]),
     ) as trainer:
-        trainer.train(until=1)  # from here on everything is warm
+        trainer.train(until=1)  # everything is warm from here on
         start = time.monotonic()
         trainer.train(until=10**6, stop=lambda: time.monotonic() - start > settings["seconds"])
         trainer.stop_members()

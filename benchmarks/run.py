@@ -1,4 +1,4 @@
-"""All benchmarks, or those named: `python benchmarks/run.py [--trace FILE] [--quick] [NAME …]`."""
+"""Runs all benchmarks, or the named ones: `python benchmarks/run.py [--trace FILE] [--quick] [NAME …]`."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ NAMES = [
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*NAMES, []], help="all if none is named")
-    parser.add_argument("--trace", default="", help="recorded updates (npz); without it the size is measured on made ones")
-    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs, not to quote")
+    parser.add_argument("names", nargs="*", choices=[*NAMES, []], help="the benchmarks to run; all by default")
+    parser.add_argument("--trace", default="", help="recorded updates (npz) for `size`; by default it uses synthetic updates")
+    parser.add_argument(
+        "--quick", action="store_true", help="use small sizes, to check that the benchmarks run; their results are not meaningful"
+    )
     arguments = parser.parse_args()
     trace = Path(arguments.trace) if arguments.trace else None
     if trace and not trace.exists():
-        parser.error(f"there is no {trace}")
+        parser.error(f"the file {trace} does not exist")
     quick = arguments.quick
     benchmarks = {
         "size": lambda: codec_size.measure(trace),
@@ -75,13 +77,13 @@ def main() -> int:
         if not quick:
             keep(table)
         missed += sum(not met for _, met in table.checks)
-    where = "Small sizes, so nothing is written" if quick else f"Written to {RESULTS.name}/"
-    print(f"{where}. {f'{missed} goals not met' if missed else 'All goals met'}.")
+    where = "With small sizes no results are written" if quick else f"The results were written to {RESULTS.name}/"
+    print(f"{where}. {f'{missed} goals were not met' if missed else 'All goals were met'}.")
     return 0
 
 
 def _possible(names: list[str]) -> list[str]:
-    """Those that can be run with what is installed; says which cannot."""
+    """Return the benchmarks whose requirements are installed, and print which others are left out."""
     found = {name: importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm")}
     installed = {name for name, spec in found.items() if spec is not None}
     if seaweed.is_installed():
@@ -98,7 +100,7 @@ def _possible(names: list[str]) -> list[str]:
     possible = []
     for name in names:
         if lacking := needed.get(name, set()) - installed:
-            print(f"{name} is left out: {' and '.join(sorted(lacking))} not installed.")
+            print(f"{name} is left out because {' and '.join(sorted(lacking))} {'is' if len(lacking) == 1 else 'are'} not installed.")
         else:
             possible.append(name)
     return possible

@@ -1,8 +1,8 @@
-"""TRL's way of sending weights to vLLM, where there are no GPUs: all tensors, packed, broadcast into the workers of a paused server.
+"""A re-implementation, without GPUs, of TRL's method of sending weights to vLLM: it broadcasts all tensors into a paused server.
 
-On GPUs TRL does that over NCCL, by vLLM's backend "nccl", whose steps these are: a process group of trainer and workers, /pause, packed
-buffers of up to 1 GiB, the model's own loaders within vLLM's layerwise reload, /resume. NCCL needs GPUs and that backend of vLLM NCCL, so
-here the group is gloo's, over loopback, and the workers are reached by /collective_rpc.
+On GPUs TRL does this over NCCL with vLLM's backend "nccl". The steps are the same here: a process group of trainer and workers, /pause,
+packed buffers of up to 1 GiB, the model's own loaders within vLLM's layerwise reload, /resume. NCCL needs GPUs, so here the process group
+uses gloo over loopback, and the trainer reaches the workers through /collective_rpc.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _METADATA = "Metadata-Version: 2.1\nName: deltawire-bench-broadcast\nVersion: 0\
 
 
 def plugin_path(folder: Path) -> str:
-    """A place for PYTHONPATH where vLLM finds the receiving side."""
+    """Return directories for PYTHONPATH in which vLLM finds the receiving side."""
     metadata = folder / "deltawire_bench_broadcast-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(_METADATA)
@@ -31,7 +31,7 @@ def plugin_path(folder: Path) -> str:
 
 
 def register() -> None:
-    """What vLLM's plugin mechanism calls in every process."""
+    """Add the receiving side to vLLM's workers. vLLM calls this in every process."""
     from vllm.v1.worker.gpu_worker import Worker
 
     Worker.bench_join = _join
@@ -45,14 +45,14 @@ class Broadcast:
         self._routes = routes
         shapes = [list(array.shape) for array in state.values()]
         self._told = [list(state), [array.dtype.name for array in state.values()], shapes]
-        with _beside(lambda: self._open(port)):
+        with _in_parallel(lambda: self._open(port)):
             routes.call_workers("bench_join", port)
 
     def _open(self, port: int) -> None:
         self._group = _group(port, 0)
 
     def send(self, state: dict[str, np.ndarray[Any, Any]]) -> int:
-        """Send everything into the paused server, and return when it is loaded. How many bytes went over."""
+        """Send all weights into the paused server, wait until they are loaded, and return the number of bytes."""
         import torch
 
         arrays = [torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in state.values()]
@@ -61,7 +61,7 @@ class Broadcast:
             for chunk in _chunks([array.numel() for array in arrays]):
                 self._group.broadcast(torch.cat([arrays[index] for index in chunk]), 0).wait()
 
-        with _beside(broadcast):
+        with _in_parallel(broadcast):
             self._routes.call_workers("bench_receive", *self._told)
         return sum(array.numel() for array in arrays)
 
@@ -110,8 +110,8 @@ def _chunks(sizes: Iterable[int]) -> Iterator[list[int]]:
         yield chunk
 
 
-class _beside:
-    """Do something on another thread meanwhile: each side of a broadcast waits for the other."""
+class _in_parallel:
+    """Runs a function on another thread during the block, because each side of a broadcast waits for the other."""
 
     def __init__(self, work: Any) -> None:
         self._errors: list[BaseException] = []
@@ -127,7 +127,7 @@ class _beside:
         self._thread.start()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:  # then the other side does not come, and this one waits for it in vain
+        if kind is not None:  # the other side has failed, so this side would wait for ever
             return
         self._thread.join()
         if self._errors:

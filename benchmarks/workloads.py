@@ -1,4 +1,4 @@
-"""Weight updates to measure with: recorded ones, synthetic ones, and how few bits an order-0 coder would need for them."""
+"""Recorded and synthetic weight updates for benchmarks, and the number of bits that an order-0 coder needs for them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _TRACE_COLUMNS = {"norm.weight": 0, "o_proj": 2048, "down_proj": 3072}  # 0 for 
 
 
 def trace_steps(path: str | PathLike[str]) -> Iterator[tuple[State, State]]:
-    """The states before and after every optimizer step of a trace, bf16.
+    """Yield the bf16 states before and after every optimizer step of a trace.
 
     The trace is an npz of flat arrays: ``base/<tensor>`` (bits before the first step), then for step k the elements that changed,
-    ``step<k>/<tensor>/idx`` and ``/val`` (new bits). All arrays yielded are the caller's own, to change as it likes.
+    ``step<k>/<tensor>/idx`` and ``/val`` (new bits). The caller may change all yielded arrays.
     """
     with np.load(path) as trace:
         state = {key.removeprefix("base/"): trace[key] for key in trace.files if key.startswith("base/")}
@@ -50,12 +50,12 @@ def trace_steps(path: str | PathLike[str]) -> Iterator[tuple[State, State]]:
 def _as_weights(name: str, bits: npt.NDArray[np.uint16]) -> Array:
     weights: Array = bits.copy().view(BF16)
     columns = next((columns for part, columns in _TRACE_COLUMNS.items() if part in name), 1024)
-    # Of a trace of another architecture only the names are known, not the shapes.
+    # For a trace of another architecture only the names are known, not the shapes.
     return weights.reshape(-1, columns) if columns and weights.size % columns == 0 else weights
 
 
 def synthetic_update(elements: int, density: float, dtype: npt.DTypeLike = BF16, seed: int = 0) -> tuple[Array, Array]:
-    """Flat weights before and after an optimizer step that changes the share `density` of them; `dtype` is bf16 or fp8 e4m3fn.
+    """Return flat weights before and after an optimizer step that changes the share `density` of them; `dtype` is bf16 or fp8 e4m3fn.
 
     Weights are rounded from fp32 masters, which are normal, so within the cell of one rounded weight they are uniform. The
     update is normal too, of the same size for every weight, as AdamW's is. A weight flips when it leaves its cell: the chance
@@ -91,7 +91,7 @@ def synthetic_update(elements: int, density: float, dtype: npt.DTypeLike = BF16,
         random.standard_normal(out=update, dtype=np.float32)
         update *= size
         master += update
-        if dtype == FP8_E4M3:  # quantizers saturate, while the cast makes a NaN of what is too large
+        if dtype == FP8_E4M3:  # quantizers saturate, while the cast turns values that are too large into NaN
             np.clip(master, -_FP8_MAX, _FP8_MAX, out=master)
         new[start:end] = master
         if density == 1:
@@ -100,7 +100,7 @@ def synthetic_update(elements: int, density: float, dtype: npt.DTypeLike = BF16,
 
 
 def update_size(density: float, dtype: np.dtype[Any]) -> float:
-    """The standard deviation of the update that changes the share `density` of the weights, by bisection."""
+    """Return the standard deviation of an update that changes the share `density` of the weights, by bisection."""
     if density == 0:
         return 0.0
     scale = _WEIGHTS[dtype][0]
@@ -136,10 +136,10 @@ def _step_where_equal(base: Array, new: Array, random: np.random.Generator) -> N
 
 
 def order0_bound_bits(base: Array, new: Array) -> float:
-    """Bits that an ideal order-0 coder needs for one bf16 tensor, its tables for free.
+    """Return the bits that an ideal order-0 coder needs for one bf16 tensor, without its tables.
 
-    The entropy of which elements changed, given the exponents of `base`, plus that of by how many ULPs, given the same. Steps
-    are differences on the ordered-integer line, on which −0 comes just below +0.
+    This is the entropy of the positions of changes, given the exponents of `base`, plus the entropy of the steps in ULPs, given the same.
+    Steps are differences of ordered integers, in which −0 comes just below +0.
     """
     old, now = base.reshape(-1).view(np.uint16), new.reshape(-1).view(np.uint16)
     if old.size != now.size:
