@@ -24,7 +24,10 @@ SYSTEMS = [f"{TESTS}/{name}" for name in ("demo", "faults", "fleet", "integratio
 """Many processes, or servers of stores, or much waiting."""
 VLLM = [
     f"{TESTS}/vllm",
-    *(f"{TESTS}/{name}.py" for name in ("trainers/test_trl_samples", "rl/test_trl_worker", "fleet/test_trl_rollouts")),
+    *(
+        f"{TESTS}/{name}.py"
+        for name in ("trainers/test_trl_samples", "rl/test_trl_worker", "fleet/test_trl_rollouts", "docs/test_parameters")
+    ),
 ]
 """A real vLLM, or a real TRL. Where these are not installed, most of it is skipped."""
 RAY = [f"{TESTS}/fleet/test_ray.py"]

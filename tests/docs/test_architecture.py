@@ -51,3 +51,11 @@ def test_the_page_of_events_has_every_event_and_no_other() -> None:
     listed = [name for text in [*rows, warnings] for name in re.findall(r"`([a-z-]+)`", text)]
     assert len(listed) == len(set(listed))
     assert set(listed) == emitted(SOURCE).keys()
+
+
+def test_the_page_of_events_has_the_fields_of_every_event() -> None:
+    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+    found = emitted(SOURCE)
+    for names, fields in re.findall(r"^\| ((?:`[a-z-]+`(?:, )?)+) \| .* \| (.*) \|$", page, re.MULTILINE):
+        given = {field for name in re.findall(r"`([a-z-]+)`", names) for field in found[name]}
+        assert given <= set(re.findall(r"`(\w+)`", fields)), names
