@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,12 @@ def test_every_block_works_as_written(folder: Path, monkeypatch: pytest.MonkeyPa
     assert (folder / "last" / "tokenizer.json").read_bytes() == (folder / "tiny-model" / "tokenizer.json").read_bytes()
     assert json.loads((folder / "last" / "config.json").read_bytes())["dtype"] == "bfloat16"
     assert (folder / "policy" / "current" / "model.safetensors").exists()
+
+
+def test_its_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", README.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+    assert len(targets) > 10
 
 
 def test_it_is_short() -> None:
