@@ -30,6 +30,7 @@ from deltawire.fleet.steps.coordinator_steps import CoordinatorSteps
 from deltawire.fleet.steps.member_state import MemberState, leave_steps, write_heartbeat
 from deltawire.fleet.steps.member_steps import member_steps
 from deltawire.fleet.steps.requests import FindVersion, Generate, Sync, run_steps
+from deltawire.fleet.steps.trainer_context import TrainerContext
 from deltawire.format.records.fleet_files import Accepted
 from deltawire.format.records.fleet_parts import AttemptId
 from deltawire.format.records.member_records import Lease
@@ -193,19 +194,18 @@ class Trainer:
         self.publisher = publisher
         self.store = store
         self.chain = ChainVersions(ChainLog(fleet.inner))
-        self.steps = CoordinatorSteps(
+        trainer = TrainerContext(
             run=fleet.log.run.id,
             epoch=publisher.epoch,
-            newest=self.chain.newest(),
             draw_nonce=nonce,
             clock=lambda: 0,
-            ticks=lambda: fleet.time,
             budget=fleet.budget,
             options=fleet.options,
             training=fleet.training,
             keyring=FleetKeyring(fleet.key),
             on_event=fleet.events.append,
         )
+        self.steps = CoordinatorSteps(trainer, newest=self.chain.newest(), ticks=lambda: fleet.time)
 
     def go(self, steps: Any) -> Any:
         def perform(request: Any) -> Any:

@@ -30,6 +30,7 @@ from .rules.training_limits import TrainingLimits
 from .steps.batch_steps import Batch
 from .steps.coordinator_steps import CoordinatorSteps
 from .steps.requests import MOST_TOGETHER, FindVersion, Generate, Steps, Sync, run_steps
+from .steps.trainer_context import TrainerContext
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ class Coordinator:
         self._budget = budget or StalenessBudget()
         self._scheduler = scheduler
         self._options = options or FleetOptions()
-        self._training = training
+        self._training = training or TrainingLimits()
         self._on_event = on_event
         self._steps: CoordinatorSteps | None = None
         self._members: list[MemberStatus] = []
@@ -253,20 +254,18 @@ class Coordinator:
                 raise SignatureInvalid(
                     "the chain is signed, so the fleet's records must be signed too: pass the publisher's signing_key to the coordinator."
                 )
-            self._steps = CoordinatorSteps(
+            trainer = TrainerContext(
                 run=self._log.run.id,
                 epoch=self._epoch,
-                newest=self._chain.newest(),
                 draw_nonce=lambda: secrets.token_hex(16),
                 clock=lambda: int(time.time() * 1000),
-                ticks=time.monotonic,
                 budget=self._budget,
-                scheduler=self._scheduler,
                 options=self._options,
                 training=self._training,
                 keyring=self._keyring,
                 on_event=self._on_event,
             )
+            self._steps = CoordinatorSteps(trainer, newest=self._chain.newest(), ticks=time.monotonic, scheduler=self._scheduler)
         return self._steps
 
     def _perform(self, request: FindVersion | Sync | Generate) -> Any:

@@ -10,23 +10,20 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ...errors import DeltawireError, FleetTimeout, StoreError
-from ...events import OnEvent, emit, printable
+from ...events import emit, printable
 from ...format.records.fleet_files import Row
 from ...format.records.trainer_records import Round, Sampling
 from ...store import fleet_keys
 from ...store.base import ObjectInfo
 from ...store.fleet_keys import RolloutKey
 from ...store.requests import List, Sleep
-from ..fleet_keyring import FleetKeyring
-from ..options import FleetOptions
 from ..rules.admission import Reason, Refusal
 from ..rules.board import build_board
 from ..rules.fleet_clock import FleetClock
 from ..rules.roster import MemberStatus
 from ..rules.round_state import RoundState
 from ..rules.scheduler import Scheduler
-from ..rules.staleness import KnownVersion, StalenessBudget
-from ..rules.training_limits import TrainingLimits
+from ..rules.staleness import KnownVersion
 from .batch_steps import Batch, BatchWriter
 from .board_steps import BoardWriter
 from .intake_steps import Intake
@@ -43,59 +40,20 @@ class CoordinatorSteps:
 
     Parameters
     ----------
-    run
-        The run's id.
-    epoch
-        The epoch that this trainer writes in.
+    trainer
+        The trainer: its run, epoch, settings and keys.
     newest
         The version in force. Training goes on from its step.
-    draw_nonce
-        Returns 32 random hexadecimal digits.
-    clock
-        Returns milliseconds since 1970. They are written into records for people, and no decision depends on them.
     ticks
         Returns seconds that never run backwards. Leases and heartbeats are judged by them.
-    budget
-        How old the policy may be that made a token.
     scheduler
         Decides how many tasks each member is offered.
-    options
-        How the trainer runs the fleet.
-    training
-        What the trainer's model can be trained on.
-    keyring
-        Signs the trainer's records, and checks the signatures of others.
-    on_event
-        Called with every event.
     """
 
     def __init__(
-        self,
-        *,
-        run: str,
-        epoch: int,
-        newest: KnownVersion,
-        draw_nonce: Callable[[], str],
-        clock: Callable[[], int],
-        ticks: Callable[[], float],
-        budget: StalenessBudget | None = None,
-        scheduler: Scheduler | None = None,
-        options: FleetOptions | None = None,
-        training: TrainingLimits | None = None,
-        keyring: FleetKeyring | None = None,
-        on_event: OnEvent | None = None,
+        self, trainer: TrainerContext, *, newest: KnownVersion, ticks: Callable[[], float], scheduler: Scheduler | None = None
     ) -> None:
-        self.trainer = TrainerContext(
-            run=run,
-            epoch=epoch,
-            draw_nonce=draw_nonce,
-            clock=clock,
-            budget=budget or StalenessBudget(),
-            options=options or FleetOptions(),
-            training=training or TrainingLimits(),
-            keyring=keyring or FleetKeyring(),
-            on_event=on_event,
-        )
+        self.trainer = trainer
         self.newest = newest
         self.scheduler = scheduler or Scheduler()
         self.stopping = False

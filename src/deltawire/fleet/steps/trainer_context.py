@@ -49,10 +49,10 @@ class TrainerContext:
     epoch: int
     draw_nonce: Callable[[], str]
     clock: Callable[[], int]
-    budget: StalenessBudget
-    options: FleetOptions
-    training: TrainingLimits
-    keyring: FleetKeyring
+    budget: StalenessBudget = field(default_factory=StalenessBudget)
+    options: FleetOptions = field(default_factory=FleetOptions)
+    training: TrainingLimits = field(default_factory=TrainingLimits)
+    keyring: FleetKeyring = field(default_factory=FleetKeyring)
     on_event: OnEvent | None = None
     _fenced: str | None = field(default=None, init=False)
 

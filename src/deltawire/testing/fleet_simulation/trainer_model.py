@@ -13,9 +13,9 @@ from typing import Any
 
 from ...errors import DeltawireError
 from ...fleet.options import FleetOptions
-from ...fleet.rules.scheduler import Scheduler
 from ...fleet.rules.staleness import KnownVersion, StalenessBudget
 from ...fleet.steps.coordinator_steps import CoordinatorSteps
+from ...fleet.steps.trainer_context import TrainerContext
 from ...format.records.trainer_records import Sampling
 from ...store import keys
 from ...store.requests import Create, Sleep
@@ -98,17 +98,15 @@ class TrainerModel:
         if newest is None:
             newest = yield ExternalAction(0.2, lambda: self.chain.publish(epoch, 0))
             self.checkpoints[0] = history.copy()
-        fleet = self.coordinator = CoordinatorSteps(
+        trainer = TrainerContext(
             run=self.plan.run,
             epoch=epoch,
-            newest=newest,
             draw_nonce=self.draw_nonce,
             clock=self.clock,
-            ticks=self.ticks,
             budget=self.plan.budget,
-            scheduler=Scheduler(),
             options=self.plan.options,
         )
+        fleet = self.coordinator = CoordinatorSteps(trainer, newest=newest, ticks=self.ticks)
         yield from self._retry(fleet.resume)
         while history.step < self.plan.last_step:
             yield from self._train(fleet, history)
