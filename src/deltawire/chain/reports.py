@@ -1,9 +1,8 @@
-"""Reports: what engines that follow a chain have come to, told to the publisher's side by way of the store.
+"""Reports: records in which engines say which version they serve, for the publisher's side.
 
     report/{reader}.json   {"deltawire":"report","version":1,"id":…,"reader":name,"state":…,"seq":n or null,"error":text or null,"time":ms}
 
-Like pins they are overwritten by their reader, and hold nothing that anything depends on: they are for people, and for trainers that want
-to wait until a version is served.
+Each reader overwrites its own report. Nothing depends on it: it is for people, and for trainers that wait until a version is served.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..store import keys
 from ..store.base import Store
 
 SERVING, REFUSED, QUARANTINED = "serving", "refused", "fenced"
-"""It serves version `seq`; it still does, since it could not take a newer one; it serves nothing, since an update failed half-way."""
+"""States: serves version `seq`; still serves it because a newer one was refused; serves nothing because an update failed half-way."""
 
 _MOST_TEXT = 4000
 

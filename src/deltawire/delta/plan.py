@@ -13,7 +13,7 @@ from ..codec.base import ResolveJob
 from ..codec.bits import on_gpu
 from ..dtypes import DTYPES, DType
 from ..errors import CorruptDelta, DeltaTooLarge, DtypeMismatch, TensorMissing, TensorsTied, TensorUnexpected
-from ..format.delta_file import DeltaFile, Parts, Span
+from ..format.delta_file import ByteRange, DeltaFile, Parts
 from ..format.digest import PART_ALIGNMENT, TensorKeys
 from ..tensors.bits import State, TensorBits, keys_of, named_bits
 from ..tensors.names import check_names
@@ -31,7 +31,7 @@ class ResolutionPlan:
     tensors: list[TensorBits]
     added: list[tuple[str, DType, tuple[int, ...]]]
     keys: TensorKeys
-    payloads: list[Span | None] = field(default_factory=list)
+    payloads: list[ByteRange | None] = field(default_factory=list)
     """The payload of each of `tensors`; None if it does not change."""
     writes: list[bool] = field(default_factory=list)
     """Whether each of `tensors` is written to."""
@@ -112,7 +112,7 @@ def mark_writes(plan: ResolutionPlan) -> None:
 
     Raise `StateNotWritable` or `TensorsTied`, before anything is written, if the state cannot take the changes.
     """
-    written: dict[object, Span] = {}
+    written: dict[object, ByteRange] = {}
     held = list(zip(plan.tensors, plan.payloads, strict=True))
     are_separate = _are_separate(plan.tensors)
     for index, (tensor, payload) in enumerate(held):
@@ -135,7 +135,7 @@ def mark_writes(plan: ResolutionPlan) -> None:
     _check_overlap(targets, [tensor for tensor in plan.tensors if tensor.name not in together], changing)
 
 
-def _is_same_change(data: memoryview, one: Span | None, other: Span | None) -> bool:
+def _is_same_change(data: memoryview, one: ByteRange | None, other: ByteRange | None) -> bool:
     return one is not None and other is not None and (one == other or data[slice(*one)] == data[slice(*other)])
 
 

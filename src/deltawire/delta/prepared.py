@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 from ..codec.base import Resolution
 from ..errors import CorruptDelta, TensorsTied
 from ..format import delta_file
-from ..format.delta_file import Coverage, DeltaBytes, Span
+from ..format.delta_file import ByteRange, Coverage, DeltaBytes
 from ..format.digest import Digest
 from ..tensors.bits import Tensor
 from ..tensors.state import codec_for, thread_count
@@ -40,7 +40,7 @@ class PreparedUpdate:
         self._coverage = Coverage()
         self._data: list[memoryview] = []
         """The data of each delta that was added."""
-        self._tensor_at: dict[object, tuple[str, int, Span | None]] = {}
+        self._tensor_at: dict[object, tuple[str, int, ByteRange | None]] = {}
         """By memory: the name of its first tensor, the number of that tensor's delta, and the range of its payload."""
         self.changed = 0
         """The number of elements that the update changes."""
@@ -117,5 +117,5 @@ class PreparedUpdate:
             self._resolution.exchange()
 
 
-def _bytes(data: memoryview, payload: Span | None) -> memoryview | None:
+def _bytes(data: memoryview, payload: ByteRange | None) -> memoryview | None:
     return None if payload is None else data[slice(*payload)]

@@ -1,7 +1,7 @@
-"""How several sets of weights share one version: by a prefix of their tensors' names.
+"""Names of tensors when several sets of weights share one version.
 
 `draft:model.norm.weight` is tensor `model.norm.weight` of bundle `draft`. A name without a prefix belongs to the main bundle, whose name is
-the empty string, so that a chain with one model has the names that its checkpoint has.
+the empty string. So a chain with one model has the names of its checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Tensor = TypeVar("_Tensor")
 
 
 def join_name(bundle: str, tensor: str) -> str:
-    """The name on the wire. `ValueError` if it could not be taken apart again."""
+    """Return the tensor's name in the chain. Raises `ValueError` if it could not be split again."""
     if SEPARATOR in bundle:
         raise ValueError(f"the name of a bundle must not contain {SEPARATOR!r}: {bundle!r}")
     if bundle == MAIN:
@@ -27,13 +27,13 @@ def join_name(bundle: str, tensor: str) -> str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Bundle and tensor of a name on the wire."""
+    """Return bundle and tensor of a name in the chain."""
     bundle, separator, tensor = name.partition(SEPARATOR)
     return (bundle, tensor) if separator else (MAIN, name)
 
 
 class BundleView(Mapping[str, _Tensor]):
-    """The tensors of one bundle, under their own names. Reads through to the state: take it anew when that is."""
+    """The tensors of one bundle under their own names. It reads from the given state: make a new view for a new state."""
 
     def __init__(self, state: Mapping[str, _Tensor], bundle: str = MAIN) -> None:
         self._state = state
@@ -50,5 +50,5 @@ class BundleView(Mapping[str, _Tensor]):
 
 
 def bundle_names(state: Mapping[str, object]) -> list[str]:
-    """The bundles that a state holds, the main one first."""
+    """Return the bundles of a state, the main one first."""
     return sorted({split_name(name)[0] for name in state})

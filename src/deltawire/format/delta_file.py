@@ -1,4 +1,4 @@
-"""The delta file: a safetensors container of payloads (docs/format.md §1). Knows nothing of how payloads are made."""
+"""The delta file: a safetensors container of payloads (docs/format.md §1). This module does not know how payloads are made."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _MAX_ELEMENTS = 2**62
 _PAYLOAD = dtype_named("U8")
 _HEADER_BYTES, _ENTRY_BYTES = 1 << 16, 256
 _ESCAPED = 7
-"""Bytes that a byte of a name takes at most where JSON stands inside JSON."""
+"""Most bytes that one byte of a name can take where JSON is nested in JSON."""
 _TEXT_BYTES = 90
-"""Bytes of `parts` and `changes` for which what an entry has is allowed when JSON is counted: a container for each 30."""
+"""For each this many bytes of `parts` and `changes`, one entry's share of strings, keys and containers is allowed."""
 
 
-Span: TypeAlias = tuple[int, int]
-"""Bytes of the data section: the first, and the first after them."""
+ByteRange: TypeAlias = tuple[int, int]
+"""A range of bytes in the data section: start and stop."""
 
 Parts: TypeAlias = Mapping[str, tuple[int, int]]
-"""By tensor, the elements that a delta covers: from the first number up to, and without, the second (docs/format.md §6)."""
+"""The elements that a delta covers, by tensor: from the first number up to but not including the second (docs/format.md §6)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How the set of tensors changes, and which of them are one memory."""
+    """How the set of tensors changes, and which of them share memory."""
 
     added: Mapping[str, tuple[DType, tuple[int, ...]]] = field(default_factory=dict)
     removed: tuple[str, ...] = ()
@@ -55,25 +55,25 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class DeltaFile:
-    """A parsed delta. `data` is a view of the file's bytes, checked against its BLAKE3; payloads, not decoded, are parts of it."""
+    """A parsed delta. `data` is a view of the file's bytes, checked against its BLAKE3 hash. Payloads are parts of it and not decoded."""
 
     before: Digest
     after: Digest
     data: memoryview
-    payloads: Mapping[str, Span]
+    payloads: Mapping[str, ByteRange]
     structure: Structure
     parts: Parts | None = None
-    """All that the file is about, if these are not whole tensors."""
+    """The parts of tensors that the file covers, if it does not cover whole tensors."""
 
-    def payload(self, name: str) -> Span | None:
-        """The payload that changes this tensor, its own or that of the tensor it is tied to; None if it does not change."""
+    def payload(self, name: str) -> ByteRange | None:
+        """Return the payload that changes this tensor, or the tensor that it is tied to. Return None if it does not change."""
         return self.payloads.get(self.structure.aliases.get(name, name))
 
 
 def build_header(
     before: Digest, after: Digest, data_hash: str, sizes: Iterable[tuple[str, int]], structure: Structure, parts: Parts | None = None
 ) -> bytes:
-    """The bytes before the data section. `sizes` are names and payload sizes, ascending by name."""
+    """Return the bytes before the data section. `sizes` are names and payload sizes, ascending by name."""
     version = VERSION if parts is None else VERSION_OF_PARTS
     metadata = {"deltawire": version, "before": before.hex(), "after": after.hex(), "blake3": data_hash}
     changes: dict[str, object] = {}
@@ -98,7 +98,7 @@ def _entries(sizes: Iterable[tuple[str, int]]) -> Iterator[tuple[str, TensorEntr
 
 
 class Coverage:
-    """The elements that the deltas of one step are for. They were made from the same state, so no two may be for the same element."""
+    """The elements that the deltas of one step change. They were made from the same state, so no two may change the same element."""
 
     def __init__(self) -> None:
         self._spans: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -113,9 +113,9 @@ class Coverage:
 
 
 def parse(delta: DeltaBytes, *, names: Iterable[str] | None = None) -> DeltaFile:
-    """Parse and check a delta file. Raises `CorruptDelta` or `UnsupportedVersion`; takes memory of the order of the header only.
+    """Parse and check a delta file. Raises `CorruptDelta` or `UnsupportedVersion`. Needs little more memory than the header.
 
-    `names` are the only tensors that it may be about, if the caller knows: a header that is longer than they need is not read at all.
+    `names` are the only tensors that the file may cover, if known. A header that is longer than they need is not read at all.
     """
     view = memoryview(delta).cast("B")
     try:
@@ -160,18 +160,18 @@ def parse(delta: DeltaBytes, *, names: Iterable[str] | None = None) -> DeltaFile
 
 
 def _longest_header(names: Iterable[str]) -> int:
-    """How long a header about these tensors may be (docs/format.md §1)."""
+    """Return the largest length of a header about these tensors (docs/format.md §1)."""
     sizes = [len(name.encode(errors="replace")) for name in names]
     return _HEADER_BYTES + len(sizes) * (_ENTRY_BYTES + _ESCAPED * max(sizes, default=0)) + 3 * _ESCAPED * sum(sizes)
 
 
-def _payloads(header: Header) -> dict[str, Span]:
-    if list(header.extents) != sorted(header.extents) or "" in header.extents:
+def _payloads(header: Header) -> dict[str, ByteRange]:
+    if list(header.plain_entries) != sorted(header.plain_entries) or "" in header.plain_entries:
         _refuse("its entries are out of order, or nameless.")
-    for name, (_, _, code, *shape) in header.extents.items():
+    for name, (_, _, code, *shape) in header.plain_entries.items():
         if code != _PAYLOAD.code or len(shape) != 1:
             _refuse(f"the entry of {name!r} is not a payload.")
-    return {name: (begin, end) for name, (begin, end, *_) in header.extents.items()}
+    return {name: (begin, end) for name, (begin, end, *_) in header.plain_entries.items()}
 
 
 def _structure(text: str | None) -> Structure:
@@ -203,7 +203,7 @@ def _parts(text: str) -> Parts:
 
 
 def _parse_text(text: str) -> dict[str, Any]:
-    """JSON that stands in the metadata."""
+    """Parse JSON that is nested in the metadata."""
     data = text.encode()
     check_density(data, len(data) // _TEXT_BYTES)
     return parse_json_object(data)

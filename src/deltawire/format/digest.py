@@ -1,4 +1,4 @@
-"""The state digest: what two states must share to be the same, bit for bit (docs/format.md §2)."""
+"""The state digest, which tells whether two states are equal bit for bit (docs/format.md §2)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _KEY = np.dtype([("tag", "<u4", 4), ("seed", "<u8")])
 
 _LONGEST_KEPT = 256
-"""Characters of a name up to which its key is kept: a delta says what tensors it adds, and names of megabytes would stay in memory."""
+"""Keys are kept for names of at most this many characters. A delta names the tensors that it adds, and very long names would fill the
+memory.
+"""
 
 PART_ALIGNMENT = 512
-"""Parts of tensors begin at multiples of so many bytes: 256 words, which share one M of docs/format.md §2."""
+"""Parts of tensors begin at multiples of this many bytes: 256 words, which share one M of docs/format.md §2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +87,14 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class TensorKeys:
-    """What the names, types and shapes of tensors contribute, in columns: constants, and the seeds of their coefficients."""
+    """The contribution of names, types and shapes to a digest, in columns: constants, and the seeds of the coefficients."""
 
     tags: Sums
     seeds: NDArray[np.uint64]
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, DType, Sequence[int]]]) -> TensorKeys:
-        """Of tensors of these names, types and shapes."""
+        """Return the keys of tensors with these names, types and shapes."""
         each = ((_key if len(name) <= _LONGEST_KEPT else _key.__wrapped__, name, dtype, shape) for name, dtype, shape in tensors)
         raw = np.frombuffer(b"".join([key(name, dtype.name, tuple(shape)) for key, name, dtype, shape in each]), _KEY)
         return cls(raw["tag"].astype(np.uint32), raw["seed"].astype(np.uint64))
@@ -101,20 +103,21 @@ class TensorKeys:
         return TensorKeys(np.concatenate([self.tags, others.tags]), np.concatenate([self.seeds, others.seeds]))
 
     def of_parts(self, starts: Sequence[int | None]) -> TensorKeys:
-        """The keys of parts that begin so many bytes into the tensors, multiples of `PART_ALIGNMENT`; None stands for a whole tensor.
+        """Return the keys of parts of the tensors. `starts` are byte positions, multiples of `PART_ALIGNMENT`; None means a whole tensor.
 
-        Parts have no tag, and the coefficients that the same words have in the whole: the digests of all add up to it, but for its tag.
+        Parts have no tag, and their words have the same coefficients as in the whole. So the digests of all parts add up to that of the
+        whole, except for its tag.
         """
         blocks = np.array([(start or 0) // PART_ALIGNMENT for start in starts], np.uint64)
         is_whole = np.array([start is None for start in starts], np.uint32)
         return TensorKeys(self.tags * is_whole[:, None], self.seeds + np.uint64(2 * _GOLDEN % 2**64) * blocks)
 
     def digest(self, word_sums: Sums, which: Any = slice(None)) -> Digest:
-        """The digest of these tensors together, if their words sum up to `word_sums`: of all, or of those whose numbers are given."""
+        """Return the digest of all these tensors, or of those in `which`, if their words sum up to `word_sums`."""
         return self.tag(which) + Digest.sum(word_sums)
 
     def tag(self, which: Any = slice(None)) -> Digest:
-        """What the tensors contribute whatever their elements are."""
+        """Return the contribution of the tensors that does not depend on their elements."""
         return Digest.sum(self.tags[which])
 
 

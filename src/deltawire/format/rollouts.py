@@ -1,4 +1,4 @@
-"""A file of rollouts: what a member made of one task. A safetensors file without pickle, read as strictly as any record.
+"""A file of rollouts: the result of one task. It is a safetensors file, read as strictly as any record.
 
     prompt_tokens  I32 [P]    the prompts, one after the other           prompt_lengths  I32 [prompts]
     tokens         I32 [T]    the completions, one after the other       lengths         I32 [completions]
@@ -6,8 +6,7 @@
     mask           U8  [T]    1: a token of the policy's own             finished        U8  [completions]
     spans          I64 [S,4]  completion, start, end, seq of the version rewards F64, scored U8  [completions, reward names]
 
-Who made it, for which task, and by which versions stands in the metadata under "facts", a record in canonical form. docs/protocol.md §10 is
-normative.
+The metadata "facts" is a record in canonical form. It names the member, the task and the versions. docs/protocol.md §10 is normative.
 """
 
 from __future__ import annotations
@@ -70,7 +69,15 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedVersion:
-    """Step and digest of a version that made tokens, as the member claims them."""
+    """Step and digest of a version that made tokens, as the member claims them.
+
+    Parameters
+    ----------
+    step
+        The training step of the version.
+    digest
+        The digest of its weights.
+    """
 
     step: int
     """The training step of the version."""
@@ -202,7 +209,7 @@ def _parse(data: bytes, limits: RolloutLimits) -> Rollouts:
     if header.entries.keys() != _DTYPES.keys():
         raise MalformedHeader("its tensors are not those of rollouts.")
     expected = build_header(_placed({name: header.entries[name].shape for name in _DTYPES}), header.metadata)
-    if expected != data[: len(expected)]:  # one spelling: types, order and padding are those that a writer gives
+    if expected != data[: len(expected)]:  # there is one spelling: types, order and padding are fixed
         raise MalformedHeader("its header is not in canonical form.")
     arrays = {name: _array(data, header.data_start, entry) for name, entry in header.entries.items()}
     return _rollouts(facts, arrays, limits)
@@ -298,7 +305,7 @@ def _check_values(arrays: Mapping[str, NDArray[Any]], prompts: int) -> None:
 
 
 def _spans(table: NDArray[np.int64], lengths: NDArray[np.int32]) -> list[tuple[TokenSpan, ...]]:
-    """The spans of each completion, which must cover it without gap or overlap, in order."""
+    """Return the spans of each completion. They must cover it in order, without gaps or overlaps."""
     found: list[list[TokenSpan]] = [[] for _ in lengths]
     last = 0
     for index, start, end, seq in table.tolist():
@@ -344,7 +351,7 @@ def _joined(parts: Any, dtype: str) -> NDArray[Any]:
 
 
 def _exactly(whole: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """In this type, refusing whole numbers that it cannot hold: a token must not become another one silently."""
+    """Convert to this type. Refuses integers that it cannot hold, so that a token never silently becomes another one."""
     if np.dtype(dtype).kind != "f" and whole.size and not np.array_equal(whole.astype(dtype), whole):
         raise ValueError(f"there are values that {np.dtype(dtype)} cannot hold")
     return whole.astype(dtype)

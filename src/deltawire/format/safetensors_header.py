@@ -1,7 +1,7 @@
 """The header of a safetensors file, read strictly and written canonically.
 
-A file is 8 bytes of header length, that many bytes of JSON, then the data section. Whatever a header claims is checked against the size
-of the file before anything is mapped: a header that passes cannot make a reader look outside the file, at a hole, or at bytes twice.
+A file is 8 bytes of header length, that many bytes of JSON, then the data section. Everything that a header claims is checked against the
+size of the file before anything is mapped. So a valid header cannot make a reader look outside the file, at a hole, or at bytes twice.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _MAX_DIMENSIONS = 32
 _MAX_EXTENT = 1 << 62
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LEAST_ENTRY = 48
-"""The fewest bytes that a tensor takes in a header."""
+"""The fewest bytes that a tensor needs in a header."""
 _SPARE = 1 << 16
-"""Strings, keys and containers that JSON text may have beyond those of its tensors: those of metadata, for the most part."""
+"""JSON text may have this many strings, keys and containers in addition to those of its tensors, mainly for metadata."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class MalformedHeader(ValueError):
-    """A header breaks a rule; the text says which. Who reads the file knows what it is, and says what to do about it."""
+    """A header breaks a rule, which the text names. The caller knows the file and adds what to do."""
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies: `begin` and `end` count bytes from the start of the data section."""
+    """The position of a tensor: `begin` and `end` count bytes from the start of the data section."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -49,25 +49,27 @@ class TensorEntry(NamedTuple):
         return self.end - self.begin
 
 
-Extent: TypeAlias = tuple[int, ...]
-"""The same: begin, end, code of the type, and the shape. Of plain tuples of numbers Python's collection of garbage takes no notice."""
+PlainEntry: TypeAlias = tuple[int, ...]
+"""An entry as a plain tuple: begin, end, code of the type, and the shape. Python's garbage collector ignores tuples of numbers."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The entries in the order of their data, the free-form metadata (None where the file has none), and where the data section starts."""
+    """The entries in the order of their data, the free-form metadata (None if the file has none), and the start of the data section."""
 
-    extents: dict[str, Extent]
+    plain_entries: dict[str, PlainEntry]
     metadata: dict[str, str] | None
     data_start: int
 
     @functools.cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        return {name: TensorEntry(DTYPES[code], tuple(shape), begin, end) for name, (begin, end, code, *shape) in self.extents.items()}
+        return {
+            name: TensorEntry(DTYPES[code], tuple(shape), begin, end) for name, (begin, end, code, *shape) in self.plain_entries.items()
+        }
 
 
 def header_length(prefix: bytes, file_size: int) -> int:
-    """The header's length from the first 8 bytes of a file. Raises `MalformedHeader` where such a header cannot be in such a file."""
+    """Return the header's length from the first 8 bytes of a file. Raises `MalformedHeader` if such a header does not fit in the file."""
     if len(prefix) < LENGTH_BYTES:
         raise MalformedHeader(f"{file_size} bytes are too few for a safetensors file.")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
@@ -82,35 +84,37 @@ def header_length(prefix: bytes, file_size: int) -> int:
 
 
 def parse_header(text: bytes, file_size: int, *, most_tensors: int | None = None) -> Header:
-    """The header in `text`, for a file of `file_size` bytes. Raises `MalformedHeader`.
+    """Return the header in `text`, for a file of `file_size` bytes. Raises `MalformedHeader`.
 
-    `most_tensors` is how many tensors the file can have, if the caller knows: a header that would be read into far more is refused first.
+    `most_tensors` is the largest possible number of tensors, if known. A header that would need far more objects is refused first.
     """
     possible = len(text) // _LEAST_ENTRY
     check_density(text, possible if most_tensors is None else min(possible, most_tensors))
-    document = parse_json_object(text, _sound_extent)
+    document = parse_json_object(text, _sound_entry)
     metadata = _metadata(document.pop("__metadata__", None))
-    extents = {name: extent if type(extent) is tuple else _extent(name, extent) for name, extent in document.items()}
+    plain_entries = {name: extent if type(extent) is tuple else _plain_entry(name, extent) for name, extent in document.items()}
     # Tensors without elements share their offset with a neighbour; sorting by the end too puts them before it.
-    ordered = dict(sorted(extents.items(), key=lambda item: item[1][:2]))
+    ordered = dict(sorted(plain_entries.items(), key=lambda item: item[1][:2]))
     data_start = LENGTH_BYTES + len(text)
-    _check_extents(ordered, file_size - data_start)
+    _check_entries(ordered, file_size - data_start)
     return Header(ordered, metadata, data_start)
 
 
 def build_header(tensors: Iterable[tuple[str, TensorEntry]], metadata: Mapping[str, str] | None) -> bytes:
-    """Length and JSON, padded so that the data section starts at a multiple of 8. The inverse of `parse_header`."""
+    """Return length and JSON, padded so that the data section starts at a multiple of 8. The inverse of `parse_header`."""
     members = [] if metadata is None else [f'"__metadata__":{_dump(dict(metadata))}']
     for name, (dtype, shape, begin, end) in tensors:  # as text at once: thousands of small objects would take several times as long
-        extents = ",".join(map(str, shape))
-        members.append(f'{_dump(name)}:{{"dtype":"{dtype.name}","shape":[{extents}],"data_offsets":[{begin},{end}]}}')
+        plain_entries = ",".join(map(str, shape))
+        members.append(f'{_dump(name)}:{{"dtype":"{dtype.name}","shape":[{plain_entries}],"data_offsets":[{begin},{end}]}}')
     text = f"{{{','.join(members)}}}".encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def place_in_order(tensors: Sequence[tuple[str, DType, tuple[int, ...]]]) -> list[tuple[str, TensorEntry]]:
-    """Entries without holes, each aligned to its element size: in the order given if that aligns them, else the widest elements first."""
+    """Return entries without holes, each aligned to its element size: in the given order if that aligns them, otherwise the widest elements
+    first.
+    """
     placed = _place(tensors)
     if all(not entry.begin % entry.dtype.itemsize for _, entry in placed):
         return placed
@@ -118,10 +122,10 @@ def place_in_order(tensors: Sequence[tuple[str, DType, tuple[int, ...]]]) -> lis
 
 
 def check_density(text: bytes, tensors: int) -> None:
-    """Raise `MalformedHeader` if JSON text has more strings, keys or containers than so many tensors need.
+    """Raise `MalformedHeader` if JSON text has more strings, keys or containers than this many tensors need.
 
-    Read into Python objects, `[],[],[],…` takes 25 times the memory of the text. An entry of a tensor has at most three containers, five
-    strings and four keys. All is counted in the text, before anything is read.
+    As Python objects, `[],[],[],…` takes 25 times the memory of the text. A tensor's entry has at most three containers, five strings and
+    four keys. They are counted in the text, before it is parsed.
     """
     strings = (text.count(b'"') - text.count(b'\\"')) // 2
     containers, keys = text.count(b"[") + text.count(b"{"), text.count(b":")
@@ -138,9 +142,9 @@ def check_density(text: bytes, tensors: int) -> None:
 
 
 def parse_json_object(text: bytes, convert: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
-    """A JSON object in which no key occurs twice at any depth and no text is invalid Unicode. Raises `MalformedHeader`.
+    """Return a JSON object in which no key occurs twice at any depth and no text is invalid Unicode. Raises `MalformedHeader`.
 
-    `convert` may put something else in the place of objects within, as they are read.
+    `convert` may replace inner objects as they are read.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> Any:
@@ -185,17 +189,17 @@ def _metadata(value: Any) -> dict[str, str] | None:
     return value
 
 
-def _sound_extent(fields: dict[str, Any]) -> Extent | dict[str, Any]:
+def _sound_entry(fields: dict[str, Any]) -> PlainEntry | dict[str, Any]:
     """What an entry says, if these are the fields of a sound one."""
     if fields.keys() != _FIELDS:
         return fields
     try:
-        return _extent("", fields)
+        return _plain_entry("", fields)
     except MalformedHeader:
         return fields  # who knows its name refuses it
 
 
-def _extent(name: str, fields: Any) -> Extent:
+def _plain_entry(name: str, fields: Any) -> PlainEntry:
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise MalformedHeader(f"tensor {name!r} must have exactly dtype, shape and data_offsets.")
     shape, offsets, dtype_name = fields["shape"], fields["data_offsets"], fields["dtype"]
@@ -223,7 +227,7 @@ def _is_list_of_sizes(value: Any) -> bool:
     return True
 
 
-def _check_extents(ordered: Mapping[str, Extent], data_bytes: int) -> None:
+def _check_entries(ordered: Mapping[str, PlainEntry], data_bytes: int) -> None:
     end = 0
     for name, (begin, its_end, *_) in ordered.items():
         if begin != end:

@@ -1,4 +1,21 @@
-"""The reading side: follow a chain in memory or in a mirror directory, or pull one version of it."""
+"""The reading side: follow a chain in memory or in a mirror directory, or pull one version of it.
+
+subscriber       keep a replica at the newest version
+pull             write one version to a directory
+follow           look for new versions again and again
+chain_view       the head of a chain, as far as a reader may trust it
+sync_context     what one sync needs: the chain, routes, and fetchers
+sync_report      what one sync cost
+replica          the interface of replicas
+memory_replica   a replica in memory
+replica_weights  the weights that a replica in memory changes
+prepared_swap    a prepared change of weights
+undo             steps that lead back to earlier versions
+model_files      the config, tokenizer and tensor types of a version
+pin_keeper       a reader's pin, which keeps objects from collection
+seen             the newest commit that a mirror has seen
+mirror           a replica in a directory
+"""
 
 from __future__ import annotations
 
@@ -13,11 +30,16 @@ __all__ = ["Mirror", "Subscriber", "pull", "reading_mirror"]
 
 
 def reading_mirror(path: Path | str) -> AbstractContextManager[Path]:
-    """For loaders: the directory of the version that a mirror serves, which stays exactly as it is while the context lasts.
+    """Hold the version that a mirror serves, for a loader. Yields its directory, which does not change while the context lasts.
 
     >>> with reading_mirror("/dev/shm/policy") as checkpoint:
     ...     model = AutoModel.from_pretrained(checkpoint)
 
-    Needs no store, and no subscriber in this process. `MirrorError` if there is no sound version.
+    Needs no store and no subscriber in this process. Raises `MirrorError` if the mirror has no sound version.
+
+    Parameters
+    ----------
+    path
+        The directory of the mirror.
     """
     return Mirror(Path(path)).reading()

@@ -1,4 +1,4 @@
-"""What a reader takes for the truth about a chain: its head, as far as it may be trusted, and the versions below it."""
+"""The chain as one reader sees it: its head, as far as the reader may trust it, and the versions below it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,25 @@ from ..format.records.chain_records import Commit
 from .seen import SeenFile
 
 _ATTEMPTS = 8
-"""How often a collection may pass the newest version in the middle of one sync before the sync fails."""
+"""If a collection deletes the newest version this many times during one sync, the sync fails."""
 
 _Result = TypeVar("_Result")
 
 
 class ChainView:
-    """A chain as one reader sees it. With `seen`, what was seen is remembered across processes, before anything is done with it."""
+    """A chain as one reader sees it.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    seen
+        Remembers the newest commit across processes, before anything is done with it.
+    max_silence
+        The largest age of the newest commit, in seconds.
+    clock
+        Returns the time in seconds since 1970.
+    """
 
     def __init__(
         self, log: ChainLog, *, seen: SeenFile | None = None, max_silence: float | None = None, clock: Callable[[], float] = time.time
@@ -31,7 +43,7 @@ class ChainView:
         self._head: Commit | None = None
 
     def head(self) -> Commit:
-        """The newest commit that is not void. `NoChain` while nothing is published; `RollbackDetected`, `ChainBroken`."""
+        """Return the newest commit that is not void. Raises `NoChain` if nothing is published, `RollbackDetected` or `ChainBroken`."""
         if self._seen is not None:
             remembered = self._seen.read()
             if remembered is not None and (self.log.known is None or self.log.known.seq < remembered.seq):
@@ -47,12 +59,14 @@ class ChainView:
         return head
 
     def remember(self) -> None:
-        """Note the newest commit beside the mirror, where there is one."""
+        """Note the newest commit in the mirror, if there is one."""
         if self._seen is not None and self.log.known is not None:
             self._seen.remember(self.log.known)
 
     def version_at(self, head: Commit, seq: int | None) -> Commit:
-        """The commit that made version `seq` of the chain that ends in `head`, or the version in force at its end. `VersionUnknown`."""
+        """Return the commit that made version `seq` of the chain that ends in `head`, or the version in force at its end. Raises
+        `VersionUnknown`.
+        """
         if seq is None:
             return self.log.state_commit(head)
         commit = self.log.ancestor(head, seq)
@@ -61,11 +75,11 @@ class ChainView:
         return self.log.state_commit(commit)
 
     def reach(self, seq: int | None, attempt: Callable[[Commit], _Result], *, watch: Stopwatch | None = None) -> _Result:
-        """Call `attempt` with the commit that made version `seq`, or the newest version if `seq` is None. Returns what it returns.
+        """Call `attempt` with the commit that made version `seq`, or the newest version if `seq` is None. Return its result.
 
-        A collection may pass the newest version while the attempt runs: the chain has gone on, and the data are gone (`VersionGone`).
-        Then the attempt is made again, with what is newest by then. `DataMissing`, which may heal, if nothing leads to the newest version.
-        `watch` counts the time spent on looking for the version, as "find".
+        While the attempt runs, the chain may grow and a collection may delete the data (`VersionGone`). Then the attempt is repeated with
+        the version that is newest by then. Raises `DataMissing`, which is retryable, if no route leads to the newest version. `watch`
+        counts the time for finding the version as "find".
         """
         watch = watch or Stopwatch()
         passed: Commit | None = None
@@ -85,13 +99,13 @@ class ChainView:
         )
 
     def updates_known(self) -> int:
-        """How many versions there were when the head was last looked for."""
+        """Return how many versions there were when the head was last read."""
         return 0 if self._head is None else self._head.updates
 
     def has_news(self) -> bool:
-        """Whether something was added since the head was last looked for: one request, by name.
+        """Return whether commits were added since the head was last read. This takes one request.
 
-        Now and then it takes one more, to see whether the store was set back to an earlier state (`RollbackDetected`).
+        From time to time it takes one more, to check whether the store was set back to an earlier state (`RollbackDetected`).
         """
         if self.log.known is None or self.log.read(self.log.known.seq + 1) is not None:
             return True
@@ -99,7 +113,7 @@ class ChainView:
         return False
 
     def check_silence(self) -> None:
-        """`ChainStale` if the head that was last looked for is older than is credible."""
+        """Raise `ChainStale` if the head that was last read is older than allowed."""
         if self._max_silence is None or self._head is None:
             return
         silence = self._clock() - self._head.time / 1000

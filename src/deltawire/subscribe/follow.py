@@ -1,4 +1,4 @@
-"""Keep a subscriber up to date: look, sync, wait, for ever."""
+"""Keep a subscriber up to date: look, sync and wait, until it is stopped."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..errors import ChainStale, DeltawireError
 
 _LONGEST_PAUSE = 60.0
 _SLICE = 0.2
-"""Seconds after which a wait looks whether the subscriber was closed."""
+"""Seconds between checks whether the subscriber was closed, while waiting."""
 
 
 class Followed(Protocol):
-    """What can be kept up to date: a subscriber, or what is built on one."""
+    """Can be kept up to date: a subscriber, or an object that is built on one."""
 
     @property
     def version(self) -> Version | None: ...
@@ -29,7 +29,7 @@ class Followed(Protocol):
 def follow_chain(
     subscriber: Followed, *, poll: float, is_over: Callable[[], bool], stop: threading.Event | None = None
 ) -> Iterator[Version]:
-    """Versions as they are reached. Errors that may heal are the subscriber's to report; here they only slow the pace."""
+    """Yield versions as they are reached. The subscriber reports retryable errors; here they only make the next look later."""
     if poll <= 0:
         raise ValueError(f"poll must be more than 0 seconds, not {poll}")
     return _versions(subscriber, poll, is_over, stop or threading.Event())
@@ -42,18 +42,18 @@ def _versions(subscriber: Followed, poll: float, is_over: Callable[[], bool], st
     while not is_over():
         try:
             if is_due or subscriber._look():
-                is_due = True  # until it has succeeded
+                is_due = True  # until the sync succeeds
                 subscriber.sync()
                 is_due = False
             failures = 0
         except ChainStale:
-            is_due = False  # reached, and reported; there is nothing to do but wait
+            is_due = False  # the version was reached, and the error was reported
         except DeltawireError as error:
             if not error.retryable and not is_over():
                 raise
             failures += 1
         except ValueError:
-            if not is_over():  # closed by another thread just now
+            if not is_over():  # otherwise another thread has just closed the subscriber
                 raise
             return
         version = subscriber.version
@@ -64,7 +64,9 @@ def _versions(subscriber: Followed, poll: float, is_over: Callable[[], bool], st
 
 
 def pause(poll: float, failures: int, jitter: Callable[[], float] = random.random) -> float:
-    """How long to wait: about `poll`, doubled with every failure in a row up to a minute; jittered, lest a fleet ask in step."""
+    """Return the seconds to wait: about `poll`, doubled with every failure in a row, up to a minute. It is random, so that a fleet does not
+    ask in step.
+    """
     longest = max(poll, _LONGEST_PAUSE)
     return min(poll * 2.0 ** min(failures, 30), longest) * (0.75 + 0.5 * jitter())
 

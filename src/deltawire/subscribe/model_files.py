@@ -1,6 +1,6 @@
-"""What a chain says about its model beside the weights: config, tokenizer, and the element type of each tensor.
+"""Read what a chain says about its model apart from the weights: config, tokenizer, and the element type of each tensor.
 
-Enough to build an empty model of the right form, which then gets its weights by following the chain.
+This is enough to build an empty model of the right form, which then gets its weights by following the chain.
 """
 
 from __future__ import annotations
@@ -30,15 +30,25 @@ from .chain_view import ChainView
 
 _Loaded = TypeVar("_Loaded")
 _MOST_BYTES = 256 << 20
-"""More than any tokenizer has. What an anchor's record claims beyond is refused, not fetched."""
+"""Larger than any tokenizer. If a record claims more, the files are refused and not fetched."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """`files` are the attachments of a version by name. `dtypes` are the types of the tensors of the checkpoint that it is rebuilt from.
+    """The attachments of a version, and the types of its tensors.
 
-    The files are checked against their records. The types are not: whoever loads weights into a model of these types notices (a mistake
-    shows as `EngineRefused`). `state_bytes` and `tensors` are the size of the weights by the version's commit; None if it is not known.
+    The files are checked against their records. The types are not checked: wrong ones show as `EngineRefused` when weights are loaded.
+
+    Parameters
+    ----------
+    files
+        The attachments by name.
+    dtypes
+        The types of the tensors in the checkpoint that the version is rebuilt from.
+    state_bytes
+        The size of the weights, from the version's commit. None if not known.
+    tensors
+        The number of tensors, from the version's commit. None if not known.
     """
 
     files: Mapping[str, bytes]
@@ -47,7 +57,7 @@ class ModelFiles:
     tensors: int | None = None
 
     def write(self, folder: Path) -> Path:
-        """Put the files into a directory, for libraries that load from one. `CheckpointError` if a name cannot be written."""
+        """Write the files to a directory, for libraries that load from one. Raises `CheckpointError` if a name cannot be written."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in self.files.items():
             check_can_be_written(name)
@@ -56,9 +66,18 @@ class ModelFiles:
 
 
 class FollowedFiles(Generic[_Loaded]):
-    """What `load` makes of the attachments of the version that a reader has, such as a tokenizer.
+    """Keeps an object that is loaded from the attachments, such as a tokenizer, at the version of a reader.
 
-    It is made anew when a version has other attachments than the one before. Safe for use from several threads.
+    The object is loaded again when a version has other attachments than the one before. May be used from several threads.
+
+    Parameters
+    ----------
+    store
+        The store that holds the chain.
+    load
+        Makes the object from the files.
+    options
+        Which chain to accept and how to read it.
     """
 
     def __init__(self, store: Store, load: Callable[[ModelFiles], _Loaded], *, options: ReaderOptions | None = None) -> None:
@@ -67,14 +86,14 @@ class FollowedFiles(Generic[_Loaded]):
         self._options = options
         self._lock = threading.Lock()
         self.first = read_model_files(store, options=options)
-        """The files of the version that was newest at first."""
+        """The files of the version that was newest at the start."""
         self._hashes = {name: content_hash(data) for name, data in self.first.files.items()}
         self._loaded = load(self.first)
 
     def at(self, version: Version | None) -> _Loaded:
-        """Return what belongs to a version. Raises as `read_model_files` and `load` do, and then keeps what there was.
+        """Return the object for a version. Raises the errors of `read_model_files` and `load`, and then keeps the previous object.
 
-        Without a version, and for one whose commit does not name attachments, that is what was loaded last.
+        Without a version, or for a version whose commit names no attachments, it returns the object that was loaded last.
         """
         with self._lock:
             if version is not None and version.attachments and version.attachments != self._hashes:
@@ -85,9 +104,18 @@ class FollowedFiles(Generic[_Loaded]):
 
 
 def read_model_files(store: Store, *, at: int | None = None, options: ReaderOptions | None = None) -> ModelFiles:
-    """Read those of version `at`, or of the newest. Raises as `Subscriber.sync` does: `NoChain` before the first version.
+    """Read the files of one version. Raises the errors of `Subscriber.sync`, such as `NoChain` before the first version.
 
-    No weights are fetched but the first bytes of each file.
+    Of the weights, only the header of each file is fetched.
+
+    Parameters
+    ----------
+    store
+        The store that holds the chain.
+    at
+        The commit number of the version. None reads the newest.
+    options
+        Which chain to accept and how to read it.
     """
     chain = ChainView((options or ReaderOptions()).open_log(store))
     return chain.reach(at, lambda target: _read(chain.log, target))
@@ -110,7 +138,7 @@ def _read(log: ChainLog, target: Commit) -> ModelFiles:
 def _attachments(log: ChainLog, target: Commit, hop: Hop, fetcher: Fetcher) -> dict[str, bytes]:
     entries = attachments_of(target, hop)
     if sum(entry.size for entry in entries) > _MOST_BYTES:
-        raise DataDamaged(f"the files beside the weights of {target.describe()} claim more than {_MOST_BYTES:,} bytes.")
+        raise DataDamaged(f"the attachments of {target.describe()} claim more than {_MOST_BYTES:,} bytes.")
     return fetch_attachments(log, entries, hop, fetcher)
 
 

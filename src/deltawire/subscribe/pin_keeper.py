@@ -1,4 +1,4 @@
-"""Keeps a reader's pin in the store, so that what leads on from its version is not collected under its feet."""
+"""Keep a reader's pin in the store, so that the data it needs next are not collected."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..store.keys import pin_key
 
 
 def reader_name() -> str:
-    """A name for this reader that says where it runs, and is nobody else's."""
+    """Return a unique name for this reader that contains the host name."""
     host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:40] or "reader"
     return f"{host}-{secrets.token_hex(4)}"
 
 
 class PinKeeper:
-    """Writes the pin, renews it at a third of its life, removes it in the end.
+    """Writes the pin, renews it after a third of its life, and removes it at the end.
 
-    A pin that cannot be written is reported ("pin-failed") and else ignored: without one a reader that lags may have to fetch a checkpoint,
-    nothing worse. Where the store denies it, it is not tried again.
+    A pin that cannot be written is reported ("pin-failed") and otherwise ignored. Without a pin, a reader that lags may have to fetch a
+    full checkpoint, and nothing worse can happen. If the store denies access, the keeper does not try again.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PinKeeper:
         clock: Callable[[], float] = uptime,
     ) -> None:
         self.reader = reader or reader_name()
-        pin_key(self.reader)  # ValueError now rather than a failure later
+        pin_key(self.reader)  # raises ValueError for an invalid name
         self._store = store
         self._enabled = enabled
         self._ttl = ttl
@@ -54,7 +54,7 @@ class PinKeeper:
         self._lock = threading.Lock()
 
     def hold(self, run: Run, seq: int) -> None:
-        """See to it that what leads from version `seq` on is kept."""
+        """Pin the data that lead from version `seq` on."""
         with self._lock:
             is_covered = self._pinned is not None and self._pinned <= seq and self._clock() < self._next
             if self._enabled and not is_covered and (self._pinned is not None or self._clock() >= self._next):
@@ -65,7 +65,7 @@ class PinKeeper:
         self.hold(run, max(0, hops[0].target.seq - 1))
 
     def renew(self, _: int = 0) -> None:
-        """Renew the pin if it is time. Cheap, and for any thread: to be called as the bytes of a long transfer arrive."""
+        """Renew the pin if it is due. It is cheap and may be called from any thread: call it as the bytes of a long transfer arrive."""
         if self._pinned is None or self._clock() < self._next or not self._lock.acquire(blocking=False):
             return
         try:
@@ -85,7 +85,7 @@ class PinKeeper:
         self._run, self._pinned, self._next = run, seq, self._clock() + self._ttl / 3
 
     def release(self) -> None:
-        """Take the pin back. None is written after this."""
+        """Remove the pin. None is written afterwards."""
         with self._lock:
             self._enabled = False
             if self._pinned is None:

@@ -1,4 +1,4 @@
-"""One version of a chain as a plain checkpoint directory."""
+"""Write one version of a chain to a plain checkpoint directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .pin_keeper import PinKeeper
 from .sync_context import SyncContext
 
 _DELTAS = ".deltas"
-"""Hidden, so that no file of a checkpoint has this name."""
+"""A hidden name, which no file of a checkpoint has."""
 
 
 def pull(
@@ -93,7 +93,7 @@ def pull(
                 unwanted = _unwanted_files(target, hops[0])
                 entries = [*(target.attachments or ()), *(entry for hop in hops for entry in hop.files if entry.name not in unwanted)]
                 size = sum(entry.size for entry in entries)
-                staged.refuse_losses({entry.name for entry in entries if entry.name is not None})  # at the end again, but then it is late
+                staged.refuse_losses({entry.name for entry in entries if entry.name is not None})  # before fetching; repeated at the end
                 emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=fetched_hops(hops), bytes=size)
                 try:
                     _build(staged.path, hops, context, threads)
@@ -141,7 +141,7 @@ def _build(folder: Path, hops: Sequence[Hop], context: SyncContext, threads: int
 
 
 def _unwanted_files(target: Commit, first_hop: Hop) -> set[str]:
-    """Name the files of a checkpoint that its version had beside its weights, if the target's own attachments replace them.
+    """Return the names of attachments among the files of a checkpoint, if the target's own attachments replace them.
 
     Checkpoints of version 1 list such files. They may be older than the target, which is rebuilt from the weights only.
     """
@@ -151,7 +151,7 @@ def _unwanted_files(target: Commit, first_hop: Hop) -> set[str]:
 
 
 class _opened:
-    """A store for the time of a context; one that the caller has opened stays open."""
+    """Opens a store for the time of a context. A store that the caller has opened stays open."""
 
     def __init__(self, url: str | Path | Store, options: StoreOptions | None, on_event: OnEvent | None) -> None:
         self._store = open_store(url, options=options, on_event=on_event)

@@ -1,4 +1,4 @@
-"""The newest commit that was ever seen, kept beside a mirror: what a store that went back in time is measured against."""
+"""Remember the newest commit that a mirror has seen, to notice a store that was set back to an earlier state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class SeenFile:
-    """`seen.json` of a mirror, shared by all processes that use the mirror. What it says only ever rises."""
+    """The file `seen.json` of a mirror, shared by all processes that use the mirror. The commit in it never goes down."""
 
     def __init__(self, mirror: Path) -> None:
         self._path = mirror / "seen.json"
         self._lock_path = mirror / "locks" / "seen"
 
     def read(self) -> CommitRef | None:
-        """The newest commit seen; None if none was. `MirrorError` for a file that cannot be read: forgetting is what an attacker wants."""
+        """Return the newest commit seen, or None. Raises `MirrorError` for a file that cannot be read, because an attacker would want it
+        ignored.
+        """
         with as_mirror_errors(self._path):
             document = read_json(self._path)
             is_there = document is not None or self._path.exists()
@@ -36,7 +38,7 @@ class SeenFile:
         return CommitRef(seq, commit, None)
 
     def remember(self, ref: CommitRef) -> None:
-        """Note a commit, unless a newer one is noted. Where there is no mirror yet, nothing is kept."""
+        """Note a commit, unless a newer one is noted. Does nothing if there is no mirror yet."""
         if not self._lock_path.parent.is_dir():
             return
         with as_mirror_errors(self._path), FileLock.wait_exclusive(self._lock_path):

@@ -1,4 +1,4 @@
-"""Follow a chain: the newest version of the model, in memory or in a mirror directory."""
+"""Follow a chain: keep the newest version of the model in memory or in a mirror directory."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .sync_report import SyncReport
 
 
 class Subscriber:
-    """A copy of the model that is brought to the versions of a chain, bit for bit, and checked each time.
+    """Keeps a replica of the model at the newest version of a chain, bit for bit. Every update is checked.
 
     >>> with Subscriber("s3://bucket/run", mirror="/dev/shm/policy") as subscriber:
     ...     subscriber.sync().step
     ...     subscriber.state["lm_head.weight"]
 
-    Without `mirror` the weights are arrays in memory, **changed in place by `sync`**: who reads them while a sync runs may see a mix of two
-    versions, so stop reading first. With a mirror they are memory-mapped files that stay exactly as they are until this subscriber's next
-    `sync`, whatever others do; arrays taken from `state` before must not be used after it. A mirror outlives the process (opening it needs
-    no store), can be shared by subscribers in any number of processes, and loads as a checkpoint at any time (`reading_mirror`).
+    Without `mirror` the weights are arrays in memory, which `sync` **changes in place**. Code that reads them during a sync may see a mix
+    of two versions, so stop reading first. With a mirror the weights are memory-mapped files, which do not change until this subscriber's
+    next `sync`. Do not use arrays from `state` after that sync. A mirror survives the process, can be opened without the store, can be
+    shared by subscribers in several processes, and can be loaded as a checkpoint at any time (`reading_mirror`).
 
-    Whatever fails, the last good version goes on being served: `version` and `state` say what it is, `last_error` why it is not newer.
+    If a sync fails, the last good version stays available: `version` and `state` describe it, and `last_error` says why it is not newer.
 
     Parameters
     ----------
@@ -50,10 +50,10 @@ class Subscriber:
     options
         Which chain to accept and how to read it.
     threads
-        How many threads decode and check. None uses all processors.
+        Number of threads for decoding and digests. None means one per core.
     undo_bytes
-        Bytes of memory for going back to earlier versions without the store. None uses a quarter of the state's size. A mirror does not
-        use it.
+        Bytes of memory for going back to earlier versions without the store. None uses a quarter of the state's size. A mirror does not use
+        it.
     replica
         The replica to keep up to date instead of memory or a mirror, such as the live weights of an engine.
     on_event
@@ -73,7 +73,7 @@ class Subscriber:
     ) -> None:
         self._options = options = options or ReaderOptions()
         self.last_error: Exception | None = None
-        """Why the last sync failed; None if it did not."""
+        """The error of the last sync, or None if it succeeded."""
         self._on_event = on_event
         self._busy = threading.RLock()
         self._closed = threading.Event()
@@ -88,7 +88,7 @@ class Subscriber:
             self._mirrored = replica.mirror
         elif mirror is None:
             self._replica = MemoryReplica(threads=threads, undo_bytes=undo_bytes)
-        else:  # after all that can fail, for it holds a lock from here on
+        else:  # last, because it takes a lock, and everything that can fail must come before
             self._replica = self._mirrored = MirrorReplica(Path(mirror), threads=threads, trusted_keys=options.trusted_keys)
         log.followed_run = None if self._mirrored is None else self._mirrored.run_id
         self._chain = ChainView(log, seen=self._mirrored.seen if self._mirrored else None, max_silence=options.max_silence)
@@ -97,32 +97,40 @@ class Subscriber:
     def state(self) -> Mapping[str, NDArray[Any]]:
         """The weights of `version`: names to read-only arrays (bf16 and fp8 as `ml_dtypes`). Empty before the first version.
 
-        Take it anew after each sync: one that needed a whole checkpoint, and any with a mirror, leaves another mapping.
+        Read this property again after each sync, because the mapping may be a new one.
         """
         return self._replica.state
 
     @property
     def version(self) -> Version | None:
-        """The version at hand, whole; None before the first."""
+        """The complete version that the subscriber has, or None before the first."""
         commit = self._replica.commit
         return None if commit is None else Version.of(commit)
 
     @property
     def path(self) -> Path | None:
-        """With a mirror, the directory that holds `version` as a checkpoint. It stays as it is until the next `sync`."""
+        """The directory of the mirror that holds `version` as a checkpoint, or None without a mirror. It does not change until the next
+        `sync`.
+        """
         return self._mirrored.slot_path if self._mirrored else None
 
     def lag(self) -> int:
-        """How many versions the chain has beyond the one at hand, by asking the store now. Raises what `sync` raises on the way there."""
+        """Return how many versions the subscriber is behind the chain. Asks the store, and raises the errors of `sync`."""
         head = self._chain.head()
         commit = self._replica.commit
         return head.updates - (commit.updates if commit is not None else 0)
 
     def sync(self, target: int | None = None) -> Version:
-        """Get to the newest version, or to version `target`, which may be an older one. Returns the version that is then at hand.
+        """Bring the replica to the newest version, or to another one. Return the version that it then has.
 
-        Raises a `StoreError` or `ChainError` if it cannot be reached, `MirrorError` if the directory cannot be used; `ChainStale` also
-        after it was reached. With a shared mirror, `target` moves the mirror for everyone who syncs it.
+        Raises a `StoreError` or `ChainError` if the version cannot be reached, and `MirrorError` if the directory cannot be used.
+        `ChainStale` is also raised after the version was reached.
+
+        Parameters
+        ----------
+        target
+            The commit number (`Version.seq`) of the version, which may be older than the present one. None means the newest. In a shared
+            mirror, this moves the mirror for all its users.
         """
         with self._busy:
             if self._closed.is_set():
@@ -149,11 +157,19 @@ class Subscriber:
     def follow(
         self, callback: Callable[[Version], object] | None = None, *, poll: float = 1.0, stop: threading.Event | None = None
     ) -> Iterator[Version]:
-        """Keep up with the chain. Yields the version after every sync that changed it; versions in between are passed over.
+        """Keep up with the chain. Yields the version after every sync that changed it. Versions in between may be skipped.
 
-        Looks for the next commit about every `poll` seconds, by name. What may heal by itself (`retryable` errors) is reported as an event
-        "sync-failed" and tried again, ever more slowly; anything else is raised. Ends when `stop` is set or the subscriber is closed.
-        With a `callback`, calls it with each version and returns only in the end; what it raises is raised.
+        Looks for the next commit about every `poll` seconds. Retryable errors are reported as events "sync-failed" and tried again, with
+        growing pauses; other errors are raised. Ends when `stop` is set or the subscriber is closed.
+
+        Parameters
+        ----------
+        callback
+            Called with each version. If it is given, `follow` returns only at the end. Its exceptions are raised.
+        poll
+            Seconds between two looks.
+        stop
+            Ends the loop when it is set.
         """
         versions = follow_chain(self, poll=poll, is_over=lambda: self._closed.is_set() or (stop is not None and stop.is_set()), stop=stop)
         if callback is None:
@@ -163,7 +179,7 @@ class Subscriber:
         return iter(())
 
     def close(self) -> None:
-        """Let go of pin, mirror and store. Arrays taken from a mirror's `state` must not be used any more. Doing so twice is fine."""
+        """Release the pin, the mirror and the store. Do not use arrays from a mirror's `state` afterwards. May be called twice."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -183,11 +199,11 @@ class Subscriber:
         with report.watch.phase("find"):
             run = self._chain.log.run
             if self._mirrored is not None and self._mirrored.run_id is not None:
-                self._mirrored.create(run.id)  # or it is of another run
+                self._mirrored.create(run.id)  # raises an error if the mirror has another run
         self._chain.reach(target, lambda commit: self._move_to(commit, run, report, newest=target is None), watch=report.watch)
 
     def _move_to(self, commit: Commit, run: Run, report: SyncReport, *, newest: bool) -> None:
-        if self._mirrored is not None and self._mirrored.run_id is None:  # only now is it known that the chain is to be followed
+        if self._mirrored is not None and self._mirrored.run_id is None:  # not earlier, because the chain might have been refused
             self._mirrored.create(run.id)
             self._chain.remember()
         have = self._replica.commit
@@ -212,7 +228,7 @@ class Subscriber:
         self._replica.move(commit, context)
 
     def _look(self) -> bool:
-        """For `follow`: whether there may be something new. Keeps the pin alive, and reports what goes wrong."""
+        """Return whether there may be a new version, for `follow`. Keeps the pin alive, and reports errors."""
         try:
             commit = self._replica.commit
             if commit is not None:

@@ -1,4 +1,4 @@
-"""What a replica is given to get to another version: the chain, ways through it, and the means to fetch what they need."""
+"""What a replica needs for one sync: the chain, routes through it, and fetchers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,27 @@ from .sync_report import SyncReport
 
 @dataclass
 class SyncContext:
-    """One sync. `newest` says that the target is whatever is newest, so that a version beyond it is welcome too."""
+    """One sync.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    routes
+        Finds routes and avoids hops that failed.
+    report
+        Counts what the sync costs.
+    newest
+        Whether the target is the newest version, so that an even newer one is fine too.
+    patience
+        Seconds to wait for data that arrive after their commit.
+    progress
+        Called with the number of bytes fetched.
+    on_event
+        Called with each event.
+    is_halted
+        Returns whether the sync should end early.
+    """
 
     log: ChainLog
     routes: Routes
@@ -32,30 +52,32 @@ class SyncContext:
     progress: Progress | None = None
     on_event: OnEvent | None = None
     is_halted: Callable[[], bool] = lambda: False
-    """Whether nobody waits for the outcome any more."""
+    """Whether the sync should end early, because its result is no longer wanted."""
     _abandoned: threading.Event = field(default_factory=threading.Event)
 
     def route_fetcher(self, hops: Sequence[Hop]) -> RouteFetcher:
-        """A fetcher for the delta files of a route."""
+        """Return a fetcher for the delta files of a route."""
         return RouteFetcher(self.log, hops, self.progress, **self._fetching)
 
     def to_file(self, hop: Hop, entry: FileEntry, path: Path) -> None:
-        """Fetch a file of a hop into a new file, checked and on disk."""
+        """Fetch a file of a hop into a new file. Afterwards it is checked and on disk."""
         fetcher = Fetcher(self.log.store, **self._fetching)
         fetcher.fetch_to_file(entry, path, collected=was_collected(self.log, hop), progress=self.progress)
 
     def to_memory(self, hop: Hop, entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, memoryview]]:
-        """Fetch files of a hop, checked, in order."""
+        """Fetch files of a hop in order, and check them."""
         fetcher = Fetcher(self.log.store, **self._fetching)
         return fetcher.prefetch(entries, collected=was_collected(self.log, hop), progress=self.progress)
 
     def abandon(self) -> None:
-        """Nobody wants any more what is being fetched: waiting for it ends."""
+        """Stop waiting for data that are being fetched, because they are no longer wanted."""
         self._abandoned.set()
         self._abandoned = threading.Event()
 
     def vouch(self, ref: CommitRef) -> None:
-        """`RollbackDetected` unless this commit, put into the mirror by another process, is one of the chain that we see and trust."""
+        """Raise `RollbackDetected` unless a commit that another process put into the mirror belongs to the chain that this reader
+        trusts.
+        """
         commit = self.log.read(ref.seq)
         if commit is None or self.log.ref(commit) != ref:
             raise RollbackDetected(f"commit {ref.seq}, which the mirror holds, is not the one in {self.log.store.url}.")
@@ -74,9 +96,9 @@ class SyncContext:
 
 
 class RouteFetcher(Fetcher):
-    """Fetches the delta files of a route in the order of its hops, those of the next hop on their way while one is worked on.
+    """Fetches the delta files of a route in the order of its hops. The files of the next hop are fetched while one hop is applied.
 
-    To be asked for exactly these files, in exactly this order, hop by hop; and to be closed.
+    Ask for exactly these files in exactly this order, hop by hop, and close it afterwards.
     """
 
     def __init__(self, log: ChainLog, hops: Sequence[Hop], arrived: Progress | None, **fetching: Any) -> None:

@@ -30,7 +30,7 @@ class Call(NamedTuple):
     between.
     """
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody misses here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not needed here
     op: str
     key: str
 

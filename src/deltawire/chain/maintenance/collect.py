@@ -133,7 +133,7 @@ def _dry_run(log: ChainLog, found: Survey, floor: int | None, marks: list[_Place
 def _needs_mark(found: Survey, floor: int, marks: list[_PlacedMark], now: datetime, grace: float) -> bool:
     if found.head.epoch != found.epoch:  # a writer has claimed an epoch, but has not written its fence yet
         return False
-    # No collector announces more than there is. Such a mark, which anybody may have written, must not end collection for good.
+    # No correct collector writes a floor above the head. Such a mark may be forged, and must not stop collection forever.
     credible = [placed for placed in marks if placed.mark.floor <= found.head.seq]
     if not credible:
         return floor > 0

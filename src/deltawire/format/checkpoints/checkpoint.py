@@ -1,7 +1,7 @@
 """A checkpoint on disk as a mapping of names to arrays: one safetensors file, or a Hugging Face directory of them.
 
-Opening reads headers only; arrays are views of memory-mapped files, so a checkpoint may be far larger than memory. While a `Checkpoint`
-is in use its files must not be cut short by others: the operating system answers a read of vanished pages by killing the process (SIGBUS).
+Opening reads headers only. Arrays are views of memory-mapped files, so a checkpoint may be far larger than memory. No other process may
+truncate the files while a `Checkpoint` is in use: the operating system kills a process that reads missing pages (SIGBUS).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from ..safetensors_header import (
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MIRROR_RECORD_FILE = "deltawire.json"
-"""What a mirror writes beside each checkpoint. No file of a version has this name."""
+"""The record that a mirror adds to each checkpoint. No file of a version has this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file of a checkpoint, mapped. `name` is what the index calls it."""
+    """One safetensors file of a checkpoint, memory-mapped. `name` is its name in the index."""
 
     name: str
     path: Path
@@ -47,15 +47,15 @@ class Shard:
     map: mmap.mmap
 
     def array(self, entry: TensorEntry) -> NDArray[Any]:
-        """A view of the tensor in the file; writing to it, where the map allows that, writes to the file."""
+        """Return a view of the tensor in the file. Writing to it changes the file, if the map is writable."""
         return np.ndarray(entry.shape, entry.dtype.numpy, self.map, self.header.data_start + entry.begin)
 
 
 class Checkpoint(Mapping[str, NDArray[Any]]):
     """The tensors of the checkpoint at `path`, read-only (bf16 and fp8 as `ml_dtypes`).
 
-    Everything that headers and index claim is checked on opening; `CheckpointError` names the file, the tensor and what to do.
-    Only a tensor whose data is not aligned to its element size, as some early writers left it, is copied into memory when it is read.
+    Headers and index are checked on opening. `CheckpointError` names the file, the tensor and the remedy. A tensor whose data is not
+    aligned to its element size, as some early writers left it, is copied into memory when it is read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class Checkpoint(Mapping[str, NDArray[Any]]):
         return name in self._found
 
     def entry(self, name: str) -> TensorEntry:
-        """What the header says of a tensor, without touching its data."""
+        """Return the header's entry of a tensor, without reading its data."""
         return self._found[name][1]
 
     @property
@@ -121,7 +121,7 @@ class Checkpoint(Mapping[str, NDArray[Any]]):
 
 
 def open_shard(name: str, path: Path, *, writable: bool = False) -> Shard:
-    """Map one safetensors file and check its header. Raises `CheckpointError`, or `OSError` where it cannot be opened."""
+    """Map one safetensors file and check its header. Raises `CheckpointError`, or `OSError` if it cannot be opened."""
     _require_regular_file(path)
     with path.open("r+b" if writable else "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -132,9 +132,9 @@ def open_shard(name: str, path: Path, *, writable: bool = False) -> Shard:
 
 
 def contained(directory: Path, name: str) -> Path:
-    """The path of the file `name` in `directory`, if a link does not lead it out of there; else `CheckpointError`.
+    """Return the path of the file `name` in `directory`. Raises `CheckpointError` if a link leads out of the directory.
 
-    A snapshot in the cache of huggingface_hub consists of links into `blobs` beside `snapshots`; those count as inside.
+    A snapshot in the cache of huggingface_hub consists of links into `blobs`, next to `snapshots`. These count as inside.
     """
     root = directory.resolve()
     target = (root / name).resolve()
@@ -149,7 +149,7 @@ def contained(directory: Path, name: str) -> Path:
 
 
 def _read_index(directory: Path) -> dict[str, Any] | None:
-    """The index of a sharded directory, None for one with a single file."""
+    """Return the index of a sharded directory, or None for a directory with a single file."""
     single, index = (directory / SINGLE_FILE).exists(), (directory / INDEX_FILE).exists()
     if single and index:
         raise CheckpointError(f"{directory} holds both {SINGLE_FILE} and {INDEX_FILE}. Pass the one file, or remove what is stale.")
@@ -193,12 +193,12 @@ def _refused_by_name(path: Path) -> Iterator[None]:
 
 
 def is_plain_file_name(name: str) -> bool:
-    """Whether `name` can only mean an entry of the directory itself, on any operating system."""
+    """Return whether `name` can only mean an entry of the directory itself, on any operating system."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\:\0")
 
 
 def check_can_be_written(name: str) -> None:
-    """Raise `CheckpointError` if this process cannot write a file of that name, as in a locale without the characters of the name."""
+    """Raise `CheckpointError` if this process cannot write a file of that name, for example in a locale that lacks its characters."""
     encoding = sys.getfilesystemencoding()
     try:
         name.encode(encoding, sys.getfilesystemencodeerrors())
@@ -210,6 +210,6 @@ def check_can_be_written(name: str) -> None:
 
 
 def _require_regular_file(path: Path) -> None:
-    """Opening a pipe would block for ever, and mapping a device make no sense."""
+    """Refuse pipes, which would block, and devices, which cannot be mapped."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{path} is not a regular file. Pass a .safetensors file or a checkpoint directory.")

@@ -1,8 +1,8 @@
 """Copy a checkpoint into a new one of the same layout, whose tensors can then be changed in place.
 
-The copy goes through a small buffer and the arrays are mapped, so memory does not grow with the checkpoint. Space is really allocated,
-reserved tensors included, so that a full disk shows up as an `OSError` while copying and not as a SIGBUS while writing to a map (file
-systems that copy on write, such as btrfs, cannot promise that).
+The copy goes through a small buffer and the arrays are mapped, so memory does not grow with the checkpoint. Space is really allocated, also
+for reserved tensors. So a full disk causes an `OSError` while copying, and not a SIGBUS while writing to a map. File systems that copy on
+write, such as btrfs, cannot promise this.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .staged_output import StagedOutput, files_below, refuse_overlap, sync_file
 
 _BUFFER_BYTES = 8 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".index.json")
-"""Of files that hold or list weights. Where weights are changed or written anew, the others of a directory would be stale."""
+"""Suffixes of files that hold or list weights. If the weights of a directory change, its other weight files would be out of date."""
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """How one file of the copy comes about: its entries in order of data, those copied from `source` and the rest, which are zeros."""
+    """How one file of the copy is made: its entries in the order of their data, some copied from `source`, the others zeros."""
 
     source: Shard
     entries: dict[str, TensorEntry]
@@ -45,13 +45,13 @@ class ShardPlan:
 
     @property
     def is_verbatim(self) -> bool:
-        """Whether the source's own bytes, header included, are the file wanted."""
+        """Whether the file is an exact copy of the source, header included."""
         header = self.source.header
         return header.data_start % ALIGNMENT == 0 and list(self.entries.items()) == list(header.entries.items())
 
 
 def plan_copy(shards: list[Shard], drop: AbstractSet[str], add: Mapping[str, tuple[DType, tuple[int, ...]]]) -> list[ShardPlan]:
-    """What each file of the copy holds. Added tensors go to the last file; another file that loses all its tensors is left out."""
+    """Return what each file of the copy holds. Added tensors go to the last file. Any other file that loses all its tensors is left out."""
     plans = []
     for shard in shards:
         is_last = shard is shards[-1]
@@ -63,17 +63,18 @@ def plan_copy(shards: list[Shard], drop: AbstractSet[str], add: Mapping[str, tup
 
 
 class WritableCheckpoint(MutableMapping[str, NDArray[Any]]):
-    """A copy of a checkpoint that is not in its place yet. Use it as a context manager; leaving without `commit` removes it.
+    """A copy of a checkpoint that does not have its final name yet. Use it as a context manager; leaving it without `commit` removes the
+    copy.
 
-    Arrays are writable views of the new files. Names to drop still read from the source until `del state[name]`; names to add appear with
-    `state[name] = array`, which copies the values (later writes to `array` are not seen). No other name can be set or deleted.
+    Arrays are writable views of the new files. Names to drop can be read from the source until `del state[name]`. Names to add appear with
+    `state[name] = array`, which copies the values; later changes of `array` have no effect. No other name can be set or deleted.
     """
 
     def __init__(
         self, source: Checkpoint, staged: StagedOutput, shards: list[Shard], dropping: set[str], adding: set[str], left_out: list[str]
     ) -> None:
         self.left_out = left_out
-        """Files of the source directory that were not copied: other weights, which the change would leave stale, and linked directories."""
+        """Files of the source directory that were not copied: other weights, which would be out of date, and linked directories."""
         self._source = source
         self._staged = staged
         self._shards = shards
@@ -128,7 +129,7 @@ class WritableCheckpoint(MutableMapping[str, NDArray[Any]]):
         self._staged.discard()
 
     def commit(self) -> None:
-        """Put the copy in its place, durably. Raises `CheckpointError` while a name is still to be dropped or added."""
+        """Give the copy its final name, durably. Raises `CheckpointError` if a name was not yet dropped or added."""
         if self._dropping or self._adding:
             names = sorted(self._dropping | self._adding)
             raise CheckpointError(f"tensors are still to be dropped or added: {names}. Finish the change first.")
@@ -147,11 +148,11 @@ def copy_checkpoint(
     replace: bool = False,
     progress: Progress | None = None,
 ) -> WritableCheckpoint:
-    """Copy `source` to a temporary beside `out`, without the tensors to `drop` and with zeros for those to `add`.
+    """Copy `source` to a temporary name next to `out`, without the tensors in `drop` and with zeros for those in `add`.
 
-    A file becomes a file, a directory a directory with the same file names, an index to match, and the files that are not weights.
-    A tensor in both `drop` and `add` changes its dtype or shape. Refuses an `out` that exists (unless `replace`) or overlaps the source.
-    `progress` gets the bytes copied since its last call. On any failure the temporary is removed.
+    A file becomes a file. A directory becomes a directory with the same file names, a matching index, and the files that are not weights. A
+    tensor in both `drop` and `add` changes its dtype or shape. Refuses an `out` that exists (unless `replace`) or overlaps the source.
+    `progress` gets the number of bytes copied since its last call. The temporary copy is removed after any failure.
     """
     adding = dict(add or {})
     for name in drop:
@@ -165,7 +166,7 @@ def copy_checkpoint(
     _refuse_small_disk(out, sum(entry.nbytes for plan in plans for entry in plan.entries.values()))
     staged = StagedOutput(out, directory=source.is_directory, replace=replace)
     try:
-        staged.refuse_losses(files_below(source.path))  # at the end again, but then everything has been copied
+        staged.refuse_losses(files_below(source.path))  # before copying; repeated at the end
         shards, left_out = _write_files(source, staged.path, plans, progress or (lambda _: None))
     except BaseException:
         staged.discard()
@@ -174,7 +175,7 @@ def copy_checkpoint(
 
 
 def _refuse_small_disk(out: Path, needed: int) -> None:
-    """Fail before hours of copying; a delta of some bytes can also ask for any amount of zeros."""
+    """Fail before hours of copying. A small delta can also ask for any amount of zeros."""
     free = shutil.disk_usage(out.absolute().parent).free
     if needed > free:
         raise CheckpointError(
@@ -209,7 +210,7 @@ def _write_shard(plan: ShardPlan, path: Path, progress: Progress) -> None:
 
 
 def _copy_range(origin: FileIO, start: int, length: int, target: FileIO, progress: Progress) -> None:
-    """By way of a buffer, not `copy_file_range`: that may share blocks between the files, and a write to the map would need new ones."""
+    """Copy through a buffer, not with `copy_file_range`, which may share blocks: a write to the map would then need new ones."""
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, length)))
     origin.seek(start)
     while length:
@@ -241,7 +242,7 @@ def _write_all(target: FileIO, data: bytes | memoryview) -> None:
 
 
 def _write_index(source: Checkpoint, target: Path, plans: list[ShardPlan]) -> None:
-    """The source's own bytes where no tensor came or went, else its index with a new weight_map and new totals."""
+    """Write the index: the source's bytes if no tensor was added or dropped, otherwise with a new weight_map and new totals."""
     assert source.index is not None
     weight_map = {name: plan.source.name for plan in plans for name in plan.entries}
     if all(plan.is_verbatim for plan in plans) and weight_map == source.index["weight_map"]:
@@ -260,7 +261,7 @@ def _write_index(source: Checkpoint, target: Path, plans: list[ShardPlan]) -> No
 
 
 def _copy_companions(source: Checkpoint, target: Path) -> list[str]:
-    """Copy configuration, tokenizer and whatever else is not weights; return what was left out."""
+    """Copy configuration, tokenizer and other files that are not weights. Return the files that were left out."""
     own = {shard.name for shard in source.shards} | {INDEX_FILE}
     left_out = []
     for folder, subfolders, files in os.walk(source.path):

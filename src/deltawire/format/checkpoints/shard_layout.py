@@ -1,7 +1,7 @@
-"""Which tensor stood in which file of a published checkpoint, so that it can be written again as it was, byte for byte.
+"""Remember which tensor was in which file of a published checkpoint, so that it can be written again byte for byte.
 
-A chain keeps weights in files of its own. `deltawire publish` attaches a description of the files that it was given (docs/protocol.md §3),
-and `pull` writes the weights to such files again. It holds names and headers only, so it stays the same from version to version.
+A chain stores weights in its own files. `deltawire publish` attaches a description of the files that it read (docs/protocol.md §3), and
+`pull` writes the weights to such files again. The description holds names and headers only, so it is the same for all versions.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _WORK = "layout.tmp"
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """`headers` are the headers of the files by name, as text and taken apart; `index` is the text of the index."""
+    """`headers` maps file names to headers, as text and parsed. `index` is the text of the index."""
 
     index: bytes
     headers: dict[str, tuple[bytes, Header]]
 
 
 def describe_layout(checkpoint: Checkpoint) -> bytes | None:
-    """Return the description of a sharded checkpoint's files; None for a checkpoint of one file, which any reader writes alike."""
+    """Return the description of a sharded checkpoint's files. Return None for a single file, which every reader writes alike."""
     if checkpoint.index is None:
         return None
     files = {shard.name: shard.map[LENGTH_BYTES : shard.header.data_start].decode() for shard in checkpoint.shards}
@@ -48,9 +48,9 @@ def describe_layout(checkpoint: Checkpoint) -> bytes | None:
 
 
 def parse_layout(data: bytes, most_tensors: int) -> ShardLayout:
-    """Return the layout in a description. Raises `MalformedHeader` for what is none that this release reads.
+    """Return the layout in a description. Raises `MalformedHeader` if this release cannot read it.
 
-    `most_tensors` is how many tensors there can be. What would be read into far more objects than these need is refused first.
+    `most_tensors` is the largest possible number of tensors. A description that would need far more objects is refused first.
     """
     check_density(data, _MOST_FILES)
     document = parse_json_object(data)
@@ -73,10 +73,10 @@ def parse_layout(data: bytes, most_tensors: int) -> ShardLayout:
 
 
 def restore_layout(folder: Path) -> bool:
-    """Write the weights in `folder` to the files that its description names, and remove the description. Returns whether it did.
+    """Write the weights in `folder` to the files that its description names, and remove the description. Return whether it did.
 
-    It does nothing but the latter if the description cannot be used: it may be of an earlier version with other tensors. `folder` must be
-    nobody else's yet: it is in between two states while this runs. Raises `OSError`, and `CheckpointError` if `folder` is no checkpoint.
+    If the description cannot be used, it is only removed: it may belong to an earlier version with other tensors. No other process may use
+    `folder`, because it is between two states meanwhile. Raises `OSError`, and `CheckpointError` if `folder` is not a checkpoint.
     """
     path = folder / LAYOUT_FILE
     try:
@@ -109,7 +109,7 @@ def restore_layout(folder: Path) -> bool:
 
 
 def _header(text: bytes, most_tensors: int) -> Header:
-    """The header in some text, of a file of whatever size it says."""
+    """Parse the header in a text. The size of the file is taken from the header."""
     check_density(text, most_tensors)
     document = parse_json_object(text)
     ends = [entry["data_offsets"][1] for name, entry in document.items() if name != "__metadata__" and _has_offsets(entry)]
@@ -122,7 +122,7 @@ def _has_offsets(entry: object) -> bool:
 
 
 def _has_same_tensors(layout: ShardLayout, source: Checkpoint) -> bool:
-    """Whether the layout is of exactly these tensors, each in one file."""
+    """Return whether the layout names exactly these tensors, each in one file."""
     found = [(name, entry.dtype, entry.shape) for _, header in layout.headers.values() for name, entry in header.entries.items()]
     return sorted(name for name, _, _ in found) == sorted(source) and all(
         (source.entry(name).dtype, source.entry(name).shape) == (dtype, shape) for name, dtype, shape in found

@@ -1,6 +1,6 @@
-"""An output that exists completely or not at all: it is built under a temporary name beside its place, and renamed on commit.
+"""An output that exists completely or not at all. It is built under a temporary name in the same directory and renamed on commit.
 
-A process that dies on the way leaves at most `NAME.tmp-…` behind, never a half-written `NAME`.
+A process that dies leaves at most `NAME.tmp-…` behind, never an incomplete `NAME`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .checkpoint import INDEX_FILE, SINGLE_FILE
 
 
 class StagedOutput:
-    """The future file or directory `out`; build it at `path`, then `commit`. `discard` takes back whatever is not committed.
+    """The future file or directory `out`. Build it at `path`, then call `commit`. `discard` removes an output that was not committed.
 
-    With `replace`, a file is replaced atomically; a directory is first moved aside, so that for an instant there is none. Only a directory
-    that looks like a checkpoint is ever replaced, and only if it holds nothing but weights and files that the new one has, too: what is
-    replaced is deleted.
+    With `replace`, a file is replaced atomically. A directory is first moved aside, so for an instant there is none. A directory is
+    replaced only if it looks like a checkpoint and holds nothing but weights and files that the new one also has, because it is then
+    deleted.
     """
 
     def __init__(self, out: Path, *, directory: bool, replace: bool) -> None:
@@ -34,7 +34,7 @@ class StagedOutput:
             self.path.mkdir()
 
     def commit(self) -> None:
-        """Move the finished output into place. Its files must be on disk already; this makes the names durable too."""
+        """Rename the finished output. Its files must already be on disk; this makes the names durable too."""
         refuse_output(self.out, directory=self._directory, replace=self._replace)
         if self._directory and self.out.exists():
             self.refuse_losses(files_below(self.path))
@@ -55,7 +55,7 @@ class StagedOutput:
         _sync_directory(self.out.parent)
 
     def discard(self) -> None:
-        """Remove the temporary, if it is still there."""
+        """Remove the temporary output, if it still exists."""
         if self.path.is_dir():
             shutil.rmtree(self.path)
         else:
@@ -65,15 +65,17 @@ class StagedOutput:
         return self.out.with_name(f"{self.out.name}.{kind}-{secrets.token_hex(4)}")
 
     def refuse_losses(self, names: Collection[str]) -> None:
-        """Raise `CheckpointError` if files would be lost that a directory with files of these names does not have; see `refuse_losses`."""
+        """Raise `CheckpointError` if replacing the directory by one with these files would delete other files; see the function
+        `refuse_losses`.
+        """
         if self._directory:
             refuse_losses(self.out, names)
 
 
 def refuse_losses(out: Path, names: Collection[str]) -> None:
-    """Raise `CheckpointError` if replacing a directory by one with these files would delete something that is no part of either.
+    """Raise `CheckpointError` if replacing a directory by one with these files would delete files that belong to neither.
 
-    Weights of the old checkpoint are meant to go. Everything else that the new one does not have is somebody's own.
+    Old weights are meant to be deleted. Any other file that the new directory lacks may belong to the user.
     """
     out = Path(os.path.abspath(out))
     if not out.is_dir():
@@ -85,9 +87,9 @@ def refuse_losses(out: Path, names: Collection[str]) -> None:
 
 
 def refuse_output(out: Path, *, directory: bool, replace: bool) -> None:
-    """Raise `CheckpointError` if an output cannot be put there, `OSError` if its parent directory is missing. Writes nothing."""
+    """Raise `CheckpointError` if an output cannot be written there, and `OSError` if its parent directory is missing. Writes nothing."""
     out = Path(os.path.abspath(out))
-    os.stat(out.parent)  # an error here names the directory that is missing, not the temporary in it
+    os.stat(out.parent)  # so that an error names the missing directory, not the temporary file in it
     if not os.path.lexists(out):
         return
     if not replace:
@@ -104,7 +106,7 @@ def refuse_output(out: Path, *, directory: bool, replace: bool) -> None:
 
 
 def files_below(directory: Path) -> set[str]:
-    """All files and links below a directory, and its empty directories, by their paths in it."""
+    """Return the relative paths of all files, links and empty directories below a directory."""
     found: set[str] = set()
     for folder, subfolders, files in os.walk(directory):
         links = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
@@ -115,7 +117,7 @@ def files_below(directory: Path) -> set[str]:
 
 
 def _indexed(directory: Path) -> set[str]:
-    """The files that the index of a directory lists as its weights; nothing if it cannot be read."""
+    """Return the files that the index of a directory lists as weights, or nothing if it cannot be read."""
     try:
         weight_map = json.loads((directory / INDEX_FILE).read_bytes())["weight_map"]
         return {name for name in weight_map.values() if isinstance(name, str)}
@@ -135,7 +137,7 @@ def refuse_overlap(base: Path, out: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Return only when the file's bytes are on disk."""
+    """Flush a file to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The canonical form of records: JSON with one spelling, taken apart field by field (docs/protocol.md §2)."""
+"""The canonical form of records: JSON with exactly one spelling, read field by field (docs/protocol.md §2)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ _Value = TypeVar("_Value")
 
 
 def dump(record: dict[str, Any]) -> bytes:
-    """The canonical form of a record."""
+    """Return the canonical form of a record."""
     return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
 
 
 class Fields:
-    """The fields of one JSON object, to be taken one after the other, each checked for its type. `done` refuses what is left over."""
+    """The fields of one JSON object. They are taken one after the other, and each is checked for its type. `done` refuses any that are
+    left.
+    """
 
     def __init__(self, values: dict[str, Any], what: str) -> None:
         self.kind = what
         self.version = 1
-        """The record's version. Objects inside a record do not have one of their own."""
+        """The record's version. Objects inside a record have none."""
         self._what = what
         self._left = dict(values)
 
@@ -60,7 +62,7 @@ class Fields:
         raise CorruptRecord(f"a {self._what} record breaks the rules: {why}.")
 
     def done(self) -> None:
-        """All fields that there may be have been taken: refuse any other."""
+        """Refuse fields that were not taken."""
         if self._left:
             self.refuse(f"it has the unknown field {min(self._left)!r}")
 
@@ -80,7 +82,7 @@ class Fields:
         return value
 
     def nullable(self, name: str, read: Callable[[str], _Value]) -> _Value | None:
-        """None for null, else what `read` makes of the field."""
+        """Return None for null, otherwise the result of `read`."""
         if name in self._left and self._left[name] is None:
             del self._left[name]
             return None
@@ -102,7 +104,7 @@ class Fields:
         return {key: self._checked_text(name, text) for key, text in self.mapping(name).items()}
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """An object whose keys are anybody's. Its values are for the caller to check."""
+        """Return an object with arbitrary keys. The caller checks its values."""
         value = self._take(name)
         if not isinstance(value, dict):
             self.refuse(f"{name} must map strings to values")
@@ -123,7 +125,7 @@ class Fields:
             self.refuse(f"{name} must be a string")
         try:
             value.encode()
-        except UnicodeEncodeError:  # "\ud800" is JSON, but half a character
+        except UnicodeEncodeError:  # "\ud800" is valid JSON, but only half a character
             self.refuse(f"{name} is not valid Unicode")
         return value
 

@@ -1,7 +1,7 @@
-"""The records of a chain, in canonical form (docs/protocol.md §2). Reading is strict: what a reader accepts has one spelling.
+"""The records of a chain, in canonical form (docs/protocol.md §2). Reading is strict: each record has exactly one spelling.
 
-Every `parse` raises `CorruptRecord`, or `UnsupportedVersion` for a record of another version. Every `to_bytes` refuses what `parse`
-would refuse (`LimitExceeded` where it is only too long), so that a mistake of the writer shows where it was made.
+Every `parse` raises `CorruptRecord`, or `UnsupportedVersion` for a record of another version. Every `to_bytes` refuses what `parse` would
+refuse, and raises `LimitExceeded` if the record is too long, so that a writer's mistake is found where it is made.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ _Record = TypeVar("_Record", bound="_Canonical")
 
 
 class _Canonical:
-    """What all records share: their bytes."""
+    """The base of all records: conversion from and to bytes."""
 
     __slots__ = ()
 
     def to_bytes(self) -> bytes:
-        """The record's canonical form."""
+        """Return the record's canonical form."""
         data = dump(self.plain())
         if len(data) > MAX_RECORD_BYTES:
             raise LimitExceeded(f"the record has {len(data):,} bytes; {MAX_RECORD_BYTES:,} are allowed.")
@@ -79,7 +79,7 @@ class _Canonical:
 
     @classmethod
     def parse(cls: type[_Record], data: bytes) -> _Record:
-        """The record with these bytes."""
+        """Return the record with these bytes."""
         raise NotImplementedError
 
 
@@ -109,7 +109,7 @@ class Run(_Canonical):
 
 @dataclass(frozen=True, slots=True)
 class Epoch(_Canonical):
-    """A writer's claim to be the only one. Records of `version` 1 have no signature."""
+    """A writer's claim to be the only writer. Records of `version` 1 have no signature."""
 
     id: str
     epoch: int
@@ -120,7 +120,7 @@ class Epoch(_Canonical):
     version: int = 2
 
     def describe(self) -> str:
-        """Name the record in error messages."""
+        """Return the name of the record for error messages."""
         return f"the record of epoch {self.epoch}"
 
     def plain(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Epoch(_Canonical):
 
 @dataclass(frozen=True, slots=True)
 class Commit(_Canonical):
-    """One slot of the chain. The meaning of every field stands in docs/protocol.md §2.
+    """One slot of the chain. docs/protocol.md §2 defines every field.
 
     `run` and `attachments` are None in records of version 1, which do not have these fields.
     """
@@ -174,7 +174,7 @@ class Commit(_Canonical):
     attachments: tuple[FileEntry, ...] | None = None
 
     def describe(self) -> str:
-        """Name it in messages: people count versions, the chain counts commits, and a fence is a commit that makes no version."""
+        """Return the name for messages. People count versions, the chain counts commits, and a fence is a commit that makes no version."""
         return f"commit {self.seq} (a fence)" if self.kind == "fence" else f"version {self.updates} (commit {self.seq})"
 
     @property
@@ -189,11 +189,11 @@ class Commit(_Canonical):
 
     @property
     def stored_bytes(self) -> int:
-        """What fetching its files transfers."""
+        """The number of bytes to transfer when its files are fetched."""
         return sum(entry.size for entry in self.files)
 
     def ref(self, data_hash: str) -> CommitRef:
-        """A reference to this commit, given the hash of its bytes."""
+        """Return a reference to this commit. `data_hash` is the hash of its bytes."""
         return CommitRef(self.seq, data_hash, self.digest)
 
     def plain(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class Commit(_Canonical):
 
 @dataclass(frozen=True, slots=True)
 class Shortcut(_Canonical):
-    """Another way to a version that the chain has: a whole checkpoint (`base` None), or one delta from an earlier version."""
+    """Another route to a version of the chain: a full checkpoint (`base` is None), or one delta from an earlier version."""
 
     id: str
     epoch: int
@@ -272,7 +272,7 @@ class Shortcut(_Canonical):
     signature: Signature | None = None
 
     def describe(self) -> str:
-        """How messages name it."""
+        """Return the name for messages."""
         if self.base is None:
             return f"the full checkpoint of commit {self.target.seq}"
         return f"the skip from commit {self.base.seq} to {self.target.seq}"
@@ -284,7 +284,7 @@ class Shortcut(_Canonical):
 
     @property
     def stored_bytes(self) -> int:
-        """What fetching its files transfers."""
+        """The number of bytes to transfer when its files are fetched."""
         return sum(entry.size for entry in self.files)
 
     def plain(self) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class Shortcut(_Canonical):
 
 @dataclass(frozen=True, slots=True)
 class Mark(_Canonical):
-    """Announces that what only versions up to `floor` need will be deleted."""
+    """Announces that data which only versions up to `floor` need will be deleted."""
 
     id: str
     mark: int
@@ -355,7 +355,7 @@ class Mark(_Canonical):
 
 @dataclass(frozen=True, slots=True)
 class Pin(_Canonical):
-    """A reader's wish: do not take away what leads from version `seq` on. It holds for `ttl` seconds after it was written."""
+    """Says that a reader needs the data which lead from version `seq` on. It holds for `ttl` seconds after it was written."""
 
     id: str
     reader: str
@@ -375,7 +375,7 @@ class Pin(_Canonical):
 
 @dataclass(frozen=True, slots=True)
 class Head(_Canonical):
-    """A hint: the newest sequence number. Never trusted."""
+    """A hint: the newest commit number. Readers never trust it."""
 
     seq: int
 
@@ -398,6 +398,6 @@ def _read_run_name(fields: Fields) -> str:
 
 
 def check_same_run(record_id: str, run: Run, what: str) -> None:
-    """Raise `CorruptRecord` unless the record is of this run."""
+    """Raise `CorruptRecord` unless the record belongs to this run."""
     if record_id != run.id:
         raise CorruptRecord(f"{what} is of another run ({record_id}) than the chain it lies in ({run.id}).")

@@ -1,6 +1,6 @@
-"""The trainer's larger files in a fleet: the rows of a round's tasks, and which results were accepted (docs/protocol.md §10).
+"""The trainer's larger files in a fleet: the rows of a round's tasks, and the accepted results (docs/protocol.md §10).
 
-They are named by their content, so records carry their hash, and nothing here has to be found out by looking twice.
+Their keys contain the hash of their content, and records refer to them by that hash.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ MAX_TASKS_BYTES = 256 << 20
 MAX_ACCEPTED_BYTES = 32 << 20
 
 Row: TypeAlias = Mapping[str, Any]
-"""A row of a dataset: strings, numbers, lists and objects, as JSON has them."""
+"""A row of a dataset: strings, numbers, lists and objects, as in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """The rows of each task of a round. Unlike records, rows may hold fractions, and any text."""
+    """The rows of each task of a round. Unlike records, rows may hold fractions and any text."""
 
     rows: tuple[tuple[Row, ...], ...]
 
     def to_bytes(self) -> bytes:
-        """UTF-8 JSON. ValueError for rows that JSON cannot hold, or a task without rows; `LimitExceeded`."""
+        """Return the rows as UTF-8 JSON. Raises ValueError for rows that JSON cannot hold or a task without rows, and `LimitExceeded`."""
         if not self.rows or not all(self.rows):
             raise ValueError("a round has at least one task, and each at least one row")
         plain = {"deltawire": "tasks", "version": 1, "tasks": [[dict(row) for row in rows] for rows in self.rows]}
@@ -44,7 +44,7 @@ class Tasks:
 
     @classmethod
     def parse(cls, data: bytes) -> Tasks:
-        """`CorruptRecord`, `UnsupportedVersion`."""
+        """Return the rows in these bytes. Raises `CorruptRecord` or `UnsupportedVersion`."""
         if len(data) > MAX_TASKS_BYTES:
             raise CorruptRecord(f"a file of tasks has {len(data):,} bytes; {MAX_TASKS_BYTES:,} are allowed.")
         try:
@@ -65,7 +65,7 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedResult:
-    """One result that a batch is made of. Its key follows from the round and these."""
+    """One result of a batch. Its key follows from the round and these fields."""
 
     task: int
     attempt: int
@@ -76,13 +76,13 @@ class AcceptedResult:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The results of a round that a training step trains on, by rising task."""
+    """The results of a round that a training step uses, ascending by task."""
 
     round: int
     results: tuple[AcceptedResult, ...]
 
     def to_bytes(self) -> bytes:
-        """Canonical, whatever order the results came in."""
+        """Return the canonical bytes, whatever the order of the results."""
         ordered = sorted(self.results, key=lambda one: one.task)
         plain = [[one.task, one.attempt, one.blake3, one.size, one.member] for one in ordered]
         data = dump({"deltawire": "accepted", "version": 1, "round": self.round, "results": plain})
@@ -91,7 +91,7 @@ class Accepted:
 
     @classmethod
     def parse(cls, data: bytes) -> Accepted:
-        """`CorruptRecord`, `UnsupportedVersion`. No task occurs twice."""
+        """Return the results in these bytes. Raises `CorruptRecord`, also if a task occurs twice, or `UnsupportedVersion`."""
         fields = Fields.parse(data, "accepted", limit=MAX_ACCEPTED_BYTES)
         number = fields.integer("round")
         results: list[AcceptedResult] = []
@@ -113,7 +113,7 @@ class Accepted:
 
 
 def _is_finite(value: Any) -> bool:
-    """JSON's numbers may be larger than any double: 1e999."""
+    """Return whether all numbers are finite. Numbers in JSON may be larger than any double, such as 1e999."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):

@@ -38,7 +38,7 @@ class AttemptId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef:
-    """A file of the trainer's, named by what is in it."""
+    """A reference to a file of the trainer, whose key contains the hash of its content."""
 
     key: str
     size: int
@@ -67,12 +67,12 @@ def plain_signature(signature: Signature | None) -> dict[str, Any]:
 
 
 def read_later_signature(fields: Fields) -> Signature | None:
-    """The signature that a record has since its version 2."""
+    """Return the signature, which records have since their version 2. Returns None for version 1."""
     return None if fields.version == 1 else read_signature(fields)
 
 
 def read_number(fields: Fields, name: str) -> float:
-    """A finite number that travels as text."""
+    """Return a finite number that is written as text."""
     text = fields.text(name)
     try:
         number = float(text)
@@ -84,7 +84,7 @@ def read_number(fields: Fields, name: str) -> float:
 
 
 def read_attempt(fields: Fields) -> AttemptId:
-    """Return what the fields round, task and attempt say."""
+    """Return the attempt that the fields round, task and attempt name."""
     attempt = AttemptId(fields.integer("round"), fields.integer("task"), fields.integer("attempt"))
     _check_attempt(fields, attempt)
     return attempt

@@ -13,12 +13,12 @@ MAX_WORKING = 256
 """A heartbeat names at most this many tasks."""
 
 STATES = ("joining", "idle", "working", "leaving", "left")
-"""What a member says of itself. One that has `left` holds no lease any more."""
+"""States of a member. One that has `left` holds no lease any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A member's claim to one attempt at a task. `seq` is the version that it had when it claimed it."""
+    """A member's claim on one attempt at a task. `seq` is the version that the member had when it claimed it."""
 
     id: str
     round: int
@@ -35,7 +35,7 @@ class Lease:
 
     @classmethod
     def parse(cls, data: bytes) -> Lease:
-        """The record with these bytes."""
+        """Return the record with these bytes."""
         fields = Fields.parse(data, "lease")
         attempt = read_attempt(fields)
         lease = cls(
@@ -52,12 +52,12 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a member says of itself. That it was written is what counts; the rest is for offers and for people.
+    """A member's report about itself. The time of its writing keeps leases alive; the other fields are for offers and for people.
 
-    `session` is drawn when the process starts. `seq` and `step` are of the version that it has, null while it has none; `lag` counts the
-    versions that it is behind. `tokens` and `busy_ms` sum up what it generated in this session, and how long that took. `working` are the
-    leases that it still holds, and with them keeps alive. `reason` says which error it leaves because of, if any: with one the record is
-    of version 2, without of version 1.
+    `session` is random and drawn when the process starts. `seq` and `step` describe the member's version, and are None while it has none.
+    `lag` counts the versions that it is behind. `tokens` and `busy_ms` sum up what it generated in this session, and the time that took.
+    `working` lists the leases that it still holds and keeps alive. `reason` is the error because of which it leaves, if any; with a reason
+    the record has version 2, without one version 1.
     """
 
     id: str
@@ -82,7 +82,7 @@ class Heartbeat:
 
     @classmethod
     def parse(cls, data: bytes) -> Heartbeat:
-        """The record with these bytes."""
+        """Return the record with these bytes."""
         fields = Fields.parse(data, "member", versions=(1, 2))
         beat = cls(
             id=fields.matching("id", NONCE),

@@ -1,4 +1,4 @@
-"""What records are made of: references, files, signatures, limits, and the forms of hashes and names (docs/protocol.md §2)."""
+"""The parts of records: references, files, signatures, limits, and the forms of hashes and names (docs/protocol.md §2)."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ _SIGNATURE = re.compile(r"[0-9a-f]{128}")
 _DATA_KEY = re.compile(r"data/[0-9]{10}/[0-9]{20}/([0-9a-f]{64})\.(safetensors|file)")
 _MAX_FILE_NAME = 255
 MAX_EPOCH = 10**10 - 2
-"""The highest number of an epoch or mark: it and its successor have ten digits."""
+"""The highest number of an epoch or mark. This number and the next one both have ten digits."""
 
 
 def record_hash(data: bytes) -> str:
-    """The hash by which other records refer to this one: BLAKE3 of its bytes."""
+    """Return the hash by which other records refer to this one: BLAKE3 of its bytes."""
     return blake3(data).hexdigest()
 
 
 def link_targets(seq: int) -> list[int]:
-    """The slots that a commit links to besides its parent: seq − 2^k for every k ≥ 1 with 2^k dividing seq, by rising k."""
+    """Return the slots that a commit links to besides its parent: seq − 2^k for every k ≥ 1 with 2^k dividing seq, by rising k."""
     return [seq - (1 << k) for k in range(1, (seq & -seq).bit_length())] if seq > 0 else []
 
 
 def is_data_key(key: str) -> bool:
-    """Whether `key` has the form of a data object's. Only such keys may be read or deleted on a record's word."""
+    """Return whether `key` has the form of a data object's key. Only such keys are read or deleted because a record names them."""
     return _DATA_KEY.fullmatch(key) is not None
 
 
 def is_reader_name(name: str) -> bool:
-    """Whether a pin may carry this name."""
+    """Return whether a pin may have this name."""
     return READER.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a record may claim at most: bytes and tensors of a state, bytes of one object. Nothing is allocated beyond them."""
+    """The most that a record may claim: bytes and tensors of a state, and bytes of one object. No more memory is allocated."""
 
     state_bytes: int = 8 << 40
     tensors: int = 1 << 20
     file_bytes: int = 64 << 30
 
     def within(self, other: Limits) -> Limits:
-        """The tighter of both, field by field."""
+        """Return the smaller of both limits, field by field."""
         return Limits(min(self.state_bytes, other.state_bytes), min(self.tensors, other.tensors), min(self.file_bytes, other.file_bytes))
 
     def check(self, record: Commit | Shortcut) -> None:
@@ -73,8 +73,8 @@ class Limits:
 class FileEntry:
     """One data object: `raw` bytes of weights in `size` bytes of file.
 
-    A file of a checkpoint has a `name`. A delta segment has none, but covers `count` tensors from the `first` on, in the order of all
-    tensors' names.
+    A file of a checkpoint has a `name`. A delta segment has no name, but covers `count` tensors from number `first` on, in the order of all
+    tensor names.
     """
 
     key: str
@@ -115,7 +115,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class CommitRef:
-    """Points to a commit by its slot and the hash of its bytes; `digest` is that of its state, None on an empty chain."""
+    """A reference to a commit: its slot and the hash of its bytes. `digest` is the digest of its state, or None for an empty chain."""
 
     seq: int
     commit: str
@@ -133,7 +133,7 @@ class CommitRef:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """An Ed25519 signature and the public key that it is by, both in hexadecimal."""
+    """An Ed25519 signature and its public key, both in hexadecimal."""
 
     key: str
     ed25519: str
@@ -158,7 +158,7 @@ def read_digest(fields: Fields) -> Digest | None:
 
 
 def read_short(fields: Fields, name: str) -> int:
-    """A number that has ten digits in keys. The next one must have a key, too, for that is what others ask for."""
+    """Return a number that has ten digits in keys. The next number must fit too, because readers ask for its key."""
     number = fields.integer(name)
     if number > MAX_EPOCH:
         fields.refuse(f"{name} {number} is out of range")
@@ -170,17 +170,17 @@ def read_signature(fields: Fields) -> Signature | None:
 
 
 def holds_weights(name: str) -> bool:
-    """Tell whether a file of this name holds or lists weights. An attachment never has such a name."""
+    """Return whether a file of this name holds or lists weights. An attachment never has such a name."""
     return name.lower().endswith((".safetensors", ".safetensors.index.json"))
 
 
 def plain_attachment(entry: FileEntry) -> dict[str, Any]:
-    """Return an attachment as it stands in a record. Its hash is part of its key."""
+    """Return an attachment as it is written in a record. Its hash is part of its key."""
     return {"name": entry.name, "key": entry.key, "size": entry.size}
 
 
 def read_attachments(fields: Fields) -> tuple[FileEntry, ...]:
-    """Read the attachments of a commit: plain files, ordered by name, whose names differ by more than case."""
+    """Read the attachments of a commit: plain files, ordered by name, whose names differ in more than case."""
     entries = tuple(_attachment(inner) for inner in fields.objects("attachments"))
     names = [str(entry.name) for entry in entries]
     if names != sorted(names) or len({name.casefold() for name in names}) != len(names):

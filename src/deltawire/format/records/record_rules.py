@@ -1,4 +1,4 @@
-"""What the fields of one record must have to do with each other (docs/protocol.md §2, §3)."""
+"""How the fields of one record must fit together (docs/protocol.md §2, §3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("fence", "delta", "anchor", "rewind")
 
 
 def check_shortcut(shortcut: Shortcut, fields: Fields) -> None:
-    """Refuse a shortcut that no writer makes."""
+    """Refuse a shortcut that no correct writer makes."""
     if (fields.kind == "anchor") != (shortcut.base is None):
         fields.refuse("an anchor has no base, a skip has one")
     if shortcut.target.digest is None:
@@ -29,7 +29,7 @@ def check_shortcut(shortcut: Shortcut, fields: Fields) -> None:
 
 
 def check_commit(commit: Commit, fields: Fields) -> None:
-    """Refuse a commit that no writer makes."""
+    """Refuse a commit that no correct writer makes."""
     if commit.kind not in KINDS:
         fields.refuse(f"it is of the unknown kind {commit.kind!r}")
     if (commit.parent is None) != (commit.seq == 0) or [m for m, _ in commit.links] != link_targets(commit.seq):

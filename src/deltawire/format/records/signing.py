@@ -1,4 +1,4 @@
-"""Ed25519 signatures over records (docs/protocol.md §7). Needs the extra `sign`, but only to sign or to check.
+"""Ed25519 signatures of records (docs/protocol.md §7). Signing and checking need the extra `sign`.
 
 Any record type can be signed if it is a dataclass with the fields and methods of `Signable`.
 """
@@ -30,10 +30,10 @@ class Signable(Protocol):
 
     @property
     def signature(self) -> Signature | None:
-        """The signature, or None while the record is not signed."""
+        """The signature, or None if the record is not signed."""
 
     def describe(self) -> str:
-        """Name the record in error messages."""
+        """Return the name of the record for error messages."""
 
     def to_bytes(self) -> bytes:
         """Return the canonical form. It MUST contain the record's type, so that a signature of one type is not valid for another."""
@@ -43,14 +43,14 @@ _Signed = TypeVar("_Signed", bound=Signable)
 
 
 class SigningKey:
-    """The secret that a publisher signs with. Readers are given `public`."""
+    """The secret key of a publisher. Give `public` to readers."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
 
     @classmethod
     def generate(cls) -> SigningKey:
-        """A new key."""
+        """Return a new key."""
         _require_cryptography()
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -58,7 +58,7 @@ class SigningKey:
 
     @classmethod
     def load(cls, path: Path | str) -> SigningKey:
-        """The key that `save` wrote. ValueError if the file is none, or if others may read it."""
+        """Return the key that `save` wrote. Raises ValueError if the file holds no key, or if other users may read it."""
         _require_cryptography()
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -72,7 +72,7 @@ class SigningKey:
         return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(lines[1])))
 
     def save(self, path: Path | str) -> None:
-        """Write the key to a new file that only its owner may read. FileExistsError if there is one."""
+        """Write the key to a new file that only its owner may read. Raises FileExistsError if the file exists."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(f"{_HEADER}\n{self._private.private_bytes_raw().hex()}\n")
@@ -81,11 +81,11 @@ class SigningKey:
 
     @property
     def public(self) -> str:
-        """The public key, 64 hexadecimal digits: what readers trust."""
+        """The public key, 64 hexadecimal digits, which readers trust."""
         return self._private.public_key().public_bytes_raw().hex()
 
     def sign(self, record: _Signed) -> _Signed:
-        """Return the same record with this key's signature. A signature that it had is replaced."""
+        """Return the same record with this key's signature, which replaces a previous one."""
         signature = self._private.sign(_signed_bytes(record))
         return dataclasses.replace(record, signature=Signature(self.public, signature.hex()))
 

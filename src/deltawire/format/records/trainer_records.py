@@ -105,7 +105,7 @@ class Round:
     """The trainer's signature; None on a chain that is not signed."""
 
     def describe(self) -> str:
-        """Names the record in error messages."""
+        """Return the name of the record for error messages."""
         return f"round {self.round}"
 
     @property
@@ -154,7 +154,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """The acknowledgement: training step `step` of this epoch trains on exactly the results that `accepted` lists, all of one round."""
+    """Acknowledges results: training step `step` of this epoch uses exactly the results that `accepted` lists, all from one round."""
 
     id: str
     epoch: int
@@ -166,7 +166,7 @@ class BatchRecord:
     signature: Signature | None = None
 
     def describe(self) -> str:
-        """Names the record in error messages."""
+        """Return the name of the record for error messages."""
         return f"the batch of training step {self.step}"
 
     def to_bytes(self) -> bytes:
@@ -176,7 +176,7 @@ class BatchRecord:
 
     @classmethod
     def parse(cls, data: bytes) -> BatchRecord:
-        """The record with these bytes."""
+        """Return the record with these bytes."""
         fields = Fields.parse(data, "batch", versions=SIGNABLE)
         batch = cls(
             id=fields.matching("id", NONCE),
@@ -196,7 +196,9 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Results of `round` that the trainer of `epoch` leaves out of training step `step`, although it had acknowledged them, and why."""
+    """Results of `round` that the trainer of `epoch` leaves out of training step `step` although it had acknowledged them, and the
+    reason.
+    """
 
     id: str
     epoch: int
@@ -208,7 +210,7 @@ class Rejection:
     signature: Signature | None = None
 
     def describe(self) -> str:
-        """Names the record in error messages."""
+        """Return the name of the record for error messages."""
         return f"a rejection for training step {self.step}"
 
     def to_bytes(self) -> bytes:
@@ -218,7 +220,7 @@ class Rejection:
 
     @classmethod
     def parse(cls, data: bytes) -> Rejection:
-        """The record with these bytes."""
+        """Return the record with these bytes."""
         fields = Fields.parse(data, "rejected", versions=SIGNABLE)
         rejection = cls(
             id=fields.matching("id", NONCE),
@@ -238,10 +240,10 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """The trainer's hint to the members: what each is offered, and whether to stop.
+    """The trainer's list of offered tasks, and whether members should stop.
 
-    `seq` and `step` are of the newest version. Offers stand in the order in which they should be taken. `number` rises with every board
-    that a trainer writes, so that nobody can pass an old one for new.
+    `seq` and `step` describe the newest version. Offers are in the order in which members should take them. `number` rises with every board
+    that a trainer writes, so that an old board cannot be passed off as a new one.
     """
 
     id: str
@@ -255,7 +257,7 @@ class Board:
     signature: Signature | None = None
 
     def describe(self) -> str:
-        """Names the record in error messages."""
+        """Return the name of the record for error messages."""
         return f"the board of epoch {self.epoch}"
 
     def to_bytes(self) -> bytes:
@@ -266,7 +268,7 @@ class Board:
 
     @classmethod
     def parse(cls, data: bytes) -> Board:
-        """The record with these bytes."""
+        """Return the record with these bytes."""
         fields = Fields.parse(data, "board", limit=MAX_BOARD_BYTES, versions=SIGNABLE)
         offers = fields.mapping("offers")
         board = cls(

@@ -1,7 +1,7 @@
-"""A checkpoint directory that is changed in place, delta by delta, through memory maps.
+"""Change a checkpoint directory in place, delta by delta, through memory maps.
 
-Nobody else may look at its files meanwhile. A change that fails half-way leaves a mix of versions behind, which is why both users of this
-module (slots of a mirror, staged outputs of `pull`) work on files that no reader can reach.
+No other code may read its files meanwhile. A change that fails leaves a mix of versions behind. Therefore slots of a mirror and staged
+outputs of `pull` use it only on files that no reader can reach.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from ...tensors.state import Progress, batches, state_digest
 
 
 class CheckpointInPlace:
-    """The tensors of the checkpoint directory at `path`, writable, for the files of one delta. `CheckpointError` if it cannot be opened."""
+    """The tensors of the checkpoint directory `path`, writable, for the files of one delta. Raises `CheckpointError` if it cannot be
+    opened.
+    """
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
         self._threads = threads
@@ -38,10 +40,11 @@ class CheckpointInPlace:
         self._coverage = Coverage()
 
     def apply(self, delta: DeltaBytes, first: int, count: int) -> Digest:
-        """Change the `count` tensors from the `first` on, in order of names, by a delta over exactly these; returns after − before.
+        """Apply a delta to the `count` tensors from number `first` on, in the order of names. Return the digest after minus the digest
+        before.
 
-        Checks both digests that the delta carries. Raises as `apply_delta` does, and `CorruptDelta` for one that is no delta of a chain,
-        or for elements that an earlier one was for.
+        Checks both digests in the delta. Raises the errors of `apply_delta`, and `CorruptDelta` for a file that is not a delta of a chain,
+        or that changes elements which an earlier file of the same hop changed.
         """
         if first + count > len(self._order):
             raise CorruptDelta(f"the delta is for tensors {first} to {first + count - 1}, but there are {len(self._order)}.")
@@ -54,7 +57,7 @@ class CheckpointInPlace:
         return file.after - file.before
 
     def flush(self) -> None:
-        """Return only when every change is on disk."""
+        """Flush every change to disk."""
         for shard in self._shards:
             shard.map.flush()
             sync_file(shard.path)
@@ -65,7 +68,7 @@ class CheckpointInPlace:
 
 
 def checkpoint_digest(checkpoint: Checkpoint, *, threads: int | None = None, progress: Progress | None = None) -> Digest:
-    """The digest of a checkpoint, by reading all of it."""
+    """Return the digest of a checkpoint, by reading all of it."""
     total = Digest()
     for batch in batches(list(checkpoint), lambda name: checkpoint.entry(name).nbytes, default_codec()):
         total += state_digest({name: checkpoint[name] for name in batch}, threads=threads)

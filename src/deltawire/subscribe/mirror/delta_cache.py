@@ -1,4 +1,4 @@
-"""Delta files on disk, kept until no slot of the mirror needs them any more: each is applied to one slot now, to the other next time."""
+"""Delta files on disk. Each is applied to one slot of the mirror now and to the other slot at the next update."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ Fetch = Callable[[Sequence[FileEntry]], Iterable[tuple[FileEntry, memoryview]]]
 
 
 class DeltaCache:
-    """The directory `folder`, to be used by who holds the mirror's writer lock. Files are named by their hash."""
+    """The directory `folder`. Only the holder of the mirror's writer lock may use it. Files are named by their hash."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def holds(self, entry: FileEntry) -> bool:
-        """Whether a file of that name and size is there; what is in it is checked by `ensure`."""
+        """Return whether a file of this name and size exists. `ensure` checks its content."""
         try:
             return self._path(entry).stat().st_size == entry.size
         except FileNotFoundError:
             return False
 
     def ensure(self, entries: Iterable[FileEntry], fetch: Fetch) -> list[FileEntry]:
-        """Have all these files, checked; returns those that had to be fetched. None is flushed to disk: a torn one is fetched again."""
+        """Fetch the files that are missing or wrong. Return those that were fetched. Files are not flushed to disk; a torn one is fetched
+        again.
+        """
         missing = [entry for entry in entries if not (self.holds(entry) and blake3(self.open(entry)).hexdigest() == entry.blake3)]
         for entry, data in fetch(missing):
             arriving = self._path(entry).with_suffix(".part")
@@ -37,12 +39,12 @@ class DeltaCache:
         return missing
 
     def open(self, entry: FileEntry) -> mmap.mmap | bytes:
-        """The file's bytes, mapped."""
+        """Map a file into memory and return its bytes."""
         with self._path(entry).open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if entry.size else b""
 
     def keep_only(self, entries: Iterable[FileEntry], most_bytes: int) -> None:
-        """Delete all other files, and of these the first ones beyond `most_bytes`."""
+        """Delete all other files, and the first of these files until the rest fit in `most_bytes`."""
         kept: set[str] = set()
         for entry in reversed(list(entries)):
             if entry.size <= most_bytes:

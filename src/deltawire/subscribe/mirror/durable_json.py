@@ -1,4 +1,4 @@
-"""Small JSON files that are replaced whole: a reader sees the old one or the new one, also after a crash."""
+"""Small JSON files that are replaced as a whole. A reader sees the old or the new file, also after a crash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_BYTES = 1 << 20
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Replace the file, durably. A crash can leave a hidden file behind, whose name no file of a checkpoint can have."""
+    """Replace the file durably. A crash can leave a hidden file behind, whose name no file of a checkpoint can have."""
     temporary = path.with_name(f"{_leftover(path)}{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:
@@ -26,13 +26,13 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what crashes left of `path`. Only for who can be sure that nobody writes it."""
+    """Remove the files that crashes left of `path`. No other process may be writing it."""
     for leftover in path.parent.glob(f"{_leftover(path)}*"):
         leftover.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The document, or None where there is none that can be read."""
+    """Return the document, or None if there is none that can be read."""
     try:
         with path.open("rb") as file:
             document = json.loads(file.read(_MOST_BYTES))
@@ -42,5 +42,5 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _leftover(path: Path) -> str:
-    """What the names of temporary files begin with."""
+    """Return the beginning of the names of temporary files."""
     return f".{path.name}.tmp-"

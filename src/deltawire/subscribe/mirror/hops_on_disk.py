@@ -1,4 +1,4 @@
-"""Hops of a route, done on the files of a checkpoint that nobody reads: what slots of a mirror and `pull` have in common."""
+"""Take hops of a route on the files of a checkpoint that no reader uses, for slots of a mirror and for `pull`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .delta_cache import DeltaCache
 
 _PIECE = 8 << 20
 _ARRIVING = ".part"
-"""Hidden, so that no file of a checkpoint has this name."""
+"""A hidden name, which no file of a checkpoint has."""
 
 
 class Source(Protocol):
-    """Where the files of hops come from, checked; raises `DataDamaged`, `DataMissing`, `VersionGone`."""
+    """Fetches and checks the files of hops. Raises `DataDamaged`, `DataMissing` or `VersionGone`."""
 
     def to_file(self, hop: Hop, entry: FileEntry, path: Path) -> None: ...
 
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 
 class HopsOnDisk:
-    """Does hops. Every failure that tells something about a hop, or about the state it started from, is a `HopFailed`."""
+    """Takes hops on disk. Every failure that concerns a hop, or the state that it starts from, is a `HopFailed`."""
 
     def __init__(
         self, source: Source, deltas: DeltaCache, report: SyncReport, *, threads: int | None, step: Callable[[str], None] = lambda _: None
@@ -49,7 +49,7 @@ class HopsOnDisk:
         self._step = step
 
     def fetch_checkpoint(self, hop: Hop, folder: Path, *, leave_out: Collection[str] = ()) -> None:
-        """Fetch a whole checkpoint into a directory, durably, and check its digest. Files that are there already, and right, are kept.
+        """Fetch a full checkpoint into a directory, durably, and check its digest. Correct files that already exist are kept.
 
         Files with a name in `leave_out` are not fetched.
         """
@@ -72,15 +72,15 @@ class HopsOnDisk:
                 raise DataDamaged(f"the checkpoint of {hop.target.describe()} has digest {found}, not {hop.target.digest}.")
 
     def fetch_deltas(self, hop: Hop) -> None:
-        """Have the delta files of a hop at hand."""
+        """Fetch the delta files of a hop that are not in the cache."""
         with taking(hop):
             fetched = self._deltas.ensure(hop.files, lambda entries: self._source.to_memory(hop, entries))
         self._report.fetched(fetched)
 
     def fetch_attachments(self, target: Commit, folder: Path) -> None:
-        """Have the attachments of a version at hand that a directory lacks. Raises what is wrong with them: no other way leads to them.
+        """Fetch the attachments of a version that a directory lacks. Raises their errors directly, because no other route leads to them.
 
-        `CheckpointError` if their names cannot be written: nothing was changed then.
+        Raises `CheckpointError` if their names cannot be written. Then nothing was changed.
         """
         for entry in target.attachments or ():
             check_can_be_written(str(entry.name))
@@ -89,9 +89,9 @@ class HopsOnDisk:
         self._report.fetched(fetched)
 
     def place_attachments(self, target: Commit, folder: Path, *, own_names: Collection[str] = ()) -> None:
-        """Make the files beside the weights in a directory exactly those of a version, from what `fetch_attachments` has got.
+        """Make the attachments in a directory exactly those of a version, from the files that `fetch_attachments` fetched.
 
-        Files in `own_names` are not touched. Versions of a time when commits did not name attachments leave the directory as it is.
+        Files in `own_names` are not touched. If the version's commit names no attachments (record version 1), the directory stays as it is.
         """
         if target.attachments is None:
             return
@@ -110,7 +110,7 @@ class HopsOnDisk:
         sync_file(folder)
 
     def apply_deltas(self, hop: Hop, folder: Path, before: Digest) -> None:
-        """Change the checkpoint in a directory, whose digest is `before`, by delta files that are at hand; check what comes out.
+        """Apply the delta files of a hop to the checkpoint in a directory, whose digest is `before`, and check the result.
 
         After a failure the directory holds a mix of versions.
         """
@@ -128,13 +128,13 @@ class HopsOnDisk:
 
 
 def stray_files(folder: Path, names: Collection[str]) -> list[Path]:
-    """Return the files beside the weights that have none of these names, and are not hidden."""
+    """Return the files that are neither weights, nor hidden, nor have one of these names."""
     found = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
     return [path for path in found if path.name not in names and not holds_weights(path.name)]
 
 
 def is_complete(path: Path, entry: FileEntry) -> bool:
-    """Tell whether a file is there with the content that its record says."""
+    """Return whether a file exists with the content that its record says."""
     if not path.is_file() or path.stat().st_size != entry.size:
         return False
     hasher = blake3()

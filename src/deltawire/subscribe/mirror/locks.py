@@ -1,9 +1,8 @@
-"""Locks between processes: `flock` on small files. The kernel frees them when a process ends, however it ends.
+"""Locks between processes: `flock` on small files. The kernel releases them when a process ends.
 
-They belong to the open file, not to the process: two holders in one process exclude each other like any two, and a forked child shares what
-its parent held. So what was held alone is unlocked in so many words by the process that took it: merely closed, it would stay locked for as
-long as a child lives that was forked meanwhile, and nobody could ever update the mirror. What is shared is only closed, for the child may
-read there.
+A lock belongs to the open file, not to the process. Two holders in one process exclude each other, and a forked child shares the locks of
+its parent. So the process that took an exclusive lock unlocks it explicitly. If it only closed the file, the lock would stay for as long as
+a forked child lives, and the mirror could not be updated. A shared lock is only closed, because the child may still read there.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from types import TracebackType
 from ...errors import MirrorBusy
 
 PATIENCE = 30.0
-"""Seconds without a sign of life after which the holder of a lock is taken for stopped."""
+"""Seconds without a sign of life after which the holder of a lock counts as stopped."""
 _BEAT = 1.0
 """Seconds between two signs of life."""
 _PAUSE = 0.02
 
 
 class FileLock:
-    """A lock that is held. Made by `try_shared` and `try_exclusive`; given up by `release`, at the latest when the process ends."""
+    """A lock that is held. `try_shared` and `try_exclusive` make it. `release`, or the end of the process, gives it up."""
 
     def __init__(self, descriptor: int, *, exclusive: bool) -> None:
         self._descriptor: int | None = descriptor
@@ -35,7 +34,7 @@ class FileLock:
 
     @classmethod
     def try_shared(cls, path: Path) -> FileLock | None:
-        """Share the lock, if nobody has it exclusively and its file exists. Needs no permission to write."""
+        """Take the lock with others, if no process holds it exclusively and its file exists. Needs no permission to write."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -44,12 +43,12 @@ class FileLock:
 
     @classmethod
     def try_exclusive(cls, path: Path) -> FileLock | None:
-        """Have the lock alone, if nobody else has it. Makes its file."""
+        """Take the lock exclusively, if no other process holds it. Creates its file."""
         return cls._try(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), fcntl.LOCK_EX)
 
     @classmethod
     def wait_exclusive(cls, path: Path) -> FileLock:
-        """Have the lock alone, as soon as nobody else has it: for what takes others an instant only.
+        """Wait for the lock and take it exclusively. Use it only for locks that are held for very short times.
 
         Raises `MirrorBusy` if one holder keeps it for longer than `PATIENCE` seconds.
         """
@@ -73,14 +72,14 @@ class FileLock:
         return cls(descriptor, exclusive=kind == fcntl.LOCK_EX)
 
     def share(self) -> None:
-        """Let others share what was exclusive. `flock` gives it up for an instant: whoever could take it exclusively must be kept out."""
+        """Turn an exclusive lock into a shared one. `flock` releases it for an instant, so the caller must keep other writers out."""
         assert self._descriptor is not None
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
         self._owner = None
 
     @contextlib.contextmanager
     def showing_life(self) -> Iterator[None]:
-        """Touch the lock's file again and again while the context lasts, so that others can tell that this process runs."""
+        """Touch the lock's file regularly while the context lasts, so that others can see that this process runs."""
         over = threading.Event()
 
         def beat() -> None:
@@ -97,14 +96,14 @@ class FileLock:
             beating.join()
 
     def _sign(self) -> None:
-        """Write this process's number into the lock's file, which also sets the file's time. A full disk does not matter here."""
+        """Write this process's number into the lock's file, which also sets the file's time. A full disk is ignored."""
         assert self._descriptor is not None
         with contextlib.suppress(OSError):
             os.utime(self._descriptor)
             os.pwrite(self._descriptor, b"%-20d" % os.getpid(), 0)
 
     def release(self) -> None:
-        """Give it up. Doing so twice is fine."""
+        """Release the lock. May be called twice."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             if self._owner == os.getpid():
@@ -119,9 +118,9 @@ class FileLock:
 
 
 class LifeWatch:
-    """Tells whether the process that holds a lock still runs. It has seen nothing yet when it is made.
+    """Tells whether the process that holds a lock still runs.
 
-    Only changes of the lock's file count, and the watcher's own clock: dates are never compared.
+    Only changes of the lock's file and the watcher's own clock count. Dates are never compared.
     """
 
     def __init__(self, path: Path, patience: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:

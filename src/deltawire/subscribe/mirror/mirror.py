@@ -1,24 +1,24 @@
-"""A mirror: one version of a model as files in a directory, loadable by anything at any time, shared by any number of processes.
+"""A mirror: one version of a model as files in a directory, which any library can load at any time, and several processes can share.
 
     DIR/mirror.json          layout version and run id
     DIR/current              link to the slot that is served; replaced atomically
-    DIR/slots/NAME/          a complete checkpoint, and deltawire.json, which says of which version
+    DIR/slots/NAME/          a complete checkpoint, and deltawire.json, which names its version
     DIR/locks/               `flock` files: `writer`, and one per slot
     DIR/deltas/              delta files that the next update will need again
-    DIR/seen.json            the newest commit seen, so that a store that goes back is noticed
+    DIR/seen.json            the newest commit seen, to notice a store that was set back
     DIR/FILE                 links to current/FILE, so that DIR itself loads as a checkpoint
 
-**Who may do what.** A slot's lock is shared by everyone who reads it, and held alone by who changes it; that one also holds `writer`, so
-there is one at a time. The served slot is never changed: an update brings another slot to the new version and then moves `current`. A
-reader that holds on to a slot while versions go by keeps exactly that version; the mirror then grows by a slot for as long.
+**Readers and writers.** Readers of a slot share its lock. A writer holds it exclusively, and also holds `writer`, so there is one writer at
+a time. The served slot is never changed: an update brings another slot to the new version and then moves `current`. A reader that keeps a
+slot for long keeps exactly that version, and the mirror then has one slot more.
 
-**What a crash leaves.** A killed process loses its locks, not what it wrote: the page cache survives it. A slot is marked as not clean
-before the first byte is changed, and clean after its digest was checked, so a slot that was cut off half-way is recognised, and never was
-`current`. Losing power is another matter: every update changes pages all over all files, and flushing them each time would cost more than
-the update. So slots say in which boot they were written (`boot_id`), and one of an earlier boot, or on a system that cannot tell, is read
-in full and compared with its digest before it is served. One that fails is dropped, and rebuilt from another slot or from the store.
+**Crashes.** A killed process loses its locks, but not what it wrote, because the page cache survives. A slot is marked as not clean before
+the first byte is changed, and as clean after its digest was checked, so an interrupted slot is recognised and never becomes `current`. A
+power failure is different: every update changes pages in all files, and flushing them each time would cost more than the update. So slots
+record in which boot they were written (`boot_id`). A slot of an earlier boot, or on a system that cannot tell, is read completely and
+compared with its digest before it is served. If it fails, it is dropped and rebuilt from another slot or from the store.
 
-Locks and maps are those of one machine: a mirror belongs on a local file system.
+Locks and maps work on one machine only, so put a mirror on a local file system.
 """
 
 from __future__ import annotations
@@ -56,9 +56,16 @@ class HeldSlot:
 
 
 class Mirror:
-    """The mirror in the directory `path`. Makes nothing there until `create`.
+    """The mirror in the directory `path`. Nothing is written before `create`.
 
-    `step` is called with the name of each step of a change as it is done: what tests use to die in between.
+    Parameters
+    ----------
+    path
+        The directory.
+    threads
+        Number of threads for digests. None means one per core.
+    step
+        Called with the name of each step of a change when it is done. Tests use it to stop in between.
     """
 
     def __init__(self, path: Path, *, threads: int | None = None, step: Callable[[str], None] | None = None) -> None:
@@ -66,11 +73,11 @@ class Mirror:
         self.threads = threads
         self.step = step or (lambda _: None)
 
-    # What there is
+    # State of the mirror
 
     @property
     def run_id(self) -> str | None:
-        """The run that is mirrored here; None where there is no mirror yet. `MirrorError` for one of another layout."""
+        """The run that is mirrored, or None if there is no mirror yet. Raises `MirrorError` for a mirror of another layout."""
         document = read_json(self.path / "mirror.json")
         if document is None:
             return None
@@ -80,16 +87,18 @@ class Mirror:
         return run_id
 
     def refuse_misplaced(self) -> None:
-        """Raise `MirrorError` if the directory holds a chain of versions, or is a URL: the arguments were probably swapped."""
+        """Raise `MirrorError` if the directory holds a chain of versions or is a URL. Then the arguments were probably swapped."""
         if why := misplaced(self.path):
             raise MirrorError(f"{self.path} {why}. Name another directory for the mirror: `deltawire follow URL DIR`.")
 
     def create(self, run_id: str) -> None:
-        """Make the mirror, if it is not there. `RunMismatch` if it is of another run, `MirrorError` if the directory is something else."""
+        """Make the mirror if it does not exist. Raises `RunMismatch` if it has another run, and `MirrorError` if the directory is not a
+        mirror.
+        """
         if self.run_id is None:
             self.refuse_misplaced()
             strangers = [name for name in os.listdir(self.path) if not _is_own(name)] if self.path.is_dir() else []
-            if strangers and self.run_id is None:  # not made by another process just now
+            if strangers and self.run_id is None:  # unless another process has just made it
                 raise MirrorError(f"{self.path} holds other files ({strangers[0]}). Name a new or empty directory for the mirror.")
             for folder in ("slots", "locks", "deltas"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
@@ -101,7 +110,7 @@ class Mirror:
             raise RunMismatch(f"{self.path} mirrors run {self.run_id}, but the chain is of run {run_id}.")
 
     def current_name(self) -> str | None:
-        """The name of the slot that is served."""
+        """Return the name of the slot that is served."""
         try:
             return os.path.basename(os.readlink(self.path / "current"))
         except FileNotFoundError:
@@ -116,7 +125,7 @@ class Mirror:
     # Reading
 
     def hold_current(self) -> HeldSlot | None:
-        """Share the lock of the slot that is served. It may be from an earlier boot: see `open_current`."""
+        """Take the shared lock of the slot that is served. The slot may be from an earlier boot: see `open_current`."""
         deadline = time.monotonic() + _PATIENCE
         while True:
             name = self.current_name()
@@ -124,7 +133,7 @@ class Mirror:
                 return None
             lock = FileLock.try_shared(self._lock_path(name))
             if lock is not None:
-                if self.current_name() == name:  # it still is, so nobody will change it now
+                if self.current_name() == name:  # it is still current, and its shared lock now protects it
                     record = self.slot(name).record()
                     if record is not None:
                         return HeldSlot(self.slot(name), lock, record)
@@ -142,7 +151,9 @@ class Mirror:
         return HeldSlot(held.slot, lock, held.record)
 
     def open_current(self) -> HeldSlot | None:
-        """The slot that is served, shared, after checking it as far as it needs to be; None if it is damaged or there is none."""
+        """Return the slot that is served, with a shared lock, after the checks that it needs. Return None if it is damaged or there is
+        none.
+        """
         held = self.hold_current()
         if held is None or self.is_sound(held):
             return held
@@ -151,7 +162,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Path]:
-        """The directory of the version that is served. It stays as it is while the context lasts, whatever updates happen."""
+        """Yield the directory of the version that is served. It does not change while the context lasts, even if updates happen."""
         held = self.open_current()
         if held is None:
             raise MirrorError(f"{self.path} holds no sound version. Sync it first.")
@@ -163,15 +174,15 @@ class Mirror:
     # Changing: everything below needs the writer's lock
 
     def try_writer(self) -> FileLock | None:
-        """The lock to change anything, if nobody else has it."""
+        """Take the lock that allows changes, if no other process holds it."""
         return FileLock.try_exclusive(self._writer_path)
 
     def watch_writer(self) -> LifeWatch:
-        """Watch whether the process that changes the mirror still runs."""
+        """Return a watch for the process that changes the mirror."""
         return LifeWatch(self._writer_path)
 
     def hold_exclusively(self, slot: Slot) -> HeldSlot | None:
-        """A slot to change, if nobody reads it and it has a record."""
+        """Take a slot for changes. Return None if a reader uses it or it has no record."""
         lock = FileLock.try_exclusive(self._lock_path(slot.name))
         if lock is None:
             return None
@@ -183,9 +194,9 @@ class Mirror:
         return HeldSlot(slot, lock, record)
 
     def new_slot(self, commit: Commit, phase: str) -> HeldSlot:
-        """An empty slot under a name never used before, marked as CHANGING or FETCHING, its lock held alone.
+        """Make an empty slot under a new name, marked as CHANGING or FETCHING, with an exclusive lock.
 
-        Names are not used again: a reader may hold the lock file of a deleted slot, and must not take it for the lock of another.
+        Names are never used again: a reader may hold the lock file of a deleted slot, and must not take it for the lock of another.
         """
         name = secrets.token_hex(4)
         lock = FileLock.try_exclusive(self._lock_path(name))
@@ -202,9 +213,9 @@ class Mirror:
         return HeldSlot(slot, lock, record)
 
     def serve(self, held: HeldSlot) -> None:
-        """Move `current` to a clean slot. Its lock is shared from here on."""
+        """Move `current` to a clean slot. Its lock is shared from then on."""
         assert held.record.clean
-        held.lock.share()  # before the link moves: who follows it must get the lock
+        held.lock.share()  # before the link moves, because readers that follow it must get the lock
         self.step("lock-shared")
         link = self.path / f".current.tmp-{secrets.token_hex(4)}"
         os.symlink(os.path.join("slots", held.slot.name), link)
@@ -215,8 +226,8 @@ class Mirror:
         self.step("files-linked")
 
     def recover(self) -> HeldSlot | None:
-        """Serve the newest sound slot, after `open_current` found that the one served is not. None if there is no sound one."""
-        served = self.open_current()  # another process may have been faster
+        """Serve the newest sound slot, after `open_current` found that the current one is not sound. Return None if there is none."""
+        served = self.open_current()  # another process may have repaired it
         if served is not None:
             return served
         bad = self.current_name()
@@ -234,7 +245,7 @@ class Mirror:
         return None
 
     def drop(self, slot: Slot) -> bool:
-        """Delete a slot and its lock, unless somebody reads it."""
+        """Delete a slot and its lock, unless a reader uses it."""
         path = self._lock_path(slot.name)
         lock = FileLock.try_exclusive(path)
         if lock is None:
@@ -245,9 +256,9 @@ class Mirror:
         return True
 
     def tidy(self, *, soon_free: str | None = None) -> None:
-        """Delete what crashes left behind, and all slots that nobody reads but the newest, the standby.
+        """Delete leftovers of crashes, and all slots that no reader uses except the newest, the standby.
 
-        `soon_free` is a slot that the caller still reads, but not for long: it may become the standby.
+        `soon_free` is a slot that the caller will soon stop reading. It may become the standby.
         """
         current = self.current_name()
         spare: list[tuple[int, Slot]] = []
@@ -276,7 +287,7 @@ class Mirror:
         return lock is not None
 
     def is_sound(self, held: HeldSlot) -> bool:
-        """Whether a slot may be served. Reads all of it if it was last checked in another boot, and then notes that it is fine."""
+        """Return whether a slot may be served. Reads all of it if it was last checked in another boot, and then notes that it is sound."""
         boot = boot_id()
         if not held.record.clean:
             return False
@@ -299,7 +310,7 @@ class Mirror:
                 else:
                     entry.unlink(missing_ok=True)
         for name in wanted:
-            with contextlib.suppress(FileExistsError):  # somebody put a file of his own there: leave it
+            with contextlib.suppress(FileExistsError):  # the user put a file there: leave it
                 os.symlink(os.path.join("current", name), self.path / name)
 
     @property
@@ -311,5 +322,5 @@ class Mirror:
 
 
 def _is_own(name: str) -> bool:
-    """Whether a directory that is about to become a mirror may hold this already."""
+    """Return whether a directory that is about to become a mirror may already hold this name."""
     return name in _OWN_NAMES or name.startswith(".mirror.json.tmp-")

@@ -1,4 +1,4 @@
-"""What the operating system refuses, as errors of the mirror."""
+"""Turn errors of the operating system into errors of the mirror."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from ...errors import MirrorError
 
 _HEALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO})
-"""Conditions that go by, or that somebody can end while a subscriber goes on trying."""
+"""Conditions that may end while a subscriber tries again."""
 
 
 @contextlib.contextmanager
 def as_mirror_errors(path: Path) -> Iterator[None]:
-    """Raise `MirrorError` for any `OSError`; a retryable one where it may succeed later."""
+    """Raise `MirrorError` for any `OSError`. It is retryable if a later attempt may succeed."""
     try:
         yield
     except OSError as error:
@@ -24,7 +24,7 @@ def as_mirror_errors(path: Path) -> Iterator[None]:
 
 
 def retryable_error(message: str) -> MirrorError:
-    """A `MirrorError` that may go by."""
+    """Return a `MirrorError` that is retryable."""
     error = MirrorError(message)
     error.retryable = True
     return error

@@ -1,4 +1,4 @@
-"""The model in a mirror directory, which other processes may share, and update too."""
+"""A replica in a mirror directory, which other processes may also read and update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PAUSE = 0.05
 class MirrorReplica:
     """The version that a mirror serves, as memory-mapped arrays. They do not change until the next `move` of this replica.
 
-    Opening needs no store: what the mirror served last is served again, if it is sound and, with `trusted_keys`, signed by one of them.
+    Opening needs no store: the mirror's last version is served again if it is sound and, with `trusted_keys`, signed by one of them.
     """
 
     def __init__(self, path: Path, *, threads: int | None = None, trusted_keys: Collection[str] = ()) -> None:
@@ -40,7 +40,7 @@ class MirrorReplica:
 
     @property
     def run_id(self) -> str | None:
-        """The run that is mirrored; None before the first version."""
+        """The run that is mirrored, or None before the first version."""
         return self._mirror.run_id
 
     @property
@@ -53,7 +53,7 @@ class MirrorReplica:
 
     @property
     def slot_path(self) -> Path | None:
-        """The directory of the version at hand: a complete checkpoint."""
+        """The directory of the present version: a complete checkpoint."""
         return None if self._held is None else self._held.slot.path
 
     @property
@@ -69,7 +69,7 @@ class MirrorReplica:
         return self._mirror.hold_again(self._held)
 
     def create(self, run_id: str) -> None:
-        """Make the mirror, or check that it is of this run."""
+        """Make the mirror, or check that it has this run."""
         with as_mirror_errors(self._mirror.path):
             self._mirror.create(run_id)
 
@@ -94,7 +94,7 @@ class MirrorReplica:
                     context.report.resynced &= had is not None
 
     def close(self) -> None:
-        """Let go of the slot. Arrays taken from `state` must not be used any more."""
+        """Release the slot. Do not use arrays from `state` afterwards."""
         if self._held is not None:
             self._held.release()
             self._held = None
@@ -104,7 +104,7 @@ class MirrorReplica:
         held = self._mirror.open_current()
         if held is None:
             writer = self._mirror.try_writer()
-            if writer is not None:  # else somebody is at it already, perhaps for hours: the first sync waits for that
+            if writer is not None:  # otherwise another process is updating the mirror, and the first sync waits for it
                 with writer, writer.showing_life():
                     held = self._mirror.recover()
         if held is not None:
@@ -116,7 +116,7 @@ class MirrorReplica:
             self._switch(held)
 
     def _adopt(self, target: Commit, context: SyncContext) -> bool:
-        """Take what is served, if another process has brought it to the target already."""
+        """Use the slot that is served, if another process has already brought it to the target."""
         name = self._mirror.current_name()
         record = None if name is None else self._mirror.slot(name).record()
         if record is None or not (record.seq == target.seq or (context.newest and record.seq > target.seq)):

@@ -1,7 +1,8 @@
-"""Bring a mirror to another version: choose a slot and a route, change the slot out of sight, check it, serve it.
+"""Bring a mirror to another version: choose a slot and a route, change the slot, check it, and serve it.
 
-Whatever fails, the slot that is served stays as it is. Between two hops of a route a slot is whole, so a failure to fetch the next hop
-leaves it usable at the version that it has reached; a failure in the middle of a hop leaves it marked as not clean, and it is dropped.
+The slot that is served never changes, whatever fails. Between two hops of a route a slot is complete. So if the next hop cannot be fetched,
+the slot stays usable at the version that it has reached. A failure in the middle of a hop leaves the slot marked as not clean, and it is
+dropped.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from .mirror import HeldSlot, Mirror
 from .slot import CHANGING, CLEAN, FETCHING, RECORD_FILE, Slot, SlotRecord, boot_id
 
 _COPY_SPEED, _COPY_COST = 8, 4 << 20
-"""How many times faster a slot is copied from its neighbour than fetched, and what it costs to begin, in bytes fetched.
+"""How many times faster a slot is copied from another slot than fetched, and the fixed cost of a copy, in bytes fetched.
 
 They only decide which of two good routes is taken.
 """
 
 _CACHE_SHARE, _CACHE_LEAST = 4, 64 << 20
-"""Delta files are kept for the other slot up to this part of the state's size, or so many bytes."""
+"""Delta files are kept for the other slot up to this share of the state's size, or at least this many bytes."""
 
 _START_ERRORS: tuple[type[DeltawireError], ...] = (DeltaError, StateError, TensorError, CheckpointError)
 """Errors that a slot with wrong content can cause. A slot is checked only where it is changed, so a wrong result is among them."""
@@ -47,7 +48,7 @@ class _Route:
 
 
 class MirrorUpdate:
-    """One update, by who holds the writer's lock."""
+    """One update of a mirror. The caller holds the writer's lock."""
 
     def __init__(self, mirror: Mirror, routes: FindRoute, source: Source, report: SyncReport, *, on_event: OnEvent | None = None) -> None:
         self._mirror = mirror
@@ -58,15 +59,15 @@ class MirrorUpdate:
         self._deltas = DeltaCache(mirror.path / "deltas")
         self._on_disk = HopsOnDisk(source, self._deltas, report, threads=mirror.threads, step=mirror.step)
         self._spoilt: set[str] = set()
-        """Slots whose content turned out to be not what their records say."""
+        """Slots whose content is not what their records say."""
         self._used: list[FileEntry] = []
         self._taken: list[HeldSlot] = []
-        """Every slot whose lock was taken: whatever happens, none is kept but that of the slot which is served in the end."""
+        """Every slot whose lock was taken. All of them are released at the end, except the one that is then served."""
 
     def run(self, target: Commit, *, replacing: HeldSlot | None = None) -> HeldSlot:
-        """Serve the version of `target`; returns its slot, shared. Raises what the last route that was tried failed with.
+        """Serve the version of `target`, and return its slot with a shared lock. Raises the error of the last route that was tried.
 
-        `replacing` is the slot that the caller reads until now, and will release.
+        `replacing` is the slot that the caller reads until now and will then release.
         """
         held: HeldSlot | None = None
         route = _Route((), 0.0)
@@ -109,7 +110,7 @@ class MirrorUpdate:
         return held
 
     def _drop_start(self, route: _Route, failure: HopFailed) -> None:
-        """Use the slot that the route started from no more: it does not hold what its record says."""
+        """Exclude the slot that the route started from, because it does not hold what its record says."""
         start = route.held.slot if route.held is not None else route.copied
         assert start is not None  # only a route from nothing has neither, and its first hop has no base
         self._spoilt.add(start.name)
@@ -125,14 +126,14 @@ class MirrorUpdate:
                 route.held.release()
         if best is None:
             return _Route(self._find(None, target), 0.0)
-        if best.hops and best.hops[0].base is None:  # a whole checkpoint: nothing at hand is of use
+        if best.hops and best.hops[0].base is None:  # a full checkpoint, so the present slots are of no use
             if best.held is not None:
                 best.held.release()
             return replace(best, held=None, copied=None)
         return best
 
     def _from_standby(self, target: Commit) -> _Route | None:
-        """The newest slot that nobody reads. What it holds is checked while it is changed."""
+        """Return a route from the newest slot that no reader uses. Its content is checked while it is changed."""
         current = self._mirror.current_name()
         found: HeldSlot | None = None
         for slot in self._mirror.slots():
@@ -172,7 +173,7 @@ class MirrorUpdate:
         return sum(entry.size for hop in hops for entry in hop.files if not self._deltas.holds(entry))
 
     def _start(self, route: _Route) -> HeldSlot:
-        """The slot to change. Slots that are of no use go first: there may be no room for one more."""
+        """Return the slot to change. Useless slots are deleted first, because there may be no space for one more."""
         self._mirror.step("route-chosen")
         if route.held is not None:
             return route.held
@@ -216,9 +217,10 @@ class MirrorUpdate:
     # The route
 
     def _walk(self, held: HeldSlot, route: _Route) -> None:
-        """Take the slot along the hops. Afterwards its record is clean, at the last version that was reached whole.
+        """Take the slot along the hops. Afterwards its record is clean, at the last version that was completely reached.
 
-        A version is whole with its own attachments only. They change at the end, so where they do, what lies in between is not whole.
+        A version is complete only with its own attachments. They are changed at the end, so versions in between with other attachments are
+        not complete.
         """
         from_nothing = bool(route.hops) and route.hops[0].base is None
         reached = None if from_nothing else held.record.commit
@@ -232,7 +234,7 @@ class MirrorUpdate:
                 for index, hop in enumerate(hops):
                     if hop.base is None:
                         self._on_disk.fetch_checkpoint(hop, held.slot.path, leave_out={RECORD_FILE})
-                        if hop.target.attachments in (None, hops[-1].target.attachments):  # those are at hand
+                        if hop.target.attachments in (None, hops[-1].target.attachments):  # these were fetched above
                             self._attach(held, hop.target)
                             attached = hop.target.attachments
                             self._mark_clean(held, hop.target)
@@ -241,7 +243,7 @@ class MirrorUpdate:
                         arriving = ahead.submit(self._on_disk.fetch_deltas, hops[index + 1]) if index + 1 < len(hops) else None
                         self._mirror.step("hop-fetched")
                         assert reached is not None
-                        before, reached = reached, None  # nowhere, until the hop is done
+                        before, reached = reached, None  # the slot is at no version until the hop is done
                         self._change(held, hop, before)
                     reached = before if hop.target.kind == "fence" else hop.target
                     self._mirror.step("hop-done")
@@ -249,7 +251,7 @@ class MirrorUpdate:
                     assert reached is not None
                     self._attach(held, reached)
                     attached = reached.attachments
-            except BaseException:  # also Ctrl-C: the thread that fetches ahead is waited for, so it must not wait for data itself
+            except BaseException:  # also Ctrl-C: the fetching thread is joined below, so it must not wait for data
                 self._source.abandon()
                 raise
             finally:
@@ -257,7 +259,7 @@ class MirrorUpdate:
                     self._mark_clean(held, reached)
 
     def _attach(self, held: HeldSlot, target: Commit) -> None:
-        """Bring the slot's other files to those of a version."""
+        """Make the slot's attachments those of a version."""
         if target.attachments is not None and not held.slot.has_attachments(target):
             if any(entry.name == RECORD_FILE for entry in target.attachments):
                 message = (

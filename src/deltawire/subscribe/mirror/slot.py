@@ -1,7 +1,7 @@
-"""One slot of a mirror: a directory with a complete Hugging Face checkpoint, and a record of what version it is.
+"""One slot of a mirror: a directory with a complete Hugging Face checkpoint, and a record of its version.
 
-The record (`deltawire.json`) is the only thing that says a slot can be used. It says "not clean" from before the first byte is changed
-until after the last was checked; a slot without a readable record is garbage.
+Only the record (`deltawire.json`) says whether a slot can be used. It says "not clean" from before the first byte is changed until after
+the last byte was checked. A slot without a readable record is garbage.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ _COPY_BYTES = 8 << 20
 
 
 CLEAN, CHANGING, FETCHING = "clean", "changing", "fetching"
-"""What a slot can be: whole and checked; on its way to another version, or cut off there; an anchor of which some files have arrived."""
+"""Phases of a slot: complete and checked; being changed, or interrupted while it was changed; an anchor that is being fetched."""
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str | None:
-    """Which boot of the operating system this is, and so whether the page cache still holds what was written: a name that changes with
-    every boot; None where the system gives none, which must be taken as "another boot"."""
+    """Return a name that changes with every boot of the operating system, or None if the system gives none.
+
+    It tells whether the page cache still holds what was written. None counts as another boot.
+    """
     try:
         return _BOOT_ID.read_text().strip() or None
     except OSError:
@@ -43,7 +45,7 @@ def boot_id() -> str | None:
 class SlotRecord:
     """What a slot holds: the version that `commit` made, if it is clean, as last checked in the boot `boot_id`.
 
-    The commit is kept with all its bytes, so that a mirror can say everything about its version without the store.
+    The commit is kept with all its bytes, so that a mirror can describe its version without the store.
     """
 
     commit: Commit
@@ -69,7 +71,9 @@ class SlotRecord:
 
 
 class Slot:
-    """The slot in the directory `path`. Who changes it must hold its lock alone, who reads it must share it (see `Mirror`)."""
+    """The slot in the directory `path`. Code that changes it must hold its lock exclusively, code that reads it must share it (see
+    `Mirror`).
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,7 +83,7 @@ class Slot:
         return self.path.name
 
     def record(self) -> SlotRecord | None:
-        """What it holds; None if nobody can tell, in which case it is of no use."""
+        """Return what the slot holds, or None if its record cannot be read. Then the slot is useless."""
         document = read_json(self.path / RECORD_FILE)
         if document is None:
             return None
@@ -93,7 +97,7 @@ class Slot:
         return None if commit.digest is None else SlotRecord(commit, phase, boot)
 
     def write_record(self, record: SlotRecord) -> None:
-        """Replace the record, durably. `seq` and `digest` stand beside it for people and scripts."""
+        """Replace the record durably. `seq` and `digest` are added to it for people and scripts."""
         data = record.commit.to_bytes()
         write_json(
             self.path / RECORD_FILE,
@@ -109,14 +113,14 @@ class Slot:
         )
 
     def is_intact(self, record: SlotRecord, *, threads: int | None = None) -> bool:
-        """Whether every weight and every attachment is what the record says, by reading all of them."""
+        """Return whether every weight and attachment is what the record says, by reading all of them."""
         try:
             return self.has_attachments(record.commit) and checkpoint_digest(Checkpoint(self.path), threads=threads) == record.digest
         except (CheckpointError, OSError):
             return False
 
     def has_attachments(self, commit: Commit) -> bool:
-        """Tell whether the files beside the weights are exactly those of a version, by reading them. True where its commit names none."""
+        """Return whether the attachments are exactly those of a version, by reading them. Return True if its commit names none."""
         if commit.attachments is None:
             return True
         wanted = [entry for entry in commit.attachments if entry.name != RECORD_FILE]
@@ -124,10 +128,10 @@ class Slot:
         return all(is_complete(self.path / str(entry.name), entry) for entry in wanted) and not stray_files(self.path, names)
 
     def copy_files_from(self, other: Slot) -> None:
-        """Take over another slot's files, record excluded.
+        """Copy another slot's files, except its record.
 
-        By way of a buffer, not by sharing blocks: soon every page will be changed through a map, and on a full disk a page without a block
-        of its own is a SIGBUS.
+        The bytes go through a buffer and blocks are not shared. Soon every page is changed through a map, and on a full disk a page without
+        its own block causes a SIGBUS.
         """
         for source in sorted(other.path.iterdir()):
             if source.is_file() and source.name != RECORD_FILE and not source.name.startswith("."):
@@ -135,12 +139,12 @@ class Slot:
                     shutil.copyfileobj(origin, target, _COPY_BYTES)
 
     def is_linked(self) -> bool:
-        """Whether a file of it has another name somewhere, as after `cp --link`: what is changed here would change there too."""
+        """Return whether a file of the slot has another name, as after `cp --link`. A change here would change it there too."""
         with os.scandir(self.path) as entries:
             return any(entry.is_file(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_nlink > 1 for entry in entries)
 
     def delete(self) -> None:
-        """Remove it; the record first, so that half a slot is not taken for a whole one."""
+        """Remove the slot. The record goes first, so that an incomplete slot is never used."""
         (self.path / RECORD_FILE).unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
