@@ -22,8 +22,7 @@ from ...subscribe.sync_context import SyncContext
 from ...tensors.bits import tensor_bits
 from ...tensors.state import batches, state_digest
 from ...tensors.torch_types import to_torch
-from .fit import check_fits
-from .live_tensors import LiveTensors, Naming, as_bits
+from .live_tensors import LiveTensors, Naming, as_bits, check_digest
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +61,7 @@ class HostCopyWeights:
     ) -> None:
         self.state = MemoryState(threads=threads)
         """The copy on the host."""
-        self._tensors = LiveTensors(naming, other_namings, at=at)
-        self._keep_others = keep_others
+        self._tensors = LiveTensors(naming, other_namings, at=at, keep_others=keep_others)
         self._threads = threads
         self._is_unknown = False
         """Whether a swap failed and could not be reverted."""
@@ -83,8 +81,7 @@ class HostCopyWeights:
 
     def live(self) -> dict[str, Any]:
         """Return all tensors of the state as they are now: those of the module, and the others that are kept."""
-        live: Mapping[str, Any] = self._tensors.now()
-        return {name: live.get(name, array) for name, array in self.state.writable.items()}
+        return self._tensors.complete(self.state)
 
     def digest(self, tensors: Mapping[str, Any]) -> Digest:
         """Return the digest of tensors on any device. A few of them at a time are copied to the host, and their digests are added."""
@@ -102,16 +99,11 @@ class HostCopyWeights:
         update.check()
 
     def check_all(self, commit: Commit) -> None:
-        found = self.digest(self.live())
-        if found != commit.digest:
-            raise ResultMismatch(f"the live weights have digest {found}, commit {commit.seq} has {commit.digest}.")
+        check_digest(self.digest(self.live()), commit)
 
     def replacement(self, state: MemoryState, target: Commit) -> PreparedSwap:
         arrays = dict(state.writable)
-        self._tensors.use_names_like(arrays)
-        live = self._tensors.now()
-        check_fits(live, arrays, keep_others=self._keep_others)
-        return _Overwrite(self, live, arrays, target)
+        return _Overwrite(self, self._tensors.for_checkpoint(arrays), arrays, target)
 
     def forget(self) -> None:
         self.state = MemoryState(threads=self._threads)

@@ -23,7 +23,7 @@ from ...tensors.gpu_handover import GpuHandover
 from ...tensors.module_tensors import tied_names
 from ...tensors.state import codec_for, state_digest
 from .fit import check_fits
-from .live_tensors import LiveTensors, Naming, as_bits
+from .live_tensors import LiveTensors, Naming, as_bits, check_digest
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +63,7 @@ class InPlaceWeights:
         other_namings: Sequence[Naming] = (),
     ) -> None:
         self.state = MemoryState(threads=threads)
-        self._tensors = LiveTensors(naming, other_namings, at=at)
-        self._keep_others = keep_others
+        self._tensors = LiveTensors(naming, other_namings, at=at, keep_others=keep_others)
         self._threads = threads
         self._is_unknown = False
         """Whether a swap failed and could not be reverted."""
@@ -81,8 +80,7 @@ class InPlaceWeights:
 
     def live(self) -> Tensors:
         """Return all tensors of the state as they are now: those of the module, and the others that are kept."""
-        live: Mapping[str, Any] = self._tensors.now()
-        return {name: live.get(name, array) for name, array in self.state.writable.items()}
+        return self._tensors.complete(self.state)
 
     def digest(self, tensors: Mapping[str, Any]) -> Digest:
         """Return the digest of live tensors. A GPU computes it on a separate stream, so that generation goes on."""
@@ -96,16 +94,11 @@ class InPlaceWeights:
                 raise ResultMismatch(f"tensor {name!r} of the module was replaced while it was being changed.")
 
     def check_all(self, commit: Commit) -> None:
-        found = self.digest(self.live())
-        if found != commit.digest:
-            raise ResultMismatch(f"the live weights have digest {found}, commit {commit.seq} has {commit.digest}.")
+        check_digest(self.digest(self.live()), commit)
 
     def replacement(self, state: MemoryState, target: Commit) -> PreparedSwap:
         arrays = dict(state.writable)
-        self._tensors.use_names_like(arrays)
-        live = self._tensors.now()
-        check_fits(live, arrays, keep_others=self._keep_others)
-        return _Exchange(self, live, arrays, target)
+        return _Exchange(self, self._tensors.for_checkpoint(arrays), arrays, target)
 
     def forget(self) -> None:
         self.state = MemoryState(threads=self._threads)

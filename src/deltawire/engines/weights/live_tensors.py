@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from numpy.typing import NDArray
+
+from ...chain.memory_state import MemoryState
+from ...errors import ResultMismatch
 from ...format.digest import Digest
 from ...format.records.chain_records import Commit
 from ...subscribe.sync_context import SyncContext
 from ...tensors.module_tensors import tied_names
+from .fit import check_fits
 
 if TYPE_CHECKING:
     import torch
@@ -29,20 +34,31 @@ class LiveTensors:
         Return the same tensors by other names, which a chain may use instead.
     at
         The version that the module was loaded from, if it is known.
+    keep_others
+        True to allow tensors in the chain that the module does not have.
     """
 
-    def __init__(self, naming: Naming, others: Sequence[Naming] = (), *, at: int | None = None) -> None:
+    def __init__(self, naming: Naming, others: Sequence[Naming] = (), *, at: int | None = None, keep_others: bool = False) -> None:
         self._naming = naming
         self._namings = (naming, *others)
         self._at = at
+        self._keep_others = keep_others
 
     def now(self) -> dict[str, torch.Tensor]:
         """Return the tensors that the module uses now."""
         return self._naming()
 
-    def use_names_like(self, names: Collection[str]) -> None:
-        """Use the naming that has most of these names."""
-        self._naming = max(self._namings, key=lambda naming: len(naming().keys() & set(names)))
+    def complete(self, state: MemoryState) -> dict[str, Any]:
+        """Return all tensors of a state as they are now: those of the module, and the arrays that it does not have."""
+        live: Mapping[str, Any] = self.now()
+        return {name: live.get(name, array) for name, array in state.writable.items()}
+
+    def for_checkpoint(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
+        """Return the module's tensors by the names of a checkpoint. Raises `EngineRefused` if the module cannot hold its weights."""
+        self._naming = max(self._namings, key=lambda naming: len(naming().keys() & arrays.keys()))
+        live = self.now()
+        check_fits(live, arrays, keep_others=self._keep_others)
+        return live
 
     def find_version(self, target: Commit, context: SyncContext, digest_of: DigestOf) -> tuple[Commit, dict[str, torch.Tensor]] | None:
         """Find out whether the module holds `target`, or the version that it was loaded from. Then no full checkpoint is needed.
@@ -75,6 +91,12 @@ def _holding(
             digests[commit.tensors] = digest_of(tensors)
         if digests[commit.tensors] == commit.digest:
             yield commit, tensors
+
+
+def check_digest(found: Digest, commit: Commit) -> None:
+    """Raise `ResultMismatch` unless this digest of live weights is that of the commit."""
+    if found != commit.digest:
+        raise ResultMismatch(f"the live weights have digest {found}, commit {commit.seq} has {commit.digest}.")
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
