@@ -27,7 +27,7 @@ with warnings.catch_warnings():  # TRL warns that what is imported here may chan
     warnings.simplefilter("ignore")
     from deltawire.trainers.trl import DeltaWireTransfer
     from deltawire.trainers.trl_samples import (
-        NOBODY,
+        NO_VERSION,
         AsyncRolloutWorker,
         LabelledSample,
         LabellingLoop,
@@ -146,7 +146,7 @@ def test_versions_go_along_with_tokens_however_trl_puts_turns_together() -> None
     ]
     rows, _ = _chain_to_sequences(turns, "one", 3)
     found = [_labelled(sample(row.old_log_probs, row.completion_mask), row.old_log_probs) for row in rows]
-    none = NOBODY
+    none = NO_VERSION
     assert [row.input_ids for row in rows] == [[1, 2, 3, 4, 9, 6, 70, 8], [50, 51, 52, 53]]
     assert found[0].made_by.tolist() == [none, none, 5, 5, none, 5, none, 6]
     assert found[1].made_by.tolist() == [none, none, 6, 8]
@@ -157,7 +157,7 @@ def test_versions_go_along_with_tokens_however_trl_puts_turns_together() -> None
 def test_a_trained_token_without_a_version_is_an_error() -> None:
     from deltawire.errors import EngineError
 
-    with pytest.raises(EngineError, match="followed"):
+    with pytest.raises(EngineError, match="which version made a token"):
         _labelled(sample([0.0, -1.0], [0, 1]), [0.0, -1.0])
 
 

@@ -1,6 +1,6 @@
-"""What a publisher tells its user: that something is published which hardly anybody wants, and what to do instead.
+"""Warnings about publications that users rarely want, with the remedy.
 
-Each warning is given once. Nothing here changes what is published, except that weights which are not finite are refused on demand.
+Each warning is given once. Warnings do not change what is published; `refuse_nonfinite` does.
 """
 
 from __future__ import annotations
@@ -18,14 +18,26 @@ from ..warnings import AttachmentsMissing, DenseUpdates, NonFinitePublished, Wid
 from .upload.segments import TensorTable
 
 _DENSE_SHARE, _DENSE_VERSIONS = 0.9, 3
-"""Share of the weights that must change, and in how many versions in a row, before deltas are called dense."""
+"""Deltas are called dense if more than this share of the weights changes in this many versions in a row."""
 
 _MOST_NAMES = 3
-"""Tensors that a message names."""
+"""Most tensors that a message names."""
 
 
 class Advice:
-    """Watches what one publisher is given. `has_dtype` tells whether the user said what the fleet serves."""
+    """Checks what one publisher publishes.
+
+    Parameters
+    ----------
+    on_event
+        Receives the warnings as events.
+    has_dtype
+        Whether the user said which type the fleet serves.
+    refuse_nonfinite
+        Raise an error for weights that are NaN or infinite, instead of a warning.
+    threads
+        The number of threads that count such weights.
+    """
 
     def __init__(self, on_event: OnEvent | None, *, has_dtype: bool, refuse_nonfinite: bool, threads: int | None = None) -> None:
         self._on_event = on_event
@@ -38,7 +50,7 @@ class Advice:
         self._dense = 0
 
     def before(self, table: TensorTable, attachments: Collection[str] | None) -> None:
-        """To be called on the user's thread with what is about to be published. `attachments` are file names; None if none are needed."""
+        """Warn before a version is published. Call it on the user's thread. `attachments` are file names; None if none are needed."""
         if self._is_new and not self._has_dtype:
             warn_if_wide(zip(table.dtypes, table.sizes, strict=True), self._on_event)
         if self._is_new and attachments is not None and "config.json" not in attachments:
@@ -52,7 +64,7 @@ class Advice:
         self._is_new = False
 
     def check_finite(self, state: State) -> None:
-        """Warn of weights that are NaN or infinite, or raise `NonFiniteWeights`. To be called with what is about to be published."""
+        """Warn of weights that are NaN or infinite, or raise `NonFiniteWeights`. Call it before the state is published."""
         bad = count_nonfinite(state, threads=self._threads)
         if bad and self._refuses:
             raise NonFiniteWeights(f"{describe_nonfinite(bad)}. Nothing is published.")
@@ -68,10 +80,10 @@ class Advice:
             )
 
     def after(self, version: Version, table: TensorTable) -> None:
-        """To be called with every version that has landed."""
+        """Warn if deltas save little. Call it after every version."""
         elements = sum(math.prod(shape) for shape in table.shapes)
         is_like_last, self._last = self._last == table, table
-        changed = elements if version.kind == "anchor" else version.changed  # a delta would have been no smaller
+        changed = elements if version.kind == "anchor" else version.changed  # a delta would not have been smaller
         self._dense = self._dense + 1 if is_like_last and changed > _DENSE_SHARE * elements else 0
         if self._dense == _DENSE_VERSIONS:
             remedy = (
@@ -90,7 +102,7 @@ class Advice:
 
 
 def describe_nonfinite(counts: Mapping[str, int]) -> str:
-    """Name tensors that have weights which are NaN or infinite, the worst first."""
+    """Describe how many weights are NaN or infinite, and in which tensors, the worst first."""
     worst = sorted(counts, key=lambda name: (-counts[name], name))
     listed = ", ".join(f"{name!r} ({counts[name]:,})" for name in worst[:_MOST_NAMES])
     more = f" and {len(worst) - _MOST_NAMES} more tensors" if len(worst) > _MOST_NAMES else ""

@@ -1,7 +1,7 @@
-"""One publication after the other: encode, upload, commit, and only then move the baseline (docs/protocol.md §4).
+"""Append a version: encode it, upload it, commit it, and only then move the baseline (docs/protocol.md §4).
 
-Everything here is done by one thread at a time, and every step may be cut off: by an error, by Ctrl-C, by a store that does not answer.
-What the chain holds is then found out at the next call, before anything else.
+One thread works here at a time. Every step may be interrupted: by an error, by Ctrl-C, or because the store does not answer. The next call
+then first finds out what the chain holds.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from .writer_options import WriterOptions
 
 @dataclass(slots=True)
 class Unsettled:
-    """A commit of which it is not known yet whether it landed, with all that is needed to move the baseline if it did."""
+    """A commit whose outcome is not known yet, with everything that is needed to move the baseline if it landed."""
 
     attempt: Attempt
     digest: Digest
     deltas: Mapping[int, bytes] | None
-    """By segment; None for a whole checkpoint."""
+    """The deltas by segment. None for a full checkpoint."""
     state: State | None
-    """The caller's, and so only good while the call lasts."""
+    """The caller's state. It is dropped when the call ends."""
     arrays: Arrays | None
-    """The publisher's own memory with the same state, where there is one."""
+    """The publisher's own copy of the state, if it has one."""
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -94,9 +94,9 @@ class Appender:
         self.speed = Speed()
 
     def resume(self, seq: int | None = None, ready: Resumed | None = None) -> None:
-        """Rebuild the baseline from the store: that of the head, or that of an older version `seq`, to which the chain is then rewound.
+        """Rebuild the baseline from the store: that of the newest version, or of an older version `seq`, to which the chain is rewound.
 
-        `ready` is a state that was read before the chain was taken over. Only what was added since is read.
+        `ready` is a state that was read before the chain was taken over. Only versions after it are read again.
         """
         if seq is not None and (self.version is None or seq != self.version.seq):
             self._rewind(seq, ready)
@@ -122,11 +122,11 @@ class Appender:
         return self.version
 
     def check_limits(self, table: TensorTable) -> None:
-        """`LimitExceeded` if this run does not allow such a state."""
+        """Raise `LimitExceeded` if this run does not allow such a state."""
         table.check_limits(self._writer.run.limits)
 
     def settle(self) -> None:
-        """Find out what became of the last commit, if that is open, and act on it. Raises as `ChainWriter.land` does."""
+        """Find out whether the last commit landed, if that is unknown, and move the baseline then. Raises as `ChainWriter.land` does."""
         unsettled = self._unsettled
         if unsettled is None:
             return
@@ -134,7 +134,7 @@ class Appender:
         try:
             self._writer.land(unsettled.attempt)
         except (CommitOutcomeUnknown, CorruptRecord):
-            raise  # what was read back may be our own commit, damaged on the way: ask again
+            raise  # the record that was read may be our own, damaged in transit: ask again
         except Exception as error:
             self._unsettled = None
             if isinstance(error, Fenced):
@@ -160,15 +160,15 @@ class Appender:
             baseline = self._sound_baseline()
             if baseline is None or baseline.table != table:
                 return None
-            baseline.settle_beside(state, self._memory.device)
+            baseline.move_to_device(state, self._memory.device)
             update = upload_update(self._location(), baseline, state, self._threads, limit=table.state_bytes)
             if update is None:
                 return None
             if update.before == baseline.digest:
                 break
-            baseline.intact = False  # a bit of it has flipped since; readers have the right one, so take it from there
+            baseline.intact = False  # a bit in memory has flipped; the store has the right weights, so read them back
         else:
-            raise PublishError("the publisher's own copy of the last version changed in memory, twice. Is this machine's memory sound?")
+            raise PublishError("the publisher's copy of the last version changed in memory, twice. Check the memory of this machine.")
         self.speed = self.speed.observe(
             sent=update.size, send_seconds=update.upload_seconds, scanned=table.state_bytes, scan_seconds=update.encode_seconds
         )
@@ -217,7 +217,7 @@ class Appender:
         return Unsettled(attempt, done.digest, None, None, arrays, {"encode": 0.0, "upload": done.seconds})
 
     def _move(self, landed: Unsettled) -> None:
-        """The commit is in the chain: so is the baseline, from here on."""
+        """Move the baseline to a commit that has landed."""
         commit, at = landed.attempt.commit, landed.attempt.ref
         baseline = self.baseline
         if landed.deltas is None:
@@ -246,7 +246,7 @@ class Appender:
         elif landed.state is not None:
             baseline.move_by_copy(landed.state, landed.deltas, at, landed.digest, size, remember=self._options.skips)
         else:
-            with contextlib.suppress(DeltaError, StateError):  # then it is not intact any more, and is rebuilt before it is used
+            with contextlib.suppress(DeltaError, StateError):  # the baseline is not intact then, and is rebuilt before its next use
                 baseline.move_by_deltas(landed.deltas, at, landed.digest)
 
     def _report(self, commit: Commit, seconds: Mapping[str, float]) -> None:
@@ -254,7 +254,7 @@ class Appender:
         emit_published(self._on_event, commit, **phases, total_seconds=seconds.get("before_commit", 0.0) + seconds.get("commit", 0.0))
 
     def _sound_baseline(self) -> Baseline | None:
-        """The baseline; rebuilt from the store if a move of it was cut off. None on an empty chain."""
+        """Return the baseline, rebuilt from the store if a move was interrupted. None if nothing is published yet."""
         if self.version is not None and (self.baseline is None or not self.baseline.intact):
             self._rebuild(self.version.seq)
         return self.baseline
@@ -262,7 +262,7 @@ class Appender:
     def _rebuild(self, seq: int, ready: Resumed | None = None) -> None:
         commit = self._log.read(seq)
         if commit is None or commit.digest is None:
-            raise ChainBroken(f"commit {seq} was in the chain at {self._log.store.url}, and is not any more.")
+            raise ChainBroken(f"commit {seq} has disappeared from the chain at {self._log.store.url}.")
         resumed = read_state(self._log, commit, start=ready, threads=self._threads, on_event=self._on_event)
         self._take(resumed.arrays, self._log.ref(commit), commit.digest)
         self.cost = resumed.cost
@@ -273,7 +273,7 @@ class Appender:
         resumed = read_state(self._log, commit, start=ready, threads=self._threads, on_event=self._on_event)
         mark = self._log.mark()
         if mark is not None and resumed.lowest <= mark.floor:
-            # What it was rebuilt from is announced to go, and a collector that hung may be about to delete it: the head cannot rest on it.
+            # Its data are marked for deletion, and a slow collector may be about to delete them. So make a full checkpoint instead.
             attached = self._attached.at(commit)  # files of the versions that are abandoned do not stay
             again = Publication(
                 resumed.arrays, TensorTable.of(resumed.arrays), commit.step, commit.meta, attached.contents(), is_owned=True
@@ -301,7 +301,7 @@ class Appender:
         self._writer.announce()
 
     def _take(self, arrays: Arrays, at: CommitRef, digest: Digest) -> None:
-        """Start the baseline, or start it again."""
+        """Make the baseline, or replace its state."""
         if self.baseline is None:
             self.baseline = Baseline(arrays, at, digest, threads=self._threads, segment_bytes=self._options.segment_bytes)
         else:

@@ -1,18 +1,18 @@
-"""Before the process ends, what was accepted in the background is published, also if nobody closed the publisher.
+"""Publish accepted versions before the process ends, even if the publisher was never closed.
 
-Python ends a process in this order: it runs the hooks of `threading._register_atexit`, the last one first; joins threads that are no
-daemons; runs the hooks of `atexit`; and stops daemon threads. Thread pools of `concurrent.futures`, which some parts of a publication use,
-refuse work from their own hook on, which is of the first kind. So ours must be of the first kind too, and must be registered later than
-theirs. Threads that are no daemons may publish after that, so there is a hook of `atexit`, too.
+Python ends a process in this order: it runs the hooks of `threading._register_atexit`, the last one first; it joins threads that are not
+daemons; it runs the hooks of `atexit`; it stops daemon threads. Some steps of a publication use thread pools of `concurrent.futures`.
+These refuse work once their own hook has run, which is of the first kind. So our hook must be of the first kind, too, and must be
+registered after theirs. Threads that are not daemons may publish after that, so there is also a hook of `atexit`.
 
-If versions are lost, the process ends with the status 120. Python ignores what hooks raise, and has this status for errors while it cleans
-up: it flushes the standard streams last, and takes it if that fails.
+If versions are lost, the process ends with the status 120. Python ignores errors in hooks, but uses this status if it cannot flush the
+standard streams, which it does last.
 """
 
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # noqa: F401  # registers its hook, which then runs after ours
+import concurrent.futures.thread  # noqa: F401  # registers its hook, so that ours runs before it
 import contextlib
 import os
 import sys
@@ -25,7 +25,7 @@ from ..events import OnEvent
 from ..warnings import VersionsLost, warn
 
 EXIT_SECONDS = 120.0
-"""How long the end of a process waits for versions that are on their way, for all publishers together."""
+"""How long the end of a process waits for unpublished versions, for all publishers together."""
 
 
 _Kept = TypeVar("_Kept")
@@ -35,67 +35,67 @@ class Unfinished(Protocol):
     """Something that may have accepted a version that is not in the chain yet."""
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait for it. Raises what it failed with, or TimeoutError."""
+        """Wait until it is published. Raises its error, or TimeoutError."""
 
     def unpublished(self) -> str:
-        """Say what is not published yet, for a person; an empty string if nothing is."""
+        """Name what is not published yet. Returns an empty string if everything is."""
 
     @property
     def on_event(self) -> OnEvent | None:
-        """Receives the events."""
+        """The receiver of events."""
 
 
 class Waitable(Protocol):
-    """Something that runs tasks."""
+    """Something that runs tasks on its own threads."""
 
     def wait_until_idle(self, seconds: float) -> None:
-        """Return when every task is done, or after so many seconds."""
+        """Return when every task is done, or after this many seconds."""
 
 
 _open: WeakKeyDictionary[Unfinished, int] = WeakKeyDictionary()
-"""Publishers that nobody has closed, each with the process that opened it: after a fork the child does not have their threads."""
+"""Open publishers, each with the process that opened it. After a fork the child process does not have their threads."""
 
 _pools: WeakKeyDictionary[Waitable, int] = WeakKeyDictionary()
-"""What has threads whose running tasks are waited for, each with the process that opened it."""
+"""Pools whose running tasks the end of the process waits for, each with the process that opened it."""
 
 _given_up: WeakKeyDictionary[Unfinished, str] = WeakKeyDictionary()
-"""Publishers that took too long when the process began to end, and what was not published then."""
+"""Publishers that took too long when the process began to end, with the names of what they did not publish."""
 
 _lock = threading.Lock()
 _is_registered = False
 _has_lost = False
-"""Whether the end of this process was told of a version that is not published."""
+"""Whether a version was lost at the end of this process."""
 
 
 def finish_at_exit(publisher: Unfinished) -> None:
-    """Publish what `publisher` accepted before the process ends, unless `forget` is called first."""
+    """Let the end of the process wait until `publisher` has published everything, unless `forget` is called first."""
     with _lock:
         _open[publisher] = os.getpid()
     _register()
 
 
 def wait_at_exit(pool: Waitable) -> None:
-    """Wait for the tasks that `pool` runs before the process ends, but no longer than for versions."""
+    """Let the end of the process wait for the running tasks of `pool`, but no longer than for versions."""
     with _lock:
         _pools[pool] = os.getpid()
     _register()
 
 
 def forget(publisher: Unfinished) -> None:
-    """`publisher` was closed."""
+    """Do not wait for `publisher` any more, because it was closed."""
     with _lock:
         _open.pop(publisher, None)
 
 
 def finish_all(seconds: float | None = None) -> None:
-    """Wait for all publishers that are open in this process, and warn of each that does not finish in time or fails."""
+    """Wait for all open publishers of this process, and warn of each that fails or does not finish in time."""
     global _has_lost
     deadline = time.monotonic() + (EXIT_SECONDS if seconds is None else seconds)
     for publisher in _of_this_process(_open):
         what = publisher.unpublished()
         try:
             publisher.flush(max(0.0, deadline - time.monotonic()))
-        except BaseException as error:  # also Ctrl-C: nothing may keep the process from ending
+        except BaseException as error:  # including Ctrl-C, because nothing may keep the process from ending
             _has_lost = True
             if publisher not in _given_up or _given_up[publisher] != what:
                 warn_lost(what or "a version", str(error) or type(error).__name__, publisher.on_event)
@@ -104,9 +104,9 @@ def finish_all(seconds: float | None = None) -> None:
 
 
 def finish_last() -> None:
-    """Wait for what threads published after the main thread had ended, and for tasks that still run: a thread must not be stopped there.
+    """Wait for versions that threads published after the main thread had ended, and for running tasks, which must not be stopped.
 
-    Waits no longer if `finish_all` has waited in vain.
+    It does not wait if `finish_all` has already given up on a publisher.
     """
     deadline = time.monotonic() + (0.0 if _given_up else EXIT_SECONDS)
     finish_all(max(0.0, deadline - time.monotonic()))
@@ -117,7 +117,7 @@ def finish_last() -> None:
 
 
 class _FailsAtTheEnd:
-    """The stream that it wraps, until Python flushes it for the last time: that fails, silently, so the exit status is 120."""
+    """Wraps a stream. The last flush, when Python ends, fails silently, which makes the exit status 120."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -138,7 +138,7 @@ def _register() -> None:
             return
         _is_registered = True
     atexit.register(finish_last)
-    with contextlib.suppress(AttributeError, RuntimeError):  # another Python, or one that is ending already
+    with contextlib.suppress(AttributeError, RuntimeError):  # another Python implementation, or Python is ending already
         threading._register_atexit(finish_all)  # type: ignore[attr-defined]
 
 
@@ -148,7 +148,7 @@ def _of_this_process(found: WeakKeyDictionary[_Kept, int]) -> list[_Kept]:
 
 
 def warn_lost(what: str, reason: str, on_event: OnEvent | None, *, raised: BaseException | None = None) -> None:
-    """Warn that something which `publish` accepted is not in the chain. `raised` ended the publisher's `with` block, if it was one."""
+    """Warn that a version which `publish` accepted is not in the chain. `raised` is the error that ended the `with` block, if any."""
     if raised is None:
         advice = "Use `with Publisher(...)`, which waits as long as it takes and raises errors."
     else:

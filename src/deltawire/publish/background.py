@@ -20,7 +20,15 @@ from .snapshots import SnapshotMemory, copy_tensors
 
 
 class PendingVersion:
-    """A state that `publish` has accepted, and that becomes a version in the background."""
+    """A state that `publish` has accepted, and that becomes a version in the background.
+
+    Parameters
+    ----------
+    on_raised
+        Called with the error when `result` raises it.
+    step
+        The trainer's step.
+    """
 
     def __init__(self, on_raised: Callable[[BaseException], None] = lambda error: None, step: int | None = None) -> None:
         self.name = "a version" if step is None else f"step {step}"

@@ -1,6 +1,6 @@
-"""The publisher's own copy of the state that the chain has at its head, and the way back from it to recent versions.
+"""The baseline: the publisher's copy of the newest published state, with deltas back to recent versions.
 
-It moves only when a commit is known to have landed. One thread moves it; others may ask for segments of held versions meanwhile.
+It moves only when a commit is known to have landed. One thread moves it; other threads may read segments of held versions meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..format.digest import Digest
 from ..format.records.chain_records import CommitRef
 from ..tensors.bits import State
 from ..tensors.gpu_handover import GpuHandover, on_side_stream
-from .history import History, budget_for, span_of
+from .history import History, budget_for, versions_of
 from .shortcuts.compose import compose
 from .snapshots import Arrays, SnapshotDevice, copy_of, copy_tensors, is_kept_like, new_arrays
 from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
@@ -24,19 +24,19 @@ from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """Four versions, or sixteen, … in one step. `forward` are the deltas of a skip; None where it is not smaller than what it replaces."""
+    """A delta over 4, 16, … versions. `forward` has the deltas of a skip. It is None if the skip would not save any bytes."""
 
     base: CommitRef
     target: CommitRef
-    span: int
+    versions: int
     forward: Mapping[int, bytes] | None
 
 
 class Baseline:
-    """The state at version `at`, cut into segments.
+    """The state of version `at`, cut into segments.
 
-    `intact` is False from the moment that a move begins until it is complete: a baseline whose move was cut off (by Ctrl-C) is a mix of two
-    versions and MUST NOT be encoded against; rebuild it from the store.
+    `intact` is False from the start of a move until it is complete. If a move is interrupted (by Ctrl-C), the baseline is a mix of two
+    versions. It MUST NOT be encoded against then; rebuild it from the store.
     """
 
     arrays: Arrays
@@ -54,7 +54,7 @@ class Baseline:
 
     @property
     def at(self) -> CommitRef:
-        """The version that it is at."""
+        """The version whose state this is."""
         return self._history.here
 
     @property
@@ -64,26 +64,26 @@ class Baseline:
 
     @property
     def position(self) -> int:
-        """Versions since the last replacement: what spans of skips are counted by."""
+        """The number of versions since the last replacement. It decides which skips are due."""
         return self._history.position
 
     def part(self, index: int) -> Arrays:
-        """The tensors of one segment, not copied."""
+        """Return the tensors of one segment. They are not copied."""
         return {name: self.arrays[name] for name in self.table.names_of(self.segments[index])}
 
     def part_of(self, state: State, index: int) -> State:
-        """The same tensors of another state with the same table."""
+        """Return the same tensors of another state with the same table."""
         return {name: state[name] for name in self.table.names_of(self.segments[index])}
 
     def move_by_copy(self, state: State, changed: Collection[int], at: CommitRef, digest: Digest, size: int, *, remember: bool) -> None:
-        """Move on to `state`, which differs in the segments `changed` and took readers `size` bytes; it is copied."""
+        """Copy `state`, which differs in the segments `changed`. Readers fetch `size` bytes to get to it."""
         back = self._reverse(state, changed, remember)
         with self._moving(at, digest, back, size):
             for index in changed:
                 copy_tensors(self.part_of(state, index), self.arrays)
 
     def move_by_swap(self, arrays: Arrays, changed: Collection[int], at: CommitRef, digest: Digest, size: int, *, remember: bool) -> Arrays:
-        """Move on to `arrays`, which are the baseline's from now on; the memory that it had is returned, for another use."""
+        """Replace the arrays by those of the next version, and return the old arrays, whose memory may be used again."""
         back = self._reverse(arrays, changed, remember)
         with self._moving(at, digest, back, size):
             old = self.arrays
@@ -91,14 +91,14 @@ class Baseline:
         return old
 
     def move_by_deltas(self, deltas: Mapping[int, bytes], at: CommitRef, digest: Digest) -> None:
-        """Move on by what readers got, where the new state itself is not at hand any more. The way back is lost."""
+        """Move to the next version by its deltas, if the new state is not available. Deltas back are lost."""
         with self._moving(at, digest, None, 0):
             for index, delta in deltas.items():
                 apply_delta(self.part(index), delta, threads=self._threads)
                 GpuHandover(self.part(index)).synchronize()
 
     def replace(self, arrays: Arrays, at: CommitRef, digest: Digest) -> None:
-        """Start again from another state, of another table perhaps. The way back is lost."""
+        """Start again from another state, perhaps with another table. Deltas back are lost."""
         with self._lock:
             self.intact = False
             self.arrays = arrays
@@ -108,44 +108,44 @@ class Baseline:
             self._history = History(at, budget_for(self.table.state_bytes))
             self.intact = True
 
-    def settle_beside(self, state: State, place: SnapshotDevice) -> None:
-        """Bring the arrays to where they are kept for such a state: after a resume they are on the host."""
-        if not is_kept_like(self.arrays, state, place):
-            arrays = new_arrays(self.table, state, place)
+    def move_to_device(self, state: State, device: SnapshotDevice) -> None:
+        """Move the arrays to the device where copies of such a state are kept. After a resume they are on the host."""
+        if not is_kept_like(self.arrays, state, device):
+            arrays = new_arrays(self.table, state, device)
             copy_tensors(self.arrays, arrays)
             with self._lock:
                 self.arrays = arrays
 
     def hold(self) -> None:
-        """Keep the present version within the reach of `segment_at`, until `release`."""
+        """Keep the present version available for `segment_at`, until `release`."""
         with self._lock:
             self._history.hold()
 
     def release(self, seq: int) -> None:
-        """The version `seq` was held, and is not needed any more."""
+        """Stop holding version `seq`."""
         with self._lock:
             self._history.release(seq)
 
     def segment_at(self, seq: int, index: int) -> Arrays:
-        """A copy of a segment as it was at version `seq`, which is held. Raises `Forgotten` if the baseline has started again since.
+        """Return a copy of a segment of version `seq`, which is held. Raises `HistoryDropped` if the baseline was replaced since.
 
-        On a GPU it is made beside all other streams, and complete.
+        On a GPU the copy is made on a side stream, and is complete.
         """
         with self._lock:
-            way = self._history.way_back(seq)
+            back = self._history.deltas_back(seq)
             now = self.part(index)
             with on_side_stream(now) as wait:
                 part = {name: copy_of(array) for name, array in now.items()}
-                wait()  # before anybody else, and any other stream, gets to change what is copied
+                wait()  # before another thread or stream may change what is copied
         with on_side_stream(part) as wait:
-            for reverse in way:
+            for reverse in back:
                 if index in reverse.deltas:
                     apply_delta(part, reverse.deltas[index], threads=self._threads)
             wait()
         return part
 
     def compose(self) -> Iterator[Composed]:
-        """The skips that are due at this version, shortest first. To be exhausted after every move: it is what keeps the history short."""
+        """Yield the skips that are due at this version, the shortest first. Exhaust it after every move: it also shortens the history."""
         level = 1
         try:
             while parts := self._history.composable(level):
@@ -153,7 +153,7 @@ class Baseline:
                 worth_it = made.forward_bytes < made.replaced_bytes
                 with self._lock:
                     self._history.add_composed(made.reverse(has_skip=worth_it))
-                yield Composed(made.base, made.target, span_of(level), made.forward if worth_it else None)
+                yield Composed(made.base, made.target, versions_of(level), made.forward if worth_it else None)
                 level += 1
         finally:
             with self._lock:

@@ -1,4 +1,4 @@
-"""The one writer of a chain: claims an epoch, fences off earlier writers, and appends commits (docs/protocol.md §4)."""
+"""The writer of a chain: it claims an epoch, fences off earlier writers, and appends commits (docs/protocol.md §4)."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ Sleep = Callable[[float], None]
 
 @dataclass(slots=True)
 class Attempt:
-    """A commit on its way into the chain: what is being created, byte for byte.
+    """A commit that is being created, with its bytes.
 
-    `doubt` once creating these bytes was begun and its outcome is not known; `landed` once they are known to be there.
+    `doubt` is set when the record may have been created but the outcome is unknown; `landed` is set when it is known to be in the chain.
     """
 
     commit: Commit
@@ -68,9 +68,9 @@ class Attempt:
 
 
 def open_run(store: Store, name: str | None, limits: Limits, *, clock: Clock = time.time, sleep: Sleep = time.sleep) -> Run:
-    """Read the run that lives at the store, or begin one. `RunMismatch` if it is another than `name`.
+    """Read the run at a store, or begin one. Raises `RunMismatch` if the run has another name than `name`.
 
-    `limits` are those of a new run; an existing one keeps its own. A new run without a name gets the one that its URL suggests.
+    `limits` are those of a new run; an existing run keeps its own. The default name of a new run is made from its URL.
     """
     new = Run(name or default_run_name(store.url), secrets.token_hex(16), int(clock() * 1000), limits)
     try:
@@ -109,10 +109,10 @@ def open_log(store: Store, run: str | None, options: WriterOptions) -> ChainLog:
 
 
 class ChainWriter:
-    """Appends to the chain as the writer of one epoch. Not safe for use from several threads.
+    """Appends commits as the writer of one epoch. It is not thread-safe.
 
-    On construction it claims the epoch and lands its fence; from then on whatever an earlier writer still manages to append is void.
-    `tip` is the newest commit that is in force. Once `Fenced` was raised, it is raised for ever.
+    Construction claims the epoch and commits a fence. From then on, commits that earlier writers append are void. `tip` is the newest
+    commit that is in force. Once it has raised `Fenced`, it raises it at every call.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class ChainWriter:
         self._sleep = sleep
         self._fenced: str | None = None
         self._hashes: dict[int, tuple[int, str]] = {}
-        """For every power of two, by its exponent, the newest slot that it divides and the hash there: all that links will ask for."""
+        """For every power of two, by its exponent: the newest seq that it divides, and the hash of that commit. Links need these."""
         self.run = log.run
         claimed = log.highest_epoch()
         self.epoch = self._claim(claimed, resumed_from)
         head = log.head()
         self._head = None if head is None else (head.seq, log.hash(head.seq))
-        # Epochs never fall, so a head of the highest one that was ever claimed cannot be void; for others the log has to look further back.
+        # Epochs never decrease, so a head of the highest claimed epoch cannot be void. For other heads, the log has to look further back.
         self._tip = None if head is None else head if head.epoch == claimed else log.in_force(head)
         self._tip_hash = None if self._tip is None else log.hash(self._tip.seq)
         if self._tip is not None and self._tip.epoch > self.epoch:
@@ -152,14 +152,14 @@ class ChainWriter:
 
     @property
     def tip(self) -> CommitRef:
-        """The newest commit in force: what the next delta applies to."""
+        """The newest commit in force, which the next delta applies to."""
         assert self._tip is not None
         assert self._tip_hash is not None  # there is at least our own fence
         return self._tip.ref(self._tip_hash)
 
     @property
     def next_seq(self) -> int:
-        """The slot that the next commit aims at."""
+        """The seq of the next commit."""
         return 0 if self._head is None else self._head[0] + 1
 
     def propose(
@@ -176,7 +176,7 @@ class ChainWriter:
         step: int | None = None,
         meta: Mapping[str, str] | None = None,
     ) -> Attempt:
-        """A commit for the next slot; nothing is written yet. `LimitExceeded` if it cannot be a record of this run."""
+        """Prepare the next commit, and write nothing yet. Raises `LimitExceeded` if this run does not allow such a record."""
         self.check_fenced()
         seq = self.next_seq
         updates = 0 if self._tip is None else self._tip.updates
@@ -207,39 +207,39 @@ class ChainWriter:
         return self._attempt(commit)
 
     def land(self, attempt: Attempt) -> None:
-        """Create the commit; on return it is in the chain. May be called again for the same attempt, also after it was cut off anywhere.
+        """Create the commit. On return it is in the chain. It may be called again for the same attempt, also after an interruption.
 
-        `Fenced`: another writer has taken over; `CommitOutcomeUnknown`: ask again with the same attempt before anything else is proposed.
-        Any other error: it is not in the chain and will not be.
+        Raises `Fenced` if another writer has taken over. Raises `CommitOutcomeUnknown` if the commit may be in the chain; call it again
+        with the same attempt before you propose another. After any other error the commit is not in the chain, and never will be.
         """
         self.check_fenced()
         while not attempt.landed:
             seq = attempt.commit.seq
-            if self._head is not None and seq <= self._head[0]:  # cut off after the slot was seen to be filled
+            if self._head is not None and seq <= self._head[0]:  # interrupted after the seq was found to be taken
                 if self._head == (seq, record_hash(attempt.data)):
                     attempt.landed = True
                 else:
                     self._move_on(attempt)
                 continue
-            doubt, attempt.doubt = attempt.doubt, True  # the call may be cut off at any moment
+            doubt, attempt.doubt = attempt.doubt, True  # the call may be interrupted at any moment
             try:
                 found = create_and_look(self.store, keys.commit_key(seq), attempt.data, doubt=doubt, sleep=self._sleep)
             except OutcomeUnknown as error:
                 raise CommitOutcomeUnknown(f"commit {seq} may or may not have landed: {error}") from error
             if found != attempt.data and Commit.parse(found).epoch >= self.epoch:
-                found = self._look_again(seq)
+                found = self._read_again(seq)
             if found == attempt.data:
                 self._advance(attempt.commit, record_hash(found), in_force=True)
                 attempt.landed = True
             else:
                 self._yield_slot(found, attempt)
 
-    def _look_again(self, seq: int) -> bytes:
-        """What a slot holds, read anew: to halt is for good, and must not be on account of a bit that flipped on the way."""
+    def _read_again(self, seq: int) -> bytes:
+        """Read a commit again. Halting is final, so it must not happen because of a bit that flipped in transit."""
         try:
             return self.store.get(keys.commit_key(seq), limit=MAX_RECORD_BYTES)
         except (StoreError, DataDamaged, LimitExceeded) as error:
-            raise CommitOutcomeUnknown(f"commit {seq} may or may not be this publisher's: {error}") from error
+            raise CommitOutcomeUnknown(f"it is not known which publisher made commit {seq}: {error}") from error
 
     def check_fenced(self) -> None:
         """Raise `Fenced` if it was raised before."""
@@ -247,7 +247,7 @@ class ChainWriter:
             raise Fenced(self._fenced)
 
     def announce(self) -> None:
-        """Tell readers where the head is. Only a hint: that it fails does not matter."""
+        """Tell readers where the head is. It is only a hint, so it may fail."""
         assert self._head is not None
         try:
             self.store.put(keys.HEAD, Head(self._head[0]).to_bytes(), durable=False)
@@ -255,22 +255,22 @@ class ChainWriter:
             return
 
     def _yield_slot(self, found: bytes, attempt: Attempt) -> None:
-        """Somebody else's commit is in the slot: halt, or aim at the next one."""
+        """Handle another writer's commit at the seq of our attempt: halt, or try the next seq."""
         other = Commit.parse(found)
         if other.seq != attempt.commit.seq or other.id != self.run.id:
-            raise CorruptRecord(f"slot {attempt.commit.seq} in {self.store.url} holds commit {other.seq} of run {other.id}.")
+            raise CorruptRecord(f"the record of commit {attempt.commit.seq} in {self.store.url} is commit {other.seq} of run {other.id}.")
         if other.epoch > self.epoch:
             self._halt(f"epoch {other.epoch} has taken over from epoch {self.epoch} at commit {other.seq}.")
         if other.epoch == self.epoch:
-            self._halt(f"commit {other.seq} is of this publisher's own epoch {self.epoch}, but not by it.")
+            self._halt(f"another publisher has made commit {other.seq} in this publisher's epoch {self.epoch}.")
         check_signature(other, self.log.trusted_keys)
-        # Of a lower epoch: void once our fence stands, valid before, unless a fence before ours has made it void.
+        # It has a lower epoch: it is void after our fence. Before our fence it is valid, unless an earlier fence has made it void.
         fencing = attempt.commit.kind == "fence"
         self._advance(other, record_hash(found), in_force=fencing and (self._tip is None or other.epoch >= self._tip.epoch))
         self._move_on(attempt)
 
     def _move_on(self, attempt: Attempt) -> None:
-        """Aim at the next slot: with another parent and nonce, and for a fence perhaps another base."""
+        """Change the attempt to the next seq, with another parent and nonce, and perhaps another base for a fence."""
         assert self._head is not None
         if attempt.commit.kind == "fence":
             moved = self._fence_attempt()
@@ -299,10 +299,10 @@ class ChainWriter:
         return self.propose("fence", base=self.tip, digest=tip.digest, state_bytes=tip.state_bytes, tensors=tip.tensors)
 
     def _claim(self, highest: int, resumed_from: int | None) -> int:
-        """Claim the next epoch; the listing may lag behind, so names are tried upward until one is new."""
+        """Claim the next epoch. The listing may be out of date, so higher numbers are tried until one is free."""
         epoch = highest + 1
         while True:
-            if epoch > MAX_EPOCH:  # no publisher counts that far, so somebody else made such an object
+            if epoch > MAX_EPOCH:  # publishers never count that far, so something else made this object
                 raise ChainBroken(f"{keys.epoch_key(epoch - 1)} in {self.store.url} leaves no number for another epoch.")
             record = Epoch(self.run.id, epoch, secrets.token_hex(16), int(self._clock() * 1000), resumed_from)
             claim = (record if self._key is None else self._key.sign(record)).to_bytes()
@@ -320,7 +320,7 @@ class ChainWriter:
     def _advance(self, commit: Commit, commit_hash: str, *, in_force: bool) -> None:
         if in_force:
             self._tip, self._tip_hash = commit, commit_hash
-        for exponent in range(1, (commit.seq & -commit.seq).bit_length() if commit.seq else 64):  # every power divides 0
+        for exponent in range(1, (commit.seq & -commit.seq).bit_length() if commit.seq else 64):  # every power of two divides 0
             self._hashes[exponent] = commit.seq, commit_hash
         self._head = commit.seq, commit_hash
 
@@ -330,7 +330,7 @@ class ChainWriter:
 
 
 def emit_published(on_event: OnEvent | None, commit: Commit, **seconds: float) -> None:
-    """Tell that a version is in the chain, and how long what took."""
+    """Emit the event that a version is in the chain, with the seconds of each phase."""
     emit(
         on_event,
         "published",
@@ -348,7 +348,7 @@ def emit_published(on_event: OnEvent | None, commit: Commit, **seconds: float) -
 
 
 def check_meta(meta: Mapping[str, str] | None) -> dict[str, str]:
-    """The user's strings, if they are such and leave room for the files in a record. TypeError, `LimitExceeded`."""
+    """Return the user's strings. Raises TypeError if they are not strings, and `LimitExceeded` if a record has no room for them."""
     found = dict(meta or {})
     if not all(isinstance(key, str) and isinstance(value, str) for key, value in found.items()):
         raise TypeError("meta maps strings to strings")
@@ -359,6 +359,6 @@ def check_meta(meta: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def check_step(step: object) -> None:
-    """TypeError unless it can be the step of a commit."""
+    """Raise TypeError unless it can be the step of a commit."""
     if step is not None and (type(step) is not int or not 0 <= step <= MAX_INTEGER):
         raise TypeError(f"step must be an integer from 0 to 2^63-1, or None, not {step!r}")

@@ -1,4 +1,4 @@
-"""Taking up a chain where it stands: the state that its head leaves in force, rebuilt from the store and checked."""
+"""Continue a chain: find the version to continue from, and rebuild its state from the store."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ..chain.memory_state import MemoryState
 from ..chain.rebuild import rebuild
 from ..chain.restore import Hop, fetched_hops
 from ..chain.routes import Routes
-from ..chain.walk_route import HopFailed
-from ..errors import DataDamaged, DataMissing, VersionUnknown
+from ..chain.walk_route import HopFailed, taking, walk_route
+from ..errors import DataMissing, VersionUnknown
 from ..events import OnEvent, emit
 from ..format.records.chain_records import Commit
 from .shortcuts.cadence import ChainCost, Replay
 from .snapshots import Arrays
 
 MOST_READ = 256 << 20
-"""How many bytes of weights one process reads to check them before ranks take a run over together."""
+"""How many bytes of weights the first rank reads, to check them, before the ranks take a run over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The state that `commit` made, what it costs a joiner to get there, and the lowest version whose data the way needs."""
+    """The state of `commit`, what it costs a new reader to get there, and the lowest version whose data the route needs."""
 
     commit: Commit
     arrays: Arrays
@@ -34,19 +34,19 @@ class Resumed:
 
 
 def version_commit(log: ChainLog, tip: Commit, seq: int) -> Commit:
-    """The commit that made version `seq`, an ancestor of `tip`. `VersionUnknown` if there is no such version."""
+    """Return the commit of version `seq`, which is an ancestor of `tip`. Raises `VersionUnknown` if there is no such version."""
     if not 0 <= seq <= tip.seq:
         raise VersionUnknown(f"the chain has no commit {seq}; its newest is {tip.seq}.")
     commit = log.ancestor(tip, seq)
     if commit.kind == "fence" or log.is_void(commit):
-        raise VersionUnknown(f"commit {seq} is no version: it is {'a fence' if commit.kind == 'fence' else 'void'}.")
+        raise VersionUnknown(f"commit {seq} is not a version: it is {'a fence' if commit.kind == 'fence' else 'void'}.")
     return commit
 
 
 def find_start(log: ChainLog, seq: int | None) -> Commit | None:
-    """Return the commit of the version that a writer will go on from: `seq`, or the newest; None if nothing is published yet.
+    """Return the commit of the version that a writer continues from: version `seq`, or the newest. None if nothing is published yet.
 
-    Raises `VersionUnknown` if there is no version `seq`. Call it before anybody is fenced off.
+    Raises `VersionUnknown` if there is no version `seq`.
     """
     head = log.head()
     if head is None and seq is not None:
@@ -59,39 +59,38 @@ def find_start(log: ChainLog, seq: int | None) -> Commit | None:
     return None if head.state_seq is None else log.state_commit(head)
 
 
-def require_way(log: ChainLog, target: Commit) -> None:
-    """Raise what is wrong with the data of a version if no way to it is left. Call it before anybody is fenced off.
+def require_route(log: ChainLog, target: Commit) -> None:
+    """Raise `DataDamaged` or `DataMissing` if no route to a version has intact data. Call it before the chain is taken over.
 
-    Every object on the way must be in the store with the right size. The smallest ones that hold weights, up to `MOST_READ` bytes together,
+    Every object of the route must be in the store with the right size. The smallest objects with weights, up to `MOST_READ` bytes together,
     are also read and compared with their hashes.
     """
     routes, fetcher = Routes(log), Fetcher(log.store, limits=log.limits, patience=0)
     left, intact = MOST_READ, set[str]()
-    while True:
-        way = [(hop, entry) for hop in routes.find(None, target) for entry in hop.files]
-        missing = ((hop, DataMissing(f"{e.key} is not in {log.store.url}, or not whole.")) for hop, e in way if not is_stored(log, e))
-        lost: tuple[Hop, DataDamaged | DataMissing] | None = next(missing, None)
-        weights = [step for step in way if step[1].name is None or step[1].name.endswith(".safetensors")]
-        for hop, entry in sorted(weights, key=lambda step: step[1].size):
-            if lost is not None or entry.size > left:
+
+    def check(hops: Sequence[Hop]) -> None:
+        nonlocal left
+        objects = [(hop, entry) for hop in hops for entry in hop.files]
+        for hop, entry in objects:
+            if not is_stored(log, entry):
+                raise HopFailed(hop, DataMissing(f"{entry.key} is not in {log.store.url}, or has the wrong size."))
+        weights = [(hop, entry) for hop, entry in objects if entry.name is None or entry.name.endswith(".safetensors")]
+        for hop, entry in sorted(weights, key=lambda each: each[1].size):
+            if entry.size > left:
                 break
-            if entry.key in intact:
-                continue
-            left -= entry.size
-            try:
-                fetcher.fetch(entry)
+            if entry.key not in intact:
+                left -= entry.size
+                with taking(hop):
+                    fetcher.fetch(entry)
                 intact.add(entry.key)
-            except (DataDamaged, DataMissing) as error:
-                lost = hop, error
-        if lost is None:
-            return
-        routes.avoid(HopFailed(*lost))
+
+    walk_route(routes, lambda: routes.find(None, target), check)
 
 
 def read_state(log: ChainLog, target: Commit, *, start: Resumed | None = None, threads: int | None, on_event: OnEvent | None) -> Resumed:
-    """The state of a version, bit for bit as it was published. Raises what `rebuild` does.
+    """Return the state of a version, bit for bit as it was published. Raises as `rebuild` does.
 
-    `start` is another version of the same chain that is in memory; its arrays are used up.
+    `start` is the state of another version in memory. Its arrays are changed in place.
     """
     if start is not None and start.commit == target:
         return start
@@ -108,7 +107,7 @@ def read_state(log: ChainLog, target: Commit, *, start: Resumed | None = None, t
 
 
 def cost_of(hops: Sequence[Hop], target: Commit) -> ChainCost:
-    """What it costs a joiner to get to `target` on this route, which starts from nothing."""
+    """Return what it costs a new reader to get to `target` by this route, which starts from nothing."""
     start, rest = hops[0], [hop for hop in hops[1:] if hop.files]
-    way = Replay(sum(entry.size for hop in rest for entry in hop.files), len(rest))
-    return ChainCost.resumed(max(target.updates - start.target.updates, 0), way)
+    replay = Replay(sum(entry.size for hop in rest for entry in hop.files), len(rest))
+    return ChainCost.resumed(max(target.updates - start.target.updates, 0), replay)

@@ -1,6 +1,6 @@
-"""The publisher's own copies of states: where they are, and how weights get there.
+"""The publisher's own copies of states: where they are kept, and how weights are copied there.
 
-Of weights on a GPU a copy may be on the GPU too, where it is compared at the speed of its memory, or in pinned memory of the host.
+Copies of weights on a GPU are kept in pinned memory of the host, or on the GPU, where they are compared at the speed of its memory.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ Arrays = dict[str, Any]
 """Tensors by name, C-contiguous and owned by the publisher: arrays, or torch tensors on a GPU."""
 
 SnapshotDevice: TypeAlias = Literal["host", "device"]
-"""Where copies of weights are kept that are on a GPU. Those of other weights are on the host."""
+"""Where copies of weights on a GPU are kept. Copies of other weights are on the host."""
 
 
 _PIECE = 8 << 20
-"""Bytes that come from a GPU at a time, where they come by way of pinned memory."""
+"""How many bytes are copied from a GPU through pinned memory at a time."""
 
 
-def new_arrays(table: TensorTable, state: State, place: SnapshotDevice) -> Arrays:
-    """Memory for a state like this one; what is in it is undefined."""
+def new_arrays(table: TensorTable, state: State, device: SnapshotDevice) -> Arrays:
+    """Return memory for a copy of a state. Its contents are undefined."""
     each = zip(table.names, table.dtypes, table.shapes, strict=True)
-    return {name: _new_array(dtype, shape, tensor_bits(name, state[name]).bits, place) for name, dtype, shape in each}
+    return {name: _new_array(dtype, shape, tensor_bits(name, state[name]).bits, device) for name, dtype, shape in each}
 
 
-def is_kept_like(arrays: Mapping[str, Any], state: State, place: SnapshotDevice) -> bool:
-    """Whether these arrays are where `new_arrays` would put them."""
+def is_kept_like(arrays: Mapping[str, Any], state: State, device: SnapshotDevice) -> bool:
+    """Return whether these arrays are where `new_arrays` would put them."""
     return all(
-        on_gpu(tensor_bits(name, arrays[name]).bits) == (place == "device" and on_gpu(tensor_bits(name, tensor).bits))
+        on_gpu(tensor_bits(name, arrays[name]).bits) == (device == "device" and on_gpu(tensor_bits(name, tensor).bits))
         for name, tensor in state.items()
     )
 
@@ -73,9 +73,9 @@ class SnapshotMemory:
 
 
 def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True) -> None:
-    """Copy every tensor of `source` to the memory of its name, bit for bit; one of another type than that memory is cast.
+    """Copy every tensor of `source` to the memory of the same name, bit for bit. A tensor of another type than that memory is cast.
 
-    Without `wait`, what a GPU copies is there when the current stream gets to it: to be read by way of a `GpuHandover`.
+    Without `wait`, a GPU may still be copying on return. Use a `GpuHandover` before another thread reads the copy.
     """
     for name, tensor in source.items():
         _copy(name, tensor, target[name], wait)
@@ -95,7 +95,7 @@ def _copy(name: str, source: Any, target: Any, wait: bool) -> None:
 
 
 def _keep(bits: DeviceBits) -> None:
-    """Memory on a GPU may have been made for another stream, to which it goes back when dropped: not before this one is done with it."""
+    """Keep memory that was allocated on another stream from being reused there before the current stream is done with it."""
     from ..codec.gpu.device import gpu_at
 
     gpu = gpu_at(bits.device)
@@ -103,12 +103,12 @@ def _keep(bits: DeviceBits) -> None:
 
 
 def copy_of(array: Any) -> Any:
-    """The same, in memory of its own, where it is."""
+    """Return a copy on the same device."""
     return array.detach().clone() if hasattr(array, "detach") else array.copy()
 
 
 def host_array(name: str, array: Any) -> NDArray[Any]:
-    """An array as it is, or one made from a tensor on a GPU, which must be complete: it is read beside all other streams."""
+    """Return a NumPy array as it is, or copy a tensor from a GPU. The tensor must be complete, because a side stream reads it."""
     if isinstance(array, np.ndarray):
         return array
     from ..codec.gpu.device import gpu_at
@@ -128,7 +128,7 @@ def host_array(name: str, array: Any) -> NDArray[Any]:
     return found
 
 
-def _new_array(dtype: DType, shape: tuple[int, ...], like: Bits, place: SnapshotDevice) -> Any:
+def _new_array(dtype: DType, shape: tuple[int, ...], like: Bits, device: SnapshotDevice) -> Any:
     if not on_gpu(like):
         return np.empty(shape, dtype.numpy)
     import torch
@@ -136,13 +136,13 @@ def _new_array(dtype: DType, shape: tuple[int, ...], like: Bits, place: Snapshot
     from ..codec.gpu.device import gpu_at
 
     gpu, integer = gpu_at(like.device), getattr(torch, f"int{dtype.width}")
-    if place == "device":
+    if device == "device":
         return typed(DeviceBits(gpu.empty(like.size, integer)), dtype, shape)
     return gpu.pinned(like.size, integer).numpy().view(dtype.numpy).reshape(shape)
 
 
 def _as_tensor(bits: Bits) -> Any:
-    """Bits as a torch tensor of signed integers, of the same memory."""
+    """Return bits as a torch tensor of signed integers, without a copy."""
     if on_gpu(bits):
         return bits.elements()
     import torch

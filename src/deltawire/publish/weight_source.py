@@ -1,4 +1,4 @@
-"""The weights of a module in training, as they go onto the wire: cast, renamed, filtered, and copied out of the optimizer's way."""
+"""The weights of a module in training, as they are published: renamed, filtered and cast."""
 
 from __future__ import annotations
 
@@ -17,21 +17,32 @@ if TYPE_CHECKING:
 
 
 class WeightSource:
-    """A module's parameters and persistent buffers, ready to be published under the names that they have in its checkpoints.
+    """Reads a module's parameters and persistent buffers, by the names that they have in its checkpoints.
 
-    For a transformers model these are the tensors that `save_pretrained` writes, also where the live model has fused some of them.
+    For a transformers model these are the tensors that `save_pretrained` writes, even if the live model has fused some of them.
 
     >>> source = WeightSource(model, names=lambda name: name.removeprefix("policy."))
     >>> with Publisher("s3://bucket/run", dtype=torch.bfloat16, background=True) as publisher:
     ...     source.publish(publisher, step=step)  # after optimizer.step()
 
-    It is needed for `names`, `keep`, `tied` and `bundle` only; else give the model to `Publisher.publish`. `names` maps the checkpoint's
-    names to those on the wire, or to None for what is not published; `keep` is asked for each wire name. Tied weights are published once,
-    under their first name, as checkpoints of transformers have them; with `tied=True` under all of their names.
+    You need it only for `names`, `keep`, `tied` and `bundle`. Otherwise pass the model to `Publisher.publish`.
 
-    `dtype` casts floating-point weights in `snapshot`: for uses other than publishing, such as a digest. A publisher casts by its own
-    `dtype`, on the GPU too. Tensors that are cast here are copied into buffers on the host, which every snapshot uses again. Others, on
-    the CPU or a GPU that the codec works on (docs/gpu.md), are handed over as they are.
+    Parameters
+    ----------
+    module
+        The module.
+    dtype
+        Casts floating-point weights in `snapshot`, for uses other than publishing, such as a digest. A publisher casts by its own `dtype`.
+        Cast tensors are copied to buffers on the host, which every snapshot reuses. Other tensors are not copied if they are on the CPU or
+        on a GPU that the codec supports (docs/gpu.md).
+    names
+        Maps the names of the checkpoint to the published names, or to None for tensors that are not published.
+    keep
+        Tells for each published name whether the tensor is published.
+    tied
+        Publish tied weights under all of their names. By default they are published once, under their first name.
+    bundle
+        The name of the bundle that the weights belong to. It becomes a prefix of their names.
     """
 
     def __init__(
@@ -51,7 +62,7 @@ class WeightSource:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def snapshot(self) -> Mapping[str, torch.Tensor]:
-        """The weights as they are now, by their names on the wire. Good until the module is trained on, or the next snapshot is taken."""
+        """Return the weights as they are now, by their published names. They are valid until the next training step or snapshot."""
         import torch
 
         from ..codec.gpu.device import has_kernels
@@ -59,7 +70,7 @@ class WeightSource:
         weights = self._layout.weights()
         dropped = {} if self._tied else tied_names(weights)
         state: dict[str, torch.Tensor] = {}
-        is_on_its_way = False
+        is_copying = False
         with torch.no_grad():
             for name, tensor in weights.items():
                 if name in dropped or not self._keep(name):
@@ -72,14 +83,24 @@ class WeightSource:
                 buffer = self._buffer(name, tensor, dtype)
                 on_cpu = tensor.device.type == "cpu"
                 buffer.copy_(tensor if on_cpu else tensor.to(dtype), non_blocking=not on_cpu)
-                is_on_its_way |= not on_cpu
+                is_copying |= not on_cpu
                 state[name] = buffer
-        if is_on_its_way:
+        if is_copying:
             torch.accelerator.synchronize()
         return state
 
     def publish(self, publisher: Publisher, *, step: int | None = None, meta: Mapping[str, str] | None = None) -> Version | PendingVersion:
-        """Publish the weights as they are now. With a publisher in the background training may go on as soon as this returns."""
+        """Publish the weights as they are now. With a background publisher, training may continue as soon as this returns.
+
+        Parameters
+        ----------
+        publisher
+            The publisher.
+        step
+            The trainer's step. It is recorded with the version.
+        meta
+            Further strings that are recorded with the version.
+        """
         return publisher.publish(self.snapshot(), step=step, meta=meta)
 
     def _wire_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:

@@ -1,4 +1,12 @@
-"""Trainers that publish what they train. Everything is imported when it is asked for: most of it needs a library."""
+"""Adapters for training libraries. Each is imported when it is first used, because most of them need a library.
+
+callback      `DeltaWireCallback`, for the Hugging Face `Trainer`
+fsdp          `FSDPPublisher`, for models that are sharded over many ranks
+trl           `DeltaWireTransfer`, the weight transfer of TRL's `AsyncGRPOTrainer`
+trl_rollouts  `FleetRolloutWorker`, which gets TRL's samples from a fleet
+trl_samples   `label_samples`, which labels the tokens of TRL's samples with versions
+bundles       several sets of weights in one version
+"""
 
 from __future__ import annotations
 

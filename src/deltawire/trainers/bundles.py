@@ -1,7 +1,7 @@
-"""Several sets of weights as one version: a policy with its draft model, LoRA adapters, quantisation scales.
+"""Publish several sets of weights as one version: a policy with its draft model, LoRA adapters, or quantisation scales.
 
-Each is a bundle, and a prefix of names tells them apart (deltawire/format/bundle_names.py). They are committed together, so no reader ever
-has the policy of one step with the draft model of another.
+Each set is a bundle. The names of its tensors have the bundle's name as a prefix (deltawire/format/bundle_names.py). All bundles are
+committed together, so no reader ever has the policy of one step with the draft model of another.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ State = Mapping[str, Tensor]
 
 
 def join_bundles(main: State | None = None, /, **bundles: State) -> dict[str, Tensor]:
-    """One state of several. Names of `main` stay as they are, those of the others get their bundle's name before them.
+    """Join several states into one.
 
     >>> publisher.publish(join_bundles(policy.snapshot(), draft=draft.snapshot(), adapter=adapter_weights(model)), step=step)
+
+    Parameters
+    ----------
+    main
+        The main state. Its names stay as they are.
+    **bundles
+        Further states by the names of their bundles. Their tensors get the bundle's name as a prefix.
     """
     joined = {join_name("", name): tensor for name, tensor in (main or {}).items()}
     for bundle, state in bundles.items():
@@ -30,9 +37,14 @@ def join_bundles(main: State | None = None, /, **bundles: State) -> dict[str, Te
 
 
 def adapter_weights(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """The tensors of one LoRA adapter of a `peft` model, under the names that its `adapter_model.safetensors` has.
+    """Return the tensors of one LoRA adapter of a `peft` model, by their names in `adapter_model.safetensors`. They are not copied.
 
-    They are the model's own, not copies.
+    Parameters
+    ----------
+    model
+        The `peft` model.
+    adapter
+        The name of the adapter.
     """
     from peft import get_peft_model_state_dict
 
@@ -41,7 +53,15 @@ def adapter_weights(model: torch.nn.Module, adapter: str = "default") -> dict[st
 
 
 def adapter_files(model: torch.nn.Module, adapter: str = "default") -> dict[str, bytes]:
-    """`adapter_config.json` of an adapter, to be published among the attachments."""
+    """Return `adapter_config.json` of an adapter. Publish it as an attachment.
+
+    Parameters
+    ----------
+    model
+        The `peft` model.
+    adapter
+        The name of the adapter.
+    """
     import json
 
     config: Any = model.peft_config[adapter]

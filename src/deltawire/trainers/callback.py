@@ -1,4 +1,4 @@
-"""Publish from a Hugging Face `Trainer`, or whatever trains by its callbacks, such as TRL's trainers."""
+"""Publish from a Hugging Face `Trainer`, or from any trainer that accepts its callbacks, such as those of TRL."""
 
 from __future__ import annotations
 
@@ -20,20 +20,51 @@ from ..tensors.casting import Casting, WireDType
 from ..tensors.module_tensors import NameMap
 
 
-class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not there where types are checked
+class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not installed where types are checked
     """Publishes the model before the first step and after every `every` steps, in the background.
 
     >>> with DeltaWireCallback("s3://bucket/run", dtype=torch.bfloat16) as callback:
     ...     Trainer(model, args, train_dataset=data, callbacks=[callback]).train()
 
-    Versions carry the trainer's global step. The model's and tokenizer's configuration go along, so that every anchor is a checkpoint that
-    loads by itself. Only the main process publishes, and it must hold all weights: with FSDP or DeepSpeed ZeRO-3, which shard them, use
-    `deltawire.trainers.fsdp`. What fails in the background is raised at the next step that publishes, or at the end of training.
+    Each version records the trainer's global step. The configuration of the model and its tokenizer are published with it, so every version
+    loads like any checkpoint. Only the main process publishes, and it must hold all weights. FSDP and DeepSpeed ZeRO-3 shard them: use
+    `FSDPPublisher` there. An error in the background is raised at the next step that publishes, or at the end of training.
 
-    If training raises, leaving the `with` block publishes the steps that were accepted; without `with`, that happens when the process ends.
+    If training raises, leaving the `with` block publishes the steps that were accepted. Without `with`, that happens when the process ends.
 
-    `names` and `keep` are those of `WeightSource`; `dtype`, what the fleet serves, and further options are those of `Publisher`. On a GPU
-    with room for two more copies of the model (three if the store is slower than training), `snapshot="device"` makes only deltas leave it.
+    Parameters
+    ----------
+    url
+        The location of the chain: a URL, a directory, or an open `Store`.
+    every
+        Publish after every this many steps.
+    dtype
+        The type that the fleet serves, as for `Publisher`.
+    names
+        Maps the names of a checkpoint to the published names, or to None for tensors that are not published. See `WeightSource`.
+    keep
+        Tells for each published name whether the tensor is published.
+    run
+        The name of a new run, or the run that must be at `url`.
+    background
+        Publish in the background, so that training does not wait for the store.
+    snapshot
+        Where copies of weights on a GPU are kept: "host" or "device". "device" needs room for two more copies of the model (three if the
+        store is slower than training); then only deltas leave the GPU.
+    attachments
+        Files of each version instead of the model's own configuration: a directory, or names with bytes or paths.
+    tokenizer
+        A tokenizer whose files are published. The default is the trainer's `processing_class`.
+    refuse_nonfinite
+        Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
+    resume_from
+        The version (its `seq`) to go back to. Later versions are abandoned. None: the newest.
+    starts_full
+        Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
+    options
+        How versions are written: signing key, anchors, garbage collection, threads, store. See `WriterOptions`.
+    on_event
+        Called with every event.
     """
 
     def __init__(
@@ -79,10 +110,10 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._files: dict[str, bytes] = {}
         self._published_step: int | None = None
         self.publisher: Publisher | None = None
-        """Open while training runs."""
+        """The publisher. It is open while training runs."""
 
     def close(self) -> None:
-        """Publish what was accepted, and close the publisher. Training that ends normally has done so; one that raised has not."""
+        """Publish everything that was accepted, and close the publisher. Training that ends normally has done this already."""
         publisher, self.publisher = self.publisher, None
         if publisher is not None:
             publisher.close()
@@ -98,7 +129,7 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero:
             return
-        self.close()  # the last call of `train` raised, and did not come to its end
+        self.close()  # the last call of `train` raised, so it did not close the publisher
         self._source = WeightSource(model, **self._source_options)
         self._model = model
         self._take_files()
@@ -125,7 +156,7 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 self._source.publish(publisher, step=state.global_step)
 
     def _take_files(self) -> None:
-        """Take the model's configuration as it is now. The publisher reads these files at every version."""
+        """Read the model's configuration as it is now. The publisher reads these files at every version."""
         self._files.clear()
         self._files.update(files_of_model(self._model, Casting(self._dtype).dtype))
 

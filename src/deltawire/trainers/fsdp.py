@@ -1,8 +1,8 @@
-"""Publishing from FSDP2, and from whatever else keeps weights as DTensors: every rank encodes and uploads its own shards.
+"""Publish from FSDP2, or from any training that keeps weights as DTensors: every rank encodes and uploads its own shards.
 
-At most 160 ranks publish together. Shards that are rows (`Shard(0)`, what `fully_shard` makes) and replicas stay where they are. Others
-(`Shard(1)` of tensor parallelism, strided shards) are redistributed to rows first, tensor by tensor: traffic of that tensor's size between
-the ranks that hold it.
+At most 160 ranks publish together. Shards that are rows (`Shard(0)`, which `fully_shard` makes) and replicas stay on their ranks. Other
+shards (`Shard(1)` of tensor parallelism, strided shards) are redistributed to rows first, one tensor at a time. This causes traffic of that
+tensor's size between the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # what torch.distributed.checkpoint asks, too
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # torch.distributed.checkpoint uses it, too
 
 from ..chain.version import Version
 from ..codec.bits import in_host_memory
@@ -43,24 +43,47 @@ from ..tensors.torch_types import named_dtype
 
 
 class FSDPPublisher:
-    """Publishes a model that is sharded over the ranks of a process group; nobody ever gathers it.
+    """Publishes a model that is sharded over the ranks of a process group. No rank ever gathers it.
 
     >>> with FSDPPublisher("s3://bucket/run-7", dtype=torch.bfloat16) as publisher:
     ...     for step in range(steps):
     ...         train(model)
     ...         publisher.publish(model, step=step)
 
-    Every rank of `group` (None: all) opens it, calls `publish` in the same order, and closes it. Each uploads deltas of its own shards;
-    rank 0 commits them as one version, which any reader follows. What fails at one rank is raised at all, and then nothing is published; a
-    rank that dies is noticed by the others after `timeout`, or when its connections break (`PublishError`). A job that starts again, with
-    as many ranks as it likes, goes on where the chain stands.
+    Every rank opens it, calls `publish` in the same order, and closes it. Each rank uploads deltas of its own shards, and rank 0 commits
+    them as one version, which any reader can follow. An error at one rank is raised at all ranks, and then nothing is published. If a rank
+    dies, the others raise `PublishError` after `timeout`, or when its connections break. A job that starts again continues the chain, with
+    any number of ranks. Each rank keeps a copy of its shards on the CPU, in the published type.
 
-    `dtype` is what the fleet serves: floating-point weights are cast to it, shard by shard. Other options are those of `ShardedPublisher`
-    (`signing_key`, `trusted_keys`, `resume_from`, `starts_full`, `attachments`, `tokenizer`, …). Each rank holds a copy of its shards
-    in that type, on the CPU.
-
-    With `background`, `publish` takes another copy of them and returns at once. What is still on its way at the next call is waited for,
-    since ranks that chose for themselves what to leave out would not choose the same: no version is ever superseded.
+    Parameters
+    ----------
+    url
+        The location of the chain: a URL, a directory, or an open `Store`. It must be the same for all ranks.
+    run
+        The name of a new run, or the run that must be at `url`.
+    group
+        The ranks that publish together. None: all ranks.
+    dtype
+        The type that the fleet serves. Floating-point weights are cast to it, shard by shard. None: nothing is cast.
+    background
+        `publish` copies the shards and returns at once. The next call waits for the version before. No version is superseded, because the
+        ranks could not agree which one to leave out.
+    timeout
+        How long a rank waits for the others. None: the default of `torch.distributed`.
+    attachments
+        Further files of each version, as for `Publisher`. Only those of rank 0 count.
+    tokenizer
+        A tokenizer whose files are published with the model. Only that of rank 0 counts.
+    refuse_nonfinite
+        Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
+    resume_from
+        The version (its `seq`) to go back to. Later versions are abandoned. None: the newest.
+    starts_full
+        Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
+    options
+        How versions are written: signing key, anchors, garbage collection, threads, store. See `WriterOptions`.
+    on_event
+        Called with every event.
     """
 
     def __init__(
@@ -104,12 +127,12 @@ class FSDPPublisher:
 
     @property
     def version(self) -> Version | None:
-        """The newest version that is known to be in the chain; None before the first."""
+        """The newest version that is known to be in the chain. None if nothing is published yet."""
         return self._publisher.version
 
     @property
     def epoch(self) -> int:
-        """The number under which this job writes."""
+        """The number of this job's epoch."""
         return self._publisher.epoch
 
     def publish(
@@ -117,10 +140,19 @@ class FSDPPublisher:
     ) -> Version | PendingVersion:
         """Publish a module's parameters and persistent buffers, or a state dict, as they are now.
 
-        The tensors of a transformers model are published as `save_pretrained` writes them, also where the live model has fused some.
-        On return readers can see the version; in the background, training may go on, and what is returned tells later. Of a module, tied
-        weights are published once, under their first name. Of tensors that are no DTensors rank 0's are published. Raises as
-        `Publisher.publish` does, and what the last publication in the background failed with, unless somebody has seen that already.
+        Without `background`, returns the `Version`, which readers can see by then. With it, returns a `PendingVersion`, and training may
+        continue. Raises the same errors as `Publisher.publish`, and the error of the last background publication if it was not raised yet.
+
+        Parameters
+        ----------
+        model
+            The module, or names and tensors. The tensors of a transformers model are published as `save_pretrained` writes them, even if
+            the live model has fused some. Tied weights of a module are published once, under their first name. Of tensors that are not
+            DTensors, those of rank 0 are published.
+        step
+            The trainer's step. It is recorded with the version.
+        meta
+            Further strings that are recorded with the version.
         """
         self.flush()
         state = module_state(model) if isinstance(model, torch.nn.Module) else model
@@ -157,13 +189,19 @@ class FSDPPublisher:
             except BaseException as error:
                 pending._resolve(error=error)
 
-        # A daemon: it may be waiting for a rank that is gone, and that must not keep this process from ending.
+        # A daemon, because it may wait for a rank that has died, and must not keep this process from ending then.
         self._thread = threading.Thread(target=work, name="deltawire-fsdp", daemon=True)
         self._thread.start()
         return pending
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until what was published in the background is in the chain. TimeoutError, or what it failed with."""
+        """Wait until the background publication is in the chain. Raises its error if it fails.
+
+        Parameters
+        ----------
+        timeout
+            The longest time to wait, in seconds, before it raises TimeoutError. None: wait as long as it takes.
+        """
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
@@ -173,12 +211,12 @@ class FSDPPublisher:
             pending.result()
 
     def unpublished(self) -> str:
-        """Say what is being published in the background, for a person; an empty string if nothing is."""
+        """Name what is being published in the background. Returns an empty string if nothing is."""
         is_busy = self._thread is not None and self._thread.is_alive()
         return f"rank {self._ranks.rank}'s part of a version" if is_busy else ""
 
     def close(self) -> None:
-        """Let go of everything, after what is on its way. To be called by all ranks; may be called twice."""
+        """Finish the background publication, and release all resources. All ranks call it. It may be called twice."""
         try:
             self.flush()
         finally:
@@ -193,7 +231,7 @@ class FSDPPublisher:
             self.close()
             return
         waiting = self.unpublished()
-        try:  # all ranks have begun this one, so that it can be finished; but some of them may be gone
+        try:  # all ranks have begun this publication, so they can finish it; but some of them may have died
             self.flush(EXIT_SECONDS)
         except Exception as lost:
             if lost is not error:
@@ -203,12 +241,12 @@ class FSDPPublisher:
             self._publisher.__exit__(kind, error, traceback)
 
     def _forget(self) -> None:
-        """Its error was raised: once is enough."""
+        """Forget the publication after its error was raised, so that it is raised once."""
         self._pending = None
 
 
 def module_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict, which FSDP2 gives as shards whatever the module is at, without the further names of tied parameters."""
+    """Return the state dict without the further names of tied parameters. FSDP2 always gives its tensors as shards."""
     first: dict[int, str] = {}
     tied = {name for name, weight in module.named_parameters(remove_duplicate=False) if first.setdefault(id(weight), name) != name}
     return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
@@ -217,9 +255,10 @@ def module_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def held_shards(
     state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype | None = None, *, copy: bool = False
 ) -> dict[str, TensorPart]:
-    """What this rank holds of each tensor, on the CPU: rows, all of it, or nothing. A CPU tensor that is not cast is copied only on demand.
+    """Return the part of each tensor that this rank holds, on the CPU: rows, the whole tensor, or nothing.
 
-    To be called by all ranks, since some tensors have to be redistributed. Raises a `TensorError` for what cannot be published.
+    All ranks call it, because some tensors have to be redistributed. A CPU tensor that is not cast is only copied if `copy` is set. Raises
+    a `TensorError` if a tensor cannot be published.
     """
     with torch.no_grad():
         return {name: _held(name, state[name].detach(), rank, dtype, copy) for name in sorted(state)}
@@ -234,7 +273,7 @@ def _held(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype | None,
         if is_here and shape:
             start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1][0] * math.prod(shape[1:])
         local = tensor.to_local()
-        local = local.wait() if hasattr(local, "wait") else local  # a redistribution may still be on its way
+        local = local.wait() if hasattr(local, "wait") else local  # a redistribution may still be in progress
     else:
         local, is_here = tensor, rank == 0
     if not is_here:
@@ -254,16 +293,16 @@ def _dtype_of(tensor: torch.Tensor) -> DType | None:
 
 
 def _in_rows(name: str, tensor: DTensor) -> DTensor:
-    """The same tensor, with every mesh dimension holding rows or replicas of it."""
+    """Return the same tensor, redistributed so that every mesh dimension holds rows or replicas of it."""
     if any(placement.is_partial() for placement in tensor.placements):
-        raise UnsupportedTensor(f"tensor {name!r} is a sum that is not done yet: {tensor.placements}.")
+        raise UnsupportedTensor(f"tensor {name!r} is a partial sum: {tensor.placements}. Reduce it before you publish it.")
     wanted = tuple(Replicate() if placement.is_replicate() else Shard(0) for placement in tensor.placements)
     rows = all(placement.is_replicate() or (type(placement) is Shard and placement.dim == 0) for placement in tensor.placements)
     return tensor if rows else tensor.redistribute(placements=wanted)
 
 
 class TorchRanks:
-    """`Ranks` over a process group of its own, on the CPU (gloo), beside whatever the training uses."""
+    """Implements `Ranks` by a separate process group on the CPU (gloo), so that it does not disturb the groups of the training."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None) -> None:
         if not dist.is_initialized():
@@ -300,4 +339,4 @@ def _talking() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PublishError(f"the other ranks cannot be reached any more: {error}") from error
+        raise PublishError(f"the other ranks cannot be reached: {error}") from error

@@ -1,8 +1,8 @@
-"""TRL's `AsyncGRPOTrainer`: weights go to a chain in an object store, and from there to any number of vLLM servers.
+"""Publish from TRL's `AsyncGRPOTrainer`. Weights go to a chain in an object store, and from there to any number of vLLM servers.
 
 >>> AsyncGRPOTrainer(..., weight_transfer=DeltaWireTransfer("s3://bucket/run", server="http://10.0.0.7:8000"))
 
-Beside each server runs `deltawire sidecar`, which does the pausing: trainer and servers share nothing but the bucket.
+Run `deltawire sidecar` next to each server. It pauses the server for each swap. Trainer and servers share only the bucket.
 """
 
 from __future__ import annotations
@@ -26,26 +26,50 @@ from ..tensors.checkpoint_layout import CheckpointLayout
 if TYPE_CHECKING:
     import torch
 
-_LOOK = 0.05
+_POLL_SECONDS = 0.05
+"""How often a sync asks whether its version is served."""
 
 
 class DeltaWireTransfer:
-    """What `AsyncGRPOTrainer(weight_transfer=…)` takes. Publishes the weights at every sync.
+    """Publishes the weights at every sync of TRL. Pass it as `AsyncGRPOTrainer(weight_transfer=…)`.
 
-    A sync returns when the version is served: by the vLLM server at `server`, if one is named (it asks its `/weight_info`), else by
-    `engines` engines, as they report in the store; with `engines=0` as soon as it is published. TRL counts versions by its syncs, and tags
-    samples with that number, so without waiting samples are tagged with newer versions than they come from, unless they are labelled
-    (`deltawire.trainers.trl_samples`). `EngineError` if it takes longer than `timeout` seconds.
+    A sync returns when its version is served. It waits because TRL tags samples with the number of syncs so far: without waiting, samples
+    would be tagged with newer versions than those that made them. `deltawire.trainers.trl_samples` labels samples exactly.
 
-    After a restart of the trainer versions go on where the chain is; their steps count the syncs of this process, from 0.
+    The step of a version counts syncs, from 0. If the chain has versions already, it continues after the step of the newest.
 
-    The training step of a version counts syncs, from 0, or on from the version that is there when the run is taken over.
-
-    `dtype` is what the servers serve (bf16, for a trainer in fp32). `options` go to `Publisher`; `attachments`, the directory of the model
-    or its config.json and tokenizer, should be among them. `background` is not: a sync returns when its version is out.
-
-    `model` is the model that TRL trains. Give it for a mixture-of-experts model: TRL sends the names of the live model, in which
-    transformers has fused the experts, and vLLM loads the names of checkpoints.
+    Parameters
+    ----------
+    url
+        The location of the chain: a URL, a directory, or an open `Store`.
+    server
+        The address of the vLLM server that must serve a version before a sync returns. None: see `engines`.
+    engines
+        Without `server`, a sync returns when this many engines have reported in the store that they serve its version. With 0, it returns
+        as soon as the version is published.
+    dtype
+        The type that the servers serve, for example bfloat16 for a trainer in float32. None: nothing is cast.
+    timeout
+        The longest time in seconds that a sync waits, before it raises `EngineError`.
+    model
+        The model that TRL trains. Pass it for a mixture-of-experts model: TRL sends the names of the live model, in which transformers has
+        fused the experts, but vLLM loads the names of checkpoints.
+    run
+        The name of a new run, or the run that must be at `url`.
+    attachments
+        Files of each version: the directory of the model, or its config.json and tokenizer files.
+    tokenizer
+        A tokenizer whose files are published with the model.
+    refuse_nonfinite
+        Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
+    resume_from
+        The version (its `seq`) to go back to. Later versions are abandoned. None: the newest.
+    starts_full
+        Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
+    options
+        How versions are written: signing key, anchors, garbage collection, threads, store. See `WriterOptions`.
+    on_event
+        Called with every event.
     """
 
     def __init__(
@@ -67,7 +91,7 @@ class DeltaWireTransfer:
         on_event: OnEvent | None = None,
     ) -> None:
         self.versions: list[Version] = []
-        """What was published, in order: TRL's model version n is the n-th of these, counted from 1."""
+        """The published versions, in order. TRL's model version n is the n-th of them, counted from 1."""
         self._url = url
         self._server = server.rstrip("/") if server else None
         self._engines = engines
@@ -90,20 +114,20 @@ class DeltaWireTransfer:
 
     @property
     def publisher(self) -> Publisher:
-        """What the weights go through; TRL makes it when training begins. `EngineError` before and after."""
+        """The publisher, which is open while TRL trains. Raises `EngineError` before and after."""
         if self._publisher is None:
             raise EngineError("init_weight_transfer was not called.")
         return self._publisher
 
     @property
     def store(self) -> Store:
-        """Where they go. `EngineError` as for `publisher`."""
+        """The store of the chain. Raises `EngineError` as `publisher` does."""
         if self._store is None:
             raise EngineError("init_weight_transfer was not called.")
         return self._store
 
     def init_weight_transfer(self) -> None:
-        """Take the run over. Called by TRL before the first sync."""
+        """Take the run over. TRL calls it before the first sync."""
         if self._publisher is None:
             self._store = open_store(self._url, options=self._options.store, on_event=self._on_event)
             self._publisher = Publisher(
@@ -113,10 +137,16 @@ class DeltaWireTransfer:
             self._first_step = 0 if newest is None or newest.step is None else newest.step + 1
 
     def pause(self) -> None:
-        """Nothing: servers generate while weights are encoded and uploaded. The sidecar pauses its server for the swap alone."""
+        """Do nothing. Servers generate while weights are encoded and uploaded; the sidecar pauses its server only for the swap."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish the weights, and wait until they are served."""
+        """Publish the weights, and wait until they are served.
+
+        Parameters
+        ----------
+        iterator
+            Names and tensors. TRL passes them.
+        """
         publisher = self.publisher
         state = {name: self._on_wire(tensor) for name, tensor in iterator}
         if self._layout is not None:
@@ -127,10 +157,10 @@ class DeltaWireTransfer:
         self._wait(version)
 
     def resume(self) -> None:
-        """Nothing, as for `pause`."""
+        """Do nothing, as in `pause`."""
 
     def destroy(self) -> None:
-        """Let go of the run and the store. Called by TRL at the end."""
+        """Close the publisher and the store. TRL calls it at the end."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
@@ -146,23 +176,25 @@ class DeltaWireTransfer:
         if self._server is None and not self._engines:
             return
         deadline = time.monotonic() + self._timeout
-        told: set[object] = set()
-        while not self._is_served(version, told):
+        reported: set[object] = set()
+        while not self._is_served(version, reported):
             if time.monotonic() > deadline:
-                raise EngineError(f"no engine serves {version.describe()} after {self._timeout:.0f} s. Is `deltawire sidecar` running?")
-            time.sleep(_LOOK)
+                raise EngineError(
+                    f"no engine serves {version.describe()} after {self._timeout:.0f} s. Check that `deltawire sidecar` is running."
+                )
+            time.sleep(_POLL_SECONDS)
 
-    def _is_served(self, version: Version, told: set[object]) -> bool:
+    def _is_served(self, version: Version, reported: set[object]) -> bool:
         if self._server is not None:
             try:
                 return VllmRoutes(self._server).weight_version() == str(version.seq)
-            except (EngineUnreachable, RouteFailed):  # it is being restarted; the sidecar brings it back
+            except (EngineUnreachable, RouteFailed):  # the server is being restarted; the sidecar gives it the weights again
                 return False
         assert self._store is not None
         serving = 0
         for report in read_reports(self._store, ChainLog(self._store).run):
             serving += report.state == SERVING and report.seq is not None and report.seq >= version.seq
-            if report.state in (QUARANTINED, REFUSED) and report not in told:
-                told.add(report)
+            if report.state in (QUARANTINED, REFUSED) and report not in reported:
+                reported.add(report)
                 emit(self._on_event, "engine-failed", reader=report.reader, state=report.state, seq=report.seq, reason=report.error)
         return serving >= self._engines

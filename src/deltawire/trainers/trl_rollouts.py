@@ -1,4 +1,4 @@
-"""TRL's `AsyncGRPOTrainer` on a fleet: samples come from members anywhere, through the store, instead of from one vLLM server.
+"""Train with TRL's `AsyncGRPOTrainer` on a fleet. Samples come from members anywhere, through the store, not from one vLLM server.
 
 >>> transfer = DeltaWireTransfer("s3://bucket/run", engines=0, attachments="model/")
 >>> AsyncGRPOTrainer(
@@ -6,8 +6,8 @@
 ...     weight_transfer=transfer, rollout_worker=FleetRolloutWorker(transfer, dataset, groups=8, samples=8, max_tokens=512)
 ... )
 
-Members are started with `deltawire member`; rewards are theirs to compute, so TRL's `reward_funcs` are not used. No vLLM server is asked
-for anything, as long as `token_budget` is set.
+Start members with `deltawire member`. They compute the rewards, so TRL's `reward_funcs` are not used. TRL asks no vLLM server for anything
+if `token_budget` is set.
 """
 
 from __future__ import annotations
@@ -30,24 +30,53 @@ from ..events import OnEvent
 from ..fleet import Batch, Completion, Coordinator, FleetOptions, Rollouts, Sampling, StalenessBudget
 from ..subscribe.model_files import read_model_files
 from .trl import DeltaWireTransfer
-from .trl_samples import NOBODY, LabelledSample
+from .trl_samples import NO_VERSION, LabelledSample
 
-_LOOK = 0.5
-"""Seconds after which waiting for a round looks whether there is a new version, or an end."""
+_POLL_SECONDS = 0.5
+"""How often a worker that waits for a round checks for a new version, or for the end."""
 
 
 class FleetRolloutWorker:
-    """What `AsyncGRPOTrainer(rollout_worker=…)` takes, beside a `DeltaWireTransfer` (with `engines=0`: members follow by themselves).
+    """Gets samples from a fleet. Pass it as `AsyncGRPOTrainer(rollout_worker=…)`, with a `DeltaWireTransfer(engines=0)`.
 
-    For each sync there is a round of `groups` rows of `dataset`, in order and from the start again at its end, with `samples` completions
-    of each. A task has `rows_per_task` of them. So TRL should train on `groups` × `samples` samples between two syncs:
-    `per_device_train_batch_size` × `gradient_accumulation_steps` × processes × `weight_sync_steps`, with `token_budget=0`. More is refused
-    by `check_health`, since trainer and fleet would wait for each other; what is over piles up until TRL drops it as stale.
+    Each sync opens one round: `groups` rows of the dataset, in order and from the start again at its end, with `samples` completions each.
+    Let TRL train on `groups` × `samples` samples between two syncs. TRL's number is `per_device_train_batch_size` ×
+    `gradient_accumulation_steps` × processes × `weight_sync_steps`, with `token_budget=0`. If TRL asks for more, `check_health` raises,
+    because trainer and fleet would wait for each other. If TRL takes fewer, samples accumulate until TRL drops them as stale.
 
-    `budget` is how many syncs behind members may be; TRL's `max_staleness` must not be smaller. What was acknowledged before a trainer died
-    and still holds is trained by the next. With `dismiss` members are told to leave when training ends, also when it fails. `tokenizer` is
-    only for the texts of TRL's traces: prompts and completions are checked by the config and tokenizer that the transfer publishes as
-    `attachments`, as members use them. Without these `check_health` raises `UnusableModelFiles`.
+    Results that were acknowledged before a trainer died are trained on by the next one if they are still valid. Prompts and completions are
+    checked with the config and tokenizer that the transfer publishes. Without these, `check_health` raises `UnusableModelFiles`.
+
+    Parameters
+    ----------
+    transfer
+        The transfer that publishes the weights.
+    dataset
+        The rows: mappings with a `prompt` and the columns that the rewards need.
+    groups
+        The number of rows in a round.
+    samples
+        The number of completions of each row.
+    max_tokens
+        The largest number of tokens in a completion.
+    temperature
+        The temperature of sampling.
+    top_p
+        The probability mass that tokens are sampled from.
+    seed
+        The seed of sampling.
+    rows_per_task
+        The number of rows in a task, which one member does.
+    budget
+        How many syncs members may be behind. TRL's `max_staleness` must not be smaller.
+    options
+        How the fleet is run.
+    dismiss
+        Tell members to leave when training ends, also if it fails.
+    tokenizer
+        Decodes completions for TRL's traces. It is not used for anything else.
+    on_event
+        Called with every event.
     """
 
     def __init__(
@@ -69,9 +98,9 @@ class FleetRolloutWorker:
         on_event: OnEvent | None = None,
     ) -> None:
         if groups < 1 or rows_per_task < 1 or not len(dataset):
-            raise ValueError("groups and rows_per_task are at least 1, and the dataset has rows")
+            raise ValueError("groups and rows_per_task must be at least 1, and the dataset must have rows")
         self.rollout_buffer: queue.Queue[LabelledSample] = queue.Queue()
-        """Bounded by the budget: there are never more rounds than that ahead of the trainer."""
+        """The samples for TRL. The budget bounds how many rounds it can hold."""
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._transfer = transfer
         self._dataset = dataset
@@ -92,37 +121,49 @@ class FleetRolloutWorker:
         self._group = 0
 
     def start(self) -> None:
-        """Begin to offer work. Called by TRL after the first sync."""
+        """Begin to offer work. TRL calls it after the first sync."""
         self._stop.clear()
         self._thread = threading.Thread(target=self._run, name="deltawire-trl-rollouts", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End. Called by TRL, before the transfer is closed."""
+        """Stop the worker. TRL calls it before it closes the transfer."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def update_model_version(self, model_version: int) -> None:
-        """A version is out: the transfer's last."""
+        """Note that the transfer has published another version. TRL calls it after each sync.
+
+        Parameters
+        ----------
+        model_version
+            TRL's number of the version. It is not used: the transfer knows the version.
+        """
         if self._transfer.versions:
             self._news.put(self._transfer.versions[-1])
 
     def check_health(self, stale_after_s: float) -> None:
-        """Called by TRL while it waits for samples. Raises what ended the worker, or RuntimeError if waiting is in vain."""
+        """Raise RuntimeError if the worker has failed, or if no more samples will come. TRL calls it while it waits for samples.
+
+        Parameters
+        ----------
+        stale_after_s
+            Raise if the worker has made no progress for this many seconds.
+        """
         if self._error is not None:
             raise RuntimeError(f"the fleet's rollout worker has failed: {self._error}") from self._error
         if self._waits_for_version.is_set() and self._news.empty() and self.rollout_buffer.empty():
             have = self._groups * self._sampling.samples
             raise RuntimeError(
-                f"TRL wants more than {have} samples between two syncs, but a round has no more. Raise `groups`, or lower "
+                f"TRL wants more than {have} samples between two syncs, but a round has only that many. Raise `groups`, or lower "
                 "per_device_train_batch_size, gradient_accumulation_steps or weight_sync_steps."
             )
         if (age := time.monotonic() - self._ticked) > stale_after_s:
-            raise RuntimeError(f"the fleet's rollout worker has not moved for {age:.0f} seconds.")
+            raise RuntimeError(f"the fleet's rollout worker has made no progress for {age:.0f} seconds.")
 
-    # On a thread of its own
+    # On the worker's thread
 
     def _run(self) -> None:
         try:
@@ -159,7 +200,7 @@ class FleetRolloutWorker:
                 self._wait_for_version()
                 continue
             try:
-                batch = fleet.collect(step, timeout=_LOOK, stop=self._stop.is_set)
+                batch = fleet.collect(step, timeout=_POLL_SECONDS, stop=self._stop.is_set)
             except FleetTimeout:
                 continue
             self._hand_over(batch)
@@ -188,7 +229,7 @@ class FleetRolloutWorker:
         self._waits_for_version.clear()
 
     def _tasks(self, step: int) -> list[list[dict[str, Any]]]:
-        """Rows by the step that they are for, so that a trainer that was resumed goes on where it was."""
+        """Return the tasks of a step. The step determines the rows, so a resumed trainer continues with the right ones."""
         first = (step - 1) * self._groups
         rows = [dict(self._dataset[(first + number) % len(self._dataset)]) for number in range(self._groups)]
         return [rows[start : start + self._rows_per_task] for start in range(0, len(rows), self._rows_per_task)]
@@ -209,7 +250,7 @@ class FleetRolloutWorker:
         for index, one in enumerate(group):
             prompt = rollouts.prompts[one.prompt]
             made_by = np.concatenate([np.full(span.end - span.start, span.seq, np.int64) for span in one.spans])
-            named = {f"rewards/{name}": float(rewards[index, place]) for place, name in enumerate(rollouts.reward_names)}
+            named = {f"rewards/{name}": float(rewards[index, column]) for column, name in enumerate(rollouts.reward_names)}
             yield LabelledSample(
                 prompt=_messages("user", row["prompt"]),
                 completion=_messages("assistant", self._text(one)),
@@ -221,7 +262,7 @@ class FleetRolloutWorker:
                 group_id=self._group,
                 metrics={"reward": float(totals[index]), "reward_std": spread, **named},
                 enqueued_at=time.time(),
-                made_by=_after(prompt, np.where(one.mask != 0, made_by, NOBODY), NOBODY, np.int64),
+                made_by=_after(prompt, np.where(one.mask != 0, made_by, NO_VERSION), NO_VERSION, np.int64),
             )
 
     def _text(self, one: Completion) -> str:
@@ -229,15 +270,16 @@ class FleetRolloutWorker:
 
 
 def _groups(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> Iterator[tuple[Mapping[str, Any], list[Completion]]]:
-    """The completions of each prompt, with the row that it was made of."""
+    """Yield each row with the completions of its prompt."""
     for prompt, row in enumerate(rows):
         yield row, [one for one in rollouts.completions if one.prompt == prompt]
 
 
 def _advantages(rewards: NDArray[np.float64]) -> tuple[NDArray[np.float64], float, NDArray[np.float64]]:
-    """Rewards summed over functions, their standard deviation, and by how many of it each is above the group's mean, as TRL has it.
+    """Return the rewards summed over functions, their standard deviation, and the advantages, as TRL defines them.
 
-    What nobody has scored has the reward NaN, and the advantage 0.
+    An advantage is the distance from the group's mean in standard deviations. A completion that no function has scored has the reward NaN
+    and the advantage 0.
     """
     totals = np.where(np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards, axis=1))
     scored = ~np.isnan(totals)
@@ -250,7 +292,7 @@ def _advantages(rewards: NDArray[np.float64]) -> tuple[NDArray[np.float64], floa
 
 
 def _after(prompt: NDArray[Any], values: NDArray[Any], filler: float, dtype: Any) -> NDArray[Any]:
-    """Values of a completion's tokens, with as much filler before them as the prompt is long."""
+    """Return the values of a completion's tokens, preceded by one filler for each token of the prompt."""
     return np.concatenate([np.full(len(prompt), filler, dtype), values.astype(dtype)])
 
 

@@ -1,13 +1,13 @@
-"""TRL's `AsyncGRPOTrainer`: every sample carries the versions of the chain that made it, token by token.
+"""Label the samples of TRL's `AsyncGRPOTrainer`: each token gets the version of the chain that made it.
 
 >>> trainer = AsyncGRPOTrainer(..., weight_transfer=DeltaWireTransfer("s3://bucket/run"))
 >>> label_samples(trainer)
 >>> trainer.train()
 
-By itself TRL tags a group of samples with the number of syncs at the time when the first of them was begun. A sample that is generated
-across a swap, or by a server that was restarted and has the weights of the start for a while, is not told apart. Here every token is
-attributed to what the server says has made it (deltawire/engines/vllm/token_route.py), so the server has to run with `--enable-scale-out`;
-what was made by weights of no known version is thrown away and generated again.
+TRL itself tags a group of samples with the number of syncs at the time when the first of them began. It does not notice that a sample was
+generated during a swap, or by a restarted server that had its initial weights for a while. Here the server says which weights made each
+token (deltawire/engines/vllm/token_route.py), so it must run with `--enable-scale-out`. Samples that weights of no known version made are
+discarded and generated again.
 """
 
 from __future__ import annotations
@@ -28,36 +28,43 @@ from ..engines.vllm.token_route import NEEDED_FLAG, TOKEN_ROUTE, LabelledTokens,
 from ..errors import EngineError, EngineRefused
 from .trl import DeltaWireTransfer
 
-NOBODY = -1
-"""In `LabelledSample.made_by`: a token that no version made, such as those of prompts."""
+NO_VERSION = -1
+"""In `LabelledSample.made_by`: marks a token that no version made, such as a token of the prompt."""
 
 _TRIES = 30
-"""As many as TRL's own requests have."""
+"""How often a request is tried. TRL tries its own requests as often."""
 
 
 @dataclass(slots=True)
 class LabelledSample(RolloutSample):  # type: ignore[misc]
-    """A sample that knows what made it. TRL's `model_version` is that of the oldest of its versions."""
+    """A sample that knows which versions made it. Its `model_version`, which TRL uses, is that of the oldest one."""
 
     made_by: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """Of each token of `input_ids` the version that made it, by its number in the chain, or `NOBODY`."""
+    """For each token of `input_ids`, the `seq` of the version that made it, or `NO_VERSION`."""
 
     @property
     def versions(self) -> list[int]:
-        """The versions that made tokens of it, oldest first."""
-        return [int(seq) for seq in np.unique(self.made_by[self.made_by != NOBODY])]
+        """The `seq` of each version that made tokens of the sample, the oldest first."""
+        return [int(seq) for seq in np.unique(self.made_by[self.made_by != NO_VERSION])]
 
 
 def label_samples(trainer: Any, on_sample: Callable[[LabelledSample], Any] = lambda sample: None) -> None:
-    """Let a trainer whose `weight_transfer` is a `DeltaWireTransfer` get labelled samples. To be called before `train`, by every rank.
+    """Make a trainer label its samples. Call it before `train`, in every rank.
 
-    TRL's staleness is then that of the oldest token of a sample. `on_sample` is called, in the trainer's process, with each sample that the
-    trainer takes, also those that it then drops as stale. `EngineRefused` for a rollout worker that is not TRL's own.
+    TRL then measures staleness by the oldest token of a sample. Raises `EngineRefused` if the trainer's `weight_transfer` is not a
+    `DeltaWireTransfer`, or its rollout worker is not TRL's own.
+
+    Parameters
+    ----------
+    trainer
+        TRL's `AsyncGRPOTrainer`.
+    on_sample
+        Called in the trainer's process with each sample that the trainer takes, including those that it then drops as stale.
     """
     if trainer.rollout_worker is None:  # another rank has it
         return
     if not isinstance(trainer.weight_transfer, DeltaWireTransfer):
-        raise EngineRefused("the trainer's weight_transfer is no DeltaWireTransfer, so its versions are not those of a chain.")
+        raise EngineRefused("the trainer's weight_transfer is not a DeltaWireTransfer, so its versions are not those of a chain.")
     worker = trainer.rollout_worker
     if not isinstance(worker, AsyncRolloutWorker) or worker._loop_cls is not _AsyncRolloutLoop:
         raise EngineRefused("only TRL's own rollout worker can be made to label its samples.")
@@ -66,7 +73,7 @@ def label_samples(trainer: Any, on_sample: Callable[[LabelledSample], Any] = lam
 
 
 class LabellingLoop(_AsyncRolloutLoop):  # type: ignore[misc]
-    """TRL's loop, in its process, with completions by a route that tells what made them."""
+    """TRL's loop, which runs in a process of TRL. It asks for completions by a route that tells which weights made each token."""
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
         sampling = {
@@ -76,7 +83,7 @@ class LabellingLoop(_AsyncRolloutLoop):  # type: ignore[misc]
             "top_k": self.top_k,
             "repetition_penalty": self.repetition_penalty,
             "n": 1,
-            "seed": secrets.randbits(63),  # one of its own, as in TRL, or several servers would draw the same
+            "seed": secrets.randbits(63),  # a new seed for each request, as in TRL; otherwise several servers would draw the same tokens
         }
         if self.min_p is not None:
             sampling["min_p"] = self.min_p
@@ -96,12 +103,12 @@ class LabellingLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         except EngineError as error:
             if not error.retryable:
                 raise
-            raise _DrawnInVain(str(error)) from error
+            raise _UnusableCompletion(str(error)) from error
         if drawn.spans is None:
             raise EngineRefused(f"the vLLM server does not label tokens. It must be vLLM {OLDEST_VLLM} or later.")
         labels = drawn.labels()
         if unknown := {label for label in labels if not label.isdecimal()}:
-            raise _DrawnInVain(f"tokens were made by weights that are called {sorted(unknown)}, and are of no known version")
+            raise _UnusableCompletion(f"weights of no known version made tokens; the server calls them {sorted(unknown)}")
         return drawn, [int(label) for label in labels]
 
     async def _score_group(self, group: Any) -> list[LabelledSample]:
@@ -110,15 +117,15 @@ class LabellingLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         return [_labelled(sample, row.old_log_probs) for sample, row in zip(samples, rows, strict=True)]
 
 
-class _DrawnInVain(aiohttp.ClientError):  # type: ignore[misc]
-    """A completion that must not be trained on. Of a kind that TRL's loop repeats requests for."""
+class _UnusableCompletion(aiohttp.ClientError):  # type: ignore[misc]
+    """Raised for a completion that must not be trained on. TRL's loop repeats the request after errors of this type."""
 
 
 class _Drawn(float):
-    """The log-prob of a token, which knows the version that drew it.
+    """The log-prob of a token, which knows the version that drew the token.
 
-    TRL puts the turns of a conversation together, and apart again where their tokens do not fit, and keeps of each token its log-prob:
-    so what belongs to a token goes along with that.
+    TRL joins the turns of a conversation, and separates them again if their tokens do not match. Each token keeps its log-prob through all
+    of that, so the log-prob also carries the version.
     """
 
     __slots__ = ("seq",)
@@ -132,16 +139,16 @@ class _Drawn(float):
 
 
 def _labelled(sample: RolloutSample, logprobs: list[float]) -> LabelledSample:
-    made_by = np.array([logprob.seq if isinstance(logprob, _Drawn) else NOBODY for logprob in logprobs], np.int64)
-    if made_by.shape != sample.completion_mask.shape or (made_by[sample.completion_mask != 0] == NOBODY).any():
-        raise EngineError("this TRL puts samples together in a way in which tokens cannot be followed to what made them.")
+    made_by = np.array([logprob.seq if isinstance(logprob, _Drawn) else NO_VERSION for logprob in logprobs], np.int64)
+    if made_by.shape != sample.completion_mask.shape or (made_by[sample.completion_mask != 0] == NO_VERSION).any():
+        raise EngineError("this release of TRL assembles samples in a way that loses which version made a token.")
     labelled = LabelledSample(**{each.name: getattr(sample, each.name) for each in fields(RolloutSample)}, made_by=made_by)
     labelled.metrics["sample/versions"] = float(len(labelled.versions))
     return labelled
 
 
 class _CountedSamples:
-    """TRL's queue of samples, in the trainer's process. Versions of the chain are told to TRL as it counts them: by its syncs."""
+    """Wraps TRL's queue of samples in the trainer's process. It converts versions of the chain to TRL's count of syncs."""
 
     def __init__(self, trainer: Any, samples: Any, on_sample: Callable[[LabelledSample], Any]) -> None:
         self._trainer = trainer
@@ -152,7 +159,7 @@ class _CountedSamples:
         sample = self._samples.get(*args, **kwargs)
         oldest = sample.versions[:1]
         if oldest:
-            # Called between two syncs, by the thread that makes them: as many versions are published as were counted.
+            # The thread that makes syncs calls this between two of them, so TRL has counted all published versions.
             published = [version.seq for version in self._trainer.weight_transfer.versions]
             sample.model_version = self._trainer.model_version - len(published) + bisect_right(published, oldest[0])
         self._on_sample(sample)

@@ -39,27 +39,27 @@ def test_an_anchor_is_due_when_a_joiner_is_better_off_with_it(policy, cost, spee
 def test_skips_shorten_the_way_only_if_they_are_cheaper():
     cost = chain(10, 10, 10, 10)
     cost.add_skip(4, 25)
-    assert cost.way == Replay(25, 1)
+    assert cost.replay == Replay(25, 1)
     cost.add_update(10)
     cost.add_skip(4, 1000)
-    assert cost.way == Replay(35, 2)
+    assert cost.replay == Replay(35, 2)
 
 
 def test_an_anchor_starts_the_count_again_where_it_stands():
     cost = chain(10, 10, 10)
     cost.anchored()
-    assert (cost.versions, cost.way) == (0, Replay())
+    assert (cost.versions, cost.replay) == (0, Replay())
     cost = chain(10, 10, 10)
     cost.anchored(behind=2)
-    assert (cost.versions, cost.way) == (2, Replay(20, 2))
+    assert (cost.versions, cost.replay) == (2, Replay(20, 2))
     cost.add_skip(4, 1)
-    assert cost.way == Replay(20, 2), "a skip from before the anchor does not lead on from it"
+    assert cost.replay == Replay(20, 2), "a skip from before the anchor does not lead on from it"
 
 
 def test_a_resumed_chain_counts_what_came_before():
     cost = ChainCost.resumed(5, Replay(70, 3))
     cost.add_update(10)
-    assert (cost.versions, cost.way) == (6, Replay(80, 4))
+    assert (cost.versions, cost.replay) == (6, Replay(80, 4))
     cost.anchored(behind=4)
     assert cost.versions == 4
 

@@ -110,14 +110,14 @@ def test_a_stray_commit_of_an_old_writer_after_the_fence_is_stepped_over():
     assert latest.fence.base.seq == 3
 
 
-def test_a_commit_of_ones_own_epoch_by_another_hand_halts():
+def test_a_commit_of_another_publisher_in_the_same_epoch_halts():
     store = MemoryStore()
     chain = writer(store)
     twin = ChainWriter.__new__(ChainWriter)
     for slot, value in vars(chain).items():
         setattr(twin, slot, value)
     twin.land(first_version(twin))
-    with pytest.raises(Fenced, match="own epoch"):
+    with pytest.raises(Fenced, match="this publisher's epoch 1"):
         chain.land(first_version(chain))
 
 

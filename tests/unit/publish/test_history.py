@@ -11,7 +11,7 @@ from support import bits_of, copied
 import deltawire
 from deltawire.format.records.chain_records import CommitRef
 from deltawire.publish.baseline import Baseline
-from deltawire.publish.history import Forgotten, History, Reverse
+from deltawire.publish.history import History, HistoryDropped, Reverse
 
 RANDOM = np.random.default_rng(3)
 
@@ -56,25 +56,25 @@ def test_a_held_version_stays_within_reach_and_costs_memory_only_while_held():
     advance(history, 5)
     history.hold()
     advance(history, 30)
-    way = history.way_back(5)
+    way = history.deltas_back(5)
     assert (way[0].end, way[-1].start) == (35, 5)
     assert all(before.start == after.end for before, after in itertools.pairwise(way))
     assert len(way) < 30, "composed ones are used where they fit"
     history.release(5)
     assert history.size <= 10
-    with pytest.raises(Forgotten):
-        history.way_back(5)
+    with pytest.raises(HistoryDropped):
+        history.deltas_back(5)
 
 
 def test_changes_beyond_the_budget_are_forgotten_not_kept():
     history = History(ref(0), 10)
     history.hold()
     history.advance(ref(1), {0: b"x" * 8}, 0)
-    assert len(history.way_back(0)) == 1
+    assert len(history.deltas_back(0)) == 1
     history.advance(ref(2), {0: b"x" * 8}, 0)
     assert history.size == 0
-    with pytest.raises(Forgotten):
-        history.way_back(0)
+    with pytest.raises(HistoryDropped):
+        history.deltas_back(0)
 
 
 def test_a_restart_forgets_everything():
@@ -111,7 +111,7 @@ def test_segments_of_a_held_version_are_what_they_were(swap):
         states.append(changed(states[-1]) | {"b": states[-1]["b"]})
         moved(baseline, states[-1], seq, swap=swap)
         for composed in baseline.compose():
-            assert composed.span in (4, 16)
+            assert composed.versions in (4, 16)
             assert composed.forward is not None
             assert 1 not in composed.forward, "a segment that did not change has no delta"
             then = copied(states[composed.base.seq])
@@ -124,7 +124,7 @@ def test_segments_of_a_held_version_are_what_they_were(swap):
     for index in range(4):
         part = baseline.segment_at(7, index)
         assert bits_of(part) == bits_of({name: states[7][name] for name in part})
-    with pytest.raises(Forgotten):
+    with pytest.raises(HistoryDropped):
         baseline.segment_at(8, 0)
 
 

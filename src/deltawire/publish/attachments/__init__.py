@@ -1,6 +1,6 @@
-"""The files that every version has beside its weights: config.json, the tokenizer, the chat template.
+"""Attachments: the files of a version other than weights, such as config.json, the tokenizer and the chat template.
 
-read_files    files that the user gives
-model_files   files taken from a live model and its tokenizer
-stored_files  uploading what changed, referring to what did not
+read_files    reads files that the user gives
+model_files   makes files from a live model and its tokenizer
+stored_files  uploads files that changed, and refers to stored files that did not
 """

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint, taken from a live model: config.json, generation_config.json, and those of its tokenizer."""
+"""Make the small files of a checkpoint from a live model: config.json, generation_config.json, and those of its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WRAPPED = "_orig_mod"
 """The attribute in which `torch.compile` keeps the module that it wraps."""
 
 _DTYPE_NAMES = {"dtype", "torch_dtype"}
-"""What releases of transformers call the type of the weights in config.json."""
+"""The names that releases of transformers give the type of the weights in config.json."""
 
 
 def files_of_model(model: Any, dtype: DType | None = None) -> dict[str, bytes]:
-    """Return config.json and generation_config.json of a transformers model; nothing for any other module.
+    """Return config.json and generation_config.json of a transformers model, and nothing for any other module.
 
-    `dtype` is the type that all weights are published as: the configuration says so, so that readers load them as that.
+    `dtype` is the type that all weights are published as. The configuration names it, so that readers load the weights as that type.
     """
     model = getattr(model, _WRAPPED, model)
     files: dict[str, bytes] = {}
@@ -41,10 +41,10 @@ def files_of_model(model: Any, dtype: DType | None = None) -> dict[str, bytes]:
 
 
 class TokenizerFiles:
-    """Reads the files that a tokenizer, or a processor, is loaded from, as it is now. TypeError for what cannot be saved to files.
+    """Returns the files of a tokenizer or processor as it is now. Raises TypeError if it cannot be saved to files.
 
-    Saving a tokenizer of 150,000 tokens takes 0.1 s, so it is only saved again after something about it has changed. How a call pads or
-    truncates is not a change: tokenizers keep that until the next call, and it would replace tokenizer.json at every other version.
+    Saving a tokenizer of 150,000 tokens takes 0.1 s, so it is only saved again after it has changed. Settings of padding and truncation do
+    not count: tokenizers keep those of the last call, so tokenizer.json would change at every other version.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -68,18 +68,18 @@ class TokenizerFiles:
 
 
 class _CannotTell(Exception):
-    """Nothing short of saving an object tells whether it has changed."""
+    """Only saving the object can tell whether it has changed."""
 
 
 _NOT_SAVED = {"deprecation_warnings", "verbose", "_in_target_context_manager"}
-"""Attributes of tokenizers that change in use, and are not saved."""
+"""Attributes of tokenizers that change during use and are not saved."""
 
 
 def _describe(thing: Any) -> str:
-    """Return a text that differs after a change to what would be saved of a tokenizer, or of a part of one. Raises `_CannotTell`."""
+    """Return a text that changes if the saved files of a tokenizer would change. Raises `_CannotTell` if that is not possible."""
     if hasattr(thing, "get_added_tokens_decoder"):  # the tokenizers library's own object, which a fast tokenizer wraps
         parts = (thing.normalizer, thing.pre_tokenizer, thing.post_processor, thing.decoder)
-        # Nothing edits a vocabulary in place; to write out all of it takes as long as saving.
+        # No code edits a vocabulary in place, and describing all of it would take as long as saving.
         return repr((parts, type(thing.model), thing.get_vocab_size(), sorted(thing.get_added_tokens_decoder().items())))
     if hasattr(thing, "save_pretrained") and hasattr(thing, "__dict__"):
         return repr({name: _describe(value) for name, value in vars(thing).items() if name not in _NOT_SAVED})
@@ -96,7 +96,7 @@ def _save(tokenizer: Any) -> dict[str, bytes]:
 
 
 def _as_json(config: Any) -> dict[str, Any] | None:
-    """What transformers would save of a configuration; None for what is none of transformers'."""
+    """Return what transformers would save of a configuration. None if it is not a configuration of transformers."""
     with contextlib.suppress(AttributeError, TypeError, ValueError):
         found = json.loads(config.to_json_string())
         return found if isinstance(found, dict) else None
@@ -104,7 +104,7 @@ def _as_json(config: Any) -> dict[str, Any] | None:
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the type of the weights, also for the parts of a model."""
+    """Set the type of the weights, also in the configurations of a model's parts."""
     for name, value in config.items():
         if name in _DTYPE_NAMES and isinstance(value, str):
             config[name] = dtype

@@ -1,4 +1,4 @@
-"""The files that belong to every version beside the weights, such as config.json and the tokenizer's."""
+"""Read the attachments that the user gives, such as config.json and the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from ...format.records.chain_records import Limits
 from ...format.records.record_parts import holds_weights
 
 Attachments = Mapping[str, bytes | Path] | Path | str
-"""File names with contents or paths to read them from; or a directory, whose own weights and hidden files are left out, and the
-record of a mirror."""
+"""File names with contents or paths; or a directory, of which weights, hidden files and the record of a mirror are left out."""
 
 
 class CollectedFiles(Mapping[str, "bytes | Path"]):
-    """What the user attached, and what was taken from the model and its tokenizer; where both have a file, the user's counts."""
+    """The files that the user gave and those of the model and its tokenizer. The user's files replace others of the same name."""
 
     def __init__(self, given: Attachments | None) -> None:
         self._given = given
@@ -41,13 +40,13 @@ class CollectedFiles(Mapping[str, "bytes | Path"]):
 
 
 MOST_FILES, MOST_NAME_BYTES = 40, 2048
-"""More would not fit into a record beside the shards."""
+"""Most attachments, and most bytes of their names. A record has no room for more."""
 
 
 def read_attachments(source: Attachments | None) -> dict[str, bytes] | None:
-    """Read names and contents as they are now; None if there is no source.
+    """Read names and contents as they are now. Returns None if there is no source.
 
-    Raises `CheckpointError` for what cannot be part of a checkpoint or cannot be read.
+    Raises `CheckpointError` if a file cannot be read, or cannot be part of a checkpoint.
     """
     if source is None:
         return None

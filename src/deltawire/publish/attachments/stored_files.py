@@ -1,4 +1,4 @@
-"""The attachments of each version: what changed is uploaded, what did not is referred to where it lies."""
+"""The attachments of each version: changed files are uploaded, and stored files that did not change are referred to."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ...format.records.chain_records import Commit, FileEntry
 from ..upload.data_objects import DataLocation, Uploads, file_upload
 
 _MOST_READ = 256 << 20
-"""How many bytes of attachments a publisher reads back when it opens. Beyond that only the sizes of objects are compared."""
+"""How many bytes of attachments a publisher reads back when it opens. Of further objects, only the sizes are compared."""
 
 
 _ALWAYS_OF_TOKENIZER = "tokenizer_config.json"
 _SOMETIMES_OF_TOKENIZER = ("chat_template.jinja", "chat_template.json", "added_tokens.json", "special_tokens_map.json")
-"""Files that a tokenizer is saved with only if it has something to say in them, and the one that it is always saved with."""
+"""Files that a tokenizer has only if it needs them. It always has tokenizer_config.json."""
 
 
 class StoredFiles:
@@ -39,13 +39,13 @@ class StoredFiles:
         self._spare: dict[str, bytes] = {}
 
     def is_intact(self, entry: FileEntry) -> bool:
-        """Tell whether the object is in the store as its record says."""
+        """Return whether the object is in the store as its record says."""
         if entry.key not in self._known:
             self._known[entry.key] = is_stored(self._log, entry) and self._reads_well(entry)
         return self._known[entry.key]
 
     def trust(self, entries: Sequence[FileEntry]) -> None:
-        """Note that these objects were just uploaded, or were seen to be intact."""
+        """Note that these objects are intact, because they were just uploaded or checked."""
         self._known.update((entry.key, True) for entry in entries)
 
     def spare(self, entry: FileEntry) -> bytes | None:
@@ -66,13 +66,24 @@ class StoredFiles:
 
 
 class AttachedFiles:
-    """Knows the attachments of the newest version, `commit`, and names those of the next one. None is the commit of an empty chain.
+    """Knows the attachments of the newest version, and determines those of the next one.
 
-    With `keeps_others`, attachments of the newest version stay if the next one is not given a file of that name. A tokenizer is given as a
-    whole: if the next version has one without a chat template, the chat template of the newest version does not stay.
+    An object is only referred to again if the newest version refers to it, because garbage collection may delete any other. It must also be
+    intact.
 
-    An object is only referred to again if the newest version refers to it: collection keeps such objects, and may delete any other. It must
-    also be intact: `stored` knows that.
+    Parameters
+    ----------
+    log
+        The chain.
+    commit
+        The commit of the newest version. None if nothing is published yet.
+    stored
+        Knows which stored files are intact.
+    keeps_others
+        Attachments of the newest version stay unless the next version has files of the same names. The files of a tokenizer count as a
+        whole: if the next version has a tokenizer without a chat template, the old chat template does not stay.
+    on_event
+        Receives the events.
     """
 
     def __init__(
@@ -95,7 +106,7 @@ class AttachedFiles:
         return AttachedFiles(self._log, commit, self._stored)
 
     def took(self, commit: Commit) -> None:
-        """Note that a commit landed: its attachments are in force."""
+        """Note that a commit landed, so that its attachments are in force."""
         before = self._in_force()
         self._commit = commit
         self._stored.trust(commit.attachments or ())
@@ -104,9 +115,9 @@ class AttachedFiles:
             emit(self._on_event, "attachments-changed", seq=commit.seq, files=", ".join(changes))
 
     def require(self, given: Mapping[str, bytes], *, rewinds: bool) -> None:
-        """Raise `DataDamaged` or `DataMissing` if the next version needs an attachment that is so, and `given` does not have it.
+        """Raise `DataDamaged` or `DataMissing` if the next version needs a damaged or missing attachment that is not in `given`.
 
-        With `rewinds` the next version has all attachments of this one. Call it before anybody is fenced off.
+        With `rewinds`, the next version has all attachments of this one. Call it before the chain is taken over.
         """
         in_force = self._in_force()
         if in_force is None and (rewinds or self._keeps_others):
@@ -121,14 +132,14 @@ class AttachedFiles:
         """Return the attachments in force, by name. Raises as `Fetcher.fetch` does."""
         in_force = self._in_force()
         fetcher = Fetcher(self._log.store, limits=self._log.limits)
-        if in_force is None:  # it is of a time when commits did not name them
+        if in_force is None:  # commits of version 1 do not name them
             assert self._commit is not None
             return read_attachments_of(self._log, self._commit, fetcher)
         found = {str(entry.name): entry for entry in in_force}
         return {name: bytes(fetcher.fetch(entry)) if self._stored.is_intact(entry) else self._spare(entry) for name, entry in found.items()}
 
     def upload(self, location: DataLocation, wanted: Mapping[str, bytes] | None, *, anew: bool = False) -> tuple[FileEntry, ...]:
-        """Return the attachments of the next version, after uploading those that are not in the store, or damaged there.
+        """Return the attachments of the next version. Uploads those that are not in the store, or are damaged there.
 
         `wanted` are all attachments by name; None keeps those in force. `anew` uploads all of `wanted`, so that a full checkpoint does not
         depend on objects of earlier versions.
@@ -173,11 +184,11 @@ class AttachedFiles:
         )
 
     def _in_force(self) -> tuple[FileEntry, ...] | None:
-        """The attachments of the newest version; None where its commit does not name them."""
+        """Return the attachments of the newest version. None if its commit does not name them."""
         return () if self._commit is None else self._commit.attachments
 
 
 def _replaced(given: Mapping[str, bytes]) -> set[str]:
-    """Return the names, in lower case, of files that do not stay beside the files `given`."""
+    """Return the names, in lower case, of files that do not stay if the files `given` are published."""
     names = {name.casefold() for name in given}
     return names.union(_SOMETIMES_OF_TOKENIZER) if _ALWAYS_OF_TOKENIZER in names else names

@@ -18,8 +18,8 @@ from ...format.digest import Digest
 from ...format.records.chain_records import Commit, FileEntry
 from ...store import Store
 from ..commits import Attempt, emit_published
-from ..history import span_of
-from ..resume import cost_of, require_way, version_commit
+from ..history import versions_of
+from ..resume import cost_of, require_route, version_commit
 from ..shortcuts.cadence import ChainCost, Speed, anchor_due
 from ..shortcuts.compose import Composition
 from ..shortcuts.shortcut_writer import ShortcutWriter
@@ -70,7 +70,7 @@ class FirstRank:
     ) -> None:
         chain = TakeOver(store, run, options, files=given, keeps_others=not has_attachments, resume_from=resume_from)
         if chain.start is not None and (not starts_full or resume_from is not None):
-            require_way(chain.log, chain.start)
+            require_route(chain.log, chain.start)
         chain.require_files()
         self._log = chain.log
         self._writer = chain.fence()
@@ -195,9 +195,9 @@ class FirstRank:
     def record_skip(self, skip: Composition, table: TensorTable, files: tuple[FileEntry, ...]) -> bool:
         """Write the record of an uploaded skip to the newest version. Returns whether an anchor is still due."""
         self._shortcuts.record_skip(skip.base, skip.target, table, files)
-        size, span = sum(entry.size for entry in files), span_of(skip.level)
-        self._cost.add_skip(span, size)
-        emit(self._on_event, "skip-made", seq=skip.target.seq, base=skip.base.seq, span=span, bytes=size)
+        size, versions = sum(entry.size for entry in files), versions_of(skip.level)
+        self._cost.add_skip(versions, size)
+        emit(self._on_event, "skip-made", seq=skip.target.seq, base=skip.base.seq, versions=versions, bytes=size)
         return self._anchor_due()
 
     def skip_failed(self, error: DeltawireError) -> None:

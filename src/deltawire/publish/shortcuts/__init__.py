@@ -1,7 +1,7 @@
 """Shortcuts through the chain, made after a commit: anchors and skips (docs/protocol.md §4).
 
 cadence          when another anchor is worth its upload
-compose          several versions as one delta
-shortcut_writer  uploading and recording anchors and skips
+compose          one delta over several versions
+shortcut_writer  uploads and records anchors and skips
 upkeep           what happens after each commit: shortcuts and garbage collection
 """

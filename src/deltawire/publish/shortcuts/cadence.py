@@ -1,4 +1,4 @@
-"""When another checkpoint is worth its upload: decided by what a joiner would otherwise have to fetch and replay. Pure."""
+"""When another anchor is worth its upload. That depends on what a new reader would have to fetch and replay without it. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class AnchorPolicy:
-    """How often a whole checkpoint (an anchor) is added to the chain, beside those that its commits need anyway.
+    """Says how often a full checkpoint (an anchor) is added to the chain, in addition to those that commits need.
 
-    An anchor is due when the cheapest way from the newest one to the head has more than `max_chain_ratio` times the bytes of a checkpoint,
-    or would take longer to fetch and replay than a checkpoint takes to load, or than `max_replay_seconds`. Never within `min_versions`
-    versions of the last, always after `max_versions`; with `max_versions` None only when the other reasons say so. Anchors are also what
-    garbage collection moves up to: without them nothing is ever collected.
+    An anchor is due when new readers would fetch or replay too much to reach the newest version from the last anchor. It is also due when
+    that would take longer than loading a full checkpoint. Garbage collection deletes data before the last anchors, so without anchors it
+    deletes nothing.
+
+    Parameters
+    ----------
+    min_versions
+        The smallest number of versions between two anchors.
+    max_versions
+        Add an anchor after this many versions in any case. None: only for the other reasons.
+    max_chain_ratio
+        Add an anchor when readers would fetch more than this many times the bytes of a full checkpoint.
+    max_replay_seconds
+        Add an anchor when fetching and replaying would take longer than this. None: longer than loading a full checkpoint.
     """
 
     min_versions: int = 16
@@ -22,26 +32,26 @@ class AnchorPolicy:
 
     def __post_init__(self) -> None:
         if self.min_versions < 1 or (self.max_versions is not None and self.max_versions < self.min_versions):
-            raise ValueError("min_versions must be at least 1, and max_versions no less than it")
+            raise ValueError("min_versions must be at least 1, and max_versions at least min_versions")
         if self.max_chain_ratio <= 0 or (self.max_replay_seconds is not None and self.max_replay_seconds <= 0):
             raise ValueError("max_chain_ratio and max_replay_seconds must be positive")
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What was measured here, as a guess at a joiner's: bytes per second over the network, and through the codec. None while unknown."""
+    """Measured bytes per second, over the network and through the codec. They estimate the speed of readers. None: not known yet."""
 
     network: float | None = None
     codec: float | None = None
 
     def observe(self, *, sent: int = 0, send_seconds: float = 0.0, scanned: int = 0, scan_seconds: float = 0.0) -> Speed:
-        """With another measurement. The best seen counts: small transfers measure latency, and busy moments say nothing of readers."""
+        """Return the speed with another measurement. The best one counts: small transfers measure latency, and the machine may be busy."""
         return Speed(_best(self.network, sent, send_seconds), _best(self.codec, scanned, scan_seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the cheapest way from the newest anchor to a version takes: bytes to fetch, and how many deltas in a row."""
+    """The cost of the cheapest route from the newest anchor to a version: bytes to fetch, and the number of deltas."""
 
     bytes: int = 0
     hops: int = 0
@@ -49,60 +59,60 @@ class Replay:
 
 @dataclass(slots=True)
 class ChainCost:
-    """The cheapest ways to each version since the newest anchor, as commits and skips are added.
+    """Tracks the cheapest route to each version since the newest anchor, while commits and skips are added.
 
-    `versions` counts them. Only as many ways are kept as skips can still start from: one per version since the anchor.
+    `versions` is the number of versions since that anchor.
     """
 
     versions: int = 0
-    _ways: dict[int, Replay] = field(default_factory=lambda: {0: Replay()})
+    _routes: dict[int, Replay] = field(default_factory=lambda: {0: Replay()})
 
     @classmethod
-    def resumed(cls, versions: int, way: Replay) -> ChainCost:
-        """Where a chain is taken up again: so many versions after an anchor, on this way from it."""
-        return cls(versions, {0: Replay(), versions: way} if versions else {0: Replay()})
+    def resumed(cls, versions: int, replay: Replay) -> ChainCost:
+        """Return the cost of a chain that a writer continues, this many versions after an anchor."""
+        return cls(versions, {0: Replay(), versions: replay} if versions else {0: Replay()})
 
     @property
-    def way(self) -> Replay:
-        """To the newest version. (Where a change was cut off by Ctrl-C, to the newest that is known; it is an estimate anyway.)"""
-        return self._ways.get(self.versions) or self._ways[max(self._ways)]
+    def replay(self) -> Replay:
+        """The cost of the newest version. It is an estimate: after Ctrl-C in the middle of a change, it is that of an earlier version."""
+        return self._routes.get(self.versions) or self._routes[max(self._routes)]
 
     def add_update(self, size: int) -> None:
-        """A version was committed as a delta of `size` bytes over the one before."""
-        last = self.way
-        self._ways[self.versions + 1] = Replay(last.bytes + size, last.hops + 1)
+        """Note that a version was committed as a delta of `size` bytes over the one before."""
+        last = self.replay
+        self._routes[self.versions + 1] = Replay(last.bytes + size, last.hops + 1)
         self.versions += 1
 
-    def add_skip(self, span: int, size: int) -> None:
-        """A skip of `size` bytes leads to the newest version from `span` versions before it. Of no use to who starts at a newer anchor."""
-        start = self._ways.get(self.versions - span)
-        if start is not None and start.bytes + size <= self.way.bytes:
-            self._ways[self.versions] = Replay(start.bytes + size, start.hops + 1)
+    def add_skip(self, versions: int, size: int) -> None:
+        """Note a skip of `size` bytes over the last `versions` versions. It does not help readers that start at a newer anchor."""
+        start = self._routes.get(self.versions - versions)
+        if start is not None and start.bytes + size <= self.replay.bytes:
+            self._routes[self.versions] = Replay(start.bytes + size, start.hops + 1)
 
     def anchored(self, behind: int = 0) -> None:
-        """A checkpoint was made of the version that lies `behind` versions before the newest."""
+        """Note that an anchor was made of the version that is `behind` versions before the newest."""
         start = self.versions - behind
-        base = self._ways.get(start, self.way)
-        later = {v - start: Replay(w.bytes - base.bytes, w.hops - base.hops) for v, w in self._ways.items() if v >= start}
-        # A way that skipped over the new anchor is no way from it: what such a skip saved is taken as saved half-way. It is an estimate.
-        self._ways = {0: Replay()} | {v: Replay(max(w.bytes, 0), max(w.hops, 1)) for v, w in later.items() if v > 0}
+        base = self._routes.get(start, self.replay)
+        later = {v - start: Replay(r.bytes - base.bytes, r.hops - base.hops) for v, r in self._routes.items() if v >= start}
+        # A skip over the new anchor does not start from it. The difference of costs is only an estimate then.
+        self._routes = {0: Replay()} | {v: Replay(max(r.bytes, 0), max(r.hops, 1)) for v, r in later.items() if v > 0}
         self.versions = behind
 
 
 def anchor_due(policy: AnchorPolicy, cost: ChainCost, state_bytes: int, speed: Speed) -> bool:
-    """Whether a checkpoint of the newest version should be made now."""
+    """Return whether an anchor of the newest version should be made now."""
     if cost.versions < policy.min_versions:
         return False
     if policy.max_versions is not None and cost.versions >= policy.max_versions:
         return True
-    if cost.way.bytes > policy.max_chain_ratio * state_bytes:
+    if cost.replay.bytes > policy.max_chain_ratio * state_bytes:
         return True
     if speed.network is None or speed.codec is None:
         return False
-    # A hop is decoded in one pass over the whole state, since digests cover unchanged weights too.
-    replay = cost.way.bytes / speed.network + cost.way.hops * state_bytes / speed.codec
+    # Decoding a hop takes one pass over the whole state, because digests cover unchanged weights, too.
+    seconds = cost.replay.bytes / speed.network + cost.replay.hops * state_bytes / speed.codec
     load = state_bytes / speed.network
-    return replay > (load if policy.max_replay_seconds is None else min(load, policy.max_replay_seconds))
+    return seconds > (load if policy.max_replay_seconds is None else min(load, policy.max_replay_seconds))
 
 
 def _best(known: float | None, size: int, seconds: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Several versions in one step, made from the way back over each of them: what skips are."""
+"""Compose the reverse deltas of several versions to one delta forward (a skip) and one back."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..upload.data_objects import Segmented
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The step from `base` to `target` and the one back, as deltas by segment. Segments without one are the same in both.
+    """Deltas, by segment, from `base` to `target` and back. Segments without one are the same in both versions.
 
-    `forward_bytes` is what the step costs a reader, `replaced_bytes` what the cheapest way by smaller ones does. Where `forward` was broken
-    off for having come to that, it is not complete.
+    `forward_bytes` is the size of the deltas forward, and `replaced_bytes` that of the cheapest route without them. If the deltas forward
+    are at least as large, `forward` may be incomplete, because encoding was stopped.
     """
 
     level: int
@@ -32,16 +32,16 @@ class Composition:
     replaced_bytes: int
 
     def reverse(self, *, has_skip: bool) -> Reverse:
-        """The way back, to be kept in place of those that it was made from; `has_skip` says whether readers get the way forward."""
+        """Return the reverse delta that replaces those it was made from. `has_skip` tells whether readers get the deltas forward."""
         cost = self.forward_bytes if has_skip else self.replaced_bytes
         return Reverse(self.level, self.end, self.base, self.target, self.backward, cost)
 
 
 def compose(baseline: Segmented, level: int, parts: Sequence[Reverse], *, threads: int | None, break_off: bool) -> Composition:
-    """Compose the ways back from the baseline, newest first, to one of `level`.
+    """Compose reverse deltas that start at the baseline, given from the newest to the oldest, to one of `level`.
 
-    Segment by segment, so that it takes the memory of one segment beyond the deltas themselves. With `break_off` nothing more is encoded
-    for the way forward once that is as large as what it would replace.
+    It works segment by segment, so it needs memory for one segment and the deltas. With `break_off`, it stops encoding deltas forward once
+    they are as large as what they would replace.
     """
     replaced = sum(part.forward_bytes for part in parts)
     forward: dict[int, bytes] = {}

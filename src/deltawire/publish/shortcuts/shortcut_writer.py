@@ -1,4 +1,4 @@
-"""Shortcuts through the chain, made after the commit and off the path that readers wait for: skips and anchors (docs/protocol.md §4)."""
+"""Upload and record shortcuts through the chain: skips and anchors (docs/protocol.md §4)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..writer_options import WriterOptions
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A shortcut that readers can take from now on: its size, and how long its upload took."""
+    """A shortcut that readers can use now: its size, and how long its upload took."""
 
     size: int
     seconds: float
@@ -29,7 +29,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class ShortcutWriter:
-    """Uploads the files of shortcuts and then creates their records. A failure leaves at most data that nothing refers to."""
+    """Uploads the files of shortcuts and then creates their records. A failure leaves at most data that no record refers to."""
 
     store: Store
     pool: Executor
@@ -41,7 +41,7 @@ class ShortcutWriter:
     def skip(
         self, base: CommitRef, target: CommitRef, deltas: Mapping[int, bytes], table: TensorTable, segments: Sequence[Segment]
     ) -> Made:
-        """One delta from version `base` to version `target`, in files by segment."""
+        """Make a skip: one delta from version `base` to version `target`, with one file for each segment."""
         location = DataLocation(self.store, self.pool, self.epoch, target.seq)
         uploads = Uploads(self.pool)
         try:
@@ -55,11 +55,11 @@ class ShortcutWriter:
         return Made(sum(entry.size for entry in files), seconds)
 
     def record_skip(self, base: CommitRef, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
-        """Make deltas from version `base` to version `target` that are uploaded known to readers."""
+        """Create the record of a skip from version `base` to version `target` whose files are uploaded."""
         self._create(keys.skip_key(target.seq, base.seq), self._record(base, target, table, files))
 
     def anchor(self, target: CommitRef, table: TensorTable, segments: Sequence[Segment], source: SegmentSource) -> Made:
-        """A whole checkpoint of version `target`; its commit names its attachments. `ResultMismatch` if the source gives another state."""
+        """Make an anchor: a full checkpoint of version `target`. Raises `ResultMismatch` if the source gives another state."""
         location = DataLocation(self.store, self.pool, self.epoch, target.seq)
         layout = lay_out(table, segments, shard_bytes=self.options.shard_bytes)
         done = upload_checkpoint(location, layout, source, self.options.threads)
@@ -69,7 +69,7 @@ class ShortcutWriter:
         return Made(done.size, done.seconds)
 
     def record_anchor(self, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
-        """Make a checkpoint of version `target` that is uploaded, and is that version, known to readers."""
+        """Create the record of an anchor of version `target` whose files are uploaded and checked."""
         self._create(keys.anchor_key(target.seq), self._record(None, target, table, files))
 
     def _record(self, base: CommitRef | None, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> Shortcut:

@@ -1,4 +1,4 @@
-"""What is done after a version has landed, so that others need not replay the whole chain: skips, anchors, garbage collection."""
+"""What happens after a version is published: skips and anchors, so that readers need not replay the whole chain, and garbage collection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import DeltawireError
 from ...events import OnEvent, emit
 from ..append import Appender
 from ..baseline import Baseline
-from ..history import Forgotten
+from ..history import HistoryDropped
 from ..writer_options import WriterOptions
 from .cadence import anchor_due
 from .shortcut_writer import ShortcutWriter
@@ -20,10 +20,22 @@ Job = Callable[[], None]
 
 
 class Upkeep:
-    """Makes the shortcuts that are due at the version that the appender is at. A failure costs readers a detour, and is only reported.
+    """Makes the shortcuts that are due at the newest version. A failure costs readers time, and is only reported.
 
-    With a `thread`, anchors are made there while newer versions are published; else before `after_append` returns. `collect` is called
-    after every anchor.
+    Parameters
+    ----------
+    appender
+        Has the newest version and its baseline.
+    shortcuts
+        Uploads and records the shortcuts.
+    options
+        The options of the writer.
+    thread
+        Makes anchors while newer versions are published. None: `after_append` makes them before it returns.
+    collect
+        Collects garbage. It is called after every anchor.
+    on_event
+        Receives the events.
     """
 
     def __init__(
@@ -43,14 +55,14 @@ class Upkeep:
         self._thread = thread
         self._collect = collect
         self._anchored: queue.SimpleQueue[tuple[int, int, float]] = queue.SimpleQueue()
-        """Of anchors that were made since the last look: updates of their version, bytes, and seconds of upload."""
+        """Anchors that are not counted yet: the number of their version, bytes, and seconds of upload."""
         self._anchoring = threading.Event()
-        """Set while the thread is making an anchor: one at a time is enough."""
+        """Set while the thread is making an anchor. It makes one at a time."""
         self._not_before = 0
         self.last_error: BaseException | None = None
 
     def after_append(self) -> None:
-        """To be called after every version, on the thread that appends."""
+        """Make the shortcuts that are due. Call it after every version, on the thread that appends."""
         version, baseline = self._appender.version, self._appender.baseline
         if version is None or baseline is None or not baseline.intact or baseline.at.seq != version.seq:
             return
@@ -71,12 +83,13 @@ class Upkeep:
             except DeltawireError as error:
                 self._failed("skip", composed.target.seq, error)
                 continue
-            self._appender.cost.add_skip(composed.span, made.size)
-            emit(self._on_event, "skip-made", seq=composed.target.seq, base=composed.base.seq, span=composed.span, bytes=made.size)
+            self._appender.cost.add_skip(composed.versions, made.size)
+            base, target = composed.base.seq, composed.target.seq
+            emit(self._on_event, "skip-made", seq=target, base=base, versions=composed.versions, bytes=made.size)
 
     def _begin_anchor(self, baseline: Baseline, updates: int) -> None:
         target, table, segments = baseline.at, baseline.table, baseline.segments
-        # The version stays within reach while it is being read, though newer ones are published meanwhile.
+        # With a thread, newer versions may be published while this one is read, so it is held.
         source = baseline.part if self._thread is None else lambda index: baseline.segment_at(target.seq, index)
 
         def make() -> None:
@@ -84,7 +97,7 @@ class Upkeep:
                 made = self._shortcuts.anchor(target, table, segments, source)
                 self._anchored.put((updates, made.size, made.seconds))
                 emit(self._on_event, "anchored", seq=target.seq, bytes=made.size, upload_seconds=made.seconds)
-            except (DeltawireError, Forgotten) as error:
+            except (DeltawireError, HistoryDropped) as error:
                 self._not_before = updates + self._options.anchor_policy.min_versions
                 self._failed("anchor", target.seq, error)
                 return
@@ -115,7 +128,7 @@ class Upkeep:
             except queue.Empty:
                 return
             behind = updates - anchored
-            if behind < self._appender.cost.versions:  # else a newer one, committed as such, has made it moot
+            if behind < self._appender.cost.versions:  # otherwise a newer full checkpoint was committed meanwhile
                 self._appender.cost.anchored(behind)
             self._appender.speed = self._appender.speed.observe(sent=size, send_seconds=seconds)
 
@@ -125,7 +138,7 @@ class Upkeep:
 
 
 class JobThread:
-    """A thread that does one job after the other. A job that raises is logged; the next one is done all the same."""
+    """A thread that does one job after the other. It logs the error of a job that fails, and continues with the next."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -133,11 +146,11 @@ class JobThread:
         self._thread.start()
 
     def do(self, job: Job) -> None:
-        """Put a job into the line."""
+        """Add a job to the queue."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Return when all jobs are done."""
+        """Wait until all jobs are done, and end the thread."""
         self._jobs.put(None)
         self._thread.join()
 

@@ -1,6 +1,6 @@
-"""A state as an ordinary Hugging Face checkpoint: which tensor goes into which shard, and each shard as a stream. Pure.
+"""A state as a Hugging Face checkpoint: which tensor goes into which shard, and each shard as a stream of bytes. Pure.
 
-A shard is a group of whole segments, so that it can be streamed from a source that gives one segment at a time.
+A shard consists of whole segments, so that it can be streamed from a source that gives one segment at a time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..snapshots import host_array
 from .segments import Segment, TensorTable
 
 SHARD_BYTES = 5_000_000_000
-"""What Hugging Face libraries write, too."""
+"""The size of shards that Hugging Face libraries write."""
 
 _MOST_SHARDS = 64
-"""Of a checkpoint so large that it would have more, shards are larger: a record has to name them all."""
+"""Most shards of a checkpoint, because a record has to name them all. Shards of very large checkpoints are larger."""
 
 _PIECE = 8 << 20
 SegmentSource = Callable[[int], Mapping[str, Any]]
-"""Gives the tensors of a segment, by its index; C-contiguous, complete (on a GPU: for any stream), and not changed while in use."""
+"""Returns the tensors of a segment, by its index. They are C-contiguous, complete on all streams, and do not change while in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file: its header, then the tensors in `order`, each with the index of its segment. `raw` are the bytes of weights in it."""
+    """One file: a header, then the tensors in `order`, each given with the index of its segment. It has `raw` bytes of weights."""
 
     name: str
     header: bytes
@@ -43,7 +43,7 @@ class Shard:
         return len(self.header) + self.raw
 
     def pieces(self, source: SegmentSource) -> Iterator[memoryview]:
-        """The bytes of the file. Holds one segment at a time, on the host: what is sent may be long on its way."""
+        """Yield the bytes of the file. It holds one segment at a time, on the host, because sending may take long."""
         yield memoryview(self.header)
         held: int | None = None
         tensors: dict[str, NDArray[Any]] = {}
@@ -59,14 +59,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All files that hold or list weights. `index` is None where there is one shard, which then needs none."""
+    """All files that hold or list weights. A checkpoint with one shard needs no `index`."""
 
     shards: tuple[Shard, ...]
     index: bytes | None
 
 
 def lay_out(table: TensorTable, segments: Sequence[Segment], *, shard_bytes: int = SHARD_BYTES) -> Layout:
-    """Shards of at most `shard_bytes`, or of one segment where that is larger, and the index that goes with them."""
+    """Return shards of at most `shard_bytes`, and their index. A segment that is larger becomes a shard of its own."""
     most = max(shard_bytes, -(-table.state_bytes // _MOST_SHARDS))
     groups: list[list[int]] = []
     room = 0
@@ -89,7 +89,7 @@ def _shard(name: str, table: TensorTable, segments: Sequence[Segment], group: Se
     home = {tensor: index for index in group for tensor in table.names_of(segments[index])}
     first, last = segments[group[0]], segments[group[-1]]
     chosen = slice(first.first, last.first + last.count)
-    # Aligned by element size, since torch refuses views that are not; only then may the order jump between segments.
+    # Tensors are ordered by element size, because torch needs aligned views. So the order may switch between segments.
     placed = place_in_order(list(zip(table.names[chosen], table.dtypes[chosen], table.shapes[chosen], strict=True)))
     header = build_header(placed, {"format": "pt"})
     return Shard(name, header, tuple((tensor, home[tensor]) for tensor, _ in placed), sum(segments[index].raw for index in group))

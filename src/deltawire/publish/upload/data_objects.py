@@ -1,4 +1,4 @@
-"""From states to data objects: what is encoded, or laid out, is uploaded while the next part is made. Nothing refers to the objects yet."""
+"""Encode states and upload them as data objects. Each object is uploaded while the next one is made."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .checkpoint_files import Layout, SegmentSource, Shard
 from .segments import Segment
 
 _IN_FLIGHT = 8
-"""Uploads that wait or run; beyond them encoding waits, so that deltas do not pile up in memory."""
+"""Most uploads that wait or run. If there are more, encoding waits, so that deltas do not accumulate in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataLocation:
-    """Where a writer of `epoch` that aims at slot `seq` puts its objects."""
+    """The location of the data objects of a version: the store, the pool that uploads, and the epoch and seq that keys contain."""
 
     store: Store
     pool: Executor
@@ -37,7 +37,7 @@ class DataLocation:
     seq: int
 
     def put(self, data: Buffer, *, name: str | None = None, raw: int = 0, segment: Segment | None = None) -> FileEntry:
-        """Upload an object that is in memory, under the name of its hash."""
+        """Upload an object that is in memory. Its key contains its hash."""
         content = content_hash(data)
         key = data_key(self.epoch, self.seq, content, "safetensors" if segment is not None else "file")
         self.store.put(key, data, size=len(data))
@@ -46,7 +46,7 @@ class DataLocation:
 
 
 class Uploads:
-    """Uploads that run side by side, and the files that come of them in the order in which they were started."""
+    """Runs uploads in parallel, and returns their files in the order in which they were started."""
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
@@ -54,10 +54,10 @@ class Uploads:
         self._all: list[Future[FileEntry]] = []
         self._started: float | None = None
         self.waited = 0.0
-        """Seconds that the caller had to wait for them."""
+        """The seconds that the caller had to wait for uploads."""
 
     def start(self, upload: Callable[[], FileEntry]) -> None:
-        """Begin another; waits while too many are on their way, and raises what went wrong with an earlier one."""
+        """Start an upload. Waits while too many are in progress, and raises the error of an earlier one."""
         start = time.perf_counter()
         while len(self._running) >= _IN_FLIGHT:
             self._running.popleft().result()
@@ -69,18 +69,18 @@ class Uploads:
         self._all.append(future)
 
     def start_delta(self, location: DataLocation, delta: bytes, segment: Segment) -> None:
-        """Begin the upload of a segment's delta."""
+        """Start the upload of a segment's delta."""
         self.start(lambda: location.put(delta, raw=segment.raw, segment=segment))
 
     def finish(self) -> tuple[tuple[FileEntry, ...], float]:
-        """Wait for all of them: the files, and the seconds since the first was started."""
+        """Wait for all uploads. Returns the files, and the seconds since the first upload was started."""
         start = time.perf_counter()
         files = tuple(future.result() for future in self._all)
         self.waited += time.perf_counter() - start
         return files, 0.0 if self._started is None else time.perf_counter() - self._started
 
     def abandon(self) -> None:
-        """Start no more of them, and wait for those that run: they read memory that is about to be used for something else."""
+        """Cancel uploads that have not started, and wait for the others, because they read memory that will be reused."""
         for future in self._all:
             future.cancel()
         wait(self._all)
@@ -88,7 +88,7 @@ class Uploads:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A state as deltas over the baseline, uploaded. `deltas` are the same bytes by segment; those that do not change have none."""
+    """The uploaded deltas of a state over the baseline. `deltas` has the same bytes by segment; unchanged segments have none."""
 
     files: tuple[FileEntry, ...]
     deltas: Mapping[int, bytes]
@@ -99,7 +99,7 @@ class Update:
     upload_seconds: float
     """From the start of the first upload to the end of the last."""
     wait_seconds: float
-    """Of these, what came after the encoding."""
+    """The seconds that encoding waited for uploads, or uploads took after it."""
 
     @property
     def size(self) -> int:
@@ -107,7 +107,7 @@ class Update:
 
 
 class Segmented(Protocol):
-    """A state to encode against, or the parts of one that a process has, cut into segments."""
+    """A state to encode against, cut into segments. It may be the parts of a state that one process has."""
 
     @property
     def segments(self) -> Sequence[Segment]: ...
@@ -118,7 +118,7 @@ class Segmented(Protocol):
 
 
 def upload_update(location: DataLocation, baseline: Segmented, state: State, threads: int | None, *, limit: int) -> Update | None:
-    """Encode a state with the baseline's table against it, and upload. None if that comes to `limit` bytes."""
+    """Encode a state against the baseline, which has the same table, and upload the deltas. Returns None if they reach `limit` bytes."""
     uploads = Uploads(location.pool)
     deltas: dict[int, bytes] = {}
     before, after = Digest(), Digest()
@@ -148,7 +148,7 @@ def upload_update(location: DataLocation, baseline: Segmented, state: State, thr
 
 @dataclass(slots=True)
 class CheckpointUpload:
-    """A whole checkpoint, uploaded: its files, weights first, and the digest of the state that went into it."""
+    """An uploaded checkpoint: its files, those with weights first, and the digest of its state."""
 
     files: tuple[FileEntry, ...] = ()
     digest: Digest = field(default_factory=Digest)
@@ -160,7 +160,7 @@ class CheckpointUpload:
 
 
 def upload_checkpoint(location: DataLocation, layout: Layout, source: SegmentSource, threads: int | None) -> CheckpointUpload:
-    """Upload shards and index. Each shard is streamed twice, first to be hashed, for its hash is its name.
+    """Upload the shards and the index. Each shard is streamed twice, first to compute the hash that its key contains.
 
     The source must give the same bits every time.
     """
@@ -192,7 +192,7 @@ def upload_checkpoint(location: DataLocation, layout: Layout, source: SegmentSou
 
 
 def file_upload(location: DataLocation, data: bytes, name: str) -> Callable[[], FileEntry]:
-    """Return what uploads a file of a checkpoint that holds no weights."""
+    """Return a function that uploads a file of a checkpoint without weights."""
     return lambda: location.put(data, name=name)
 
 

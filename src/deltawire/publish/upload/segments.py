@@ -1,4 +1,4 @@
-"""How the tensors of a state are grouped into segments: the parts that are encoded, uploaded and patched on their own. Pure."""
+"""How the tensors of a state are grouped into segments, which are encoded, uploaded and patched separately. Pure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ...tensors.bits import State, TensorBits, tensor_bits
 from ...tensors.casting import Casting
 
 SEGMENT_BYTES = 256 << 20
-"""Small enough that uploading one overlaps with encoding the next, large enough that a request carries some weight."""
+"""Small enough that uploading a segment overlaps with encoding the next; large enough that requests are few."""
 
 MOST_SEGMENTS = 128
-"""So many (and one) files fit into a record of 64 KiB with room to spare."""
+"""A record of 64 KiB has room for this many files and one more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of `count` tensors from index `first` on, in the order of all names, of `raw` bytes together."""
+    """`count` tensors from index `first` on, in the order of all names. They have `raw` bytes together."""
 
     first: int
     count: int
@@ -31,7 +31,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class TensorTable:
-    """Names, in ascending order, types and shapes of all tensors: what must stay the same for one state to follow another by a delta."""
+    """Names in ascending order, types and shapes of all tensors. A delta is possible only between states with the same table."""
 
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
@@ -39,9 +39,9 @@ class TensorTable:
 
     @classmethod
     def of(cls, state: State, casting: Casting | None = None) -> TensorTable:
-        """The table of a state; with `casting`, of what is published of it.
+        """Return the table of a state. With `casting`, the types are those that it is published as.
 
-        Raises a `TensorError` for what cannot be published, `PublishError` for what is no state at all.
+        Raises a `TensorError` if a tensor cannot be published, and `PublishError` if `state` is not a state.
         """
         if not isinstance(state, Mapping):
             raise PublishError(f"a state maps names to tensors; this is a {type(state).__qualname__}. Pass model.state_dict(), or a dict.")
@@ -49,7 +49,7 @@ class TensorTable:
             raise PublishError("the state has no tensors. Pass the weights of the model.")
         tensors = [tensor_bits(name, tensor) for name, tensor in state.items()]
         if any(tensor.whole is not None for tensor in tensors):
-            raise PublishError("the state has parts of tensors. Processes that hold such publish together: see ShardedPublisher.")
+            raise PublishError("the state has parts of tensors. Use ShardedPublisher to publish parts from several processes.")
         table = cls.of_bits(tensors)
         if casting is None or not casting.is_given:
             return table
@@ -70,7 +70,7 @@ class TensorTable:
         return sum(self.sizes)
 
     def check_limits(self, limits: Limits) -> None:
-        """`LimitExceeded` if a run with these limits does not allow such a state."""
+        """Raise `LimitExceeded` if a run with these limits does not allow such a state."""
         for what, found, allowed in [
             ("bytes of weights", self.state_bytes, limits.state_bytes),
             ("tensors", len(self.names), limits.tensors),
@@ -84,9 +84,9 @@ class TensorTable:
 
 
 def cut_segments(sizes: Sequence[int], *, segment_bytes: int = SEGMENT_BYTES, most: int = MOST_SEGMENTS) -> tuple[Segment, ...]:
-    """Contiguous runs that cover all tensors, each closed once it holds `segment_bytes`, or the `most`-th part of everything.
+    """Group all tensors, in order, into segments of at least `segment_bytes` each; the last one may be smaller.
 
-    So there are at most `most` + 1 of them. A single tensor is never cut.
+    Segments are larger if there would be more than `most` + 1 of them otherwise. A single tensor is never cut.
     """
     enough = max(segment_bytes, -(-sum(sizes) // most), 1)
     segments: list[Segment] = []

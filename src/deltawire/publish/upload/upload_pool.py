@@ -1,7 +1,7 @@
-"""Threads that upload, and that do not keep the process from ending.
+"""Threads that upload, and do not keep the process from ending.
 
-Python waits for the threads of a `ThreadPoolExecutor` before a process ends, for as long as they take; and such a pool refuses work once
-the main thread has ended. A store that does not answer would then hang the process, and a thread that still trains could publish nothing.
+`ThreadPoolExecutor` does not suit here. Before a process ends, Python waits for its threads as long as they take, so a store that does not
+answer would hang the process. And it refuses work once the main thread has ended, so a thread that still trains could publish nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class UploadPool(Executor):
         self._threads: list[threading.Thread] = []
         self._unfinished: set[Future[Any]] = set()
         self._is_shut_down = False
-        ending = weakref.finalize(self, _end, self._tasks, threads)  # nobody can give them work any more
+        ending = weakref.finalize(self, _end, self._tasks, threads)  # ends the threads when the pool is garbage: no more tasks can come
         ending.atexit = False
         wait_at_exit(self)
 
     def submit(self, fn: Callable[_P, _Result], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_Result]:
-        """Run `fn` on one of the threads, after the tasks that were submitted before. RuntimeError after `shutdown`."""
+        """Run `fn` on one of the threads, after the tasks that were submitted before. Raises RuntimeError after `shutdown`."""
         future: Future[_Result] = Future()
         with self._lock:
             if self._is_shut_down:
@@ -52,7 +52,7 @@ class UploadPool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more tasks, and end the threads when all tasks are done. With `wait`, return after that."""
+        """Accept no more tasks, and end the threads when all tasks are done. With `wait`, return after that."""
         with self._lock:
             is_first, self._is_shut_down = not self._is_shut_down, True
             unfinished = list(self._unfinished)
@@ -66,7 +66,7 @@ class UploadPool(Executor):
                 thread.join()
 
     def wait_until_idle(self, seconds: float) -> None:
-        """Return when every task is done, or after so many seconds."""
+        """Return when every task is done, or after this many seconds."""
         with self._lock:
             unfinished = list(self._unfinished)
         wait(unfinished, seconds)
@@ -78,7 +78,7 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 result = run()
-            except BaseException as error:  # whoever asks for the result raises it
+            except BaseException as error:  # `result` of the future raises it
                 future.set_exception(error)
             else:
                 future.set_result(result)
