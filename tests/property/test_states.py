@@ -352,7 +352,7 @@ rng = np.random.default_rng(0)
 base, new = {}, {}
 for i in range(8):
     name = f"layer {i}"
-    base[name] = (rng.standard_normal(1 << 25, np.float32) * np.float32(0.02)).astype(ml_dtypes.bfloat16)
+    base[name] = (rng.standard_normal(1 << 24, np.float32) * np.float32(0.02)).astype(ml_dtypes.bfloat16)
     new[name] = base[name].copy()
     bits = new[name].view(np.uint16)
     for part in np.split(bits, 8):
