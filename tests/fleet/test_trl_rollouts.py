@@ -58,38 +58,43 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_async_grpo_trains_from_the_fleet_and_again_after_a_restart(tmp_path: Path, model: Path) -> None:
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemberNursery]:
+    with MemberNursery(tmp_path_factory.mktemp("members")) as made:
+        yield made
+
+
+def test_async_grpo_trains_from_the_fleet_and_again_after_a_restart(tmp_path: Path, model: Path, nursery: MemberNursery) -> None:
     store = tmp_path / "store"
-    with MemberNursery(tmp_path) as nursery:
-        seen: set[tuple[int, int]] = set()
-        before: set[int] = set()
-        for run in range(2):
-            with training(model, store, STEPS, GROUPS * SAMPLES) as trainer:
-                wait_until(lambda: takes_members(store) or trainer.poll() is not None, "a trainer")
-                member = nursery.start(f"m{run}", "--from", str(store), "--env", "rewards_for_tests:length")
-                output, errors = trainer.communicate(timeout=600)
-            assert trainer.returncode == 0, errors[-4000:]
-            steps = lines(output, "ratio")
-            assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-            assert [line["ratio"] for line in steps] == pytest.approx([1.0] * STEPS, abs=0.1)
-            assert all(line["sample/staleness_max"] <= 1 for line in steps)
-            assert not any(line["sample/dropped_stale_total"] for line in steps)
-            assert all(1 <= line["reward"] <= 12 for line in steps)
-            (published,) = [line["published"] for line in lines(output, "published")]
-            assert len(published) == STEPS + 1
-            batches = lines(output, "batch")
-            assert len(batches) >= STEPS
-            for batch in batches:
-                assert len(batch["made"]) == GROUPS
-                for number, task, _, versions in batch["made"]:
-                    assert (number, task) not in seen
-                    seen.add((number, task))
-                    assert set(versions) <= {*published, *before}
-            before = {published[-1]}  # a member of the next run may begin with it, since a sample may be one version old
-            assert member.ended() == 0, member.log()  # told to leave when the training was over
+    seen: set[tuple[int, int]] = set()
+    before: set[int] = set()
+    for run in range(2):
+        with training(model, store, STEPS, GROUPS * SAMPLES) as trainer:
+            wait_until(lambda: takes_members(store) or trainer.poll() is not None, "a trainer")
+            member = nursery.start(f"m{run}", "--from", str(store), "--env", "rewards_for_tests:length")
+            output, errors = trainer.communicate(timeout=600)
+        assert trainer.returncode == 0, errors[-4000:]
+        steps = lines(output, "ratio")
+        assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+        assert [line["ratio"] for line in steps] == pytest.approx([1.0] * STEPS, abs=0.1)
+        assert all(line["sample/staleness_max"] <= 1 for line in steps)
+        assert not any(line["sample/dropped_stale_total"] for line in steps)
+        assert all(1 <= line["reward"] <= 12 for line in steps)
+        (published,) = [line["published"] for line in lines(output, "published")]
+        assert len(published) == STEPS + 1
+        batches = lines(output, "batch")
+        assert len(batches) >= STEPS
+        for batch in batches:
+            assert len(batch["made"]) == GROUPS
+            for number, task, _, versions in batch["made"]:
+                assert (number, task) not in seen
+                seen.add((number, task))
+                assert set(versions) <= {*published, *before}
+        before = {published[-1]}  # a member of the next run may begin with it, since a sample may be one version old
+        assert member.ended() == 0, member.log()  # told to leave when the training was over
 
 
-def test_the_program_on_the_page_of_fleets_trains(tmp_path: Path, model: Path) -> None:
+def test_the_program_on_the_page_of_fleets_trains(tmp_path: Path, model: Path, nursery: MemberNursery) -> None:
     (block,) = [block for block in blocks(ROOT / "docs/fleet.md") if block.run_by == "tests/fleet/test_trl_rollouts.py"]
     on_a_cpu = 'max_staleness=1, dtype="bfloat16", use_cpu=True, bf16=False, report_to=[], save_strategy="no", gradient_checkpointing=False'
     smaller = {
@@ -108,26 +113,24 @@ def test_the_program_on_the_page_of_fleets_trains(tmp_path: Path, model: Path) -
         program = program.replace(written, meant)
     script = tmp_path / "from_the_page.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(EXAMPLE)!r})\nimport on_cpu\non_cpu.replace_what_needs_a_gpu()\n{program}")
-    with MemberNursery(tmp_path) as nursery:
-        store = tmp_path / "run-7"
-        process = ForkedPopen("trl", [script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-        try:
-            wait_until(lambda: takes_members(store) or process.poll() is not None, "a trainer")
-            member = nursery.start("m", "--from", str(store), "--env", "rewards_for_tests:length")
-            _, errors = process.communicate(timeout=600)
-        finally:
-            process.kill()
-            process.communicate()
-        assert process.returncode == 0, errors[-4000:]
-        assert member.ended() == 0, member.log()
+    store = tmp_path / "run-7"
+    process = ForkedPopen("trl", [script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        wait_until(lambda: takes_members(store) or process.poll() is not None, "a trainer")
+        member = nursery.start("m", "--from", str(store), "--env", "rewards_for_tests:length")
+        _, errors = process.communicate(timeout=600)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, errors[-4000:]
+    assert member.ended() == 0, member.log()
 
 
-def test_a_trainer_that_wants_more_samples_than_a_round_has_is_told_so(tmp_path: Path, model: Path) -> None:
-    with MemberNursery(tmp_path) as nursery:
-        store = tmp_path / "store"
-        with training(model, store, 2, GROUPS * SAMPLES * 4) as trainer:
-            member = nursery.start("m", "--from", str(store), "--env", "rewards_for_tests:length")
-            _, errors = trainer.communicate(timeout=600)
-        assert trainer.returncode == 1
-        assert "samples between two syncs" in errors
-        assert member.ended() == 0, member.log()
+def test_a_trainer_that_wants_more_samples_than_a_round_has_is_told_so(tmp_path: Path, model: Path, nursery: MemberNursery) -> None:
+    store = tmp_path / "store"
+    with training(model, store, 2, GROUPS * SAMPLES * 4) as trainer:
+        member = nursery.start("m", "--from", str(store), "--env", "rewards_for_tests:length")
+        _, errors = trainer.communicate(timeout=600)
+    assert trainer.returncode == 1
+    assert "samples between two syncs" in errors
+    assert member.ended() == 0, member.log()

@@ -27,7 +27,8 @@ pytestmark = [
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl_vllm_over_bucket"
-STEPS = 10
+STEPS = 12
+"""Of these, ten follow the checkpoint that the second trainer begins with."""
 
 
 @pytest.fixture(scope="module")
@@ -59,43 +60,17 @@ def test_the_example_is_served_every_version_over_a_bucket(seaweedfs: Server) ->
     assert len(published) == 4
 
 
-def test_ten_steps_of_async_grpo_are_served_bit_for_bit_with_importance_ratios_near_one(
-    tmp_path: Path, model: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
-) -> None:
-    store = str(tmp_path / "store")
-    server = serve(model, arguments=["--served-model-name", str(model), "--enable-scale-out"]).wait()
-    sidecar = follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
-    lines = trained([model, store, server.url, STEPS])
-    ratios = [line["ratio"] for line in lines if "ratio" in line]
-    (published,) = [line["published"] for line in lines if "published" in line]
-    (samples,) = [line["samples by the versions that made them"] for line in lines if len(line) == 1 and "published" not in line]
-    made_by = [[int(seq) for seq in versions.split()] for versions in samples]
-    assert len(ratios) == STEPS
-    assert ratios == pytest.approx([1.0] * STEPS, abs=0.05)
-    assert len(published) == STEPS + 1  # one before the first step
-    for versions in made_by:  # each sample was made by one version, or by several that were live one after the other
-        first = published.index(versions[0])
-        assert versions == published[first : first + len(versions)]
-    assert max(map(len, made_by)) > 1  # some were being generated when weights were swapped
-    assert min(map(len, made_by)) == 1
-    assert [swap["seq"] for swap in sidecar.events("swapped")] == published  # each was served, and read back in full
-    assert not sidecar.events("quarantined")
-    with Subscriber(store) as reader:
-        reader.sync()
-        assert server.routes.checksums() == runtime_hashes(dict(reader.state), 1)
-
-
 def test_a_server_has_exact_weights_after_its_trainer_resumed_from_a_checkpoint(
     tmp_path: Path, model: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:
     store = str(tmp_path / "store")
     server = serve(model, arguments=["--served-model-name", str(model), "tiny", "--enable-scale-out"]).wait()
     sidecar = follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
-    arguments = [model, store, server.url, 6, tmp_path / "checkpoints"]
+    arguments = [model, store, server.url, STEPS, tmp_path / "checkpoints"]
     with (tmp_path / "killed.log").open("wb") as log:
         killed = ForkedPopen("trl", [EXAMPLE / "train.py", *arguments], stdout=log, stderr=log, start_new_session=True)
     try:  # between two checkpoints, which are made after even steps
-        wait_until(lambda: bool(sidecar.events("swapped")) and sidecar.events("swapped")[-1]["step"] == 3, "three steps", 600)
+        wait_until(lambda: bool(sidecar.events("swapped")) and sidecar.events("swapped")[-1]["step"] >= 3, "three steps", 600)
     finally:
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait()
@@ -103,14 +78,22 @@ def test_a_server_has_exact_weights_after_its_trainer_resumed_from_a_checkpoint(
     assert server.generate()  # it still serves
 
     lines = trained(arguments)
-    assert [line["step"] for line in lines if "step" in line] == [3, 4, 5, 6]
-    assert [line["ratio"] for line in lines if "ratio" in line] == pytest.approx([1.0] * 4, abs=0.05)
+    steps = [line["step"] for line in lines if "step" in line]
+    assert steps == list(range(steps[0], STEPS + 1))
+    assert 3 <= steps[0] < STEPS  # from a checkpoint, which is not the first or the last that there could be
+    assert [line["ratio"] for line in lines if "ratio" in line] == pytest.approx([1.0] * len(steps), abs=0.05)
     (published,) = [line["published"] for line in lines if "published" in line]
-    assert len(published) == 5
+    assert len(published) == len(steps) + 1  # one before the first step
     assert published[0] > before
     (samples,) = [line["samples by the versions that made them"] for line in lines if len(line) == 1 and "published" not in line]
-    assert {int(seq) for versions in samples for seq in versions.split()} <= set(published)
-    assert [swap["seq"] for swap in sidecar.events("swapped") if swap["seq"] > before] == published
+    made_by = [[int(seq) for seq in versions.split()] for versions in samples]
+    for versions in made_by:  # each sample was made by one version, or by several that were live one after the other
+        first = published.index(versions[0])
+        assert versions == published[first : first + len(versions)]
+    assert max(map(len, made_by)) > 1  # some were being generated when weights were swapped
+    assert min(map(len, made_by)) == 1
+    assert [swap["seq"] for swap in sidecar.events("swapped") if swap["seq"] >= published[0]] == published  # each was read back in full
+    assert not sidecar.events("quarantined")
     with Subscriber(store) as reader:
         reader.sync()
         assert server.routes.checksums() == runtime_hashes(dict(reader.state), 1)
