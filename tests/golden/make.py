@@ -1,7 +1,7 @@
 """Writes the golden files: `python tests/golden/make.py`, with the package on the path.
 
 Each case is NAME.base.safetensors and NAME.delta.safetensors, with what they lead to in manifest.json. They are made once: a reader must
-decode them for ever. Cases may be added; the bytes of those that are there change only with the version of the format.
+always decode them. Cases may be added; the bytes of those that are there change only with the version of the format.
 """
 
 from __future__ import annotations

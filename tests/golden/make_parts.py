@@ -1,4 +1,4 @@
-"""Writes the golden deltas of parts: `python tests/golden/make_parts.py`. Like those of make.py they are made once, and read for ever.
+"""Writes the golden deltas of parts: `python tests/golden/make_parts.py`. Like those of make.py they are made once and stay readable.
 
 parts/N.delta.safetensors is over the N-th part of the one tensor of the case `training_step`.
 """

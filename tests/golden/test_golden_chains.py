@@ -1,4 +1,4 @@
-"""Chains as an earlier release wrote them: they are followed for ever, and go on with records of today's version."""
+"""Chains as an earlier release wrote them: every release can follow them, and continue them with records of the present version."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_version_of_a_golden_chain_can_be_read(chain: LocalStore, tmp_path
 
 
 def test_a_golden_chain_goes_on(chain: LocalStore, tmp_path: Path) -> None:
-    if chain.url.endswith("signed"):  # its secret key is forgotten, so nobody can
+    if chain.url.endswith("signed"):  # its secret key is not kept
         with pytest.raises(SignatureInvalid):
             Publisher(chain, options=OPTIONS)
         return

@@ -84,7 +84,7 @@ subscriber.sync()
 
 
 def child(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """A Python process of its own."""
+    """A separate Python process."""
     return ForkedPopen("light", ["-W", "error", "-c", code, *arguments], text=True, **options)
 
 

@@ -17,7 +17,7 @@ from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 
 SEEDS = [*range(1, 49), 217, 428]
-"""The last two once found a mirror that spun for ever, and a history in a loop."""
+"""The last two once found a mirror that looped forever, and a history in a loop."""
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ DATA = GOOD.to_bytes()
 
 
 def changed(edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes:
-    """The good file with its tensors and facts edited, written by somebody else's library."""
+    """The good file with its tensors and facts edited, written by another library."""
     length = int.from_bytes(DATA[:8], "little")
     facts = json.loads(json.loads(DATA[8 : 8 + length])["__metadata__"]["facts"])
     tensors = {name: array.copy() for name, array in load(DATA).items()}

@@ -1,12 +1,12 @@
-"""Every promise of `deltawire.store.Store`, as a test. Subclass it in a test file and say how to open a place:
+"""A test of every promise of `deltawire.store.Store`. Subclass it in a test file, with a fixture that opens a location:
 
 class TestMyStore(StoreConformance):
     @pytest.fixture
-    def open_place(self, tmp_path):
+    def open_location(self, tmp_path):
         return lambda: MyStore(tmp_path)
 
     @pytest.fixture
-    def open_place(self):  # or: a service that there is a URL for. What the tests write stays there
+    def open_location(self):  # or a service that has a URL; the tests leave their objects there
         url = f"s3://bucket/conformance/{uuid.uuid4().hex}"
         return lambda: open_store(url)
 """
@@ -23,28 +23,28 @@ import pytest
 from ..errors import DataDamaged, LimitExceeded, ObjectExists, ObjectMissing, OutcomeUnknown, StoreError
 from ..store import Buffer, Store, probe
 
-LARGE = 20 * 1024 * 1024 + 7  # more than two parts of any client's default, and a rest
+LARGE = 20 * 1024 * 1024 + 7  # more than two pieces of any client's default, and a rest
 
 
 class StoreConformance:
-    """A subclass gives the fixture `open_place`: each call opens the same place anew, as another process would. It is empty at first."""
+    """Tests a store. A subclass defines the fixture `open_location`. Each call of it opens the same location, which is empty at first."""
 
     @pytest.fixture
-    def open_place(self) -> Callable[[], Store]:
-        raise NotImplementedError("a subclass says how to open the place")
+    def open_location(self) -> Callable[[], Store]:
+        raise NotImplementedError("a subclass must define open_location")
 
     @pytest.fixture
-    def store(self, open_place: Callable[[], Store]) -> Iterator[Store]:
-        with open_place() as store:
+    def store(self, open_location: Callable[[], Store]) -> Iterator[Store]:
+        with open_location() as store:
             yield store
 
     def test_it_passes_the_probe_and_is_left_empty(self, store: Store) -> None:
         probe(store)
         assert list(store.list("")) == []
 
-    def test_what_was_put_is_read_back_by_others(self, store: Store, open_place: Callable[[], Store]) -> None:
+    def test_what_was_put_is_read_back_by_others(self, store: Store, open_location: Callable[[], Store]) -> None:
         store.put("a/b/object", b"content")
-        with open_place() as other:
+        with open_location() as other:
             assert other.get("a/b/object", limit=7) == b"content"
             assert other.head("a/b/object").size == 7
 
@@ -65,19 +65,19 @@ class StoreConformance:
             store.read_into(key, memoryview(buffer))
             assert buffer == data
 
-    def test_a_put_that_need_not_last_is_seen_at_once(self, store: Store, open_place: Callable[[], Store]) -> None:
+    def test_a_put_that_need_not_last_is_seen_at_once(self, store: Store, open_location: Callable[[], Store]) -> None:
         for data in (b"first", b"second"):
             store.put("HEAD", data, durable=False)
-            with open_place() as other:
+            with open_location() as other:
                 assert other.get("HEAD", limit=100) == data
 
-    def test_no_reader_sees_an_object_half_written(self, store: Store, open_place: Callable[[], Store]) -> None:
+    def test_no_reader_sees_an_object_half_written(self, store: Store, open_location: Callable[[], Store]) -> None:
         size, versions = 300_000, 24
         store.put("object", bytes(size))
         is_over = threading.Event()
 
         def read() -> None:
-            with open_place() as mine:
+            with open_location() as mine:
                 while not is_over.is_set():
                     data = mine.get("object", limit=size)
                     assert data == data[:1] * size
@@ -139,14 +139,14 @@ class StoreConformance:
         with pytest.raises(ObjectMissing):
             store.head("larger")
 
-    def test_of_sixteen_creators_exactly_one_wins(self, store: Store, open_place: Callable[[], Store]) -> None:
+    def test_of_sixteen_creators_exactly_one_wins(self, store: Store, open_location: Callable[[], Store]) -> None:
         rounds, creators = 2, 16
         barrier = threading.Barrier(creators, timeout=60)
 
         def create(number: int) -> list[bool]:
             won = []
             try:
-                with open_place() as mine:
+                with open_location() as mine:
                     for turn in range(rounds):
                         barrier.wait()
                         try:
@@ -155,7 +155,7 @@ class StoreConformance:
                         except (ObjectExists, OutcomeUnknown):
                             won.append(False)
             except BaseException:
-                barrier.abort()  # or the others would wait for this one
+                barrier.abort()  # otherwise the others would wait for this one
                 raise
             return won
 
@@ -334,8 +334,8 @@ class StoreConformance:
             list(pool.map(work, range(40)))
         assert len(list(store.list("thread/"))) == 40
 
-    def test_closing_twice_is_fine(self, open_place: Callable[[], Store]) -> None:
-        store = open_place()
+    def test_closing_twice_is_fine(self, open_location: Callable[[], Store]) -> None:
+        store = open_location()
         store.close()
         store.close()
 

@@ -1,4 +1,4 @@
-"""What a failed upload leaves on the service, where it would cost money for ever."""
+"""A failed upload must leave nothing on the service, where it would cost money."""
 
 from __future__ import annotations
 

@@ -22,19 +22,19 @@ def _place(server: Server) -> Callable[[], Store]:
 
 class TestMoto(StoreConformance):
     @pytest.fixture
-    def open_place(self, moto: Server) -> Callable[[], Store]:
+    def open_location(self, moto: Server) -> Callable[[], Store]:
         return _place(moto)
 
 
 class TestSeaweedFS(StoreConformance):
     @pytest.fixture
-    def open_place(self, seaweedfs: Server) -> Callable[[], Store]:
+    def open_location(self, seaweedfs: Server) -> Callable[[], Store]:
         return _place(seaweedfs)
 
 
 class TestAzurite(StoreConformance):
     @pytest.fixture
-    def open_place(self, azurite: Server) -> Callable[[], Store]:
+    def open_location(self, azurite: Server) -> Callable[[], Store]:
         return _place(azurite)
 
 

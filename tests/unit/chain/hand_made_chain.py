@@ -260,7 +260,7 @@ class HandMadeChain:
 
 
 def trained_chain(versions, **options):
-    """A fence, an anchor (version 1), and so many deltas after it."""
+    """A fence, an anchor (version 1), and this many deltas after it."""
     chain = HandMadeChain(**options)
     chain.fence()
     chain.anchor(make_state())

@@ -1,4 +1,4 @@
-"""Collection deletes what nobody needs, after everybody could know, and nothing else."""
+"""Collection deletes only data that no reader needs, and only after its grace period."""
 
 import dataclasses
 
@@ -186,7 +186,7 @@ def test_pins_expire_by_the_store_s_clock(chain):
 
 
 def test_a_pin_that_is_dated_far_ahead_does_not_hold(chain):
-    """The store's clock was set back, or somebody chose the date. A reader that lives renews its pin with a right one."""
+    """The store's clock was set back, or someone chose the date. A running reader renews its pin with a correct date."""
     run = ChainLog(chain.store).run
     chain.store.pass_time(10**8)
     put_pin(chain.store, run, "ahead", 3, ttl=100)

@@ -28,7 +28,7 @@ def store():
 
 
 class Patience:
-    """A clock that moves only when somebody sleeps."""
+    """A clock that moves only when code sleeps."""
 
     def __init__(self, during=lambda slept: None):
         self.time = 0.0

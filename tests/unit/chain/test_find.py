@@ -59,7 +59,7 @@ def test_a_long_chain_is_searched_with_few_reads(tmp_path: Path, monkeypatch: py
 def test_steps_are_those_of_the_history_in_force(tmp_path: Path) -> None:
     chain = ToyChain(open_store(tmp_path))
     chain.anchor(first_state())
-    chain.grow(4)  # abandoned below, but for the first two
+    chain.grow(4)  # all except the first two are abandoned below
     steps = {commit.step: commit for commit in chain.commits if commit.step is not None}
     assert len(steps) >= 4
     log = ChainLog(chain.store)

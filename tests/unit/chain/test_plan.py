@@ -39,7 +39,7 @@ CHAIN = [anchor(1), *(commit(seq) for seq in range(2, 20))]
         pytest.param(2, 12, [*CHAIN, anchor(10)], list(range(3, 13)), id="deltas are cheaper than an anchor"),
         pytest.param(2, 12, [*CHAIN, anchor(10, 5)], [10, 11, 12], id="a small model's anchor is cheaper than many deltas"),
         pytest.param(2, 10, [*CHAIN, skip(4, 8, 3)], [3, 4, 8, 9, 10], id="a skip in the middle"),
-        pytest.param(5, 10, [*CHAIN, skip(4, 8, 3)], [6, 7, 8, 9, 10], id="a skip that begins before the state at hand"),
+        pytest.param(5, 10, [*CHAIN, skip(4, 8, 3)], [6, 7, 8, 9, 10], id="a skip that begins before the present state"),
         pytest.param(4, 8, [*CHAIN, skip(4, 8, 100)], [5, 6, 7, 8], id="a skip that is dearer than what it skips"),
         pytest.param(
             1, 17, [*CHAIN, skip(1, 5, 3), skip(5, 9, 3), skip(9, 13, 3), skip(13, 17, 3), skip(1, 17, 9)], [17], id="the long skip"

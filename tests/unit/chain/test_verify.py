@@ -164,7 +164,7 @@ def test_a_flipped_bit_is_found_only_by_going_deep(straight_chain):
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_damage_below_the_newest_sound_checkpoint_is_superseded(straight_chain, deep):
-    """By deltas of versions 2 and 4, and by the skip, nobody needs to go: the checkpoint of version 4 leads to version 5."""
+    """No reader needs the deltas of versions 2 and 4 or the skip, because the checkpoint of version 4 leads to version 5."""
     files = [straight_chain.commits[seq].files[0] for seq in (2, 4)]
     straight_chain.store.delete([entry.key for entry in files])
     report = verify(straight_chain.store, deep, threads=1)

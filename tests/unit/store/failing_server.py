@@ -16,7 +16,7 @@ LONG = 64 << 20
 
 
 class FailingServer:
-    """Gives `answers` in turn, the last one for ever; `requests` are the methods that came, `paths` and `headers` what with."""
+    """Gives `answers` in turn, and repeats the last one. Records the methods of all requests, their paths and headers."""
 
     def __init__(self, port: int, answers: list[Answer]) -> None:
         self.endpoint = f"http://127.0.0.1:{port}"

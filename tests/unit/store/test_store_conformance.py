@@ -17,20 +17,20 @@ from deltawire.testing import FaultyStore, StoreConformance
 
 class TestLocalStore(StoreConformance):
     @pytest.fixture
-    def open_place(self, tmp_path: Path) -> Callable[[], Store]:
+    def open_location(self, tmp_path: Path) -> Callable[[], Store]:
         return lambda: LocalStore(tmp_path / "not" / "there" / "yet")
 
 
 class TestMemoryStore(StoreConformance):
     @pytest.fixture
-    def open_place(self) -> Callable[[], Store]:
+    def open_location(self) -> Callable[[], Store]:
         place = MemoryStore("conformance")
         return lambda: place
 
 
 class TestFaultyStoreWithoutFaults(StoreConformance):
     @pytest.fixture
-    def open_place(self) -> Callable[[], Store]:
+    def open_location(self) -> Callable[[], Store]:
         place = MemoryStore("conformance")
         return lambda: FaultyStore(place)
 
@@ -39,7 +39,7 @@ class TestRemoteStoreOverMemory(StoreConformance):
     """The code for remote stores with the library's own memory behind it: what is left to the servers' suites is the services."""
 
     @pytest.fixture
-    def open_place(self) -> Callable[[], Store]:
+    def open_location(self) -> Callable[[], Store]:
         memory = obstore.store.MemoryStore()
         clients = Clients(memory, memory, memory, memory)
         return lambda: RemoteStore(

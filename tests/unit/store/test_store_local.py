@@ -169,7 +169,7 @@ def test_what_exists_counts_only_when_it_was_flushed(tmp_path: Path, monkeypatch
     store.put("warm", b"up")
 
     def fail(_: Path) -> None:
-        raise OSError(errno.EIO, "the disk is gone")
+        raise OSError(errno.EIO, "the disk was removed")
 
     with monkeypatch.context() as patched:
         patched.setattr("deltawire.store.local.sync_folder", fail)
@@ -221,7 +221,7 @@ def test_a_creation_that_may_not_survive_a_crash_is_of_unknown_outcome(tmp_path:
     store.put("warm", b"up")
 
     def fail(_: Path) -> None:
-        raise OSError(errno.EIO, "the disk is gone")
+        raise OSError(errno.EIO, "the disk was removed")
 
     monkeypatch.setattr("deltawire.store.local.sync_folder", fail)
     with pytest.raises(OutcomeUnknown):

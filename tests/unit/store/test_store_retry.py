@@ -83,7 +83,7 @@ def test_every_repetition_is_reported_before_its_pause() -> None:
 def test_commands_say_that_a_store_does_not_answer_while_they_try_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as taken:  # bound, but nobody listens: connections are refused
+    with socket.socket() as taken:  # bound but not listening, so connections are refused
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")

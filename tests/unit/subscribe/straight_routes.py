@@ -26,7 +26,7 @@ class StraightHop:
 
 
 class StraightRoutes:
-    """From the state at hand, or the newest anchor, by every commit in between. What was avoided ends the way."""
+    """Routes from the present state, or the newest anchor, over every commit. No route leads over an avoided hop."""
 
     def __init__(self, chain: ToyChain) -> None:
         self.chain = chain

@@ -441,7 +441,7 @@ class BoundedRoutes(StraightRoutes):
 
     def find(self, have: Any, target: Any) -> Any:
         self.finds = getattr(self, "finds", 0) + 1
-        assert self.finds < 20, "the same ways are tried for ever"
+        assert self.finds < 20, "the same routes are tried forever"
         return super().find(have, target)
 
 
