@@ -9,12 +9,12 @@ import pty
 import re
 import signal
 import struct
-import subprocess
 import sys
 import termios
 from collections.abc import Sequence
 from pathlib import Path
 
+from forked_python import ForkedPopen
 from rich.cells import cell_len
 
 COLUMNS = 80
@@ -50,8 +50,9 @@ def run_in_terminal(commands: Sequence[str], folder: Path, *, until: str | None 
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CI")}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    shell = subprocess.Popen(
-        [sys.executable, "-c", _SHELL, *commands],
+    shell = ForkedPopen(
+        "light",
+        ["-c", _SHELL, *commands],
         cwd=folder,
         stdin=theirs,
         stdout=theirs,
