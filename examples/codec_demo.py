@@ -1,4 +1,4 @@
-"""The codec at work, on a model that this script makes: six optimizer steps, published as deltas and followed bit for bit.
+"""Shows the codec on a model that this script makes: six optimizer steps, encoded as deltas and applied bit for bit.
 
 `python examples/codec_demo.py` needs no network, no torch and no GPU, and takes a few seconds.
 """
@@ -21,7 +21,7 @@ STEPS = 6
 
 
 class Trainer:
-    """A stand-in for an RL trainer: fp32 master weights, AdamW-sized updates, a bf16 policy."""
+    """Simulates an RL trainer with fp32 master weights, AdamW-sized updates and a bf16 policy."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ def main() -> None:
     console = Console()
     trainer = Trainer()
     published = trainer.policy()
-    rollout = {name: array.copy() for name, array in published.items()}  # what a rollout engine serves
+    rollout = {name: array.copy() for name, array in published.items()}  # the weights that a rollout engine serves
     full = sum(array.nbytes for array in published.values())
     console.print(
         f"A model of {full / 2e6:.0f} M bf16 weights, {full / 1e6:.0f} MB. AdamW-sized steps at learning rate {LEARNING_RATE:g}.\n"
@@ -83,7 +83,7 @@ def main() -> None:
 
     damaged = bytearray(delta)
     damaged[len(damaged) // 2] ^= 1
-    for what, attempt in {"the last delta once more": bytes(delta), "a delta with one bit flipped": bytes(damaged)}.items():
+    for what, attempt in {"the last delta a second time": bytes(delta), "a delta with one bit flipped": bytes(damaged)}.items():
         try:
             deltawire.apply_delta(rollout, attempt)
         except deltawire.DeltawireError as error:

@@ -1,7 +1,7 @@
-"""A transformers model that generates with the newest weights: `python examples/follow_with_transformers.py URL [STEP]`.
+"""Generates with a transformers model and the newest weights: `python examples/follow_with_transformers.py URL [STEP]`.
 
-The model is made from the chain itself, then changed in place between two forward passes whenever a version appears, until the version of
-STEP (7, the last of examples/publish_from_training.py) has generated.
+The program makes the model from the files of the chain. Whenever a version appears, it changes the weights in place between two forward
+passes. It ends when the version of STEP has generated (by default 7, the last step of examples/publish_from_training.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from deltawire.trainers import WeightSource
 
 def main(url: str, last: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        deltawire.pull(url, f"{folder}/checkpoint")  # for its config.json; the weights could come from anywhere
+        deltawire.pull(url, f"{folder}/checkpoint")  # for its config.json; the weights may come from elsewhere
         config = AutoConfig.from_pretrained(f"{folder}/checkpoint", trust_remote_code=False)  # never run code from a bucket
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.bfloat16)
 
     with HotSwap(url, ModuleEngine(model)) as policy:
         policy.sync()
-        policy.start(poll=0.1)  # from here on by itself
+        policy.start(poll=0.1)  # follows the chain by itself from here on
         step = -1
         while step < last:
             with policy.generation() as made_by:

@@ -1,7 +1,7 @@
 """A plain PyTorch training loop that publishes every step: `python examples/publish_from_training.py URL`.
 
-URL is a directory, s3://BUCKET/PREFIX, gs://…; whoever follows it (examples/follow_with_transformers.py) gets each version bit for bit. The
-model is a small one made here. What publishing adds to a loop are the lines marked with #.
+URL is a directory, s3://BUCKET/PREFIX, gs://… Readers that follow it, such as examples/follow_with_transformers.py, get each version bit
+for bit. The model is a small one that this program makes. The lines marked with # are those that publishing adds to the loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(url: str) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            publisher.publish(model, step=step)  # copies, and returns: uploading goes on beside the next step
+            publisher.publish(model, step=step)  # copies the weights and returns; uploading goes on during the next step
             print(f"step {step}: loss {loss.item():.4f}")
         publisher.flush()
         version = publisher.version

@@ -1,6 +1,6 @@
-"""A whole run on one machine: a trainer, members that come and go, a live view, and a report. `make demo` runs it.
+"""A complete run on one machine: a trainer, members that join and leave, a live view, and a report. `make demo` runs it.
 
-`python examples/demo --help` says what can be changed. Everything that is written goes to one folder (and the store, if another is given).
+`python examples/demo --help` lists the options. The demo writes only to one folder, and to the store if you give another one.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ ROOT = Path(__file__).resolve().parents[2]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument(
-        "--store", default="", metavar="URL", help="where trainer and members meet, such as s3://BUCKET/PREFIX; a folder by default"
+        "--store", default="", metavar="URL", help="the store of trainer and members, such as s3://BUCKET/PREFIX; by default a folder"
     )
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "build" / "demo", metavar="DIR", help="for the report and all else; emptied first"
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "demo",
+        metavar="DIR",
+        help="the folder for the report and all other files; it is emptied first",
     )
-    parser.add_argument("--steps", type=int, default=120, help="training steps")
-    parser.add_argument("--pretraining", type=float, default=30.0, metavar="SECONDS")
-    parser.add_argument("--json", action="store_true", help="print every event as a line of JSON, a summary last")
+    parser.add_argument("--steps", type=int, default=120, help="the number of training steps")
+    parser.add_argument(
+        "--pretraining", type=float, default=30.0, metavar="SECONDS", help="how long the model reads the documentation first"
+    )
+    parser.add_argument("--json", action="store_true", help="print every event as a line of JSON, and a summary at the end")
     arguments = parser.parse_args()
     if arguments.steps < 2:
-        parser.error("--steps: at least 2, since things happen half-way")
+        parser.error("--steps must be at least 2, because a member is killed half-way")
     signal.signal(signal.SIGTERM, _terminate)
     plan = _plan(arguments)
     console = Console(highlight=False)
@@ -58,9 +64,9 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(summary(story, report)))
     else:
-        _say(console, story, plan, report)
-    for who, words in conductor.failures().items():
-        Console(stderr=True).print(f"{who} failed:\n{words}", style="red", markup=False)
+        _print_results(console, story, plan, report)
+    for name, output in conductor.failures().items():
+        Console(stderr=True).print(f"{name} failed:\n{output}", style="red", markup=False)
     return 0 if story.proof is not None and story.proof.holds else 1
 
 
@@ -70,10 +76,10 @@ def _terminate(number: int, frame: object) -> NoReturn:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    """What an earlier run has left in its folder goes; in a store of the user's each run has a place of its own."""
+    """Return the plan of this run. Delete the folder of an earlier run; in a store that the user names, use a new location."""
     out: Path = arguments.out
     if out.exists() and not (out / "demo").is_file() and any(out.iterdir()):
-        raise SystemExit(f"{out} is not empty, and no folder of this demo's. Name another with --out.")
+        raise SystemExit(f"{out} is not empty, and it is not a folder of this demo. Name another folder with --out.")
     store = f"{arguments.store.rstrip('/')}/demo-{time.strftime('%Y%m%d-%H%M%S')}" if arguments.store else _short(out / "store")
     if arguments.store:
         _check_store(store)
@@ -84,7 +90,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _check_store(url: str) -> None:
-    """Say at once what is wrong with a store, and not after half a minute of pre-training."""
+    """Check the store now, and not after half a minute of pre-training."""
     try:
         with open_store(url) as store:
             probe(store)
@@ -93,12 +99,12 @@ def _check_store(url: str) -> None:
 
 
 def _short(path: Path) -> str:
-    """As people on the spot would write it."""
+    """Return the path relative to the current directory, if it is below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def summary(story: Story, report: Path) -> dict[str, Any]:
-    """The run in numbers."""
+    """Return the results of the run as numbers."""
     proof = story.proof
     return {
         "event": "summary",
@@ -114,16 +120,14 @@ def summary(story: Story, report: Path) -> dict[str, Any]:
         "rejected": dict(story.rejected),
         "takeovers": [{"from": name, "round": work.round, "task": work.task, "by": by} for name, work, by in story.takeovers],
         "bit_identical": proof is not None and proof.holds,
-        "proof": proof.line() if proof is not None else "the run did not come to its end",
+        "proof": proof.line() if proof is not None else "the run did not finish",
         "report": str(report),
     }
 
 
-def _say(console: Console, story: Story, plan: Plan, report: Path) -> None:
+def _print_results(console: Console, story: Story, plan: Plan, report: Path) -> None:
     style = "green" if story.proof is not None and story.proof.holds else "red"
-    console.print(
-        story.proof.line() if story.proof is not None else "NOT PROVEN: the run did not come to its end", style=style, soft_wrap=True
-    )
+    console.print(story.proof.line() if story.proof is not None else "NOT PROVEN: the run did not finish", style=style, soft_wrap=True)
     if story.steps:
         density = (
             f"{100 * median(story.densities):.2f}% of the weights changed in a step, {story.reduction:.0f}× fewer bytes than full weights"

@@ -1,4 +1,4 @@
-"""What the demo's processes have in common: how they tell what happens, and how they are ended."""
+"""Shared by the demo's processes: they report events as JSON, and stop when they are asked to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _turn = threading.Lock()
 
 
 def tell(name: str, **fields: Any) -> None:
-    """Print it as a line of JSON. The time is the machine's, the same for all of its processes."""
+    """Print an event as a line of JSON. Its time is from the machine's clock, which all processes share."""
     line = json.dumps({"event": name, "at": time.monotonic(), **fields})
     with _turn:
         sys.stdout.write(line + "\n")
@@ -24,17 +24,17 @@ def tell(name: str, **fields: Any) -> None:
 
 
 def tell_event(event: Event) -> None:
-    """For `on_event`."""
+    """Print an event of deltawire; for `on_event`."""
     tell(event.name, **event.fields)
 
 
 def told_to_stop() -> threading.Event:
-    """Is set by SIGTERM, and when whoever started this process has gone."""
+    """Return an event that is set by SIGTERM, and when the process that started this one has ended."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
 
     def watch() -> None:
-        while os.read(0, 4096):  # past Python's buffers, whose locks must be free at exit
+        while os.read(0, 4096):  # without Python's buffers, whose locks must be free at exit
             pass
         stop.set()
 

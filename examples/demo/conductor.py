@@ -1,4 +1,4 @@
-"""Who enters when: one trainer, three members; half-way one is killed, and another joins."""
+"""Runs the processes of the demo: one trainer and three members. Half-way, one member is killed and another joins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run, and where. `pretraining` is in seconds."""
+    """The settings of a run. `pretraining` is in seconds."""
 
     store: str
     logs: Path
@@ -40,7 +40,7 @@ class Plan:
 
 
 class Conductor:
-    """Runs a plan. Every event goes to `listener`, after the story has taken it in."""
+    """Runs a plan. Adds every event to the story, and then passes it to `listener`."""
 
     def __init__(self, plan: Plan, listener: Callable[[dict[str, Any], Story], None]) -> None:
         self.story = Story()
@@ -51,7 +51,7 @@ class Conductor:
         self._children: dict[str, Child] = {}
 
     def run(self) -> Story:
-        """Until all processes have ended. Whatever happens (Ctrl-C too), none is left."""
+        """Run until all processes have ended. No process is left running, also after an error or Ctrl-C."""
         try:
             self._tell("demo", store=self._plan.store, steps=self._plan.steps)
             for name in ("steady", "slow", "unlucky"):
@@ -67,12 +67,12 @@ class Conductor:
         return self.story
 
     def failures(self) -> dict[str, str]:
-        """The last words of processes that should not have ended as they did."""
+        """Return the end of the output of processes that failed, by name."""
         found = {}
         for who, child in self._children.items():
-            words = child.log.read_text(errors="replace").strip()
-            if child.code and words and not child.is_sacrificed:
-                found[who] = "\n".join(words.splitlines()[-12:])
+            output = child.log.read_text(errors="replace").strip()
+            if child.code and output and not child.is_sacrificed:
+                found[who] = "\n".join(output.splitlines()[-12:])
         return found
 
     def _enter(self, name: str, *, late: bool = False) -> None:
@@ -85,7 +85,7 @@ class Conductor:
         self._tell("process-started", who=who, part=part, late=late, pid=child.pid)
 
     def _take(self, timeout: float) -> None:
-        """Wait for the next event, if not for long, and do what it asks for."""
+        """Wait a short time for the next event, and react to it."""
         try:
             event = self._inbox.get(timeout=timeout)
         except queue.Empty:
@@ -97,7 +97,7 @@ class Conductor:
             self._enter("newcomer", late=True)
 
     def _wait_for_the_end(self) -> None:
-        """The trainer has told members that the run is over."""
+        """Wait until the members have left. The trainer has told them that the run is over."""
         deadline = time.monotonic() + PATIENCE
         while any(child.code is None for child in self._children.values()) and time.monotonic() < deadline:
             self._take(0.1)

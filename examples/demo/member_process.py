@@ -1,7 +1,7 @@
-"""A member of the demo: what `deltawire member --from URL --env task:known_words` does, with a throttle, and a proof at the end.
+"""A member of the demo. It does the work of `deltawire member --from URL --env task:known_words`, and reports its digest at the end.
 
-`--slowdown 4` makes every token take four times as long, as on a slower machine. With `--halt-at STEP` it stops dead in the middle of a
-task, the lease in its hands, once it has the policy of that step: it tells so, and waits to be killed.
+`--slowdown 4` makes every token take four times as long, as on a slower machine. With `--halt-at STEP` the member stops in the middle of a
+task, while it holds the lease, as soon as it has the policy of that step. It reports this, and waits to be killed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import task
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401 - now, while there is nothing to do yet
+import transformers.models.llama.modeling_llama  # noqa: F401 - imported now, while the member is idle
 from child import tell, tell_event, told_to_stop
 
 from deltawire.chain.reader_options import ReaderOptions
@@ -32,7 +32,7 @@ POLL = 0.1
 
 
 class PacedGenerator(TransformersGenerator):
-    """Waits between forward passes, where it is asked whether to stop: weights are swapped all the same."""
+    """Waits between forward passes, when `stop` is called. Weights are swapped as usual."""
 
     def __init__(self, *arguments: Any, slowdown: float = 1.0, halt_at: int | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -60,7 +60,7 @@ class PacedGenerator(TransformersGenerator):
                 time.sleep(POLL)
 
     def digest(self) -> str:
-        """Of the weights that it generates with, by reading all of them; nothing that is remembered goes into it."""
+        """Return the digest of the weights that it generates with, computed from the weights themselves."""
         weights = named_weights(self.model)
         tied = tied_names(weights)
         return str(state_digest({name: tensor for name, tensor in weights.items() if name not in tied}))

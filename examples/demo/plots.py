@@ -1,4 +1,4 @@
-"""Plots as inline SVG, coloured by the page's CSS: light and dark, no scripts."""
+"""Plots as inline SVG, without scripts. The page's CSS sets the colours, light or dark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Values between `low` and `high`, as pixels from `start` to `end`."""
+    """Maps values between `low` and `high` to pixels from `start` to `end`."""
 
     low: float
     high: float
@@ -27,7 +27,7 @@ class Scale:
         return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """Round numbers, four or so."""
+        """Return about four round numbers."""
         if self.log:
             first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
             return [10.0**power for power in range(first, last + 1)]
@@ -41,7 +41,7 @@ class Scale:
 
 
 def clock(seconds: float) -> str:
-    """1:05"""
+    """Return minutes and seconds, such as 1:05."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
@@ -50,7 +50,7 @@ def plain(value: float) -> str:
 
 
 class Plot:
-    """One pair of axes, with time from left to right."""
+    """A plot with two axes."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class Plot:
         self._parts: list[str] = []
 
     def line(self, points: Sequence[Point], style: str, *, title: str = "") -> None:
-        """Through all points."""
+        """Draw a line through all points."""
         if points:
             self._path([(self.x(x), self.y(y)) for x, y in points], f"line {style}", title)
 
     def stairs(self, points: Sequence[Point], until: float, style: str, *, base: float = 0.0, title: str = "") -> None:
-        """Each value holds until the next; the area is filled down to `base`, which values are counted from."""
+        """Draw steps: each value holds until the next. Values are relative to `base`, and the area down to it is filled."""
         corners: list[Point] = []
         ends = [x for x, _ in points[1:]] + [until]
         for (x, y), end in zip(points, ends, strict=False):
@@ -91,7 +91,7 @@ class Plot:
             self._path([(corners[0][0], floor), *corners, (corners[-1][0], floor)], f"steps {style}", title)
 
     def area(self, points: Sequence[Point], style: str) -> None:
-        """Down to the axis."""
+        """Fill the area between the points and the axis."""
         if points:
             pixels = [(self.x(x), self.y(y)) for x, y in points]
             self._path([(pixels[0][0], self._floor), *pixels, (pixels[-1][0], self._floor)], f"area {style}", "")
@@ -102,7 +102,7 @@ class Plot:
             self._parts.append(f'<circle class="dot {style}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{size}">{inner}</circle>')
 
     def bar(self, x: tuple[float, float], y: tuple[float, float], style: str, title: str = "") -> None:
-        """A rectangle. At least a hair wide: short ones must not vanish."""
+        """Draw a rectangle. It has a minimum width, so that short ones stay visible."""
         left, right = self.x(x[0]), self.x(x[1])
         top, bottom = sorted((self.y(y[0]), self.y(y[1])))
         size = f'width="{max(0.8, right - left):.1f}" height="{max(0.8, bottom - top):.1f}"'
@@ -110,30 +110,30 @@ class Plot:
         self._parts.append(f'<rect class="bar {style}" x="{left:.1f}" y="{top:.1f}" {size} rx="1">{inner}</rect>')
 
     def level(self, y: float, style: str, text: str) -> None:
-        """A horizontal line with words on it."""
+        """Draw a horizontal line with a text."""
         at = self.y(y)
         self._parts.append(f'<path class="line {style}" d="M{self.x.start:.1f} {at:.1f}H{self.x.end:.1f}"/>')
         self._parts.append(f'<text class="note" x="{self.x.end:.1f}" y="{at - 4:.1f}" text-anchor="end">{escape(text)}</text>')
 
     def mark(self, x: float, text: str, *, before: bool = False) -> None:
-        """A moment: a vertical line with words at its top, on one side of it."""
+        """Mark a time with a vertical line, with a text at its top."""
         at = self.x(x)
         self._parts.append(f'<path class="mark" d="M{at:.1f} {self._floor}V{self._ceiling - 6}"/>')
         side = f'x="{at - 3:.1f}" text-anchor="end"' if before else f'x="{at + 3:.1f}"'
         self._parts.append(f'<text class="note" {side} y="{self._ceiling - 8}">{escape(text)}</text>')
 
     def sign(self, x: float, y: float, symbol: str, title: str) -> None:
-        """A symbol at a point."""
-        place = f'x="{self.x(x):.1f}" y="{self.y(y) + 5:.1f}"'
-        self._parts.append(f'<text class="sign" {place} text-anchor="middle">{symbol}<title>{escape(title)}</title></text>')
+        """Draw a symbol at a point."""
+        position = f'x="{self.x(x):.1f}" y="{self.y(y) + 5:.1f}"'
+        self._parts.append(f'<text class="sign" {position} text-anchor="middle">{symbol}<title>{escape(title)}</title></text>')
 
     def words(self, x: float, y: float, text: str, *, end: bool = False, style: str = "label") -> None:
-        """At a height of the axes, but `x` is in pixels."""
+        """Write a text at a value of the y axis. `x` is in pixels."""
         anchor = ' text-anchor="end"' if end else ""
         self._parts.append(f'<text class="{style}" x="{x:.1f}" y="{self.y(y) + 4:.1f}"{anchor}>{escape(text)}</text>')
 
     def svg(self, *, y_axis: bool = True) -> str:
-        """The plot, with axes."""
+        """Return the plot with its axes."""
         grid = []
         if y_axis:
             for value in self.y.ticks():

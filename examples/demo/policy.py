@@ -1,4 +1,4 @@
-"""The demo's policy: a Llama of 2 million weights that has read deltawire's documentation for half a minute.
+"""The demo's policy: a Llama model of 2 million weights that was trained on deltawire's documentation for half a minute.
 
 `python examples/demo/policy.py OUT [--seconds 30]` writes it as an ordinary checkpoint directory.
 """
@@ -20,11 +20,11 @@ WIDTH, LAYERS = 192, 4
 ROWS, COLUMNS = 24, 96
 LEARNING_RATE = 2e-3
 STEPS_PER_SECOND = 3.5
-"""What two cores manage. On a busier machine reading takes longer, for who has read less knows no words to be rewarded for."""
+"""The speed of two cores. On a busy machine pre-training takes longer, because a model must know some words to get a reward."""
 
 
 def new_model(seed: int = 0) -> Any:
-    """Weights of 1/√width, as a model of any width has them that is to be trained."""
+    """Return a model with random weights of scale 1/√width."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=WIDTH,
@@ -43,13 +43,23 @@ def new_model(seed: int = 0) -> Any:
 
 
 def pretrain(model: Any, seconds: float, on_progress: Callable[[float, float], object] = lambda share, loss: None) -> float:
-    """Read the documentation, letter by letter, for so many seconds of two free cores. Returns the last loss in nats per letter."""
+    """Train the model on the documentation, letter by letter, and return the last loss in nats per letter.
+
+    Parameters
+    ----------
+    model
+        The model.
+    seconds
+        The time that this takes on two free cores.
+    on_progress
+        Called with the share that is done and the loss after each step.
+    """
     letters = torch.tensor(task.tokenizer()(task.text())["input_ids"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
 
     def batch_loss() -> torch.Tensor:
-        places = torch.randint(0, len(letters) - COLUMNS, (ROWS,))
-        batch = torch.stack([letters[place : place + COLUMNS] for place in places.tolist()])
+        starts = torch.randint(0, len(letters) - COLUMNS, (ROWS,))
+        batch = torch.stack([letters[start : start + COLUMNS] for start in starts.tolist()])
         loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
         return loss
 
@@ -69,7 +79,7 @@ def pretrain(model: Any, seconds: float, on_progress: Callable[[float, float], o
 
 
 def _fastest(work: Callable[[], object]) -> int:
-    """One thread, or one for each core: on a busy machine threads that wait for each other are slower than one alone."""
+    """Return the faster number of threads: one, or one per core. On a busy machine, one thread can be faster."""
     seconds = {}
     for threads in {1, os.cpu_count() or 1}:
         torch.set_num_threads(threads)

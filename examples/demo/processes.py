@@ -1,4 +1,4 @@
-"""The demo's processes: started, listened to, and ended, by those who started them and nobody else."""
+"""Starts the demo's processes, reads their events, and ends them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FOLDER = Path(__file__).parent
 
 
 class Child:
-    """A script of the demo in a process of its own. What it tells goes into `inbox`, at last that it has ended; its stderr into a file.
+    """A script of the demo in its own process. Its events go to `inbox`, followed by one that says it has ended. Its stderr goes to a file.
 
-    When this process goes, however it goes, the child sees its stdin end, and ends too.
+    If this process ends for any reason, the child's stdin closes, and the child ends too.
     """
 
     def __init__(self, who: str, script: str, arguments: Sequence[str], inbox: queue.Queue[dict[str, Any]], log: Path) -> None:
@@ -33,7 +33,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                start_new_session=True,  # our Ctrl-C is not theirs: they are told to leave
+                start_new_session=True,  # Ctrl-C does not reach the children: this process asks them to leave
             )
         self._thread = threading.Thread(target=self._listen, name=f"demo-{who}")
         self._thread.start()
@@ -44,24 +44,24 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """What it ended with; None while it runs."""
+        """The exit code; None while it runs."""
         return self._process.poll()
 
     def leave(self) -> None:
-        """Ask it to leave."""
+        """Ask the process to leave."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """SIGKILL: no goodbye, nothing is given back."""
+        """Kill the process with SIGKILL. It gives no lease back."""
         self._process.kill()
 
     def sacrifice(self) -> None:
-        """Kill it, as planned."""
+        """Kill the process as planned, so that its end is not a failure."""
         self.is_sacrificed = True
         self.kill()
 
     def join(self, timeout: float) -> bool:
-        """Whether it has ended, and everything that it told is in the inbox."""
+        """Wait, and return whether the process has ended and all its events are in the inbox."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -72,7 +72,7 @@ class Child:
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # some library's words; a killed process may also stop in the middle of a line
+                continue  # a library printed it, or the process was killed in the middle of a line
             if isinstance(event, dict) and "event" in event:
                 self._inbox.put({**event, "from": self.who})
         code = self._process.wait()

@@ -1,4 +1,4 @@
-"""The story of a run as one HTML page that needs nothing else: no network, no scripts, no fonts."""
+"""Writes the story of a run as one HTML page, without network, scripts or fonts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ STYLE = Path(__file__).with_name("report.css")
 
 
 def write_report(story: Story, path: Path) -> None:
-    """Put it there, whole."""
+    """Write the page to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(story), encoding="utf-8")
 
 
 def page(story: Story) -> str:
-    """The page. Works for a story that ended early, too: it then says less."""
+    """Return the page. A story that ended early gives a shorter page."""
     members = list(story.members.values())
     styles = {member.name: f"m{index % 4}" for index, member in enumerate(members)}
     plots = [_timeline(story, styles), _reward(story), _lag(story, styles), _bytes(story), _density(story), _pauses(story, styles)]
@@ -47,9 +47,9 @@ def page(story: Story) -> str:
 
 def _what(story: Story) -> str:
     return (
-        f"A model of {story.weights:,} weights, trained from scratch, and then by GRPO in {len(story.steps)} steps. "
-        f"One trainer and {len(story.members)} members, three at a time, each a process of its own, "
-        f"met in nothing but the store {story.place}."
+        f"This run trained a model of {story.weights:,} weights from scratch, and then by GRPO in {len(story.steps)} steps. "
+        f"One trainer and {len(story.members)} members, three at a time, each in its own process, "
+        f"shared nothing except the store {story.location}."
     )
 
 
@@ -73,10 +73,10 @@ def _headline(story: Story) -> Iterable[tuple[str, str]]:
     if lags:
         yield (
             str(max(lags)),
-            "steps behind the newest policy, at most, and " + ("0" if median(lags) == 0 else f"{median(lags):g}") + " typically",
+            "steps behind the newest policy at most, and " + ("0" if median(lags) == 0 else f"{median(lags):g}") + " typically",
         )
     if story.takeovers:
-        yield str(len(story.takeovers)), "task of the killed member, taken over by another"
+        yield str(len(story.takeovers)), "task of the killed member that another member took over"
 
 
 def _tile(number: str, words: str) -> str:
@@ -86,11 +86,11 @@ def _tile(number: str, words: str) -> str:
 def _proof(story: Story) -> str:
     proof = story.proof
     if proof is None:
-        return '<div class="proof fails"><strong>NOT PROVEN</strong><p>The run did not come to its end.</p></div>'
+        return '<div class="proof fails"><strong>NOT PROVEN</strong><p>The run did not finish.</p></div>'
     rows = [("trainer", proof.trainer), ("the store's last version", proof.published), *proof.members.items()]
-    table = "".join(f'<tr><th>{escape(name)}</th><td class="digest">{escape(digest or "not told")}</td></tr>' for name, digest in rows)
+    table = "".join(f'<tr><th>{escape(name)}</th><td class="digest">{escape(digest or "not reported")}</td></tr>' for name, digest in rows)
     line = proof.line()
-    how = f"After step {proof.step} every process read all of its weights and computed their digest anew."
+    how = f"After step {proof.step} every process read all of its weights and computed their digest again."
     kind = "holds" if proof.holds else "fails"
     return f'<div class="proof {kind}"><strong>{escape(line[0].upper() + line[1:])}</strong><p>{how}</p><table>{table}</table></div>'
 
@@ -122,9 +122,9 @@ def _timeline(story: Story, styles: dict[str, str]) -> str:
             plot.sign(member.swaps[0].at, row + 0.5, "▸", f"{member.name} joined at {clock(member.swaps[0].at)}")
     _mark_moments(story, plot)
     words = (
-        "Every bar is a task that a member had leased. ✕ was killed with a lease in its hands (red); the outlined bar is the same task, "
-        "done by another. ▸ joined half-way. Faint bars were made in vain: another result of that task was first. "
-        "Gaps are waiting for work. Right: tokens per second, waiting included."
+        "Every bar is a task that a member had leased. The member with ✕ was killed while it held a lease (red); the outlined bar is the "
+        "same task, done by another member. The member with ▸ joined half-way. The results of faint bars were not used, because another "
+        "result of the same task came first. In gaps the member waits for work. On the right are tokens per second, including waiting."
     )
     return _figure("Who worked when", words, plot.svg(y_axis=False), wide=True)
 
@@ -169,7 +169,7 @@ def _lag(story: Story, styles: dict[str, str]) -> str:
         plot.stairs(stairs, story.now if member.ended is None else member.ended, styles[member.name], base=lane * row, title=member.name)
         plot.words(plot.x.start - 6, lane * row + lane / 2.6, member.name, end=True)
     _mark_moments(story, plot)
-    words = f"0 is the newest policy there is; the highest step here is {top}. New policies are taken over while members generate."
+    words = f"0 is the newest policy; the largest value here is {top}. Members switch to new policies while they generate."
     return _figure("Steps behind the newest policy", words, plot.svg(y_axis=False))
 
 
@@ -186,8 +186,8 @@ def _bytes(story: Story) -> str:
     plot.level(full, "full", f"full weights: {_size(full)}")
     fetched, instead = story.fetched
     words = (
-        f"What the trainer ships for each step (mind the logarithmic scale). All members together fetched {_size(fetched)}, "
-        f"whole checkpoints at joining included; with full weights it would have been {_size(instead)}."
+        f"The bytes that the trainer publishes for each step, on a logarithmic scale. All members together fetched {_size(fetched)}, "
+        f"including full checkpoints when they joined; with full weights it would have been {_size(instead)}."
     )
     return _figure("Bytes per step", words, plot.svg())
 
@@ -200,9 +200,9 @@ def _density(story: Story) -> str:
     plot.area(points, "m0")
     plot.line(points, "m0")
     bits = [8 * step.bytes / step.changed for step in story.steps if step.changed]
-    words = "The share of the bf16 weights that a step changes, as measured."
+    words = "The share of the bf16 weights that a step changes."
     if bits:
-        words += f" Each changed weight costs {median(bits):.1f} bits on the wire, headers included."
+        words += f" Each changed weight takes {median(bits):.1f} bits, including headers."
     return _figure("Density", words, plot.svg())
 
 
@@ -218,7 +218,7 @@ def _pauses(story: Story, styles: dict[str, str]) -> str:
     _mark_moments(story, plot)
     return _figure(
         "Pauses of swaps",
-        "How long a member could not generate, with a full check of all weights each time. " + _legend(story, styles),
+        "The time in which a member could not generate, including a check of all weights. " + _legend(story, styles),
         plot.svg(),
     )
 
@@ -245,7 +245,7 @@ def _rollouts(story: Story, styles: dict[str, str]) -> str:
         f'<td class="track"><i class="{style}" style="width:{100 * count / top:.1f}%"></i></td></tr>'
         for name, count, style in rows
     )
-    words = f"{story.accepted} results were accepted, each task's first that was valid; every refusal has a reason."
+    words = f"The trainer accepted {story.accepted} results, the first valid one of each task. Every rejection has a reason."
     return _figure("Rollouts", words, f'<table class="bars">{bars}</table>')
 
 
@@ -264,7 +264,9 @@ def _samples(story: Story) -> str:
     if not rows:
         return ""
     head = '<tr><th class="number">step</th><th>prompt (grey) and completion</th><th class="number">reward</th></tr>'
-    words = "The same prompts, completed by the policy before and after training; chosen beforehand, with the same random numbers."
+    words = (
+        "The policy completed the same prompts before and after training, with the same random numbers. The prompts were chosen beforehand."
+    )
     return _figure("What it writes", words, f'<div class="scroll"><table>{head}{rows}</table></div>', wide=True)
 
 
@@ -275,13 +277,13 @@ def _measured(story: Story) -> str:
     publish = sum(step.publish_seconds for step in story.steps)
     return (
         f"In {len(story.steps)} steps the trainer trained for {train:.0f} s and waited for rollouts for {idle:.0f} s; "
-        f"a version was out {publish / len(story.steps):.2f} s after its step, while the next was trained. "
-        f"All of it took {clock(story.now)}, on one machine. Everything on this page was measured in this run."
+        f"it published a version {publish / len(story.steps):.2f} s after its step, during the next step. "
+        f"The run took {clock(story.now)} on one machine. All figures on this page were measured in this run."
     )
 
 
 def smoothed(points: Sequence[Point], reach: int) -> list[Point]:
-    """Each point's mean with `reach` neighbours on either side, as far as there are any."""
+    """Return the moving mean of the points, with `reach` neighbours on either side."""
     values = [y for _, y in points]
     windows = [values[max(0, index - reach) : index + reach + 1] for index in range(len(values))]
     return [(x, sum(window) / len(window)) for (x, _), window in zip(points, windows, strict=True)]

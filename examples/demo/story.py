@@ -1,6 +1,6 @@
-"""What has happened in a run of the demo, put together from what its processes told. Pure: the view and the report only read it.
+"""Collects the events of the demo's processes into the story of a run, which the view and the report show. Pure.
 
-Every event is a dict: "event" is its name, "from" the process that told it, "at" when, in seconds since the demo was started.
+Every event is a dict: "event" is its name, "from" is the process that reported it, and "at" is its time in seconds since the demo started.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 Told = Mapping[str, Any]
 TRAINER, CONDUCTOR = "trainer", "demo"
-"""The two who tell something and are no members; the conductor is who starts all others."""
+"""The two processes that report events and are not members. The conductor starts all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """One step of the trainer, and what its weights cost on the wire."""
+    """One step of the trainer, and the bytes of its version."""
 
     at: float
     step: int
@@ -34,7 +34,7 @@ class TrainedStep:
 
 @dataclass(slots=True)
 class Work:
-    """A lease: one member at one task. `end` is None while it works; `outcome` says what became of it."""
+    """The work of one member on one task. `end` is None while it works; `outcome` is the result."""
 
     round: int
     task: int
@@ -47,7 +47,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """New weights in a member, and how long it could not generate because of that."""
+    """A swap of weights in a member, and the time in which the member could not generate."""
 
     at: float
     step: int
@@ -56,7 +56,7 @@ class Swap:
 
 @dataclass(slots=True)
 class MemberStory:
-    """One member. `lag` holds (time, steps behind the newest policy) at every change of either."""
+    """One member. `lag` holds (time, steps behind the newest policy) at every change."""
 
     name: str
     part: str
@@ -80,11 +80,11 @@ class MemberStory:
 
     @property
     def tokens(self) -> int:
-        """Of all work that was uploaded."""
+        """The number of tokens in all uploaded results."""
         return sum(work.tokens for work in self.works if work.outcome == "uploaded")
 
     def tokens_per_second(self, until: float) -> float:
-        """From its first lease on, waiting included."""
+        """Return the tokens per second since its first lease, including waiting."""
         if not self.works:
             return 0.0
         last = until if self.ended is None else self.ended
@@ -93,7 +93,7 @@ class MemberStory:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The end of the story: digests of all weights, each computed anew from the weights themselves. Holds if all are one."""
+    """The digests of all processes at the end, each computed from the weights themselves. The proof holds if all are equal."""
 
     step: int
     trainer: str
@@ -105,23 +105,23 @@ class Proof:
         return bool(self.members) and {self.trainer, self.published, *self.members.values()} == {self.trainer}
 
     def line(self) -> str:
-        """In words. Names who differs, if anybody does."""
+        """Describe the proof. Name the processes that differ."""
         if self.holds:
             count = len(self.members)
             return f"{'every member is' if count > 1 else 'the member is'} bit-identical to the trainer: {count} × digest {self.trainer}"
         if not self.members:
-            return "NOT PROVEN: there was no member left to compare with the trainer"
+            return "NOT PROVEN: no member was left to compare with the trainer"
         if self.published != self.trainer:
             return f"NOT BIT-IDENTICAL: the trainer has {self.trainer}, but published {self.published}"
-        wrong = [f"{name} has {digest or 'not told'}" for name, digest in self.members.items() if digest != self.trainer]
+        wrong = [f"{name} has {digest or 'not reported its digest'}" for name, digest in self.members.items() if digest != self.trainer]
         return f"NOT BIT-IDENTICAL: the trainer has {self.trainer}; {'; '.join(wrong)}"
 
 
 @dataclass(slots=True)
 class Story:
-    """All of it so far. `tell` takes the next event; events that it does not know are ignored."""
+    """The story so far. `tell` adds the next event, and ignores events that it does not know."""
 
-    place: str = ""
+    location: str = ""
     goal: int = 0
     now: float = 0.0
     stage: str = "starting"
@@ -129,18 +129,18 @@ class Story:
     state_bytes: int = 0
     reward_name: str = "reward"
     pretraining: tuple[float, float] = (0.0, 0.0)
-    """How much of it is done, and the loss in nats per token."""
+    """The share that is done, and the loss in nats per token."""
     steps: list[TrainedStep] = field(default_factory=list)
     newest_step: int = 0
     shipped: Counter[str] = field(default_factory=Counter)
-    """Bytes that the trainer has put into the store, by what they are."""
+    """Bytes that the trainer wrote to the store, by kind."""
     members: dict[str, MemberStory] = field(default_factory=dict)
     accepted: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     accepted_by: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Who made what was accepted, by round and task."""
+    """The members whose results were accepted, by round and task."""
     marks: list[tuple[float, str]] = field(default_factory=list)
-    """What a spectator should notice."""
+    """The times and texts of important events."""
     samples: list[tuple[int, str, str, float]] = field(default_factory=list)
     """(step, prompt, completion, reward) of some completions."""
     proof: Proof | None = None
@@ -155,7 +155,7 @@ class Story:
 
     @property
     def first_reward(self) -> float:
-        """The mean of the first tenth of the steps: single ones are noisy."""
+        """The mean reward of the first tenth of the steps, because single steps are noisy."""
         return _mean([step.reward for step in self.steps[: max(1, len(self.steps) // 10)]])
 
     @property
@@ -164,17 +164,17 @@ class Story:
 
     @property
     def densities(self) -> list[float]:
-        """Of each step, the share of the weights that changed."""
+        """The share of changed weights in each step."""
         return [step.changed / self.weights for step in self.steps] if self.weights else []
 
     @property
     def reduction(self) -> float:
-        """By how much the deltas of all steps are smaller than full weights at each."""
+        """How many times smaller the deltas of all steps are than full weights at each step."""
         return sum(step.state_bytes for step in self.steps) / max(1, sum(step.bytes for step in self.steps))
 
     @property
     def fetched(self) -> tuple[int, int]:
-        """Bytes that members fetched, whole checkpoints at joining included, and what full weights at each sync would have been."""
+        """The bytes that members fetched, including full checkpoints when they joined, and the bytes of full weights at each sync."""
         syncs = sum(member.syncs for member in self.members.values())
         return sum(member.fetched_bytes for member in self.members.values()), syncs * self.state_bytes
 
@@ -184,13 +184,13 @@ class Story:
 
     @property
     def takeovers(self) -> list[tuple[str, Work, str]]:
-        """Tasks that a member was at when it was killed and that others have done: (the killed, its lease, who took over)."""
+        """Tasks of a killed member that others have done: (killed member, its work, member that took over)."""
         lost = [(member.name, work) for member in self.members.values() for work in member.works if work.outcome == "lost"]
         done = [(name, work, self.accepted_by.get((work.round, work.task))) for name, work in lost]
         return [(name, work, by) for name, work, by in done if by is not None and by != name]
 
     def _on_demo(self, event: Told) -> None:
-        self.place, self.goal = event["store"], event["steps"]
+        self.location, self.goal = event["store"], event["steps"]
 
     def _on_process_started(self, event: Told) -> None:
         if event["who"] != TRAINER:
@@ -210,7 +210,7 @@ class Story:
             if work.outcome == "working":
                 work.end, work.outcome = event["at"], "lost"
                 how = "was killed (SIGKILL)" if event["killed"] else "ended"
-                self._mark(event, f"{member.name} {how} with task {work.task} of round {work.round} in its hands")
+                self._mark(event, f"{member.name} {how} while it worked on task {work.task} of round {work.round}")
 
     def _on_pretraining(self, event: Told) -> None:
         self.stage = "pre-training"
@@ -220,14 +220,14 @@ class Story:
         self.weights, self.state_bytes, self.reward_name = event["weights"], event["state_bytes"], event["reward"]
 
     def _on_published(self, event: Told) -> None:
-        self.shipped["whole checkpoints" if event["kind"] == "anchor" else "deltas"] += event["bytes"]
+        self.shipped["full checkpoints" if event["kind"] == "anchor" else "deltas"] += event["bytes"]
         self.stage = "training"
         self.newest_step = max(self.newest_step, event["step"] or 0)
         for member in self.members.values():
             self._note_lag(member, event["at"])
 
     def _on_anchored(self, event: Told) -> None:
-        self.shipped["whole checkpoints"] += event["bytes"]
+        self.shipped["full checkpoints"] += event["bytes"]
 
     def _on_skip_made(self, event: Told) -> None:
         self.shipped["skips"] += event["bytes"]
@@ -246,17 +246,17 @@ class Story:
 
     def _on_rollout_accepted(self, event: Told) -> None:
         self.accepted += 1
-        place, by = (event["round"], event["task"]), event["member"]
-        self.accepted_by[place] = by
+        task, by = (event["round"], event["task"]), event["member"]
+        self.accepted_by[task] = by
         for name, work, taker in self.takeovers:
-            if (work.round, work.task) == place:
-                self._mark(event, f"{taker} took over task {work.task} of round {work.round}, which {name} left behind")
+            if (work.round, work.task) == task:
+                self._mark(event, f"{taker} took over task {work.task} of round {work.round}, which {name} had not finished")
 
     def _on_rollout_rejected(self, event: Told) -> None:
         self.rejected[event["reason"]] += 1
 
     def _on_trouble(self, event: Told) -> None:
-        """Something that is tried again, or was given up; each is marked once."""
+        """Mark an error that is tried again or was given up, once."""
         words = f"{event['from']}: {event.get('reason') or event.get('error')}"
         if words not in self._troubles:
             self._troubles.add(words)
@@ -308,7 +308,7 @@ class Story:
         self._end = event
 
     def _on_ended(self, event: Told) -> None:
-        """All processes have. Only now is it clear who was there at the end, and should have the last weights."""
+        """All processes have ended. Only now it is known which members were there at the end, and should have the last weights."""
         self.stage = "over"
         if self._end is not None:
             living = {member.name: member.digest for member in self.members.values() if member.ending != "killed"}

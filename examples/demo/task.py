@@ -1,6 +1,6 @@
-"""The demo's task: go on with a line of deltawire's own documentation, in words that exist.
+"""The demo's task: continue a line of deltawire's documentation with words that exist.
 
-`python examples/demo/task.py` prints some prompts, and what the reward says to two completions of each.
+`python examples/demo/task.py` prints some prompts, and the rewards of two completions of each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROMPT_LETTERS = 16
 
 @cache
 def text() -> str:
-    """The prose of the documentation: lower case, without tables and code."""
+    """Return the prose of the documentation in lower case, without tables and code."""
     files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
     lines = "\n".join(re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL) for file in files).lower().splitlines()
     prose = "\n".join(line.strip() for line in lines if line.strip() and not line.startswith(("|", "    ")))
@@ -27,14 +27,14 @@ def text() -> str:
 
 @cache
 def vocabulary() -> frozenset[str]:
-    """The words of the documentation, of three letters or more."""
+    """Return the words of the documentation that have three letters or more."""
     return frozenset(re.findall(r"[a-z]{3,}", text()))
 
 
 def known_words(completions: list[str], **_: Any) -> list[float]:
-    """The reward: of a completion's letters, the share that stands in different words of the documentation.
+    """Return the reward: the share of a completion's letters that are in different words of the documentation.
 
-    A word that is said again earns nothing, so saying "the" all the time does not pay. The last one may be cut off, and does not count.
+    A repeated word earns nothing, so a completion of many "the" gets a low reward. The last word may be cut off, and does not count.
     """
     rewards = []
     for completion in completions:
@@ -44,19 +44,21 @@ def known_words(completions: list[str], **_: Any) -> list[float]:
 
 
 def rows() -> list[dict[str, str]]:
-    """The dataset: the beginnings of all lines that are long enough."""
+    """Return the dataset: the beginnings of all lines that are long enough."""
     return [{"prompt": line[:PROMPT_LETTERS]} for line in text().splitlines() if len(line) >= 4 * PROMPT_LETTERS]
 
 
 def tokenizer() -> Any:
-    """One token a letter."""
+    """Return a tokenizer with one token per letter."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}, unk_token=" "))
     letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     letters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=letters, clean_up_tokenization_spaces=False)  # no special ones: they would be left out
+    return PreTrainedTokenizerFast(
+        tokenizer_object=letters, clean_up_tokenization_spaces=False
+    )  # no special tokens, because decoding leaves them out
 
 
 def main() -> None:

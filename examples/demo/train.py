@@ -1,6 +1,6 @@
-"""The demo's trainer: GRPO on the demo's task, with whatever members follow URL. Prints every event as a line of JSON.
+"""A trainer for the demo's task: GRPO with all members that follow URL. It prints every event as a line of JSON.
 
-`python examples/demo/train.py MODEL URL --until 100`, and beside it, as often as you like:
+Run `python examples/demo/train.py MODEL URL --until 100`, and in other terminals, any number of times:
 `cd examples/demo && deltawire member --from URL --env task:known_words`
 """
 
@@ -30,13 +30,13 @@ FLEET = FleetOptions(lease_seconds=5, poll_seconds=0.1, keep_steps=24)
 
 
 def model_files(folder: Path) -> dict[str, bytes]:
-    """What members need beside the weights."""
+    """Return the files that members need besides the weights."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".json"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, help="what policy.py has written")
+    parser.add_argument("model", type=Path, help="the directory that policy.py wrote")
     parser.add_argument("url")
     parser.add_argument("--until", type=int, default=10**6, help="the last step")
     parser.add_argument("--seconds", type=float, default=None, help="the longest time")

@@ -1,4 +1,4 @@
-"""The demo's trainer: makes a model, has it read the documentation, trains it by GRPO with the fleet, and tells its last digest."""
+"""The demo's trainer: it makes a model, trains it on the documentation, trains it by GRPO with the fleet, and reports its last digest."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from deltawire.tensors.state import state_digest
 from deltawire.trainers import WeightSource
 
 SHOWN = 3
-"""How many prompts are completed before and after training, to show the difference."""
+"""The number of prompts that are completed before and after training, to show the difference."""
 PATIENCE = 120.0
-"""Seconds that members have to load the newest version."""
+"""Members have this many seconds to load the newest version."""
 
 
 def main() -> None:
@@ -33,25 +33,25 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--pretraining", type=float, required=True, metavar="SECONDS")
-    parser.add_argument("--members", type=int, required=True, help="so many should be there at the end")
+    parser.add_argument("--members", type=int, required=True, help="the number of members that should be there at the end")
     arguments = parser.parse_args()
     stop = told_to_stop()
     model = policy.new_model()
     weights = sum(weight.numel() for weight in model.parameters())
     tell("model", weights=weights, state_bytes=2 * weights, reward=task.known_words.__name__)
     policy.pretrain(model, arguments.pretraining, _progress())
-    torch.set_num_threads(1)  # from now on there are members, too
+    torch.set_num_threads(1)  # members run from now on, too
     _show(model, 0)
     with GrpoTrainer(
         model, task.rows(), arguments.url, settings=SETTINGS, attachments=_attachments(model), fleet=FLEET, on_event=tell_event
     ) as trainer:
         with _told_every_second(trainer):
-            _wait_for_members(trainer, arguments.members, stop)  # on a busy machine the first would do all the work
+            _wait_for_members(trainer, arguments.members, stop)  # otherwise the first member would do all the work on a busy machine
             trainer.train(until=arguments.steps, stop=stop.is_set)
             if trainer.step == arguments.steps:
                 _wait_for_members(trainer, arguments.members, stop)
         if trainer.step == arguments.steps:
-            digest = state_digest(WeightSource(model, dtype=torch.bfloat16).snapshot())  # anew, from the weights themselves
+            digest = state_digest(WeightSource(model, dtype=torch.bfloat16).snapshot())  # computed from the weights themselves
             tell("finished", step=trainer.step, digest=str(digest), published=str(trainer.version.digest))
             _show(model, trainer.step)
         trainer.stop_members()
@@ -78,7 +78,7 @@ def _attachments(model: Any) -> dict[str, bytes]:
 
 @contextmanager
 def _told_every_second(trainer: GrpoTrainer) -> Iterator[None]:
-    """How the trainer sees the fleet."""
+    """Report the members as the trainer sees them."""
     over = threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""The story as it unfolds: on a terminal of 80 × 24 or more, as plain lines, or as JSON."""
+"""Shows the story while it happens: on a terminal of at least 80 × 24, as plain lines, or as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLOURS = ("blue", "yellow", "magenta", "green")
 
 
 class View(Protocol):
-    """Is shown every event, and the story with it."""
+    """Gets every event, and the story so far."""
 
     def __call__(self, event: dict[str, Any], story: Story) -> None: ...
     def __enter__(self) -> View: ...
@@ -32,7 +32,7 @@ class View(Protocol):
 
 
 class LiveView:
-    """One screen that is drawn over and over."""
+    """Redraws one screen."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -53,7 +53,7 @@ class LiveView:
 
 
 class LineView:
-    """A line for what a spectator should notice, and for one step in ten."""
+    """Prints a line for each important event, and for one step in ten."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -65,7 +65,7 @@ class LineView:
         elif event["event"] == "model":
             self._line(event, f"a new model of {event['weights']:,} weights reads the documentation")
         elif event["event"] == "joined":
-            self._line(event, f"{event['from']} is in the fleet")
+            self._line(event, f"{event['from']} has joined the fleet")
         elif event["event"] == "trained" and (event["step"] % 10 == 0 or event["step"] in (1, story.goal)):
             step = story.steps[-1]
             wire = f"{decimal(step.bytes)} for {decimal(step.state_bytes)}, {100 * step.changed / max(1, story.weights):.2f}% changed"
@@ -84,7 +84,7 @@ class LineView:
 
 
 class JsonView:
-    """Every event as a line of JSON."""
+    """Prints every event as a line of JSON."""
 
     def __call__(self, event: dict[str, Any], story: Story) -> None:
         if event["event"] != "tick":
@@ -98,7 +98,7 @@ class JsonView:
 
 
 def screen(story: Story, width: int) -> RenderableType:
-    """All of it, in 24 lines at most while there are no more than four members."""
+    """Return the whole screen, which has at most 24 lines with up to four members."""
     done = story.steps[-1].step if story.steps else 0
     where = f"step {done} of {story.goal}"
     if story.stage == "pre-training":
@@ -121,7 +121,7 @@ def _reward(story: Story, width: int) -> list[Text]:
 
 
 def text_plot(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Columns of blocks, the latest value at the right; more values than columns are averaged in equal parts."""
+    """Draw values as columns of blocks, the latest at the right. If there are more values than columns, average them."""
     if not values:
         return [" " * width] * height
     count = min(width, len(values))
@@ -166,8 +166,8 @@ def _facts(story: Story, width: int) -> list[Text]:
     density = f"{100 * last.changed / max(1, story.weights):.2f}% changed"
     rejected = ", ".join(f"{count} {reason}" for reason, count in story.rejected.most_common()) or "none"
     facts = [
-        ("wire", f"{decimal(last.bytes)} a step instead of {decimal(last.state_bytes)}: {story.reduction:.0f}× less; {density}"),
-        ("fetched", f"{decimal(fetched)} by all members, joining included; {decimal(instead)} as full weights"),
+        ("wire", f"{decimal(last.bytes)} per step instead of {decimal(last.state_bytes)}: {story.reduction:.0f}× less; {density}"),
+        ("fetched", f"{decimal(fetched)} by all members, including joining; {decimal(instead)} as full weights"),
         ("rollouts", f"{story.accepted} accepted; rejected: {rejected}; trained on {last.lag:.1f} steps old"),
     ]
     return [_cut(Text.assemble((f"{name:<10}", "bold"), text), width) for name, text in facts]

@@ -1,4 +1,4 @@
-"""AsyncGRPO expects GPUs. To see it run without: an attention that needs none, and no peak FLOPS."""
+"""Lets TRL's AsyncGRPO, which expects GPUs, run on a CPU: with an attention for CPUs, and without a peak of FLOPS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def replace_what_needs_a_gpu() -> None:
 
 
 def attention_of_packed_sequences(query, key, value, starts_q, starts_k, longest_q, longest_k, *, softmax_scale, causal, **_):
-    """Causal attention within each of several sequences that stand one after the other: (tokens, heads, size)."""
+    """Compute causal attention within each of several concatenated sequences. Tensors have the shape (tokens, heads, size)."""
     outputs = []
     for index in range(len(starts_q) - 1):
         q = query[starts_q[index] : starts_q[index + 1]].transpose(0, 1)

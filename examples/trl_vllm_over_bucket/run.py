@@ -1,9 +1,9 @@
-"""TRL and vLLM that share nothing but a bucket: an S3 server, a vLLM server with its sidecar, and a trainer, each a process of its own.
+"""TRL and vLLM share only a bucket: an S3 server, a vLLM server with its sidecar, and a trainer, each in its own process.
 
     python examples/trl_vllm_over_bucket/run.py [STEPS [URL]]
 
-With a URL (s3://bucket/prefix, credentials in the environment) the bucket is a real one. In earnest the two sides are machines that cannot
-reach each other's weights. The trainer does reach the server's port for completions, as TRL wants it.
+With a URL (s3://bucket/prefix, credentials in the environment) the bucket is a real one. In production the two sides are machines that
+cannot reach each other's weights. The trainer does reach the server's port for completions, as TRL requires.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(steps: int, url: str | None = None) -> None:
             wait_for(f"http://127.0.0.1:{s3}/moto-api/", processes[-1])
             httpx.put(f"http://127.0.0.1:{s3}/policy", trust_env=False).raise_for_status()
         backend = ["--weight-transfer-config", '{"backend": "deltawire"}', "--enforce-eager", "--max-model-len", "256"]
-        backend += ["--enable-scale-out"]  # so that samples can be labelled with the versions that made them
+        backend += ["--enable-scale-out"]  # needed to label samples with the versions that made them
         command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(vllm), "--host", "127.0.0.1", *backend]
         processes.append(start(folder / "vllm.log", command, VLLM))
         wait_for(f"{server}/health", processes[-1])
@@ -69,7 +69,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], seconds: float = 300) -
     deadline = time.monotonic() + seconds
     while True:
         try:
-            httpx.get(url, timeout=5, trust_env=False).raise_for_status()  # this machine is not reached through a proxy
+            httpx.get(url, timeout=5, trust_env=False).raise_for_status()  # requests to this machine must not go through a proxy
             return
         except httpx.HTTPError:
             if process.poll() is not None or time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""A Qwen3 of 150,000 parameters with random weights and a tokenizer of 256 words, so that the example needs no download."""
+"""Makes a Qwen3 model of 150,000 random weights, and a tokenizer of 256 words, so that the example needs no download."""
 
 from __future__ import annotations
 

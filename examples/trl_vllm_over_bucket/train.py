@@ -1,9 +1,9 @@
-"""The trainer: TRL's AsyncGRPO on a model, its weights published to a bucket at every step.
+"""Trains a model with TRL's AsyncGRPO, and publishes its weights to a bucket at every step.
 
     python train.py MODEL_DIR BUCKET_URL VLLM_URL [STEPS [OUTPUT_DIR]]
 
-All that deltawire takes is the line with `weight_transfer`; those with `label_samples` tell which versions made a sample.
-Started again with the same output directory, it goes on from its newest checkpoint.
+deltawire needs only the line with `weight_transfer`. The lines with `label_samples` report which versions made a sample.
+If the program is started again with the same output directory, it goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deltawire.trainers.trl_samples import label_samples
 
 
 def many_short_words(prompts: list, completions: list, **_: object) -> list[float]:
-    """A reward that something can be learnt from: the share of words below w100."""
+    """Return a reward that the model can learn: the share of words below w100."""
     texts = [completion[0]["content"] for completion in completions]
     return [sum(len(word) <= 3 for word in text.split()) / max(1, len(text.split())) for text in texts]
 

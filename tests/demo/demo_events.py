@@ -1,4 +1,4 @@
-"""A run of the demo as its processes would tell it: one member killed with a task in its hands, one that joins."""
+"""The events of a run of the demo, in which one member is killed during a task, and another joins."""
 
 from __future__ import annotations
 

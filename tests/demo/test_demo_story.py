@@ -54,7 +54,7 @@ def test_the_proof_holds_only_if_all_digests_are_one(demo: Any) -> None:
     assert told(demo, run()).proof.holds
     assert "bit-identical to the trainer: 3 ×" in told(demo, run()).proof.line()
     other = DIGEST[::-1]
-    for wrong, named in (({"slow": other}, "slow has"), ({"newcomer": None}, "newcomer has not told")):
+    for wrong, named in (({"slow": other}, "slow has"), ({"newcomer": None}, "newcomer has not reported")):
         proof = told(demo, run(digests=wrong)).proof
         assert not proof.holds
         assert proof.line().startswith("NOT BIT-IDENTICAL")
