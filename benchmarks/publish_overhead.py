@@ -125,8 +125,8 @@ def _table(nothing: list[Method], methods: list[Method], steps: int, state_bytes
         f"Medians of {len(base)} rounds of turns of {steps} counted step(s), to a local directory; {torch.get_num_threads()} threads for "
         f"training, and as many for encoding. The last version: {version_bytes:,} bytes, "
         f"{2 * changed / state_bytes:.2%} of the weights changed.",
-        f"In the background a publication takes {1e3 * more:.0f} ms of processor time (a mean; most of it for skips).",
-        "So the share falls as steps get longer.",
+        f"A publication in the background takes {1e3 * more:.0f} ms of processor time on average, most of it for skips, "
+        "so its share falls as steps get longer.",
     ]
     overhead, jitter = statistics.median(_ratios(methods[0].turns, base)), statistics.median(map(abs, noise))
     table.check(f"publishing in the background slows training by less than 5%, where the noise is ±{jitter:.1%}", overhead < 0.05)

@@ -137,15 +137,15 @@ def measure_modes(seconds: float, pretraining: float) -> Table:
     table.notes += [
         f"{fast.state_bytes / 1e6:.1f} MB of bf16 weights, of which {fast.changed:.1%} change per step: "
         f"{fast.state_bytes / fast.bytes:,.0f} × less to send.",
-        "Real processes over the local store, whose requests wait as long as they would on that line; members wait, too, to keep to "
-        "their speed. Asynchronous is a staleness budget of 1 step, synchronous one of 0: else they are the same code. "
+        "Real processes use a local store. Requests wait as long as they would on the emulated line, and members wait to keep to their "
+        "speed. Asynchronous training has a staleness budget of 1 step, synchronous training one of 0; otherwise the code is the same. "
         f"Rewards are means over {_LAST} steps.",
     ]
     for weights in ("whole", "deltas"):
         gain = runs["asynchronous", weights].rate / runs["synchronous", weights].rate
         table.check(f"asynchronous is faster with {weights} ({gain:.2f} times the tokens)", gain > 1)
     table.check(f"deltas and asynchrony together at least double the tokens ({fast.rate / slow.rate:.1f} times)", fast.rate > 2 * slow.rate)
-    table.check("and the reward at equal time is higher", fast.reward > slow.reward)
+    table.check("deltas and asynchrony together reach a higher reward in the same time", fast.reward > slow.reward)
     return table
 
 
@@ -160,12 +160,12 @@ def measure_shares(seconds: float) -> Table:
     table = Table(
         "rl-shares",
         f"Members of {', '.join(map(str, rates))} tokens/s (emulated), 12 tasks a step, for {seconds:.0f} seconds",
-        ["tasks go to members by", "steps", "tokens/s", "of what they could", *(f"busy, {rate} tokens/s" for rate in rates)],
+        ["tasks go to members by", "steps", "tokens/s", "share of their speed", *(f"busy, {rate} tokens/s" for rate in rates)],
     )
     for name, one in runs.items():
         busy = [f"{share:.0%}" for share in one.busy]
         table.rows.append([name, str(one.steps), f"{one.rate:,.0f}", f"{one.rate / sum(rates):.0%}", *busy])
     gain = runs["measured speed"].rate / runs["equal shares"].rate
-    table.notes.append("Equal shares are assigned in turn, and stay with their members.")
+    table.notes.append("Equal shares are assigned to members in turn, and are never reassigned.")
     table.check(f"shares by speed are at least 1.5 times as fast ({gain:.2f} times)", gain >= 1.5)
     return table

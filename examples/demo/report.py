@@ -126,7 +126,7 @@ def _timeline(story: Story, styles: dict[str, str]) -> str:
         "same task, done by another member. The member with ▸ joined half-way. The results of faint bars were not used, because another "
         "result of the same task came first. In gaps the member waits for work. On the right are tokens per second, including waiting."
     )
-    return _figure("Who worked when", words, plot.svg(y_axis=False), wide=True)
+    return _figure("Work of the members", words, plot.svg(y_axis=False), wide=True)
 
 
 def _outcome(story: Story, member: MemberStory, work: Work, style: str, taken: set[tuple[int, int]]) -> tuple[str, str]:

@@ -11,7 +11,7 @@ STATE_BYTES = 2 * WEIGHTS
 
 
 def run(steps: int = 20, *, digests: dict[str, str | None] | None = None, published: str = DIGEST) -> list[dict[str, Any]]:
-    """All events, in order. `digests` are what members tell at the end, where it is not the trainer's; None tells nothing."""
+    """Return all events in order. `digests` are the digests of members that differ from the trainer's; None reports no digest."""
     clock = itertools.count(0.0, 0.25)
     told: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""The demo itself, in a few steps: what `make demo` promises, it does; and it leaves no process behind, however it ends."""
+"""The demo in a few steps: it does what `make demo` promises, and leaves no process behind, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo shows is what its processes told: the screen, the lines, the page, and a proof that can fail."""
+"""The screen, the lines and the page of the demo show what its processes reported, and its proof can fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo"
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of the demo, by name."""
+    """Import a module of the demo by name."""
     monkeypatch.syspath_prepend(DEMO)
     return importlib.import_module
 

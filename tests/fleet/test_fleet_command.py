@@ -71,7 +71,7 @@ def test_a_fleet_is_kept_running_and_ends_with_the_run(tmp_path: Path, run: Smal
         (["fleet", "2", "--ray", "2", "--from", "PLACE", "--env", "m:f"], "give the number of members"),
     ],
 )
-def test_wrong_usage_is_told_kindly(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_wrong_usage_is_explained(tmp_path: Path, arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, [str(tmp_path / "store") if each == "PLACE" else each for each in arguments])
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())

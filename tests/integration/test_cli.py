@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, real safetensors files."""
+"""The commands for delta files, as real processes with real safetensors files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def run(*arguments: object, columns: int | None = None) -> subprocess.CompletedProcess[str]:
-    """The command as a process that is forked after the imports, as hundreds are run here."""
+    """Run the command in a process that is forked after the imports, because these tests run hundreds of commands."""
     return run_forked([str(argument) for argument in arguments], environment(columns))
 
 
@@ -42,7 +42,7 @@ def environment(columns: int | None = None) -> dict[str, str]:
 
 
 def succeed(*arguments: object) -> dict[str, Any]:
-    """Run with --json and return the object; stdout must hold nothing else and stderr nothing at all."""
+    """Run with --json and return the object. Stdout must hold nothing else, and stderr must be empty."""
     done = run(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -104,7 +104,7 @@ def halves(tensors: Tensors) -> dict[str, Tensors]:
 
 
 def load(path: Path) -> Tensors:
-    """What the safetensors library finds in a file; its NumPy part cannot load fp8, so the arrays are made here."""
+    """Return the tensors that the safetensors library finds in a file. Its NumPy part cannot load fp8, so the arrays are made here."""
     return {
         name: np.frombuffer(found["data"], dtype_named(found["dtype"]).numpy).reshape(found["shape"])
         for name, found in deserialize(path.read_bytes())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Options of the commands that work on a chain. Commands run in this process: starting one takes longer than what they do."""
+"""Options of the commands that work on a chain. Commands run in this process, because starting one takes longer than its work."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def place(made: Path, tmp_path: Path) -> Path:
 # publish
 
 
-def test_a_dry_run_publishes_nothing_and_foretells_what_would_be(place: Path) -> None:
+def test_a_dry_run_publishes_nothing_and_predicts_the_version(place: Path) -> None:
     before = files_below(place)
     first = ask("publish", place / "old", place / "elsewhere", "--dry-run")
     assert (first["published"], first["version"], first["kind"], first["base"]) == (False, 1, "anchor", None)
@@ -92,18 +92,18 @@ def test_a_dry_run_publishes_nothing_and_foretells_what_would_be(place: Path) ->
     copy = shutil.copytree(place / "chain", place / "copy")
     done = ask("publish", other, copy, "--resume-from", 1)
     assert (done["version"], done["kind"]) == (back["version"], back["kind"])
-    # It foretold what then happens.
+    # The forecast was right.
     done = ask("publish", place / "old", place / "chain")
     assert (done["version"], done["kind"], done["changed"]) == (again["version"], again["kind"], again["changed"])
     assert abs(done["bytes"] - again["bytes"]) < 1000
 
 
-def test_what_did_not_change_is_not_published_again(place: Path) -> None:
+def test_if_changed_publishes_nothing_if_nothing_changed(place: Path) -> None:
     before = files_below(place / "chain")
     same = ask("publish", place / "new", place / "chain", "--if-changed")
     assert (same["published"], same["version"]) == (False, 2)
     assert "nothing to publish: version 2" in call("publish", place / "new", place / "chain", "--if-changed")
-    assert files_below(place / "chain") == before  # nobody was fenced off for it
+    assert files_below(place / "chain") == before  # no publisher was fenced off
     (place / "new" / "config.json").write_text('{"changed": 1}')
     assert ask("publish", place / "new", place / "chain", "--if-changed")["published"]
     assert ask("publish", place / "old", place / "chain", "--if-changed")["version"] == 4
@@ -134,7 +134,7 @@ def test_wrong_usage_is_reported_as_json_too(arguments: list[str], said: str) ->
 def test_a_pull_names_the_chain_as_others_do_and_counts_only_what_it_fetches(place: Path) -> None:
     pulled = ask("pull", place / "chain", place / "out")
     assert pulled["url"] == ask("log", place / "chain")["url"] == (place / "chain").as_uri()
-    assert pulled["hops"] == 2  # the second publisher's fence, which lies in between, is nothing to fetch
+    assert pulled["hops"] == 2  # the fence of the second publisher, between the two, has no data
     assert "a full checkpoint and one delta\n" in call("pull", place / "chain", place / "out", "--force")
 
 
@@ -248,8 +248,8 @@ def test_a_command_runs_once_for_each_version(place: Path) -> None:
     call("publish", place / "old", place / "chain")
     failing = f"{write}; exit 7"
     assert "exited with code 7" in call("follow", place / "chain", mirror, "--once", "--exec", failing, code=1)
-    assert_same(loaded(mirror / "current"), model())  # the mirror has it all the same
-    call("follow", place / "chain", mirror, "--once", "--exec", failing, code=1)  # tried again, since it failed
+    assert_same(loaded(mirror / "current"), model())  # the mirror has the version nevertheless
+    call("follow", place / "chain", mirror, "--once", "--exec", failing, code=1)  # runs again, because it failed
     assert journal.read_text().splitlines()[1:] == ["3 5  1"] * 2
 
 
@@ -274,7 +274,7 @@ def test_a_command_ends_with_the_follower(place: Path) -> None:
         sleeper = int(process.stdout.readline())
         process.send_signal(signal.SIGTERM)
         try:
-            process.communicate(timeout=120)  # returns only when nobody holds the pipe any more
+            process.communicate(timeout=120)  # returns only when no process holds the pipe any more
         except subprocess.TimeoutExpired:
             os.kill(sleeper, signal.SIGKILL)
             raise
@@ -285,7 +285,7 @@ def test_a_command_ends_with_the_follower(place: Path) -> None:
 # All commands
 
 
-def test_what_happens_is_told_when_asked_for(place: Path) -> None:
+def test_verbose_reports_events_and_requests(place: Path) -> None:
     for command in (["log"], ["show"], ["verify"], ["gc"], ["pull", place / "out"], ["follow", place / "mirror", "--once"]):
         result = CliRunner().invoke(app, [command[0], str(place / "chain"), *map(str, command[1:]), "-v", "--json"])
         assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""What people see of commands: in terminals of 80 and of 40 columns, and where the output cannot show every character."""
+"""The output of commands in terminals of 80 and of 40 columns, and in terminals that cannot show every character."""
 
 from __future__ import annotations
 

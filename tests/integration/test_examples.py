@@ -1,4 +1,4 @@
-"""The examples and benchmarks must run as they stand. `make demo` is tested in tests/demo."""
+"""The examples and benchmarks run as they are. `make demo` is tested in tests/demo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_example(name: str, *arguments: str, cwd: Path) -> str:
 
 
 def test_a_training_loop_publishes_and_a_transformers_model_follows(tmp_path: Path) -> None:
-    """Two processes that share nothing but a directory."""
+    """Two processes share only a directory."""
     pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
     published = run_example("publish_from_training.py", "chain", cwd=tmp_path)
@@ -55,7 +55,7 @@ print(publish_overhead.measure(width=64, layers=1, tokens=128, steps=1, rounds=2
 
 
 def test_the_benchmarks_run(tmp_path: Path) -> None:
-    """Small sizes, and none of the results is written over the published ones."""
+    """The benchmarks run with small sizes, and do not overwrite the published results."""
     script = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})

@@ -1,4 +1,4 @@
-"""The peers of the benchmark are exact: a comparison with a method that loses bits would be worth nothing."""
+"""The re-implemented peers are exact: a comparison with a method that loses bits would be meaningless."""
 
 from __future__ import annotations
 

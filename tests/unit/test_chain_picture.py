@@ -1,4 +1,4 @@
-"""The picture that `deltawire log` draws, and what it finds out about commits."""
+"""The picture that `deltawire log` draws, and the commits that it finds void or abandoned."""
 
 from __future__ import annotations
 

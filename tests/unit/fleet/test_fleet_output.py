@@ -1,4 +1,4 @@
-"""What members print, and `deltawire fleet` for them: always attributed, never on top of each other, harmless to a terminal."""
+"""The output of members, and of `deltawire fleet`: every line names its member, lines never mix, and none can harm a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deltawire members`, `rollouts` and `top`: what they show, that it fits 80 columns, and that nothing in the store can harm a terminal."""
+"""The output of `deltawire members`, `rollouts` and `top` fits 80 columns, and nothing in the store can harm a terminal."""
 
 from __future__ import annotations
 

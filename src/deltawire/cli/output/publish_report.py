@@ -155,7 +155,7 @@ def _rows(done: Published) -> list[tuple[str, str]]:
         ("size", figures.size(version.bytes) if version.bytes or not done.files_changed else _FILES_ONLY),
         ("compared", compared if version.kind == "delta" and version.bytes else ""),
         ("skips", f"{len(done.shortcuts('skip-made'))} made" if done.shortcuts("skip-made") else ""),
-        ("full checkpoint", "made, beside the delta" if done.shortcuts("anchored") else ""),
+        ("full checkpoint", "made, in addition to the delta" if done.shortcuts("anchored") else ""),
         ("not published", ", ".join(done.left_out)),
         *(("warning", warning) for warning in done.warnings),
         ("publisher", f"number {version.epoch} of this run"),

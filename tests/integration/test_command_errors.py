@@ -1,0 +1,132 @@
+"""Errors and help texts of the commands that work on a chain."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from support import run_python as run_fresh
+from test_cli import fail, run
+
+
+@pytest.mark.parametrize("command", [["log"], ["show"], ["verify"], ["gc"], ["gc", "--dry-run"]])
+def test_a_location_without_a_chain_is_named_and_not_changed(command: list[str], tmp_path: Path) -> None:
+    assert "nowhere" in fail(command[0], tmp_path / "nowhere", *command[1:], kind="NoChain")
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("command", ["pull", "follow"])
+def test_readers_of_a_location_without_a_chain_leave_nothing_behind(command: str, tmp_path: Path) -> None:
+    more = ["--once"] if command == "follow" else []
+    fail(command, tmp_path / "nowhere", tmp_path / "out", *more, kind="NoChain")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["publish", "a"],
+        ["publish", "a", "b", "--meta", "novalue"],
+        ["publish", "a", "b", "--meta", "x=1", "--meta", "x=2"],
+        ["publish", "a", "b", "--step", "-1"],
+        ["publish", "a", "b", "--step", str(2**63)],
+        ["publish", "a", "b", "--meta", f"x={'y' * 20_000}"],
+        ["publish", "a", "b", "--run", ""],
+        ["publish", "a", "b", "--run", "x" * 201],
+        ["publish", "a", "memory://x"],
+        ["pull", "a"],
+        ["pull", "a", "b", "--trust", "abc"],
+        ["follow", "a", "b", "--poll", "-1"],
+        ["log", ""],
+        ["log", "s3:/bucket/prefix"],
+        ["log", "ftp://host/x"],
+        ["log", "s3://user:secret@bucket/x"],
+        ["log", "a", "-n", "0"],
+        ["show", "a", "first"],
+        ["show", "a", "1", "--step", "1"],
+        ["pull", "a", "b", "--at", "1", "--step", "1"],
+        ["pull", "a", "b", "--at", "0"],
+        ["gc", "a", "--grace", "-5"],
+        ["gc", "a", "--grace", "inf"],
+        ["gc", "a", "--keep-anchors", "0"],
+        ["keygen"],
+    ],
+)
+def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert "secret" not in done.stderr
+
+
+def test_swapped_arguments_are_noticed(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
+    before = sorted(checkpoints[0].rglob("*")), sorted(chain.rglob("*"))
+    assert "checkpoint comes first" in fail("publish", chain, checkpoints[0], kind="CheckpointError")
+    assert "checkpoint comes first" in fail("publish", checkpoints[0], checkpoints[1], kind="LocationOccupied")
+    assert "pull URL DIR" in fail("pull", tmp_path / "out", chain, "--force", kind="CheckpointError")
+    assert "follow URL DIR" in fail("follow", tmp_path / "mirror", chain, kind="MirrorError")
+    assert (sorted(checkpoints[0].rglob("*")), sorted(chain.rglob("*"))) == before
+
+
+def test_a_store_that_cannot_be_reached_is_reported_while_it_is_tried_again_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    done = run("log", "s3://bucket/chain")
+    assert done.returncode == 1
+    *notices, error = done.stderr.splitlines()
+    assert re.fullmatch(r"error: .+ in s3://bucket/chain failed: .+", error), done.stderr
+    assert all(re.fullmatch(r"the store did not answer; trying again \(\d of \d\)", notice) for notice in notices), done.stderr
+    assert "hidden" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"])
+def test_a_store_without_credentials_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    for variable in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_USE_EMULATOR"):
+        monkeypatch.delenv(variable, raising=False)
+    if name == "AZURE_STORAGE_ACCOUNT_KEY":
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "name")
+        monkeypatch.setenv(name, "not base64")
+    assert "az://container/chain" in fail("log", "az://container/chain", kind="StoreDenied")
+
+
+def test_a_file_in_the_place_of_a_directory_is_one_line(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert "Errno" not in fail("follow", chain, tmp_path / "file", "--once", kind="MirrorError")
+    assert "Errno" not in fail("pull", chain, tmp_path / "file", kind="CheckpointError")
+    assert "Errno" not in fail("publish", checkpoints[0], tmp_path / "file", kind="StoreError")
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_directory_that_may_not_be_read_is_one_line(chain: Path) -> None:
+    chain.chmod(0)
+    try:
+        fail("log", chain, kind="StoreDenied")
+    finally:
+        chain.chmod(0o755)
+
+
+_CHAIN_COMMANDS = ("publish", "pull", "follow", "sidecar", "log", "show", "verify", "gc", "keygen")
+_COMMANDS = (*_CHAIN_COMMANDS, "member", "fleet", "members", "rollouts", "top", "diff", "apply", "inspect")
+
+
+def test_help_names_every_command_and_exit_code() -> None:
+    text = run("--help", columns=200).stdout
+    for word in _COMMANDS:
+        assert re.search(rf"\b{word}\b", text)
+        done = run(word, "--help", columns=80)
+        assert done.returncode == 0
+        assert "…" not in done.stdout, "a word is too wide for its column"
+    for code in ("0 success", "1 an error", "2 wrong usage", "3 verify found damage", "130 interrupted"):
+        assert code in text
+
+
+def test_the_command_line_starts_without_the_libraries_of_its_commands() -> None:
+    loaded = run_fresh("import deltawire.cli, sys; print(*sys.modules)").split()
+    assert not {"obstore", "cryptography", "torch", "deltawire.chain", "deltawire.publish.publisher", "deltawire.store"} & set(loaded)
