@@ -58,7 +58,7 @@ class Appender:
     pool
         Uploads data objects.
     memory
-        Receives memory that states were in, once nothing needs it any more.
+        Receives the memory of states that are not needed any more.
     options
         The options of the writer.
     starts_full

@@ -79,7 +79,7 @@ def open_run(store: Store, name: str | None, limits: Limits, *, clock: Clock = t
         raise PublishError(f"{new.run!r} cannot name a run: {error.message}") from None
     run = Run.parse(create_and_look(store, keys.RUN, data, sleep=sleep))
     if name is not None and run.run != name:
-        raise RunMismatch(f"{store.url} holds the run {run.run!r}, not {name!r}. Give every run a URL of its own.")
+        raise RunMismatch(f"{store.url} holds the run {run.run!r}, not {name!r}. Give every run a different URL.")
     return run
 
 

@@ -1,4 +1,4 @@
-"""One accepted call of `publish`, on its way to becoming a version."""
+"""One accepted call of `publish`, which will become a version."""
 
 from __future__ import annotations
 

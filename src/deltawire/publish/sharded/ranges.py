@@ -37,7 +37,7 @@ class TensorDivision:
 
 
 def divide_tensor(held: Sequence[ElementRange], elements: int, block: int) -> TensorDivision:
-    """Divide a tensor of so many elements by what each rank holds of it. Every part begins at a multiple of `block` elements.
+    """Divide a tensor with this number of elements by what each rank holds of it. Every part begins at a multiple of `block` elements.
 
     Raises `PublishError` unless the ranks hold the whole tensor, and any two of them hold the same elements or none in common.
     """

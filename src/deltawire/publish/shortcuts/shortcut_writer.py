@@ -95,11 +95,11 @@ class ShortcutWriter:
         return True
 
     def _create(self, key: str, record: Shortcut) -> None:
-        """That somebody else's is there is as good: a shortcut to a version is a shortcut to that version.
+        """Create the record of a shortcut. An existing record is fine, whichever writer made it.
 
-        `Fenced` if another publisher has come: what was uploaded may be collected by now. One that falls asleep after this question makes
-        a shortcut that leads nowhere, which readers get round and collection removes.
+        Raises `Fenced` if another publisher has taken over, because the uploaded files may have been collected by then. If this publisher
+        is suspended after the check, the shortcut may refer to missing files. Readers avoid such a shortcut, and collection removes it.
         """
         if self._is_claimed(self.epoch + 1):
-            raise Fenced(f"epoch {self.epoch + 1} has been claimed; epoch {self.epoch} makes no shortcuts any more.")
+            raise Fenced(f"epoch {self.epoch + 1} has been claimed, so epoch {self.epoch} can make no more shortcuts.")
         create_and_look(self.store, key, record.to_bytes())

@@ -66,7 +66,7 @@ class Layout:
 
 
 def lay_out(table: TensorTable, segments: Sequence[Segment], *, shard_bytes: int = SHARD_BYTES) -> Layout:
-    """Return shards of at most `shard_bytes`, and their index. A segment that is larger becomes a shard of its own."""
+    """Return shards of at most `shard_bytes`, and their index. A larger segment becomes a separate shard."""
     most = max(shard_bytes, -(-table.state_bytes // _MOST_SHARDS))
     groups: list[list[int]] = []
     room = 0
