@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -11,15 +10,11 @@ pytest.importorskip("trl", reason="some public names need TRL")
 
 from public_parameters import documented, missing, public_names
 
-NOT_YET = set((Path(__file__).parent / "undocumented_parameters.txt").read_text(encoding="utf-8").split())
-"""Classes and functions whose parameters are not all documented yet. Names may only be taken off this list."""
-
 
 def test_every_public_parameter_is_documented() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL warns when it is imported
-        found = [line for name in public_names() for line in missing(name)]
-    assert [line for line in found if line.split(":")[0] not in NOT_YET] == []
+        assert [line for name in public_names() for line in missing(name)] == []
 
 
 def test_sections_are_read_as_numpy_writes_them() -> None:
