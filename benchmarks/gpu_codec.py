@@ -180,13 +180,13 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     row.payload_bytes = int(encoded.sizes.sum())
     payloads, pinned = in_a_row(encoded.pieces, pinned=False), in_a_row(encoded.pieces, pinned=True)
     ends = itertools.accumulate(encoded.sizes.tolist())
-    spans = [(end - size, end) if size else None for size, end in zip(encoded.sizes.tolist(), ends, strict=True)]
+    payload_ranges = [(end - size, end) if size else None for size, end in zip(encoded.sizes.tolist(), ends, strict=True)]
     after = encoded.after
     del encoded
     row.encode_ms = median_ms(lambda: encode_tensors(pairs(), GPU))
     row.encode_kernels_ms = kernels_ms(lambda: encode_tensors(pairs(), GPU), row.kernels)
     row.digest_ms = median_ms(lambda: start_digest(table(), GPU))
-    (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(table(), spans, payloads, GPU), nbytes)
+    (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(table(), payload_ranges, payloads, GPU), nbytes)
     assert (outcomes.after == after).all(), "resolving does not lead to the new weights"
     row.patch_memory = patch.nbytes / nbytes
     addresses = table().base
@@ -195,9 +195,9 @@ def measure(name: str, elements: int, density: float, kind: str, sizes: list[int
     # The number of swaps is even, so the old weights are restored.
     row.scatter_ms = median_ms(lambda: patch.write(patch.targets(addresses), swap=True), 6)
     assert not row.changed or not torch.equal(base.view(integer), new.view(integer))
-    row.resolve_ms = median_ms(lambda: resolve_tensors(table(), spans, payloads, GPU), 5)
-    row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(table(), spans, pinned, GPU), 5)
-    row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(table(), spans, pinned, GPU), row.kernels)
+    row.resolve_ms = median_ms(lambda: resolve_tensors(table(), payload_ranges, payloads, GPU), 5)
+    row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(table(), payload_ranges, pinned, GPU), 5)
+    row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(table(), payload_ranges, pinned, GPU), row.kernels)
     old, now = (
         {f"model.layers.{i}.weight": side[start : start + size] for i, (start, size) in enumerate(zip(starts, sizes, strict=True))}
         for side in (base, new)

@@ -12,13 +12,13 @@
 
 namespace deltawire {
 
-// Hands out memory from large blocks. Each block is counted against a budget before it is taken. On huge pages where the system grants them:
-// otherwise the first touch of every 4 KiB costs more than writing it.
+// Allocates from large blocks. Each block is counted against a budget before it is allocated. Blocks use huge pages if the system has them,
+// because the first access to every 4 KiB page would cost more than writing the page.
 class Arena {
 public:
     static constexpr size_t kBlockBytes = size_t(2) << 20;
 
-    // Null where `reserve(bytes)` does not grant another block, or for more than a block.
+    // Returns null if `reserve(bytes)` refuses another block, or if the size is larger than a block.
     template <class Reserve>
     uint8_t* take(size_t bytes, Reserve reserve) {
         bytes = (bytes + 63) / 64 * 64;

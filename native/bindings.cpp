@@ -1,4 +1,4 @@
-// Python's view of the codec. Everything that takes time runs without the GIL.
+// The Python bindings of the codec. All slow operations run without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -21,7 +21,7 @@ using Type = std::tuple<uint8_t, uint8_t, uint8_t, uint8_t>;  // code, bytes, ex
 
 ElementType element_type(const Type& t) {
     const auto [code, bytes, shift, bits] = t;
-    if ((bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) || bits > 11 || shift + bits > bytes * 8) throw std::invalid_argument("element type");
+    if ((bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) || bits > 11 || shift + bits > bytes * 8) throw std::invalid_argument("the element type is not valid");
     return {code, bytes, shift, bits};
 }
 
@@ -31,7 +31,7 @@ View view_of(const Array& array) {
     v.count = array.size();
     v.bytes = uint8_t(array.itemsize());
     int64_t expected = v.bytes;
-    v.contiguous = reinterpret_cast<uintptr_t>(v.data) % v.bytes == 0;  // unaligned elements are copied out, like strided ones
+    v.contiguous = reinterpret_cast<uintptr_t>(v.data) % v.bytes == 0;  // unaligned elements are copied, like strided ones
     for (size_t d = array.ndim(); d-- > 0;) {
         const int64_t stride = array.stride(d) * int64_t(v.bytes);
         v.contiguous &= array.shape(d) == 1 || stride == expected || !v.count;
@@ -67,7 +67,7 @@ const Kernels& kernels_named(const std::string& name) {
 
 nb::tuple tuple_of(const Lanes& lanes) { return nb::make_tuple(lanes[0], lanes[1], lanes[2], lanes[3]); }
 
-// Bytes that C++ made, given to Python without a copy.
+// Passes bytes from C++ to Python without a copy.
 nb::object own(std::vector<uint8_t>&& bytes) {
     auto* held = new std::vector<uint8_t>(std::move(bytes));
     nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<uint8_t>*>(p); });
@@ -142,17 +142,17 @@ public:
         return out;
     }
 
-    // `indices` and `values` are arrays of the right sizes, made by the caller.
+    // The caller makes the arrays `indices` and `values` with the right sizes.
     void extract(size_t tensor, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig> indices, nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig> values) {
         const auto& [changed, count, width] = tensors_.at(tensor);
-        if (indices.size() != changed || values.size() != changed * width) throw std::invalid_argument("wrong size");
+        if (indices.size() != changed || values.size() != changed * width) throw std::invalid_argument("an array has the wrong size");
         nb::gil_scoped_release release;
         resolution_.extract(tensor, indices.data(), values.data());
     }
 
     void extract_dense(size_t tensor, nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig> out) {
         const auto& [changed, count, width] = tensors_.at(tensor);
-        if (out.size() != count * width) throw std::invalid_argument("wrong size");
+        if (out.size() != count * width) throw std::invalid_argument("an array has the wrong size");
         nb::gil_scoped_release release;
         resolution_.extract_dense(tensor, out.data());
     }
@@ -190,10 +190,10 @@ private:
 
 void py_write_elements(const Array& array, nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig> indices, const Bytes& values) {
     const View view = view_of(array);
-    if (values.size() != indices.size() * view.bytes) throw std::invalid_argument("wrong size");
+    if (values.size() != indices.size() * view.bytes) throw std::invalid_argument("an array has the wrong size");
     nb::gil_scoped_release release;
     for (size_t i = 0; i < indices.size(); ++i)
-        if (uint64_t(indices(i)) >= view.count) throw std::out_of_range("index");
+        if (uint64_t(indices(i)) >= view.count) throw std::out_of_range("an index is outside the array");
     write_elements(view, indices.data(), values.data(), indices.size());
 }
 

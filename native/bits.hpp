@@ -9,7 +9,7 @@ namespace deltawire {
 
 constexpr uint64_t low_bits(uint64_t x, unsigned n) { return n >= 64 ? x : x & ((uint64_t(1) << n) - 1); }
 
-// Writes into memory that the caller has sized: the encoder knows the length of a body before it writes it. Needs 8 bytes of slack.
+// Writes to memory that the caller allocates: the encoder knows the length of a body before it writes it. The memory needs 8 bytes of slack.
 class BitWriter {
 public:
     explicit BitWriter(uint8_t* out) : out_(out) {}
@@ -40,7 +40,7 @@ private:
     unsigned fill_ = 0;
 };
 
-// Reads never leave the buffer: past its end there are zeros, and `overrun` tells.
+// Never reads outside the buffer. After its end there are zeros, and `overrun` reports it.
 class BitReader {
 public:
     BitReader(const uint8_t* data, size_t bytes) : data_(data), bytes_(bytes) {}
@@ -66,7 +66,7 @@ public:
         return low | get(n - 32) << 32;
     }
     bool overrun() const { return pos_ > bytes_ * 8; }
-    // Whether nothing but the zero padding of the last byte is left.
+    // Tells whether only the zero padding of the last byte is left.
     bool at_end() const {
         if (overrun() || bytes_ * 8 - pos_ > 7) return false;
         return (pos_ & 7) == 0 || (data_[pos_ >> 3] >> (pos_ & 7)) == 0;
@@ -115,7 +115,7 @@ inline void put_rice(BitWriter& out, unsigned k, uint64_t v) {
     out.put_long(low_bits(v, k), k);
 }
 
-// All of them, two at a time where two short codes fit into one write.
+// Writes all codes, two at a time if two short codes fit into one write.
 template <class Value>
 inline void put_rices(BitWriter& out, unsigned k, const Value* values, size_t n) {
     size_t i = 0;
@@ -156,10 +156,10 @@ inline uint64_t get_rice(BitReader& in, unsigned k) {
     return quotient << k | in.get_long(k);
 }
 
-// Reads n codes and hands each to `use`. As many as must fit are read from one window: the next window waits for the length of the last code.
+// Reads n codes and passes each to `use`. Reads as many as surely fit from one window, because the next window depends on the length of the last code.
 template <class Use>
 inline void get_rices(BitReader& from, unsigned k, uint32_t n, Use use) {
-    BitReader in = from;  // kept in registers by the compiler
+    BitReader in = from;  // a copy, so that the compiler keeps it in registers
     const auto several = [&]<unsigned count>(uint32_t i) {
         for (; i + count <= n; i += count) {
             const uint64_t window = in.peek();

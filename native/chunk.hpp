@@ -1,4 +1,4 @@
-// One coded chunk (docs/format.md §4): from collected changes to a body, and back. Knows nothing of tensors or memory layout.
+// One coded chunk (docs/format.md §4): from collected changes to a body, and back. It does not depend on tensors or memory layout.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace deltawire {
 
-// Collects the changes of a chunk and writes its body. Holds fixed memory; one per thread.
+// Collects the changes of a chunk and writes its body. Its memory is of fixed size, and each thread has one.
 template <class T>
 class ChunkEncoder {
 public:
@@ -16,15 +16,15 @@ public:
 
     Collected<T>& collected() { return collected_; }
     uint32_t changes() const;
-    // Starts a chunk of a tensor with so many contexts.
+    // Starts a chunk of a tensor with this number of contexts.
     void reset(unsigned contexts);
     // Chooses all parameters (§5, rules 3–6) and returns the size of the body in bytes.
     size_t plan(uint32_t top);
-    // Writes the planned body; `out` needs 8 bytes of slack.
+    // Writes the planned body. `out` needs 8 bytes of slack.
     void write(uint8_t* out);
 
 private:
-    // Magnitudes as the cost functions take them.
+    // The type of magnitudes in the cost functions.
     using Value = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
     struct Rice {
         unsigned k = 0;
@@ -37,7 +37,7 @@ private:
         bool inverted = false;
         ValueMode mode = ValueMode::unit;
         unsigned k = 0, kr = 0, kv = 0;
-        uint64_t position_bits = 0, value_bits = 0;  // parameters included
+        uint64_t position_bits = 0, value_bits = 0;  // including the parameters
     };
 
     Rice choose(const uint32_t* values, size_t n, unsigned largest) const;
@@ -56,7 +56,7 @@ private:
     unsigned contexts_ = 1;
     Collected<T> collected_;
     std::unique_ptr<Change<T>[]> changes_;
-    std::unique_ptr<uint32_t[]> gaps_, runs_;  // of all contexts, one after the other; of one context
+    std::unique_ptr<uint32_t[]> gaps_, runs_;  // gaps of all contexts, one after the other; runs of one context
     std::unique_ptr<T[]> steps_, differing_;
     std::unique_ptr<Value[]> values_;
     std::array<Plan, kContexts> plan_;
@@ -66,24 +66,24 @@ private:
     uint32_t top_ = 0;
 };
 
-// What a body says of itself, for `inspect`.
+// The facts of a body that `inspect` reports.
 struct BodyFacts {
     std::array<uint64_t, 4> changes_by_mode{};
-    std::array<uint64_t, 64> steps_by_length{};  // by bit length of the magnitude, less one
+    std::array<uint64_t, 64> steps_by_length{};  // index: bit length of the magnitude, minus one
 };
 
-// Reads the streams of a body. Holds fixed memory; one per thread.
+// Reads the streams of a body. Its memory is of fixed size, and each thread has one.
 template <class T>
 class ChunkDecoder {
 public:
     ChunkDecoder();
 
-    // Throws Corrupt unless the body keeps every rule that can be checked without the base.
+    // Throws Corrupt if the body breaks a rule that can be checked without the base.
     void parse(std::span<const uint8_t> body, const ElementType& type, uint32_t elements);
     const ChunkChanges<T>& changes() const { return changes_; }
     uint32_t top() const { return top_; }
     uint32_t total() const { return total_; }
-    // Throws Corrupt unless a walk over the whole chunk met every change where the body says.
+    // Throws Corrupt unless the walk over the whole chunk found every change that the body lists.
     void check_end(const Cursor&) const;
     void add_facts(BodyFacts&) const;
 

@@ -17,11 +17,11 @@ unsigned rice_bits(uint64_t v, unsigned k) {
     return q < kUnaryLimit ? unsigned(q) + 1 + k : kUnaryLimit + 6 + k + floor_log2(q - (kUnaryLimit - 1));
 }
 
-// Lists of 16 contexts are appended to at the same time. Their distance is no multiple of a power of two, lest they all fall into the same
-// few lines of the cache.
+// The encoder appends to the lists of 16 contexts at the same time. Their distance is not a multiple of a large power of two, because then they would
+// all share a few lines of the cache.
 constexpr size_t kListStride = kMaxChanges + 40;
 
-// §5 rule 3, given the cost of a parameter.
+// Chooses a parameter by §5 rule 3, given its cost.
 template <class Value, class Cost>
 auto descend(const Value* values, size_t n, unsigned largest, Cost cost) {
     uint64_t sum = 0;
@@ -45,7 +45,7 @@ auto descend(const Value* values, size_t n, unsigned largest, Cost cost) {
 template <class T>
 ChunkEncoder<T>::ChunkEncoder(const Kernels& kernels)
     : kernels_(kernels),
-      changes_(new Change<T>[kContexts * kListStride]),  // untouched memory costs nothing
+      changes_(new Change<T>[kContexts * kListStride]),  // memory that is never touched costs nothing
       gaps_(new uint32_t[kMaxChanges]),
       runs_(new uint32_t[kMaxChanges]),
       steps_(new T[kMaxChanges]),
@@ -88,7 +88,7 @@ auto ChunkEncoder<T>::choose(const uint64_t* values, size_t n, unsigned largest)
     return {k, bits};
 }
 
-// For a context in which most elements change: the runs of changing elements before each unchanged one.
+// Lists the runs of changing elements before each unchanged one, for a context in which most elements change.
 template <class T>
 uint32_t* ChunkEncoder<T>::fill_runs(unsigned c) {
     const uint32_t* gaps = plan_[c].gaps;
@@ -128,14 +128,14 @@ void ChunkEncoder<T>::plan_positions(unsigned c, uint32_t total) {
     }
 }
 
-// The magnitudes above 1, less 2, and the runs of ones before each.
+// Lists the magnitudes above 1, minus 2, and the runs of ones before each.
 template <class T>
 size_t ChunkEncoder<T>::fill_larger(unsigned c, uint32_t* runs, Value* values) const {
     const T* const steps = plan_[c].steps;
     const uint32_t n = plan_[c].n;
     size_t larger = 0;
-    uint32_t start = 0;  // of the run that goes on
-    for (uint32_t i = 0; i < n; ++i) {  // without a branch: which steps are larger is anyone's guess
+    uint32_t start = 0;  // of the current run
+    for (uint32_t i = 0; i < n; ++i) {  // without a branch, because which steps are larger is unpredictable
         const T m = magnitude(steps[i]);
         runs[larger] = i - start;
         values[larger] = Value(T(m - 2));
@@ -175,7 +175,7 @@ void ChunkEncoder<T>::plan_values(unsigned c) {
     }
 }
 
-// §5 rule 6. Returns the bits of the table, 0 without one.
+// Chooses the contexts that use symbols (§5 rule 6). Returns the number of bits of the table, 0 if there is none.
 template <class T>
 uint64_t ChunkEncoder<T>::plan_symbols() {
     constexpr unsigned width = sizeof(T) * 8;
@@ -197,7 +197,7 @@ uint64_t ChunkEncoder<T>::plan_symbols() {
     std::stable_sort(table_.begin(), table_.end(), [&](uint8_t a, uint8_t b) { return frequency[a] > frequency[b]; });
     for (size_t r = 0; r < table_.size(); ++r) rank_of_symbol_[table_[r]] = uint8_t(r);
 
-    // The same rule 3, over the histogram instead of the values.
+    // Applies rule 3 to the histogram instead of the values.
     const auto cost = [&](unsigned k) {
         uint64_t bits = 0;
         for (size_t r = 0; r < table_.size(); ++r) bits += uint64_t(frequency[table_[r]]) * rice_bits(r, k);

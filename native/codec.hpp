@@ -1,4 +1,4 @@
-// Whole tensors: encode pairs of them, resolve payloads against them, digest them. Threads work on blocks and chunks.
+// Whole tensors: encodes pairs of them, resolves payloads against them, digests them. Threads work on blocks and chunks.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,14 @@
 namespace deltawire {
 
 struct EncodeJob {
-    View base;  // zeros for a tensor that appears
+    View base;  // zeros for a tensor that is added
     View next;
     ElementType type;
     uint64_t seed;
 };
 
 struct Encoded {
-    std::vector<std::vector<uint8_t>> blocks;  // their chunks, in order; the type byte is not among them
+    std::vector<std::vector<uint8_t>> blocks;  // the chunks of each block, in order, without the type byte
     uint64_t changed = 0;
     Lanes before{}, after{};
 };
@@ -26,19 +26,19 @@ struct Encoded {
 std::vector<Encoded> encode(std::span<const EncodeJob> jobs, unsigned threads, const Kernels&);
 
 struct ResolveJob {
-    View base;  // zeros for a tensor that appears
+    View base;  // zeros for a tensor that is added
     std::span<const uint8_t> payload;
-    bool changes;  // false: no payload, the tensor is only digested
+    bool changes;  // false if there is no payload, so that the tensor is only digested
     ElementType type;
     uint64_t seed;
-    bool write;  // put the changes into the base at once, while it is in cache
+    bool write;  // write the changes to the base at once, while it is in the cache
 };
 
-// Payloads decoded against their bases, ready to be written or read out. Refers to the memory of its jobs, which must outlive it.
+// Payloads that are decoded against their bases, ready to be written or read. It refers to the memory of its jobs, which must outlive it.
 class Resolution {
 public:
-    // Keeps decoded changes up to `budget` bytes: what is beyond is decoded again when it is needed. With `defer` it keeps all of them and
-    // writes none, until `exchange`.
+    // Keeps at most `budget` bytes of decoded changes, and decodes the others again when they are needed. With `defer` it keeps all changes and
+    // writes none before `exchange`.
     Resolution(unsigned threads, size_t budget, bool defer, const Kernels&);
     ~Resolution();
 
@@ -46,21 +46,22 @@ public:
         uint64_t changed = 0;
         Lanes before{}, after{};
     };
-    // Decodes and digests. Throws Corrupt, WrongType or WrongCount, after which only `revert` is of use. Bases that are written to must share no
+    // Decodes and digests. Throws Corrupt, WrongType or WrongCount; after that only `revert` may be called. A base that is written to must not share
     // memory with any other job of this call or a later one.
     std::vector<Tensor> add(std::vector<ResolveJob> jobs);
-    // What is written remains: writes the changes that were put off for want of budget. Takes no memory, so it cannot fail half-way.
+    // Makes all writes final, and writes the changes that did not fit into the budget. It allocates nothing, so it cannot fail half-way.
     void settle();
-    // Puts the old values back, as if nothing had been written.
+    // Restores the old values, as if nothing had been written.
     void revert();
-    // With `defer`: swaps the changes and what they change. Once writes the new values, twice puts the old ones back, and so on. Takes no memory,
-    // so it cannot fail half-way.
+    // With `defer`: swaps the changes with the values that they replace. The first call writes the new values, the second restores the old ones, and so on.
+    // It allocates nothing, so it cannot fail half-way.
     void exchange();
-    // With `defer`, when nothing more is to be added: gives back all memory but that of the changes.
+    // With `defer`: frees all memory except that of the changes. Nothing can be added afterwards.
     void compact();
-    // The changes of one tensor that was not written to (counted over all calls of `add`), ascending. `values` takes elements of the tensor's width.
+    // Copies out the changes of one tensor that was not written to, ascending. Tensors are numbered over all calls of `add`. `values` has elements of the
+    // tensor's width.
     void extract(size_t tensor, int64_t* indices, uint8_t* values);
-    // All elements of one tensor that appears.
+    // Copies out all elements of one tensor that is added.
     void extract_dense(size_t tensor, uint8_t* out);
 
 private:
@@ -72,11 +73,11 @@ private:
         std::span<const uint8_t> body;
         uint64_t changed = 0;
         Lanes before{}, after{};
-        // Its changes, in a worker's arena, span after span but in no order within a span; null if they were not kept.
+        // Its changes, in a worker's arena. They are sorted by piece, but not within a piece. Null if they were not kept.
         uint32_t* positions = nullptr;
-        uint8_t* values = nullptr;  // the old ones, once written
-        uint64_t written = 0;       // so many of its changes are in the base
-        std::vector<uint8_t> own{};  // their memory where an arena has no room for them
+        uint8_t* values = nullptr;  // the old values, once written
+        uint64_t written = 0;       // how many of its changes are written to the base
+        std::vector<uint8_t> own{};  // their memory, if an arena has no room for them
     };
     class Worker;
 
@@ -90,7 +91,7 @@ private:
     bool defer_;
 };
 
-// Writes elements at flat indices that the caller has checked.
+// Writes elements at flat indices, which the caller must check.
 void write_elements(const View&, const int64_t* indices, const uint8_t* values, size_t n);
 
 struct DigestJob {
@@ -99,7 +100,7 @@ struct DigestJob {
 };
 std::vector<Lanes> digest(std::span<const DigestJob> jobs, unsigned threads, const Kernels&);
 
-// What a payload says of itself, without its base.
+// The facts of a payload that are known without its base.
 struct ChunkFacts {
     uint64_t elements, changed, bytes;
     ChunkMode mode;

@@ -1,4 +1,4 @@
-// Keys of the state digest (docs/format.md §2). The sums themselves are in kernels.hpp.
+// The factors of the state digest (docs/format.md §2). The sums are computed by the kernels (kernels.hpp).
 #pragma once
 
 #include "types.hpp"
@@ -14,7 +14,7 @@ DELTAWIRE_INLINE constexpr uint64_t mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// T(i, j) in two orders: by lane for scans, by word for single changes.
+// The factors T(i, j), sorted by lane for scans, and by word for single changes.
 struct DigestTable {
     alignas(64) int16_t by_lane[4][kDigestBlock];
     alignas(64) int32_t by_word[kDigestBlock][4];
@@ -32,7 +32,7 @@ constexpr DigestTable make_digest_table() {
 }
 inline constexpr DigestTable kDigestTable = make_digest_table();
 
-// M(block, ·): one odd multiplier per lane and block of words.
+// The multipliers M(block, ·): an odd number for each lane and block of words.
 struct alignas(16) Multipliers {
     uint32_t lane[4];
 };
@@ -44,7 +44,7 @@ DELTAWIRE_INLINE void fill_multipliers(uint64_t seed, uint64_t first_block, size
     }
 }
 
-// Adds to `lanes` what changes when the element at `index` (counted from the first of `multipliers`) goes from `old` to `now`.
+// Adds the difference to `lanes` when the element at `index` (counted from the first of `multipliers`) changes from `old` to `now`.
 template <class T>
 DELTAWIRE_INLINE void digest_change(uint32_t index, T old, T now, const Multipliers* multipliers, uint32_t lanes[4]) {
     const auto word = [&](uint32_t w, int32_t difference) {

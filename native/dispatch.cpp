@@ -1,4 +1,4 @@
-// Which kernels this machine can run.
+// Finds the kernels that this machine can run.
 #include "kernels.hpp"
 
 #if defined(DELTAWIRE_X86)
@@ -8,7 +8,7 @@
 namespace deltawire {
 
 #if defined(DELTAWIRE_X86)
-// __builtin_cpu_supports of clang 14 does not know "lzcnt".
+// clang 14's __builtin_cpu_supports does not know "lzcnt".
 static bool has_lzcnt() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid(0x80000001, &a, &b, &c, &d) && (c >> 5 & 1);

@@ -3,7 +3,7 @@
 
 #include "codec.hpp"
 #include "parallel.hpp"
-#include "span.hpp"
+#include "piece.hpp"
 
 namespace deltawire {
 namespace {
@@ -14,7 +14,7 @@ void append_chunk_header(std::vector<uint8_t>& out, ChunkMode mode, uint32_t ele
     out.insert(out.end(), raw, raw + kChunkHeader);
 }
 
-// The exponent from which contexts are counted down (§5 rule 2).
+// Returns `top`, the exponent from which contexts are counted down (§5 rule 2).
 uint32_t top_exponent(const View& base, uint64_t first, uint32_t count, const ElementType& type) {
     if (!type.exponent_bits || !base.data) return 0;
     const uint32_t stride = (count + 1023) / 1024;
@@ -34,7 +34,7 @@ template <class T>
 class BlockEncoder {
 public:
     explicit BlockEncoder(const Kernels& kernels)
-        : kernels_(kernels), chunk_(kernels), scan_(new SpanScan), multipliers_(new SpanMultipliers) {}
+        : kernels_(kernels), chunk_(kernels), scan_(new PieceScan), multipliers_(new PieceMultipliers) {}
 
     struct Block {
         std::vector<uint8_t> bytes;
@@ -49,10 +49,10 @@ public:
         const auto& kernels = kernels_.of<T>();
         chunk_.reset(job.type.contexts());
         uint32_t chunk_start = 0;
-        for (uint32_t at = 0; at < count; at += kSpan<T>) {
-            const uint32_t n = std::min(kSpan<T>, count - at);
-            const T* base = reinterpret_cast<const T*>(base_span_.read(job.base, first + at, n));
-            const T* next = reinterpret_cast<const T*>(next_span_.read(job.next, first + at, n));
+        for (uint32_t at = 0; at < count; at += kPiece<T>) {
+            const uint32_t n = std::min(kPiece<T>, count - at);
+            const T* base = reinterpret_cast<const T*>(base_piece_.read(job.base, first + at, n));
+            const T* next = reinterpret_cast<const T*>(next_piece_.read(job.next, first + at, n));
             multipliers_->fill(kernels_, job.seed, first + at, n, sizeof(T));
             Lanes before{};
             kernels.scan(base, next, n, rule, multipliers_->of.data(), *scan_, before);
@@ -93,9 +93,9 @@ private:
 
     const Kernels& kernels_;
     ChunkEncoder<T> chunk_;
-    std::unique_ptr<SpanScan> scan_;
-    std::unique_ptr<SpanMultipliers> multipliers_;
-    SpanReader base_span_, next_span_;
+    std::unique_ptr<PieceScan> scan_;
+    std::unique_ptr<PieceMultipliers> multipliers_;
+    PieceReader base_piece_, next_piece_;
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
 #include "codec.hpp"
 #include "payload.hpp"
-#include "span.hpp"
+#include "piece.hpp"
 
 namespace deltawire {
 

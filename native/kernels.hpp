@@ -9,7 +9,7 @@ namespace deltawire {
 // How the elements of a tensor map to contexts.
 struct ContextRule {
     uint8_t shift;
-    uint32_t mask;   // 0: a single context
+    uint32_t mask;   // 0 means a single context
     int32_t top;
 
     DELTAWIRE_INLINE unsigned operator()(uint64_t bits) const {
@@ -19,16 +19,16 @@ struct ContextRule {
     }
 };
 
-// What a scan of one span leaves behind for the encoder: where it changes, and what is needed to rank any element in its context.
-struct SpanScan {
+// The result of scanning one piece for the encoder: which elements change, and the data to rank any element in its context.
+struct PieceScan {
     uint32_t changes = 0;
-    alignas(64) uint16_t positions[kSpanBytes + kGroup];
-    alignas(64) uint64_t masks[kSpanBytes / kGroup][kContexts];   // which elements of a group are of a context
-    alignas(64) uint16_t ranks[kSpanBytes / kGroup][kContexts];   // elements of a context in the span before a group
-    int64_t totals[kContexts];                               // elements of a context in the whole span
+    alignas(64) uint16_t positions[kPieceBytes + kGroup];
+    alignas(64) uint64_t masks[kPieceBytes / kGroup][kContexts];   // the elements of a group that have a context
+    alignas(64) uint16_t ranks[kPieceBytes / kGroup][kContexts];   // number of elements of a context in the piece before a group
+    int64_t totals[kContexts];                               // number of elements of a context in the whole piece
 };
 
-// A change as an encoder finds it: the gap in its context's own line, the step, and the differing bits.
+// A change as the encoder finds it: the gap on the line of its context, the step, and the differing bits.
 template <class T>
 struct Change {
     uint32_t gap;
@@ -42,41 +42,41 @@ struct Collected {
     struct Context {
         Change<T>* begin;
         Change<T>* end;
-        uint32_t next_rank;  // of the element after the last change
-        uint32_t seen;       // elements in the spans before
+        uint32_t next_rank;  // rank of the element after the last change
+        uint32_t seen;       // number of elements in earlier pieces
     };
     std::array<Context, kContexts> contexts;
 };
 
-// The changed elements of one chunk by context, as decoded from its streams; an operand is a step, or bits to XOR.
+// The changed elements of one chunk by context, decoded from its streams. An operand is a step, or bits to XOR.
 template <class T>
 struct ChunkChanges {
     struct Context {
         uint32_t changes = 0;
         bool is_xor = false;
         bool inverted = false;
-        uint32_t unchanged = 0;             // inverted only
-        const uint32_t* targets = nullptr;  // their ranks among the context's elements in the chunk, ascending; then kNoTarget
+        uint32_t unchanged = 0;             // for inverted contexts only
+        const uint32_t* targets = nullptr;  // ranks among the context's elements in the chunk, ascending, and then kNoTarget
         const T* operands = nullptr;
     };
     std::array<Context, kContexts> contexts;
 };
 inline constexpr uint32_t kNoTarget = ~uint32_t(0);
-inline constexpr uint32_t kListSlack = 16;  // entries after each list that may be read, and are not used
+inline constexpr uint32_t kListSlack = 16;  // entries after each list that may be read but are not used
 
-// Where a walk over a chunk's elements stands: per context, the elements seen and the changes found.
+// The state of a walk over a chunk's elements: the elements seen and the changes found in each context.
 struct Cursor {
     uint32_t seen[kContexts] = {};
     uint32_t next[kContexts] = {};
 };
 
-// What `locate` works with on one span.
+// The working memory of `locate` for one piece.
 struct LocateSpace {
-    SpanScan scan;
-    // The changes that fall into the span, context by context.
-    alignas(64) uint16_t ranks[kSpanBytes + kListSlack];
-    alignas(64) uint8_t contexts[kSpanBytes + kListSlack];
-    alignas(64) uint8_t operands[kSpanBytes + 8 * kListSlack];
+    PieceScan scan;
+    // The changes that fall into the piece, context by context.
+    alignas(64) uint16_t ranks[kPieceBytes + kListSlack];
+    alignas(64) uint8_t contexts[kPieceBytes + kListSlack];
+    alignas(64) uint8_t operands[kPieceBytes + 8 * kListSlack];
 };
 
 // Receives changes.
@@ -89,14 +89,14 @@ struct Located {
 
 template <class T>
 struct KernelsFor {
-    // Finds what changes in a span; adds its base to the digest.
-    void (*scan)(const T* base, const T* next, uint32_t count, const ContextRule&, const Multipliers*, SpanScan&, Lanes&);
-    // Appends the changes of a scanned span to those of its chunk; adds what they change to the digest.
-    void (*collect)(const T* base, const T* next, uint32_t count, const ContextRule&, const SpanScan&, const Multipliers*, Collected<T>&, Lanes&);
-    // Walks one span (`first` is its position in the chunk) and emits the changes that fall into it, in no order; adds the base to the digest.
+    // Finds the changes in a piece, and adds its base to the digest.
+    void (*scan)(const T* base, const T* next, uint32_t count, const ContextRule&, const Multipliers*, PieceScan&, Lanes&);
+    // Appends the changes of a scanned piece to those of its chunk, and adds their difference to the digest.
+    void (*collect)(const T* base, const T* next, uint32_t count, const ContextRule&, const PieceScan&, const Multipliers*, Collected<T>&, Lanes&);
+    // Walks one piece (`first` is its position in the chunk), emits the changes that fall into it in any order, and adds the base to the digest.
     void (*locate)(const T* base, uint32_t count, uint32_t first, const ContextRule&, const Multipliers*, const ChunkChanges<T>&, Cursor&,
                    LocateSpace&, Located<T>&, Lanes&);
-    // Adds to the digest what `n` located changes of one span change.
+    // Adds the difference of `n` located changes of one piece to the digest.
     void (*digest_changes)(const T* base, uint32_t first, const uint32_t* positions, const T* values, size_t n, const Multipliers*, Lanes&);
 };
 
@@ -105,7 +105,7 @@ struct Kernels {
     void (*multipliers)(uint64_t seed, uint64_t first_block, size_t n, Multipliers* out);
     // Adds the word sums of `bytes` bytes to `lanes`.
     void (*digest)(const uint8_t* data, size_t bytes, const Multipliers*, Lanes& lanes);
-    // Bits that LR(k, ·) takes for all values, or any number >= `limit` if it is not below `limit`.
+    // Returns the number of bits of LR(k, ·) for all values; or any number >= `limit` if the result is not below `limit`.
     uint64_t (*rice_cost)(const uint32_t* values, size_t n, unsigned k, uint64_t limit);
     KernelsFor<uint8_t> u8;
     KernelsFor<uint16_t> u16;
@@ -127,7 +127,7 @@ extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 #endif
 
-// The instruction sets this machine runs, best first; the last is always "scalar".
+// Returns the instruction sets that this machine runs, best first. The last is always "scalar".
 std::vector<const Kernels*> available_kernels();
 
 }  // namespace deltawire

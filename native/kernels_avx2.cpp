@@ -1,4 +1,4 @@
-// AVX2, BMI1/2 and POPCNT: every x86 server since 2013 (Zen and later at AMD).
+// AVX2, BMI1/2 and POPCNT: every Intel server since 2013, and AMD since Zen.
 #include "kernels_x86.hpp"
 
 namespace deltawire {
@@ -6,10 +6,10 @@ namespace {
 
 struct Avx2 : OneByOne, SingleBits {
     static __m256i load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-    // 16-bit lanes of at most 255 to bytes, in order.
+    // Narrows 16-bit lanes of at most 255 to bytes, in order.
     static __m256i pack(__m256i a, __m256i b) { return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8); }
 
-    // Sorts 64 elements into contexts; the constants of the rule stay in registers.
+    // Sorts 64 elements into contexts. The constants of the rule stay in registers.
     class Sorter {
     public:
         explicit Sorter(const ContextRule& rule)
@@ -43,7 +43,7 @@ struct Avx2 : OneByOne, SingleBits {
         }
 
     private:
-        // Contexts of 32 elements as bytes.
+        // Returns the contexts of 32 elements as bytes.
         template <class T>
         __m256i contexts(const T* elements) const {
             if constexpr (sizeof(T) < 8)
@@ -95,7 +95,7 @@ struct Avx2 : OneByOne, SingleBits {
     static RiceSums rice_sums(const uint32_t* values, size_t n, unsigned k) {
         const __m256i limit = _mm256_set1_epi32(16);
         const __m128i shift = _mm_cvtsi32_si128(int(k));
-        __m256i sums = _mm256_setzero_si256(), counts = sums;  // at most 2^15 values of at most 16: no lane overflows
+        __m256i sums = _mm256_setzero_si256(), counts = sums;  // no lane overflows, because there are at most 2^15 values of at most 16
         size_t i = 0;
         for (; i + 8 <= n; i += 8) {
             const __m256i q = _mm256_min_epu32(_mm256_srl_epi32(load(values + i), shift), limit);

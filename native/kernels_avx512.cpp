@@ -4,7 +4,7 @@
 namespace deltawire {
 namespace {
 
-// Index vectors that gather one byte of every 8 (or of 64 elements) and reverse the order within each 8, as the bit-matrix product wants it.
+// Index vectors that gather one byte of every 8 (or of 64 elements) and reverse the order within each 8, as the bit-matrix product requires.
 struct alignas(64) Bytes {
     uint8_t at[64];
 };
@@ -19,7 +19,7 @@ constexpr Bytes kReverse8 = make_bytes([](unsigned i) { return reversed(i); });
 constexpr Bytes kEvenBytes = make_bytes([](unsigned i) { return 2 * reversed(i); });
 constexpr Bytes kFourthBytes = make_bytes([](unsigned i) { return 4 * reversed(i & 31); });
 constexpr Bytes kWords = make_bytes([](unsigned i) { return i % 2 ? 0 : 4 * (i / 2 % 8) + 32 * (i / 16 % 2); });
-// For each context c of eight, bit k of all contexts: as it is where bit k of c is set, else its complement.
+// For each of eight contexts c: bit k of all contexts if bit k of c is set, else its complement.
 constexpr Bytes plane_of(unsigned k) {
     return make_bytes([k](unsigned i) { return 8 * (i & 7) + (k == 3 || (i >> 3) >> k & 1 ? k : 4 + k); });
 }
@@ -43,7 +43,7 @@ struct Avx512 : SingleBits {
     };
 
     struct Counts {
-        __m256i n;  // a span holds fewer than 2^16 elements
+        __m256i n;  // a piece holds fewer than 2^16 elements
         static Counts zero() { return {_mm256_setzero_si256()}; }
         void store(int64_t* out) const {
             _mm512_storeu_si512(out, _mm512_cvtepu16_epi64(_mm256_castsi256_si128(n)));
@@ -56,7 +56,7 @@ struct Avx512 : SingleBits {
         }
     };
 
-    // Sorts 64 elements into contexts; the constants of the rule stay in registers.
+    // Sorts 64 elements into contexts. The constants of the rule stay in registers.
     class Sorter {
     public:
         explicit Sorter(const ContextRule& rule)
@@ -75,7 +75,7 @@ struct Avx512 : SingleBits {
         }
 
     private:
-        // Contexts of 64 elements as bytes, each 8 of them in reverse order.
+        // Returns the contexts of 64 elements as bytes, with each 8 of them in reverse order.
         template <class T>
         __m512i contexts(const T* elements) const {
             const __m512i last = _mm512_set1_epi8(kContexts - 1);
@@ -89,7 +89,7 @@ struct Avx512 : SingleBits {
             }
             return _mm512_permutexvar_epi8(load(kReverse8), load(bytes));
         }
-        // Low bytes of the shifted elements.
+        // Returns the low bytes of the shifted elements.
         __m512i exponents(const uint8_t* p) const { return _mm512_permutexvar_epi8(load(kReverse8), _mm512_srl_epi16(load(p), shift_)); }
         __m512i exponents(const uint16_t* p) const {
             return _mm512_permutex2var_epi8(_mm512_srl_epi16(load(p), shift_), load(kEvenBytes), _mm512_srl_epi16(load(p + 32), shift_));
@@ -122,20 +122,20 @@ struct Avx512 : SingleBits {
         return m;
     }
 
-    // Writes the targets below `limit`, less `seen`, to `out` and returns how many there are.
+    // Writes the targets below `limit`, minus `seen`, to `out`, and returns how many there are.
     static uint32_t take(const uint32_t* targets, uint32_t seen, uint32_t limit, uint16_t* out) {
         for (uint32_t n = 0;; n += 16) {
             const __m512i t = load(targets + n);
             const __mmask16 below = _mm512_cmplt_epu32_mask(t, _mm512_set1_epi32(int32_t(limit)));
             _mm256_storeu_si256((__m256i*)(out + n), _mm512_cvtepi32_epi16(_mm512_sub_epi32(t, _mm512_set1_epi32(int32_t(seen)))));
-            if (below != 0xffff) return n + unsigned(std::countr_one(uint32_t(below)));  // what follows kNoTarget is of another list
+            if (below != 0xffff) return n + unsigned(std::countr_one(uint32_t(below)));  // entries after kNoTarget belong to another list
         }
     }
 
     static RiceSums rice_sums(const uint32_t* values, size_t n, unsigned k) {
         const __m512i limit = _mm512_set1_epi32(16);
         const __m128i shift = _mm_cvtsi32_si128(int(k));
-        __m512i sums = _mm512_setzero_si512();  // at most 2^15 values of at most 16: no lane overflows
+        __m512i sums = _mm512_setzero_si512();  // no lane overflows, because there are at most 2^15 values of at most 16
         uint64_t escapes = 0;
         for (size_t i = 0; i < n; i += 16) {
             const __mmask16 lanes = n - i >= 16 ? __mmask16(0xffff) : __mmask16((1u << (n - i)) - 1);

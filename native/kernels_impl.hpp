@@ -1,5 +1,5 @@
-// The kernels, written once over an `Isa`: how to compare 64 elements, how to sort them into contexts, how to count.
-// Included only by kernels_*.cpp, each compiled for its own instruction set; everything here must have internal linkage there.
+// The kernels, written once for any `Isa`, which compares 64 elements, sorts them into contexts, and counts.
+// Only kernels_*.cpp include this file, each compiled for one instruction set. Everything here must have internal linkage there.
 #pragma once
 
 #include <cstring>
@@ -9,12 +9,12 @@
 namespace deltawire {
 namespace {
 
-// Spans are worked on several times while they are in cache; meanwhile the next ones are on their way. Reading beyond the end of a tensor is
-// only hinted at, never done.
-inline constexpr size_t kApart = 3072;  // measured: two streams at the same place of their pages are 10% slower (memory banks, presumably)
+// A piece is read several times while it is in the cache, and meanwhile the next pieces are prefetched. A prefetch may go beyond the end of a
+// tensor, but a read never does.
+inline constexpr size_t kApart = 3072;  // measured: two streams at the same offset in their pages are 10% slower (presumably because of memory banks)
 template <class T>
 DELTAWIRE_INLINE void prefetch_group(const T* group) {
-    const auto* ahead = reinterpret_cast<const uint8_t*>(group) + 2 * kSpanBytes;
+    const auto* ahead = reinterpret_cast<const uint8_t*>(group) + 2 * kPieceBytes;
     for (unsigned i = 0; i < kGroup * sizeof(T); i += 64) __builtin_prefetch(ahead + i, 0, 2);
 }
 
@@ -22,7 +22,7 @@ struct RiceSums {
     uint64_t sum, escapes;
 };
 
-// What an instruction set has that counts contexts one by one.
+// Shared by instruction sets that count contexts one by one.
 struct OneByOne {
     struct Masks {
         uint64_t bits[kContexts] = {};
@@ -44,7 +44,7 @@ struct OneByOne {
         }
     };
 
-    // Writes the targets below `limit`, less `seen`, to `out` and returns how many there are.
+    // Writes the targets below `limit`, minus `seen`, to `out`, and returns how many there are.
     static uint32_t take(const uint32_t* targets, uint32_t seen, uint32_t limit, uint16_t* out) {
         uint32_t n = 0;
         for (; targets[n] < limit; ++n) out[n] = uint16_t(targets[n] - seen);
@@ -54,27 +54,27 @@ struct OneByOne {
 
 template <class Isa>
 struct Kernel {
-    // The last, partial group of a tensor, padded so that full-width loads stay in bounds.
+    // The last, partial group of a tensor, padded so that full-width loads stay within bounds.
     template <class T>
     struct Padded {
         alignas(64) T data[kGroup] = {};
         Padded(const T* from, uint32_t count) { std::memcpy(data, from, count * sizeof(T)); }
     };
 
-    // Digests a span block by block, as a loop over its groups comes by: the sums wait for memory while the rest of the loop computes.
+    // Digests a piece block by block, as part of a loop over its groups: the sums wait for memory while the rest of the loop computes.
     template <class T>
     class DigestAlong {
     public:
-        DigestAlong(const T* span, uint32_t count, const Multipliers* multipliers)
-            : span_(span), multipliers_(multipliers), whole_(count / kElements), rest_(count % kElements) {}
+        DigestAlong(const T* piece, uint32_t count, const Multipliers* multipliers)
+            : piece_(piece), multipliers_(multipliers), whole_(count / kElements), rest_(count % kElements) {}
         void before_group(uint32_t g) {
             constexpr uint32_t groups = kElements / kGroup;
-            if (g % groups == 0 && g / groups < whole_) sums_.add(span_ + g * kGroup, multipliers_[g / groups]);
+            if (g % groups == 0 && g / groups < whole_) sums_.add(piece_ + g * kGroup, multipliers_[g / groups]);
         }
         void finish(Lanes& lanes) {
             if (rest_) {
                 alignas(64) uint8_t padded[kDigestBlock * 2] = {};
-                std::memcpy(padded, span_ + whole_ * kElements, rest_ * sizeof(T));
+                std::memcpy(padded, piece_ + whole_ * kElements, rest_ * sizeof(T));
                 sums_.add(padded, multipliers_[whole_]);
             }
             sums_.finish(lanes);
@@ -82,14 +82,14 @@ struct Kernel {
 
     private:
         static constexpr uint32_t kElements = kDigestBlock * 2 / sizeof(T);
-        const T* span_;
+        const T* piece_;
         const Multipliers* multipliers_;
         uint32_t whole_, rest_;
         typename Isa::Digest sums_;
     };
 
     template <class T>
-    static void scan(const T* base, const T* next, uint32_t count, const ContextRule& rule, const Multipliers* multipliers, SpanScan& out,
+    static void scan(const T* base, const T* next, uint32_t count, const ContextRule& rule, const Multipliers* multipliers, PieceScan& out,
                      Lanes& lanes) {
         const typename Isa::Sorter sort(rule);
         const bool floating = rule.mask != 0;
@@ -97,7 +97,7 @@ struct Kernel {
         DigestAlong<T> digest(base, count, multipliers);
         uint16_t* positions = out.positions;
         const auto group = [&](uint32_t g, const T* a, const T* b, uint64_t valid) {
-            const uint64_t changed = Isa::differ(a, b);  // first, so that the loads of `a` serve both
+            const uint64_t changed = Isa::differ(a, b);  // comes first, so that `a` is loaded once for both
             if (floating) {
                 typename Isa::Masks masks = sort(a);
                 if (valid != ~uint64_t(0)) masks.keep(valid);
@@ -125,7 +125,7 @@ struct Kernel {
     }
 
     template <class T>
-    static void collect(const T* base, const T* next, uint32_t count, const ContextRule& rule, const SpanScan& scan, const Multipliers* multipliers,
+    static void collect(const T* base, const T* next, uint32_t count, const ContextRule& rule, const PieceScan& scan, const Multipliers* multipliers,
                         Collected<T>& out, Lanes& lanes) {
         if (rule.mask)
             collect_as<T, true>(base, next, rule, scan, multipliers, out, lanes);
@@ -134,7 +134,7 @@ struct Kernel {
         for (unsigned c = 0; c < kContexts; ++c) out.contexts[c].seen += rule.mask ? uint32_t(scan.totals[c]) : count;
     }
     template <class T, bool floating>
-    static void collect_as(const T* base, const T* next, const ContextRule rule, const SpanScan& scan, const Multipliers* multipliers,
+    static void collect_as(const T* base, const T* next, const ContextRule rule, const PieceScan& scan, const Multipliers* multipliers,
                            Collected<T>& out, Lanes& lanes) {
         uint32_t sums[4] = {};
         const uint32_t changes = scan.changes;
@@ -160,9 +160,9 @@ struct Kernel {
         for (unsigned j = 0; j < 4; ++j) lanes[j] += sums[j];
     }
 
-    // Which elements of each group are of which context, and how many came before. Rows after the last group count as never reached.
+    // Notes the elements of each group by context, and how many came before. Rows after the last group count as never reached.
     template <class T>
-    static void rank(const T* base, uint32_t count, const ContextRule& rule, const Multipliers* multipliers, SpanScan& out, Lanes& lanes) {
+    static void rank(const T* base, uint32_t count, const ContextRule& rule, const Multipliers* multipliers, PieceScan& out, Lanes& lanes) {
         const typename Isa::Sorter sort(rule);
         DigestAlong<T> digest(base, count, multipliers);
         typename Isa::Counts counts = Isa::Counts::zero();
@@ -187,10 +187,11 @@ struct Kernel {
         }
         digest.finish(lanes);
         counts.store(out.totals);
-        std::memset(out.ranks[g], 0xff, (kSpan<T> / kGroup - g) * sizeof out.ranks[0]);
+        std::memset(out.ranks[g], 0xff, (kPiece<T> / kGroup - g) * sizeof out.ranks[0]);
     }
 
-    // The last group that starts at or before the target: a search four ways at a time, without a branch. `column` is the context's in the rows.
+    // Returns the last group that starts at or before the target: a four-way search without a branch instruction. `column` is that of the
+    // context in the rows.
     template <uint32_t groups>
     static uint32_t last_group(const uint16_t* column, uint16_t target) {
         if constexpr (groups == 1) {
@@ -249,7 +250,7 @@ struct Kernel {
         const auto place = [&]<bool may_xor>(uint32_t i) {
             const unsigned c = space.contexts[i];
             const uint16_t target = space.ranks[i];
-            const uint32_t g = last_group<kSpan<T> / kGroup>(space.scan.ranks[0] + c, target);
+            const uint32_t g = last_group<kPiece<T> / kGroup>(space.scan.ranks[0] + c, target);
             const unsigned bit = Isa::select(space.scan.masks[g][c], unsigned(target - space.scan.ranks[g][c]));
             const uint32_t at = g * kGroup + bit;
             out.positions[n + i] = first + at;

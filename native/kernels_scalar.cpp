@@ -1,4 +1,4 @@
-// Portable C++: the path for machines without AVX2, aarch64 among them.
+// Portable C++ for machines without AVX2, such as aarch64.
 #include "kernels_impl.hpp"
 
 namespace deltawire {
@@ -32,7 +32,7 @@ struct Scalar : OneByOne {
         return out;
     }
 
-    // Index of the n-th set bit.
+    // Returns the index of the n-th set bit.
     static unsigned select(uint64_t mask, unsigned n) {
         for (; n; --n) mask &= mask - 1;
         return unsigned(std::countr_zero(mask));

@@ -1,4 +1,4 @@
-// What the AVX2 and AVX-512 kernels share: single bits, by BMI1, BMI2 and POPCNT.
+// Shared by the AVX2 and AVX-512 kernels: work on single bits with BMI1, BMI2 and POPCNT.
 #pragma once
 
 #include <immintrin.h>
@@ -9,7 +9,7 @@ namespace deltawire {
 namespace {
 
 struct SingleBits {
-    // On scalar units, since the vector units are the busy ones. Two at a time without a branch: at usual densities few groups hold more.
+    // Uses the scalar units, because the vector units are busy. Does two at a time without a branch, because few groups hold more at usual densities.
     static uint16_t* positions(uint64_t mask, uint16_t first, uint16_t* out) {
         uint16_t* const end = out + _mm_popcnt_u64(mask);
         do {
@@ -22,7 +22,7 @@ struct SingleBits {
         return end;
     }
 
-    // Index of the n-th set bit.
+    // Returns the index of the n-th set bit.
     static unsigned select(uint64_t mask, unsigned n) { return unsigned(_tzcnt_u64(_pdep_u64(uint64_t(1) << n, mask))); }
 };
 

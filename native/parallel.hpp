@@ -9,8 +9,8 @@
 
 namespace deltawire {
 
-// Calls `work(workers[t], i)` for all i < n, thread t having a worker of its own. Of several errors, the one of the smallest i is thrown.
-// Allocates nothing but threads; does with fewer where no more are to be had.
+// Calls `work(workers[t], i)` for all i < n. Thread t uses worker t. If there are several errors, it throws the one with the smallest i.
+// It allocates only threads, and works with fewer threads if the system refuses more.
 template <class Worker, class Work>
 void parallel_for(size_t n, std::vector<Worker>& workers, Work work) {
     std::atomic<size_t> next{0};

@@ -1,4 +1,4 @@
-// The chunks of a payload (docs/format.md §3), before their bodies are decoded.
+// Reads the chunks of a payload (docs/format.md §3) without decoding their bodies.
 #pragma once
 
 #include <cstring>
@@ -8,7 +8,7 @@
 
 namespace deltawire {
 
-// Calls `use(mode, elements, body)` for each chunk of a payload, after checking what can be checked without decoding it.
+// Calls `use(mode, elements, body)` for each chunk of a payload. First it checks all that can be checked without decoding.
 template <class Use>
 void for_each_chunk(std::span<const uint8_t> payload, const ElementType& type, Use use) {
     if (payload.empty()) throw Corrupt("a payload is empty.");

@@ -5,12 +5,12 @@
 #include "codec.hpp"
 #include "parallel.hpp"
 #include "payload.hpp"
-#include "span.hpp"
+#include "piece.hpp"
 
 namespace deltawire {
 namespace {
 
-constexpr uint32_t kDigestUnit = 1u << 22;  // elements of an unchanged tensor that one thread takes at a time
+constexpr uint32_t kDigestUnit = 1u << 22;  // elements of an unchanged tensor that one thread processes at a time
 
 template <class T>
 void put_as(const View& view, uint64_t first, size_t n, const uint32_t* positions, const T* values) {
@@ -26,11 +26,11 @@ void put(const View& view, uint64_t first, size_t n, const uint32_t* positions, 
     with_element(view.bytes, [&](auto element) { put_as(view, first, n, positions, reinterpret_cast<const decltype(element)*>(values)); });
 }
 
-// Like `put`, but leaves the old values in `values`. `span` holds the elements from position `from` on.
+// Like `put`, but leaves the old values in `values`. `piece` holds the elements from position `from` on.
 template <class T>
-void replace(const View& view, uint64_t first, const T* span, uint32_t from, size_t n, const uint32_t* positions, T* values) {
+void replace(const View& view, uint64_t first, const T* piece, uint32_t from, size_t n, const uint32_t* positions, T* values) {
     for (size_t i = 0; i < n; ++i) {
-        const T old = span[positions[i] - from];
+        const T old = piece[positions[i] - from];
         put_as(view, first, 1, positions + i, values + i);
         values[i] = old;
     }
@@ -54,7 +54,7 @@ void swap_values(const View& view, uint64_t first, size_t n, const uint32_t* pos
 
 }  // namespace
 
-// The working memory of one thread that resolves, and what it keeps.
+// The working memory of one resolving thread, and the changes that it keeps.
 class Resolution::Worker {
 public:
     Worker(const Kernels& kernels, std::atomic<size_t>& kept, size_t budget, bool defer)
@@ -62,18 +62,18 @@ public:
           kept_(kept),
           budget_(budget),
           defer_(defer),
-          multipliers_(new SpanMultipliers),
+          multipliers_(new PieceMultipliers),
           space_(new LocateSpace),
           positions_(kMaxChanges),
           values_(size_t(kMaxChanges) * 8) {}
 
-    // Takes all memory that it will need for this job, but for raw chunks beyond kMaxChanges.
+    // Allocates all memory that it needs for this job, except for raw chunks with more than kMaxChanges changes.
     void prepare(const ResolveJob& job) {
         if (job.changes) with_element(job.type.bytes, [&](auto element) { decoders_.get<decltype(element)>(); });
-        if (!job.base.contiguous || !job.base.data) span_.prepare();
+        if (!job.base.contiguous || !job.base.data) piece_.prepare();
     }
 
-    // Decodes and digests a unit and keeps its changes, as far as the budget goes.
+    // Decodes and digests a unit, and keeps its changes if the budget allows it.
     void resolve(const ResolveJob& job, Unit& unit) {
         with_element(job.type.bytes, [&](auto element) {
             resolve_as<decltype(element)>(job, unit, true);
@@ -81,12 +81,12 @@ public:
         });
     }
 
-    // Gives back what only resolving needs.
+    // Frees the memory that only resolving needs.
     void compact() {
         decoders_ = {};
         multipliers_.reset();
         space_.reset();
-        span_ = {};
+        piece_ = {};
         positions_ = {};
         values_ = {};
     }
@@ -115,11 +115,11 @@ private:
             rule = context_rule(job.type, decoder->top());
             if (keep && take(unit, decoder->total(), sizeof(T))) located = {0, unit.positions, reinterpret_cast<T*>(unit.values)};
         }
-        if (unit.mode == ChunkMode::same && !job.base.data) return;  // zeros that stay zeros add nothing to the digest
-        for (uint32_t at = 0; at < unit.elements; at += kSpan<T>) {
-            const uint32_t n = std::min(kSpan<T>, unit.elements - at), from = located.count;
+        if (unit.mode == ChunkMode::same && !job.base.data) return;  // zeros that do not change add nothing to the digest
+        for (uint32_t at = 0; at < unit.elements; at += kPiece<T>) {
+            const uint32_t n = std::min(kPiece<T>, unit.elements - at), from = located.count;
             const uint64_t first = unit.first + at;
-            const T* base = reinterpret_cast<const T*>(span_.read(job.base, first, n));
+            const T* base = reinterpret_cast<const T*>(piece_.read(job.base, first, n));
             multipliers_->fill(kernels_, job.seed, first, n, sizeof(T));
             if (unit.mode == ChunkMode::coded) {
                 kernels.locate(base, n, at, rule, multipliers_->of.data(), decoder->changes(), cursor, *space_, located, unit.before);
@@ -140,7 +140,7 @@ private:
         if (decoder) decoder->check_end(cursor);
     }
 
-    // Copies the changes that were just decoded: those of a raw chunk may be too many for an arena.
+    // Copies the changes that were just decoded. A raw chunk may have too many for an arena.
     void keep_own(Unit& unit, size_t width) {
         const size_t n = unit.changed, at = (n * sizeof(uint32_t) + 63) / 64 * 64;
         unit.own.resize(at + n * width);
@@ -161,7 +161,7 @@ private:
 
     template <class T>
     void compare_raw(const T* base, const uint8_t* raw, uint32_t at, uint32_t n, Located<T>& located) {
-        if (positions_.size() < size_t(located.count) + n) {  // raw chunks are bounded by their own bytes, not by kMaxChanges
+        if (positions_.size() < size_t(located.count) + n) {  // a raw chunk is limited by its own bytes, not by kMaxChanges
             positions_.resize(size_t(located.count) + n);
             values_.resize((size_t(located.count) + n) * 8);
             located.positions = positions_.data();
@@ -182,9 +182,9 @@ private:
     bool defer_;
     Arena arena_;
     PerWidth<ChunkDecoder> decoders_;
-    std::unique_ptr<SpanMultipliers> multipliers_;
+    std::unique_ptr<PieceMultipliers> multipliers_;
     std::unique_ptr<LocateSpace> space_;
-    SpanReader span_;
+    PieceReader piece_;
     std::vector<uint32_t> positions_;
     std::vector<uint8_t> values_;
 };
@@ -235,14 +235,14 @@ std::vector<Resolution::Tensor> Resolution::add(std::vector<ResolveJob> jobs) {
 }
 
 namespace {
-// Calls `use(position, value)` in ascending order. Changes come span after span; only within a span they are in disorder.
+// Calls `use(position, value)` in ascending order. Changes are sorted by piece, but not within a piece.
 template <class T, class Use>
 void ascending(const uint32_t* positions, const T* values, size_t n, Use use) {
-    std::array<T, kSpan<T>> at;
-    std::array<uint64_t, kSpan<T> / kGroup> hit{};
+    std::array<T, kPiece<T>> at;
+    std::array<uint64_t, kPiece<T> / kGroup> hit{};
     for (size_t i = 0; i < n;) {
-        const uint32_t first = positions[i] & ~(kSpan<T> - 1);
-        for (; i < n && positions[i] - first < kSpan<T>; ++i) {
+        const uint32_t first = positions[i] & ~(kPiece<T> - 1);
+        for (; i < n && positions[i] - first < kPiece<T>; ++i) {
             const uint32_t p = positions[i] - first;
             hit[p / kGroup] |= uint64_t(1) << p % kGroup;
             at[p] = values[i];
@@ -261,7 +261,7 @@ void ascending(const uint32_t* positions, const T* values, size_t n, Use use) {
 void Resolution::extract(size_t tensor, int64_t* indices, uint8_t* values) {
     const uint8_t width = jobs_[tensor].type.bytes;
     const size_t first = first_unit_[tensor], units = first_unit_[tensor + 1] - first;
-    std::vector<uint64_t> start(units);  // the place of each unit's changes in the output
+    std::vector<uint64_t> start(units);  // the start of each unit's changes in the output
     for (size_t u = 1; u < units; ++u) start[u] = start[u - 1] + units_[first + u - 1].changed;
     parallel_for(units, workers_, [&](auto& worker, size_t u) {
         const Unit& unit = units_[first + u];
@@ -308,7 +308,7 @@ void Resolution::settle() {
 
 void Resolution::revert() {
     for (Unit& unit : units_) {
-        if (!unit.written) continue;  // there may be no base either
+        if (!unit.written) continue;  // in this case there may be no base
         put(jobs_[unit.job].base, unit.first, unit.written, unit.positions, unit.values);
         unit.written = 0;
     }

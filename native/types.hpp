@@ -1,4 +1,4 @@
-// Vocabulary of the codec: element types, strided tensors, errors, and the constants of docs/format.md.
+// The basic types of the codec: element types, strided tensors, errors, and the constants of docs/format.md.
 #pragma once
 
 #include <array>
@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-// Small functions shared by code compiled for several instruction sets: never emitted on their own, so the linker cannot pick a copy
-// that the machine does not run.
+// For small functions in code that is compiled for several instruction sets. They are always inlined, so that the linker cannot choose a copy
+// that the machine cannot run.
 #define DELTAWIRE_INLINE [[gnu::always_inline]] inline
 
 namespace deltawire {
@@ -20,9 +20,9 @@ static_assert(std::endian::native == std::endian::little, "deltawire reads and w
 inline constexpr unsigned kContexts = 16;
 inline constexpr unsigned kGroup = 64;              // elements that one mask word describes
 inline constexpr uint32_t kTile = 1u << 14;         // chunks start and end at multiples of this
-inline constexpr size_t kSpanBytes = 8192;          // worked on at a time: with all that belongs to it, it stays in the first-level cache
+inline constexpr size_t kPieceBytes = 8192;          // processed at a time; with its working memory it fits into the first-level cache
 inline constexpr uint32_t kBlock = 1u << 24;        // chunks never cross multiples of this
-inline constexpr uint32_t kMaxChanges = 1u << 15;   // per chunk: bounds the memory that any chunk can ask for
+inline constexpr uint32_t kMaxChanges = 1u << 15;   // per chunk; bounds the memory that a chunk can need
 inline constexpr uint32_t kChunkTarget = 1u << 14;  // changes at which an encoder closes a chunk
 inline constexpr size_t kChunkHeader = 8;
 
@@ -39,7 +39,7 @@ inline void add_lanes(Lanes& a, const Lanes& b) {
 struct Corrupt : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
-// A payload is whole, but for another element type or number of elements.
+// A payload is valid, but for another element type or number of elements.
 struct WrongType : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -51,14 +51,14 @@ struct ElementType {
     uint8_t code;
     uint8_t bytes;           // 1, 2, 4 or 8
     uint8_t exponent_shift;
-    uint8_t exponent_bits;   // 0: no exponent, hence a single context
+    uint8_t exponent_bits;   // 0 means no exponent, and so a single context
 
     unsigned width() const { return bytes * 8u; }
     unsigned contexts() const { return exponent_bits ? kContexts : 1; }
     uint32_t exponent_mask() const { return (1u << exponent_bits) - 1; }
 };
 
-// A tensor in memory, of any strides (in bytes). data == nullptr stands for zeros.
+// A tensor in memory with any strides (in bytes). data == nullptr stands for zeros.
 struct View {
     uint8_t* data = nullptr;
     uint64_t count = 0;
@@ -72,12 +72,12 @@ struct View {
     void gather(uint64_t start, uint64_t n, uint8_t* out) const;
 };
 
-// Elements of a span; a tile is a whole number of spans.
+// The number of elements of a piece. A tile is a whole number of pieces.
 template <class T>
-inline constexpr uint32_t kSpan = uint32_t(kSpanBytes / sizeof(T));
+inline constexpr uint32_t kPiece = uint32_t(kPieceBytes / sizeof(T));
 
-// Monotone, one-to-one map of an element's bits to an unsigned integer, and back. `floating` is known per tensor. Signs of weights are random,
-// so there must be no branch on them.
+// Maps an element's bits to an unsigned integer in a monotone and one-to-one way, and back. `floating` is a property of the tensor. Signs of weights are
+// random, so there must be no branch that depends on them.
 template <class T>
 DELTAWIRE_INLINE constexpr T ordered(T x, bool floating) {
     constexpr unsigned last = sizeof(T) * 8 - 1;

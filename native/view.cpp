@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "span.hpp"
+#include "piece.hpp"
 
 namespace deltawire {
 

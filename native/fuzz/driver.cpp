@@ -1,15 +1,15 @@
-// Runs the fuzz target where there is no libFuzzer, as with GCC: the same inputs for the same seed, on every machine.
+// Runs the fuzz target without libFuzzer, which GCC does not have. The same seed gives the same inputs on every machine.
 //
 //     fuzz_resolve [-runs=N] [-seed=N] [-cases=FILE] [-artifact_prefix=PATH] [file …]
 //
-// Inputs are drawn at random or mutated from earlier ones. Those that reach code, or repeat it as often as none before, are kept to be
-// mutated. Files after the options are such earlier inputs; with -runs=0 they are executed and nothing else. Other options of libFuzzer
+// Inputs are random, or mutations of earlier ones. An input is kept for mutation if it reaches new code, or repeats code more often than
+// all inputs before it. Files after the options are such earlier inputs; with -runs=0 only they are executed. Other options of libFuzzer
 // are ignored.
 //
-// -cases writes what small payloads were resolved to, for a comparison with reference.py. A case is, little-endian: seven 64-bit integers
+// -cases writes the results of small payloads, for a comparison with the reference codec. A case is, little-endian: seven 64-bit integers
 // (type code, elements, 1 if there is a base, digest seed, bytes of payload, error: 0 none, 1 Corrupt, 2 WrongType, 3 WrongCount; changed
-// elements), four 32-bit lanes of the digest before and after, the base's elements, the payload, and of each changed element its
-// position (64 bits), then of each its value.
+// elements), four 32-bit lanes of the digest before and after, the base's elements, the payload, the positions of all changed elements
+// (64 bits each), and then their values.
 #include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -31,11 +31,11 @@ extern std::FILE* fuzz_cases;
 namespace {
 
 constexpr size_t kMaxInput = 4096, kHeader = 12, kPool = 4000;
-constexpr unsigned kStuckSeconds = 300;  // far more than any execution takes, on however busy a machine
+constexpr unsigned kStuckSeconds = 300;  // far more than any execution takes, even on a busy machine
 
 using Input = std::vector<uint8_t>;
 
-// How often each place in the code was passed in this execution; and which counts, in powers of two, were ever seen.
+// How often each edge of the code was passed in this execution; and which counts, in powers of two, were seen in any execution.
 uint8_t passed[1 << 16];
 uint8_t seen[1 << 16];
 
@@ -43,7 +43,7 @@ Input current;
 uint64_t execution = 0, seed = 1;
 std::string artifacts = "./";
 
-// Called by a sanitizer, or by us, before the process ends: the input is kept for another look.
+// Saves the input. A sanitizer, or this file, calls it before the process ends.
 void save_current() {
     const std::string path = artifacts + "crash-" + std::to_string(seed) + "-" + std::to_string(execution);
     std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(current.data()), std::streamsize(current.size()));
@@ -66,7 +66,7 @@ public:
         return z ^ z >> 31;
     }
     size_t below(size_t n) { return n ? size_t((*this)() % n) : 0; }
-    // Mostly few, sometimes many.
+    // Usually few, sometimes many.
     size_t few(size_t most) { return below(1 + below(most)); }
 
 private:
@@ -88,7 +88,7 @@ Input draw(Random& random) {
     Input made(kHeader + random.few(random.below(8) ? 256 : 2048));
     const unsigned kind = unsigned(random.below(4));
     for (auto& byte : made) byte = uint8_t(kind == 0 ? random() : kind == 1 ? random() & random() : kind == 2 ? random() | random() : random.below(4));
-    for (size_t i = 0; i < kHeader; ++i) made[i] = uint8_t(random());  // every type, layout and source of payloads
+    for (size_t i = 0; i < kHeader; ++i) made[i] = uint8_t(random());  // so that every type, layout and source of payloads occurs
     return made;
 }
 
@@ -96,7 +96,7 @@ void mutate(Input& input, const std::vector<Input>& pool, Random& random) {
     static constexpr uint8_t edges[] = {0, 1, 2, 7, 8, 15, 16, 31, 63, 64, 127, 128, 254, 255};
     for (size_t left = 1 + random.few(8); left; --left) {
         if (input.empty()) input.push_back(uint8_t(random()));
-        // The first bytes say what the input is: half of all mutations go there.
+        // The first bytes determine the kind of input, so half of all mutations go there.
         const size_t at = random.below(random.below(2) ? input.size() : std::min(input.size(), kHeader));
         switch (random.below(8)) {
             case 0: input[at] ^= uint8_t(1u << random.below(8)); break;
@@ -105,12 +105,12 @@ void mutate(Input& input, const std::vector<Input>& pool, Random& random) {
             case 3: input[at] = uint8_t(input[at] + random.below(9) - 4); break;
             case 4: input.insert(input.begin() + ptrdiff_t(at), 1 + random.few(32), uint8_t(random())); break;
             case 5: input.erase(input.begin() + ptrdiff_t(at), input.begin() + ptrdiff_t(std::min(input.size(), at + 1 + random.few(32)))); break;
-            case 6: {  // a stretch of its own bytes elsewhere
+            case 6: {  // copy a range of its own bytes to another position
                 const size_t from = random.below(input.size()), count = std::min({random.few(64), input.size() - from, input.size() - at});
                 std::memmove(input.data() + at, input.data() + from, count);
                 break;
             }
-            default: {  // the rest of another input
+            default: {  // continue with the rest of another input
                 const Input& other = pool[random.below(pool.size())];
                 if (other.size() > at) input.resize(at), input.insert(input.end(), other.begin() + ptrdiff_t(at), other.end());
             }
@@ -133,14 +133,14 @@ const char* value_of(const char* argument, const char* option) {
 
 }  // namespace
 
-// Inserted by the compiler into everything but this file.
+// The compiler inserts calls of this into all files except this one.
 extern "C" void __sanitizer_cov_trace_pc() {
-    const uintptr_t place = uintptr_t(__builtin_return_address(0)) - uintptr_t(&LLVMFuzzerTestOneInput);  // the same wherever it is loaded
-    uint8_t& count = passed[(place ^ place >> 16) & 0xffff];
+    const uintptr_t edge = uintptr_t(__builtin_return_address(0)) - uintptr_t(&LLVMFuzzerTestOneInput);  // independent of the load address
+    uint8_t& count = passed[(edge ^ edge >> 16) & 0xffff];
     if (count != 255) ++count;
 }
 
-// The runtimes are shared libraries, which must find these.
+// The runtimes are shared libraries, which must find these symbols.
 extern "C" __attribute__((visibility("default"))) const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 
 int main(int argc, char** argv) {

@@ -1,10 +1,10 @@
-// Hostile payloads against the native decoder, and round trips through the encoder. What is checked: docs/fuzzing.md.
+// Runs the native decoder on hostile payloads, and makes round trips through the encoder. docs/fuzzing.md lists the checks.
 #include <cstdio>
 #include <cstdlib>
 #include <new>
 #include <string>
 
-// In place of the arena: every piece is its own allocation, so that the sanitizer sees its bounds, and is counted by its own size, so that
+// Replaces the arena. Every array is a separate allocation, so that the sanitizer knows its bounds. Each counts with its own size, so that
 // a budget can run out between two chunks of a small tensor.
 #define Arena PlainArena
 #include "../arena.hpp"
@@ -32,7 +32,7 @@ private:
 #include "../encode.cpp"
 #include "../resolve.cpp"
 
-// Where cases are written that tests compare with reference.py; set by driver.cpp only.
+// The file of cases that tests compare with the reference codec. Only driver.cpp sets it.
 std::FILE* fuzz_cases = nullptr;
 
 extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() { return "quarantine_size_mb=16:malloc_context_size=2"; }
@@ -54,7 +54,7 @@ constexpr ElementType kTypes[16] = {{0, 1, 0, 0},  {1, 1, 0, 0},  {2, 1, 0, 0}, 
 constexpr size_t kMaxElements = 40960;
 constexpr size_t kUnlimited = ~size_t(0) / 2;
 
-// The bytes of one execution; zeros after their end.
+// The bytes of one execution. After their end there are zeros.
 class Input {
 public:
     Input(const uint8_t* data, size_t size) : at_(data), end_(data + size) {}
@@ -84,7 +84,7 @@ struct Tensor {
     std::unique_ptr<uint8_t[]> memory;
     size_t size = 0;
     View view;
-    std::vector<uint8_t> original;  // of the memory, gaps between elements included
+    std::vector<uint8_t> original;  // a copy of the memory, including gaps between elements
 
     enum Layout : unsigned { contiguous, unaligned, transposed, reversed, absent };
 
@@ -121,7 +121,7 @@ struct Tensor {
     }
 };
 
-// The working memory of one instruction set, kept from execution to execution.
+// The working memory of one instruction set, which is reused in all executions.
 struct Isa {
     explicit Isa(const Kernels& k) : kernels(k), resolution(1, 0, false, k) {}
 
@@ -133,7 +133,7 @@ struct Isa {
         Resolution::Worker& worker = *resolution.workers_[0];
         worker.arena_.clear();
         worker.budget_ = budget;
-        if (worker.positions_.size() > kMaxChanges) {  // grown for a raw chunk
+        if (worker.positions_.size() > kMaxChanges) {  // it has grown for a raw chunk
             worker.positions_ = std::vector<uint32_t>(kMaxChanges);
             worker.values_ = std::vector<uint8_t>(size_t(kMaxChanges) * 8);
         }
@@ -179,7 +179,7 @@ Encoding encode_with(Isa& isa, const EncodeJob& job, bool whole_api) {
     return out;
 }
 
-// A small tensor with a sound payload that is resolved along with the hostile one.
+// A small tensor with a valid payload, which is resolved together with the hostile one.
 struct Companion {
     Companion() : bytes(make()), tensor(Tensor::contiguous, 10, 10, 2, bytes.data()) {
         std::vector<uint8_t> next = bytes;
@@ -208,7 +208,7 @@ struct Case {
     uint8_t options;
     uint64_t hash;
 
-    // Budgets differ from one instruction set to the next: decoding again must not change anything.
+    // Instruction sets get different budgets, because decoding again must not change the result.
     size_t budget(size_t i) const {
         const size_t budgets[4] = {0, kUnlimited, size_t(64) + (options & 0xf0) * 16, size_t(16384) * 4 + 4096};
         return budgets[((options & 3) + i) % 4];
@@ -241,7 +241,7 @@ void guarded(Outcome& out, Use use) {
     }
 }
 
-// Without writing: add, extract, and extract_dense where there is no base.
+// Resolves without writing: add, extract, and extract_dense if there is no base.
 Outcome read_out(Isa& isa, const Case& c, std::span<const uint8_t> payload, size_t budget) {
     Outcome out;
     const View& base = c.base.view;
@@ -281,7 +281,7 @@ Outcome read_out(Isa& isa, const Case& c, std::span<const uint8_t> payload, size
     return out;
 }
 
-// Writing: add, then settle or revert. `expected` is the memory after the changes.
+// Resolves with writing: add, then settle or revert. `expected` is the memory after the changes.
 void write_in(Isa& isa, const Case& c, std::span<const uint8_t> payload, size_t budget, const Outcome& reference, const std::vector<uint8_t>& expected,
               bool settle) {
     static Companion companion;
@@ -305,7 +305,7 @@ void write_in(Isa& isa, const Case& c, std::span<const uint8_t> payload, size_t 
     resolution.settle();
     REQUIRE(c.base.holds(expected));
     if (along) REQUIRE(companion.tensor.holds(companion.next_bytes));
-    // The digest that was foretold is the digest of what is there now.
+    // The digest that `add` returned is the digest of the memory as it is now.
     const auto digests = isa.fresh(0).add({{c.base.view, {}, false, c.type, c.seed, false}});
     REQUIRE(digests[0].before == reference.tensor.after && digests[0].after == reference.tensor.after && !digests[0].changed);
     companion.tensor.restore();
@@ -328,7 +328,7 @@ void check_inspect(const Case& c, std::span<const uint8_t> payload, const Outcom
     REQUIRE(raw ? changed >= reference.tensor.changed : changed == reference.tensor.changed);
 }
 
-// One case as driver.cpp documents it. Large ones are left out: the reference decodes one code at a time.
+// Writes one case as driver.cpp documents it. Large cases are left out, because the reference decodes one code at a time.
 void write_case(const Case& c, std::span<const uint8_t> payload, const Outcome& out) {
     if (c.base.view.count > 400 || payload.size() > 4096) return;
     const auto put = [](const void* data, size_t size) { REQUIRE(!size || std::fwrite(data, 1, size, fuzz_cases) == size); };
@@ -342,7 +342,7 @@ void write_case(const Case& c, std::span<const uint8_t> payload, const Outcome& 
     put(out.indices.data(), out.indices.size() * 8), put(out.values.data(), out.values.size());
 }
 
-// All that can be done with a payload, on several instruction sets.
+// Does everything that can be done with a payload, on several instruction sets.
 Outcome attack(const Case& c, std::span<const uint8_t> bytes) {
     const std::unique_ptr<uint8_t[]> exact(new uint8_t[bytes.size()]);
     if (!bytes.empty()) std::memcpy(exact.get(), bytes.data(), bytes.size());
@@ -351,10 +351,10 @@ Outcome attack(const Case& c, std::span<const uint8_t> bytes) {
     const size_t lead = c.hash % all.size();
     const Outcome reference = read_out(*all[lead], c, payload, c.budget(0));
     if (fuzz_cases) write_case(c, payload, reference);
-    // What is refused before a kernel runs is refused by code that all instruction sets share: mostly, one of them will do.
+    // All instruction sets share the code that refuses a payload before a kernel runs, so usually one of them is enough for such payloads.
     static const std::string walked[] = {"a position falls outside its chunk.", "an inverted context has another number of elements than the base."};
     const bool early = reference.error && reference.what != walked[0] && reference.what != walked[1];
-    // Of the rest, most are tried on two instruction sets, which are others each time.
+    // Most other payloads are tried on two instruction sets, which differ each time.
     const size_t tried = (c.hash >> 8 & 7) ? std::min<size_t>(early ? 1 : 2, all.size()) : all.size();
     std::vector<uint8_t> expected;
     if (!reference.error && c.base.view.data) {
@@ -366,14 +366,14 @@ Outcome attack(const Case& c, std::span<const uint8_t> bytes) {
         Isa& isa = *all[(lead + i) % all.size()];
         if (i) REQUIRE(read_out(isa, c, payload, c.budget(i)) == reference);
         if (c.base.view.data) write_in(isa, c, payload, c.budget(i + (c.hash >> 12 & 3)), reference, expected, c.hash >> (16 + i) & 1);
-        else isa.resolution.revert();  // nothing is written, nothing is to be done
+        else isa.resolution.revert();  // does nothing, because nothing is written
     }
     if ((c.hash >> 20 & 63) == 0) check_inspect(c, payload, reference);
-    for (auto& isa : all) isa->fresh(0);  // else libFuzzer looks for leaks
+    for (auto& isa : all) isa->fresh(0);  // otherwise libFuzzer searches for leaks
     return reference;
 }
 
-// Elements as weights, small integers, fuzzed bytes or noise.
+// Makes elements that are like weights, small integers, fuzzed bytes or noise.
 std::vector<uint8_t> make_elements(const ElementType& type, uint64_t count, unsigned kind, std::span<const uint8_t> pattern, Random& random) {
     std::vector<uint8_t> out(count * type.bytes);
     if (kind == 0) return out;
@@ -419,7 +419,7 @@ void change_as(std::vector<uint8_t>& elements, const ElementType& type, unsigned
     }
 }
 
-// Encodes what the input describes; to check, does so with several instruction sets and resolves it again.
+// Encodes what the input describes. For a check, it uses several instruction sets and resolves the result again.
 std::vector<uint8_t> round_trip(const Case& c, Tensor::Layout layout, uint64_t rows, uint64_t columns, const std::vector<uint8_t>& elements,
                                 bool check) {
     const Tensor next(layout, rows, columns, c.type.bytes, elements.data());
@@ -440,7 +440,7 @@ std::vector<uint8_t> round_trip(const Case& c, Tensor::Layout layout, uint64_t r
     return first.payload;
 }
 
-// A body that keeps the grammar of §4, with numbers that need not fit the base.
+// Makes a body that follows the grammar of §4, with numbers that need not fit the base.
 void write_body(std::vector<uint8_t>& payload, const ElementType& type, const uint8_t* base, uint32_t elements, Input& in, Random& random) {
     static auto* const space = new std::vector<uint8_t>(size_t(4) << 20);
     BitWriter out(space->data());
@@ -476,7 +476,7 @@ void write_body(std::vector<uint8_t>& payload, const ElementType& type, const ui
         const uint8_t a = in.byte(), b = in.byte();
         const uint32_t m = members[c];
         p.inverted = a & 4;
-        switch (a & 3) {  // how many change
+        switch (a & 3) {  // the number of changes
             case 0: p.n = b & 0x80 ? 0 : b & 7; break;
             case 1: p.n = uint32_t(uint64_t(m) * b / 255); break;
             case 2: p.n = m - std::min<uint32_t>(m, b & 15); break;
@@ -541,7 +541,7 @@ void write_body(std::vector<uint8_t>& payload, const ElementType& type, const ui
     payload.insert(payload.end(), space->data(), space->data() + size);
 }
 
-// Chunks as no encoder would cut them, of all modes.
+// Makes chunks of all modes, cut as no encoder would cut them.
 std::vector<uint8_t> grow(const ElementType& type, const std::vector<uint8_t>& base, uint64_t count, Input& in, Random& random) {
     std::vector<uint8_t> payload{type.code};
     for (uint64_t at = 0; at < count;) {
@@ -565,7 +565,8 @@ std::vector<uint8_t> grow(const ElementType& type, const std::vector<uint8_t>& b
     return payload;
 }
 
-// Mostly few elements, or few executions would be had. Mutation favours inputs that do much, so those with many elements are thinned out by chance.
+// Returns a number of elements, usually a small one, because large ones allow few executions. Mutation favours inputs that do much, so large numbers are
+// reduced at random.
 uint64_t element_count(uint8_t kind, uint32_t x, uint64_t hash) {
     if (kind < 128 || hash & 7) return x & 63;
     if (kind < 192 || hash & 8) return x & 255;
@@ -603,7 +604,7 @@ void execute(Input in, uint64_t hash) {
         const auto rest = in.rest();
         payload.assign(rest.begin(), rest.end());
         if (!payload.empty() && flips) payload[0] = type.code;
-        if (payload.size() >= 9 && flips & 1 && count) {  // the first chunk then covers the tensor
+        if (payload.size() >= 9 && flips & 1 && count) {  // then the first chunk covers the tensor
             const uint32_t header[2] = {uint32_t(count) | 1u << 30, uint32_t(payload.size() - 9)};
             std::memcpy(payload.data() + 1, header, 8);
         }
@@ -614,7 +615,7 @@ void execute(Input in, uint64_t hash) {
         attack(c, payload);
     } else {
         with_element(type.bytes, [&](auto element) { change_as<decltype(element)>(elements, type, changes & 7, (changes >> 3 & 7) % 5, random); });
-        if (mode == 3) {  // fuzzed bytes as new elements
+        if (mode == 3) {  // the new elements are fuzzed bytes
             const auto rest = in.rest();
             const size_t skip = std::min<size_t>(rest.size(), flips < 4 ? 0 : size_t(flips - 3) * 3), n = std::min(rest.size() - skip, elements.size());
             if (n) std::memcpy(elements.data(), rest.data() + skip, n);

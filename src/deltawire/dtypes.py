@@ -1,6 +1,6 @@
-"""The element types a checkpoint can hold, as safetensors names them and as the codec sees them.
+"""The element types that a checkpoint can hold: their names in safetensors, and their layout for the codec.
 
-The codec never interprets numbers: it sees unsigned integers of a width, and for floating-point types the position of the exponent.
+The codec never interprets numbers. It works on unsigned integers, and for floating-point types it knows the position of the exponent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DType:
 
     @property
     def bits(self) -> np.dtype[np.generic]:
-        """The unsigned integer type of the same width, in which all comparisons are made."""
+        """The unsigned integer type of the same width, which is used for all comparisons."""
         return _BITS[self.width]
 
 
@@ -65,7 +65,7 @@ _BY_NUMPY = {d.numpy: d for d in DTYPES}
 
 
 def dtype_named(name: str) -> DType:
-    """Return the type that safetensors calls `name`. Raise `UnsupportedDtype` if the codec does not know it."""
+    """Return the type with the name `name` in safetensors. Raise `UnsupportedDtype` if the codec does not have it."""
     try:
         return _BY_NAME[name]
     except KeyError:
@@ -73,7 +73,7 @@ def dtype_named(name: str) -> DType:
 
 
 def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
-    """Return the type of a NumPy array (bf16 and fp8 as `ml_dtypes`). Raise `UnsupportedDtype` if the codec does not know it."""
+    """Return the type of a NumPy array (bf16 and fp8 as `ml_dtypes`). Raise `UnsupportedDtype` if the codec does not have it."""
     try:
         return _BY_NUMPY[dtype]
     except KeyError:

@@ -1,4 +1,4 @@
-// Encodes the difference of two files of elements, resolves it, and writes the payload: for comparison across machines.
+// Encodes the difference of two files of elements, resolves it, and writes the payload, which is then compared across machines.
 // round_trip BASE NEW PAYLOAD CODE BYTES EXPONENT_SHIFT EXPONENT_BITS
 #include <cstdio>
 #include <cstdlib>

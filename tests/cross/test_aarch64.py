@@ -1,4 +1,4 @@
-"""The native codec on another processor: cross-compiled, run under qemu, the same bytes. Skipped where the tools are missing."""
+"""The native codec on another processor gives the same bytes. It is cross-compiled and runs under qemu. Skipped without these tools."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The GPU codec against the reference: the same bytes, the same states, the same refusals.
+"""The GPU codec gives the same bytes and the same states as the reference, and refuses the same payloads.
 
-On a machine without an NVIDIA GPU, such as CI's, an emulated one runs the same kernels (`emulator/`), on fewer and smaller tensors.
+On a machine without an NVIDIA GPU, such as that of CI, an emulated GPU (`emulator/`) runs the same kernels on fewer and smaller tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ only_on_a_gpu = pytest.mark.skipif(not REAL, reason="needs an NVIDIA GPU")
 
 @pytest.fixture(autouse=True)
 def gpu():
-    """The host's part is the reference, so that these tests run from a source tree without the native codec."""
+    """On the host, the reference codec is used, so that these tests run in a source tree without the native codec."""
     with using_codec("reference"), contextlib.nullcontext() if REAL else emulated(EmulatedGpu()):
         yield
 
@@ -73,20 +73,20 @@ def pairs(dtype, sizes=SIZES, densities=DENSITIES):
 
 
 def cuda(bits, dtype, shape=None):
-    """Bits as a CUDA tensor of this type."""
+    """Return bits as a CUDA tensor of this type."""
     own = torch_types(torch).dtypes
     flat = torch.from_numpy(bits.view(f"i{bits.itemsize}").copy()).to(DEVICE).view(own[dtype.name])
     return flat if shape is None else flat.reshape(shape)
 
 
 def host(tensor):
-    """The bits of a tensor, in an array."""
+    """Return the bits of a tensor as an array."""
     integers = tensor.detach().cpu().contiguous().view(getattr(torch, f"int{8 * tensor.element_size()}")).numpy()
     return integers.view(f"u{tensor.element_size()}").copy()
 
 
 def on_host(state):
-    """A state as arrays: what other codecs work on."""
+    """Return a state as arrays, for the codecs of the host."""
     return {name: host(tensor).view(torch_types(torch).elements[tensor.dtype][0].numpy) for name, tensor in state.items()}
 
 
@@ -108,7 +108,7 @@ def test_bytes_and_digests_are_those_of_the_reference(dtype):
 
 
 @by_dtype
-def test_appearing_tensors_are_coded_against_zeros(dtype):
+def test_added_tensors_are_coded_against_zeros(dtype):
     cases = [new for _, new in pairs(dtype, [1, 1000, 2 * TILE + 3], [0.3])]
     got = GpuCodec(DEVICE).encode([EncodeJob(None, tensor_bits("w", cuda(new, dtype)).bits, dtype, 5) for new in cases], 1)
     for ours, new in zip(got, cases, strict=True):
@@ -136,15 +136,15 @@ def test_states_go_from_base_to_new_and_patches_say_where(dtype):
         state = {name: cuda(host(tensor), dtype) for name, tensor in base.items()}
         write(state)
         assert all(np.array_equal(host(state[name]), host(new[name])) for name in new)
-    if REAL:  # a patch made on a GPU fits a state on the host
+    if REAL:  # a patch that was made on a GPU can be applied to a state on the host
         on_cpu = {name: tensor.cpu() for name, tensor in base.items()}
         patch.apply(on_cpu)
         assert all(np.array_equal(host(on_cpu[name]), host(new[name])) for name in new)
 
 
 @only_on_a_gpu
-def test_slabs_and_blocks_meet_without_seams():
-    """More than a block, more than a slab: densities that jump from nothing to everything."""
+def test_states_larger_than_blocks_and_slabs_are_exact():
+    """The tensors are larger than a block and a slab, and the density of changes jumps from none to all."""
     dtype = dtype_named("BF16")
     parts = [pair for d in (0.0, 0.0108, 1.0, 0.001, 0.3) for pair in pairs(dtype, [(1 << 22) + 100], [d])][::3]
     base, new = (np.concatenate(side) for side in zip(*parts, strict=True))
@@ -157,7 +157,7 @@ def test_slabs_and_blocks_meet_without_seams():
 
 
 def test_changes_are_located_slab_by_slab(monkeypatch):
-    """Long slabs, whose lists lie in the patch itself, then short ones; payloads on the device only as far as a slab needs them."""
+    """First come long slabs, whose lists are in the memory of the patch, then short ones. Only the payloads of a slab are on the device."""
     for name, value in {"_SHARE": 0, "_MOST_SLABS": 10**6, "_LEAST_SLAB": 2500, "_KEPT": 0, "_KEPT_SHARE": 0}.items():
         monkeypatch.setattr(resolve, name, value)
     dtype = dtype_named("BF16")
@@ -215,7 +215,7 @@ def test_a_snapshot_may_stay_on_the_host():
     assert torch.equal(snapshot.view(torch.int16), new.cpu().view(torch.int16))
 
 
-def test_tensors_appear_and_vanish_on_the_gpu():
+def test_tensors_are_added_and_removed_on_the_gpu():
     kept = torch.randn(5000, device=DEVICE)
     base = {"kept": kept, "gone": torch.ones(10, device=DEVICE), "empty": torch.empty(0, device=DEVICE)}
     new = {"kept": kept + 1, "came": torch.randn(70_000, device=DEVICE, dtype=torch.float16), "empty": torch.empty(0, device=DEVICE)}
@@ -256,7 +256,7 @@ def test_bad_payloads_are_refused_as_the_reference_refuses_them(name):
             assert got == want
 
 
-def test_another_base_is_refused_and_left_alone():
+def test_another_base_is_refused_and_does_not_change():
     base = torch.randn(100_000, device=DEVICE, dtype=torch.bfloat16)
     new = base.clone()
     new[::100] *= 1.01
@@ -277,7 +277,7 @@ def test_another_base_is_refused_and_left_alone():
         )
 
 
-def test_an_exchange_is_taken_back_by_another():
+def test_a_second_exchange_restores_the_old_values():
     base = torch.randn(1_000_000 if REAL else 100_000, device=DEVICE, dtype=torch.bfloat16)
     new = (base.float() * (1 + 1e-3 * torch.randn_like(base, dtype=torch.float32))).to(torch.bfloat16)
     payload = b"".join(
@@ -292,8 +292,8 @@ def test_an_exchange_is_taken_back_by_another():
 
 
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.97])
-def test_master_weights_are_rounded_on_the_way(density):
-    """Halfway cases, infinities and NaNs among them; and so many changes that chunks are raw."""
+def test_master_weights_are_rounded_as_they_are_read(density):
+    """The weights include halfway cases, infinities and NaNs, and so many changes that chunks are raw."""
     random = np.random.default_rng(7)
     masters = {}
     base = {}
@@ -318,7 +318,7 @@ def test_master_weights_are_rounded_on_the_way(density):
         assert base[name][~is_number].isnan().all()
 
 
-def test_a_delta_can_be_made_beside_other_work():
+def test_a_delta_can_be_made_during_other_work():
     base = {"w": torch.randn(50_000, device=DEVICE, dtype=torch.bfloat16)}
     new = {"w": base["w"] * 1.01}
     pending = deltawire.start_delta(base, new)

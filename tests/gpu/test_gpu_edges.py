@@ -1,4 +1,4 @@
-"""Where the GPU codec's memory could go wrong, on an emulated GPU: with limits so small that small tensors come to them."""
+"""Limits of the GPU codec's memory, on an emulated GPU. The limits are set so low that small tensors reach them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEVICE = torch.device("cpu")
 
 
 class KeepingGpu(EmulatedGpu):
-    """Knows the memory that is kept for the current stream."""
+    """Notes the memory that is kept for the current stream."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def bits(size, seed=1):
 
 
 def strided(array):
-    """The same on the GPU, in memory that kernels cannot read as it is."""
+    """Return an array on the GPU, in memory that kernels cannot read without a copy."""
     return DeviceBits(torch.from_numpy(np.repeat(array, 2).view(np.int16))[::2])
 
 
@@ -74,7 +74,7 @@ def step(array, every):
 
 
 def test_lists_of_slabs_that_do_not_fit_into_the_patch_are_not_put_there(monkeypatch):
-    """A first slab without changes fits into any rest of the patch, going by its changes; its window on the payload may not."""
+    """A first slab without changes needs no room for changes, but the window for its payload may not fit into the patch."""
     for name, value in {"_SHARE": 0, "_MOST_SLABS": 10**6, "_LEAST_SLAB": 1, "_KEPT": 0, "_KEPT_SHARE": 0}.items():
         monkeypatch.setattr(resolve, name, value)
     base = bits(2 * TILE)
@@ -95,16 +95,16 @@ def test_lists_of_slabs_that_do_not_fit_into_the_patch_are_not_put_there(monkeyp
     assert np.array_equal(target.tensor.numpy().view(np.uint16), new)
 
 
-def test_a_tensor_whose_memory_was_given_back_is_refused_by_name():
-    """Kernels would take it for zeros."""
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name():
+    """Kernels would read it as zeros."""
     freed = torch.ones(3)
     freed.untyped_storage().resize_(0)
     with pytest.raises(UnsupportedTensor, match="'odd'"):
         deltawire.state_digest({"odd": freed, "empty": torch.ones(0)})
 
 
-def test_many_small_tensors_that_change_all_over_are_encoded(monkeypatch):
-    """Each takes as much of the list as one of twice its size: so many elements that a single block of them fits, do not."""
+def test_many_small_tensors_whose_elements_all_change_are_encoded(monkeypatch):
+    """Each tensor takes twice its size of the list, so as many elements as a block has may not fit, although one block always does."""
     monkeypatch.setattr(encode, "BLOCK", TILE)
     monkeypatch.setattr(encode, "_learnt", {})
     start, started = encode._Workspace.start, []
@@ -121,8 +121,8 @@ def test_many_small_tensors_that_change_all_over_are_encoded(monkeypatch):
         assert b"".join(ours.payload) == b"".join(encode_job(EncodeJob(base, new, BF16, 3)).payload)
 
 
-def test_what_does_not_change_or_has_no_elements_leaves_the_payloads_of_others_whole(monkeypatch):
-    """All payloads come in a row, slab by slab: what does not belong there is cut out, at the beginning, the end and in between."""
+def test_unchanged_and_empty_tensors_do_not_damage_the_payloads_of_others(monkeypatch):
+    """All payloads come in one sequence. Those of unchanged tensors are cut out at the beginning, the end and in between."""
     monkeypatch.setattr(encode, "_FIRST_SLAB", 1)
     monkeypatch.setattr(encode, "_learnt", {})
     pairs = []
@@ -136,7 +136,7 @@ def test_what_does_not_change_or_has_no_elements_leaves_the_payloads_of_others_w
         assert (b"".join(ours.payload), *ours[1:]) == (b"".join(theirs.payload), *theirs[1:])
 
 
-def test_tensors_that_need_copies_are_taken_a_few_at_a_time(monkeypatch):
+def test_tensors_that_need_copies_are_copied_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(kernel_addresses, "_MOST_COPIED", 5000)
     flat_on, alive = kernel_addresses.flat_on, []
 
@@ -156,23 +156,23 @@ def test_tensors_that_need_copies_are_taken_a_few_at_a_time(monkeypatch):
 
 
 def test_master_weights_that_need_copies_count_with_all_their_bytes(monkeypatch):
-    """What is copied is float32, though they are published as half of that."""
+    """They are copied as float32, although they are published with half as many bytes."""
     monkeypatch.setattr(kernel_addresses, "_MOST_COPIED", 5000)
     words = [np.random.default_rng(seed).standard_normal(1000, np.float32) for seed in range(3)]
     masters = [MasterWeightBits(torch.from_numpy(np.repeat(word, 2).view(np.int32))[::2]) for word in words]
     assert [rows for rows, _ in kernel_addresses.readable_rows([masters], DEVICE)] == [slice(0, 1), slice(1, 2), slice(2, 3)]
 
 
-def test_a_gpu_that_is_too_old_for_the_kernels_counts_as_one_without(monkeypatch):
-    """Its weights are brought to the host, by who publishes them and by engines."""
+def test_a_gpu_that_is_too_old_has_no_kernels(monkeypatch):
+    """Publishers and engines copy its weights to the host."""
     for number, capability in enumerate([(7, 5), (8, 0), (9, 0)], 90):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         assert device.has_kernels(torch.device("cuda", number)) == (capability >= (8, 0) and not torch.version.hip)
     assert not device.has_kernels(torch.device("cpu"))
 
 
-def test_what_a_resolution_hands_out_is_kept_for_the_stream_that_uses_it(gpu):
-    """It was made for the codec's own streams, which would give its memory to somebody else as soon as it is dropped."""
+def test_results_of_a_resolution_are_kept_for_the_stream_that_uses_them(gpu):
+    """It was allocated for the codec's own streams, which would reuse the memory as soon as the tensor is deleted."""
     base, came = bits(1000), bits(700, seed=2)
     payloads = [b"".join(encode_job(EncodeJob(old, new, BF16, 1)).payload) for old, new in ((base, step(base, 10)), (None, came))]
     resolution = GpuCodec(DEVICE).resolution(1, 0)
@@ -187,15 +187,15 @@ def test_what_a_resolution_hands_out_is_kept_for_the_stream_that_uses_it(gpu):
 
 
 def test_memory_of_a_snapshot_is_kept_for_the_stream_that_copies_into_it(gpu):
-    """It may be the baseline's of before, made for another stream, and dropped while the copy is under way."""
+    """It may be memory of the old baseline, which was allocated for another stream, and may be deleted while the copy is running."""
     state = {"a": torch.zeros(300)}
     arrays = new_arrays(TensorTable.of(state), state, "device")
     copy_tensors(state, arrays, wait=False)
     assert arrays["a"].data_ptr() in gpu.kept
 
 
-def test_a_resolution_that_breaks_off_waits_for_kernels_that_read_memory_of_the_host(gpu, monkeypatch):
-    """Payloads come in two parts. When the second finds no memory, a kernel may still be reading numbers of the first."""
+def test_a_failed_resolution_waits_for_kernels_that_read_host_memory(gpu, monkeypatch):
+    """Payloads come in two parts. If the second part finds no memory, a kernel may still be reading numbers of the first."""
     find_chunks, waited = resolve._Work.find_chunks, []
 
     def fails_the_second_time(work, first, end):
@@ -219,8 +219,8 @@ def test_a_resolution_that_breaks_off_waits_for_kernels_that_read_memory_of_the_
     assert waited == [side]
 
 
-def test_master_weights_are_rounded_one_tensor_at_a_time_to_be_digested(monkeypatch):
-    """All of them at once would be a second copy of the model."""
+def test_the_digest_rounds_master_weights_one_tensor_at_a_time(monkeypatch):
+    """Rounding all of them at once would need a second copy of the model."""
     rounded, live = MasterWeightBits.rounded, []
 
     def counted(masters):
@@ -238,8 +238,8 @@ def test_master_weights_are_rounded_one_tensor_at_a_time_to_be_digested(monkeypa
     assert len(live) == len(words)
 
 
-def test_threads_that_need_a_stream_at_once_get_the_same(monkeypatch):
-    """A call asks for its streams more than once: it would wait for one that is not the one it has used."""
+def test_threads_that_need_a_stream_at_the_same_time_get_the_same_one(monkeypatch):
+    """A call gets its streams more than once, and must get the same ones, or it would wait for the wrong stream."""
     both = threading.Barrier(2)
 
     class SlowStream:
@@ -257,8 +257,8 @@ def test_threads_that_need_a_stream_at_once_get_the_same(monkeypatch):
     assert found[0] is found[1] is gpu.stream("decode")
 
 
-def test_an_update_that_finds_no_memory_to_be_written_is_not_written_at_all(gpu, monkeypatch):
-    """Two widths are two launches: memory is asked for before the first, and never again."""
+def test_an_update_without_memory_for_its_write_writes_nothing(gpu, monkeypatch):
+    """Two widths need two launches. All memory is allocated before the first one."""
     state = {"a": torch.zeros(300, dtype=torch.bfloat16), "b": torch.zeros(300, dtype=torch.float32)}
     new = {name: tensor + 1 for name, tensor in state.items()}
     update = PreparedUpdate()

@@ -1,4 +1,4 @@
-"""A publisher of weights on a GPU: copies beside them or on the host, in the foreground and the background; readers get the same bits."""
+"""A publisher of weights on a GPU, with copies on the GPU or the host, in the foreground and background. Readers get the same bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def weights():
 
 
 def step(state):
-    """What training does: in place."""
+    """Change weights in place, as training does."""
     for tensor in state.values():
         if tensor.is_floating_point():
             tensor.mul_(1 + 1e-3)
@@ -61,18 +61,18 @@ def read(place, expected):
 
 @pytest.mark.parametrize("snapshot", ["host", "device"])
 @pytest.mark.parametrize("background", [False, True])
-def test_readers_get_what_was_on_the_gpu(tmp_path, snapshot, background):
+def test_readers_get_the_weights_of_the_gpu(tmp_path, snapshot, background):
     state = weights()
     with deltawire.Publisher(tmp_path, snapshot=snapshot, background=background) as publisher:
         for version in range(3):
             publisher.publish(state, step=version)
             expected = {name: bits(tensor) for name, tensor in state.items()}
-            step(state)  # at once: what is published is what was there when `publish` was called
+            step(state)  # at once: the published version must have the weights at the time of the call
             publisher.flush()
             read(tmp_path, expected)
 
 
-def test_a_publisher_that_resumes_goes_on_beside_the_weights(tmp_path):
+def test_a_publisher_that_resumes_keeps_its_copy_on_the_gpu(tmp_path):
     state = weights()
     with deltawire.Publisher(tmp_path, snapshot="device") as publisher:
         publisher.publish(state, step=0)
@@ -88,10 +88,10 @@ def test_a_publisher_that_resumes_goes_on_beside_the_weights(tmp_path):
 
 @pytest.mark.parametrize("snapshot", ["host", "device"])
 @pytest.mark.parametrize("background", [False, True])
-def test_master_weights_are_published_as_what_they_round_to(tmp_path, snapshot, background):
-    """From float32 on the GPU, and in arrays; what is no float32 is published as it is."""
+def test_master_weights_are_published_rounded(tmp_path, snapshot, background):
+    """The weights are float32 on the GPU and in arrays. Tensors of other types are published as they are."""
     state = weights() | {"ids": torch.arange(9, device=DEVICE)}
-    state["b"][:3] = torch.tensor([float("inf"), 1 + 2**-8, 1 + 3 * 2**-8])  # the last two in between
+    state["b"][:3] = torch.tensor([float("inf"), 1 + 2**-8, 1 + 3 * 2**-8])  # the last two are halfway cases
     state["c"] = np.linspace(-1, 1, 70, dtype=np.float32)
     with deltawire.Publisher(tmp_path, snapshot=snapshot, background=background, dtype="bfloat16") as publisher:
         for version in range(3):
@@ -102,12 +102,12 @@ def test_master_weights_are_published_as_what_they_round_to(tmp_path, snapshot, 
             read(tmp_path, {name: bits(rounded.get(name, tensor)) for name, tensor in state.items()})
             state["b"].mul_(1.02)
             state["c"] = state["c"] * np.float32(1.02)
-    with deltawire.Publisher(tmp_path, snapshot=snapshot, dtype="bfloat16") as publisher:  # one that resumes goes on by a delta
+    with deltawire.Publisher(tmp_path, snapshot=snapshot, dtype="bfloat16") as publisher:  # a publisher that resumes continues with a delta
         assert publisher.publish(state, step=3).kind == "delta"
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_weights_of_a_module_are_published_from_where_they_are(tmp_path, masters):
+def test_weights_of_a_module_are_published_from_the_gpu(tmp_path, masters):
     from deltawire.trainers import WeightSource
 
     module = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 8)).to(DEVICE, torch.float32 if masters else torch.bfloat16)
@@ -128,7 +128,7 @@ def test_weights_of_a_module_are_published_from_where_they_are(tmp_path, masters
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_weights_that_are_not_finite_are_found_where_they_are(tmp_path, background):
+def test_weights_that_are_not_finite_are_found_on_the_gpu(tmp_path, background):
     state = weights() | {name: torch.ones(70, device=DEVICE).to(getattr(torch, name)) for name in ("float16", "float64", "float8_e5m2")}
     state["float8_e4m3fn"] = torch.ones(70, device=DEVICE).to(torch.float8_e4m3fn)
     assert count_nonfinite(state) == {}

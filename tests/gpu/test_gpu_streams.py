@@ -1,6 +1,6 @@
-"""What is done beside training, or beside an engine that generates, is done on no stream of theirs, and in order with what is.
+"""Work during training, or while an engine generates, does not use their streams, and is in order with the work on them.
 
-On an emulated GPU, which knows what each stream was given and told to wait for; the last test needs a real one.
+The tests use an emulated GPU, which notes the work of each stream and what it waits for. The last test needs a real GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ emulates = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler t
 
 
 class KnowingStream(Stream):
-    """Knows the streams and events that it was told to wait for, and is told when somebody waits for it."""
+    """Notes the streams and events that it waits for, and when a thread waits for it."""
 
     def __init__(self):
         self.waited_for = []
@@ -52,7 +52,7 @@ class KnowingStream(Stream):
 
 
 class StreamingGpu(EmulatedGpu):
-    """Knows the stream that each thread works on, and which threads have used the default one."""
+    """Notes the stream of each thread, and the threads that have used the default stream."""
 
     def __init__(self):
         super().__init__()
@@ -96,8 +96,8 @@ def ref(seq, state):
 
 
 @emulates
-def test_a_publisher_in_the_background_works_on_no_stream_of_training(tmp_path, gpu, monkeypatch):
-    """Nor when it makes skips and anchors of what it has published, nor do the threads that upload them."""
+def test_a_background_publisher_does_not_use_the_stream_of_training(tmp_path, gpu, monkeypatch):
+    """This also holds when it makes skips and anchors of published versions, and for the threads that upload them."""
 
     def watched(operation):
         return lambda *arguments, **options: (gpu.current(), operation(*arguments, **options))[1]
@@ -126,8 +126,8 @@ def test_a_publisher_in_the_background_works_on_no_stream_of_training(tmp_path, 
 
 
 @emulates
-def test_a_held_version_is_copied_before_anybody_can_change_it(gpu, monkeypatch):
-    """The device copies when it gets to it. Who has the lock next may give the memory to another stream, which does not wait."""
+def test_a_held_version_is_copied_before_it_can_change(gpu, monkeypatch):
+    """The device copies later. The next owner of the lock may give the memory to another stream, which does not wait."""
     late = []
     gpu.stream("background").on_synchronize = lambda: [late.pop(0)() for _ in tuple(late)]
 
@@ -154,8 +154,8 @@ def test_a_held_version_is_copied_before_anybody_can_change_it(gpu, monkeypatch)
 
 
 @emulates
-def test_a_copy_into_memory_of_one_that_was_superseded_comes_after_it(gpu, monkeypatch):
-    """Though they may be on different streams: else the older state would end up in the newer version."""
+def test_a_copy_into_the_memory_of_a_superseded_one_starts_after_it(gpu, monkeypatch):
+    """This holds even if they are on different streams. Otherwise the newer version would contain the older state."""
     begun, may_end, marks = threading.Event(), threading.Event(), []
 
     def mark():
@@ -183,7 +183,7 @@ def test_a_copy_into_memory_of_one_that_was_superseded_comes_after_it(gpu, monke
 
 @emulates
 def test_an_engine_generates_while_an_update_is_decoded(tmp_path, gpu):
-    """Its stream waits for nothing before the pause; in it, whatever streams it has used have come to their end."""
+    """Its stream waits for nothing before the pause. In the pause, all streams that it has used are done."""
 
     class Engine(ModuleEngine):
         def pause(self, kv_cache):
@@ -209,7 +209,7 @@ def test_an_engine_generates_while_an_update_is_decoded(tmp_path, gpu):
 
 
 class HeldUp:
-    """The default stream does not go on before `let_go`, or a minute has passed: as if a step that takes long were queued."""
+    """Holds up the default stream until `release` is called or a minute has passed, as a long training step would."""
 
     SOURCE = 'extern "C" __global__ void spin(volatile int *flag) { while (!*flag) __nanosleep(10000); }'
 
@@ -235,15 +235,15 @@ class HeldUp:
     def is_held_up(self):
         return not self._end.query()
 
-    def let_go(self):
+    def release(self):
         self._timer.cancel()
         self._flag.fill_(1)
         self._end.synchronize()
 
 
 @pytest.mark.skipif(not REAL, reason="needs an NVIDIA GPU")
-def test_versions_and_anchors_are_published_while_training_s_stream_is_busy(tmp_path):
-    """Published from another stream, as threads that do not care for streams use the one that is busy here."""
+def test_versions_and_anchors_are_published_while_the_stream_of_training_is_busy(tmp_path):
+    """The test publishes from another stream, because threads use the default stream by default, which is busy here."""
     anchors, stream = threading.Semaphore(0), torch.cuda.Stream()
     state = {"w": bits(1 << 22).cuda()}
     policy = deltawire.AnchorPolicy(min_versions=1, max_versions=1)
@@ -257,7 +257,7 @@ def test_versions_and_anchors_are_published_while_training_s_stream_is_busy(tmp_
         for version in range(6):
             state["w"][::10] += 1
             torch.cuda.synchronize()
-            held = HeldUp() if version == 5 else None  # before, memory is allocated and kernels are loaded: all streams wait for that
+            held = HeldUp() if version == 5 else None  # earlier versions allocate memory and load kernels, for which all streams wait
             with torch.cuda.stream(stream):
                 publisher.publish(state)
             publisher.flush(60)
@@ -265,5 +265,5 @@ def test_versions_and_anchors_are_published_while_training_s_stream_is_busy(tmp_
                 assert anchors.acquire(timeout=60)
             if held is not None:
                 was_held_up = held.is_held_up()
-                held.let_go()
+                held.release()
                 assert was_held_up, "it was done only when training's stream had come to its end"

@@ -1,4 +1,4 @@
-"""A small delta with a bit of everything, and what it means to refuse a variation of it."""
+"""A small delta with every feature, and functions that check that a variation of it is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def base_state():
 
 
 def refused(delta, error=DeltawireError, make=base_state):
-    """Both ways of reading raise, and neither changes anything."""
+    """Check that both ways of reading raise, and that neither changes anything."""
     state = make()
     before = bits_of(state)
     for read in (deltawire.resolve_delta, deltawire.apply_delta):
@@ -56,7 +56,10 @@ def refused(delta, error=DeltawireError, make=base_state):
 
 
 def never_wrong(delta):
-    """The file is refused and nothing changes; or, as a code may have two spellings, it leads to the right state. True if refused."""
+    """Check that the file is refused and nothing changes, or that it leads to the right state: a code may have two spellings.
+
+    Return whether it was refused.
+    """
     state = base_state()
     before = bits_of(state)
     try:

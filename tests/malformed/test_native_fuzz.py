@@ -1,4 +1,4 @@
-"""The native codec under sanitizers and hostile payloads (docs/fuzzing.md), and what it makes of them against the definition."""
+"""The native codec on hostile payloads, under sanitizers (docs/fuzzing.md). Its results are compared with the reference codec."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUMBERS = struct.Struct("<7Q4I4I")
 
 
 class Case(NamedTuple):
-    """What a payload was resolved to; `native/fuzz/driver.cpp` documents the file."""
+    """The result of resolving a payload. `native/fuzz/driver.cpp` documents the file."""
 
     dtype: Any
     base: Any
@@ -59,7 +59,7 @@ def read_cases(data: bytes) -> Iterator[Case]:
 
 
 def check(case: Case) -> None:
-    """The reference codec refuses the same payloads, for the same kind of reason, and resolves the others to the same."""
+    """Check that the reference codec refuses the same payloads with the same kind of error, and gives the same results for the others."""
     resolution = ReferenceCodec().resolution(1, 0)
     job = ResolveJob(case.base, case.count, (0, len(case.payload)), case.dtype, case.seed)
     if case.error:
@@ -85,7 +85,7 @@ def test_hostile_payloads_break_nothing_and_are_judged_as_the_reference_judges_t
     cases = tmp_path / "cases"
     done = subprocess.run(
         [ROOT / "native/fuzz/run", str(EXECUTIONS), "-seed=1", f"-cases={cases}"],
-        env=os.environ | {"FUZZ_CXX": "g++", "FUZZ_GCC": "-O0"},  # its driver writes cases; and most of the time is that of the compiler
+        env=os.environ | {"FUZZ_CXX": "g++", "FUZZ_GCC": "-O0"},  # only its driver writes cases; the compiler takes most of the time
         capture_output=True,
         text=True,
         timeout=3000,
@@ -97,5 +97,5 @@ def test_hostile_payloads_break_nothing_and_are_judged_as_the_reference_judges_t
     refused, resolved = ([case for case in found if bool(case.error) is wanted] for wanted in (True, False))
     assert len(resolved) > 5_000
     assert len(refused) > 5_000
-    for case in [*resolved, *refused[::5]]:  # a payload that should have been refused is the worse mistake
+    for case in [*resolved, *refused[::5]]:  # all accepted payloads, because accepting an invalid one is the worse mistake
         check(case)

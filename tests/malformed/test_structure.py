@@ -1,4 +1,4 @@
-"""Deltas whose lists and payloads contradict the state, each other, or what can be: refused by name, in little memory."""
+"""Deltas whose lists and payloads contradict the state, each other, or the limits of the format. They are refused in little memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAME, CODED, RAW = range(3)
 
 
 def with_changes(edit):
-    """The small delta after an edit of what it says of structure."""
+    """Return the small delta after an edit of its lists of added, removed and tied tensors."""
     metadata, changes, payloads = split_delta(DELTA)
     changes = copy.deepcopy(changes)
     edited = edit(changes)
@@ -75,7 +75,7 @@ def test_malformed_lists_of_changes_are_refused(text):
 
 
 @pytest.mark.parametrize("value", [1, [], {}, None, ["added"], {"removed": ["gone"]}], ids=repr)
-def test_changes_that_are_no_text_are_refused(value):
+def test_lists_of_changes_that_are_not_text_are_refused(value):
     metadata, _, payloads = split_delta(DELTA)
     refused(join_delta(metadata, "", payloads, lambda header: header["__metadata__"].update(changes=value)))
 
@@ -251,7 +251,7 @@ F32 = bytes([12])
     ],
     ids=lambda payload: f"{payload[:9].hex()}+{max(len(payload) - 9, 0)}",
 )
-def test_lying_chunks_are_refused(codec, payload):
+def test_chunks_with_false_headers_are_refused(codec, payload):
     with using_codec(codec):
         refused(with_payload("b", payload))
 
@@ -312,7 +312,7 @@ def test_an_added_tensor_of_2_to_the_40_elements_is_refused_in_little_memory(kin
     assert int(grown) < 32
 
 
-def test_long_names_of_tensors_that_appear_do_not_stay_in_memory():
+def test_long_names_of_added_tensors_do_not_stay_in_memory():
     metadata, _, _ = split_delta(DELTA)
     tracemalloc.start()
     try:

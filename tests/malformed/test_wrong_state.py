@@ -1,4 +1,4 @@
-"""Sound deltas on states they were not made from, or that cannot be changed: refused by name, and nothing is changed."""
+"""Valid deltas on states that they were not made from, or that cannot be changed. They are refused by name, and nothing changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from deltawire.errors import (
 
 
 def with_tensors(**changes):
-    """Makes the base of the small delta with some tensors replaced, or left out where None."""
+    """Return the base of the small delta with some tensors replaced, or left out if they are None."""
 
     def make():
         state = base_state() | changes
@@ -39,7 +39,7 @@ def with_tensors(**changes):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", sorted(BASE))
-def test_one_other_bit_anywhere_is_another_base(codec, name):
+def test_a_state_with_one_different_bit_is_another_base(codec, name):
     with using_codec(codec):
         for bit in range(0, 8 * BASE[name].nbytes, 7 if codec == "reference" else 1):
             state = base_state()
@@ -115,7 +115,7 @@ def test_missing_tensors_are_named(name):
 
 
 @pytest.mark.parametrize("name", ["kept", "retyped"])
-def test_missing_tensors_that_the_delta_needs_not_make_another_base(name):
+def test_a_state_without_an_unchanged_tensor_is_another_base(name):
     refused(DELTA, (BaseMismatch, TensorMissing), with_tensors(**{name: None}))
 
 
@@ -126,7 +126,7 @@ def test_more_tensors_are_named():
     refused(DELTA, TensorMissing, dict)
 
 
-def test_what_is_no_tensor_is_named():
+def test_objects_that_are_not_tensors_are_named():
     for wrong in ([1.0], 1.0, "text", None, object()):
         state = base_state() | {"kept": wrong}
         for read in (deltawire.resolve_delta, deltawire.apply_delta):
@@ -162,7 +162,7 @@ def test_impossible_names_are_named(name):
 
 
 def unwritable(delta, make):
-    """`apply_delta` refuses, whatever the codec; `resolve_delta` can do without writing."""
+    """Check that `apply_delta` refuses with every codec, and that `resolve_delta`, which does not write, works."""
     for codec in CODECS:
         with using_codec(codec):
             state = make()
@@ -195,7 +195,7 @@ def test_read_only_tensors_that_do_not_change_are_fine():
     assert bits_of(state) == bits_of(NEW)
 
 
-def test_scalars_that_are_no_arrays_are_refused():
+def test_scalars_are_refused():
     delta = deltawire.encode_delta({"s": np.float32(1), "t": np.zeros(3)}, {"s": np.float32(2), "t": np.zeros(3)})
     unwritable(delta, lambda: {"s": np.float32(1), "t": np.zeros(3)})
 
@@ -236,7 +236,7 @@ def test_expanded_views_that_do_not_change_are_fine():
 
 
 def overlapping(*slices):
-    """Views x0, x1, … of one memory."""
+    """Return views x0, x1, … of one memory."""
 
     def make():
         memory = np.arange(100, dtype=np.uint16)
@@ -338,7 +338,7 @@ def test_a_mapping_that_refuses_half_way_is_restored(codec, patience):
         assert bits_of(state) == bits_of(NEW)
 
 
-def test_an_immutable_mapping_is_refused_only_where_tensors_appear_or_vanish():
+def test_an_immutable_mapping_is_refused_only_if_tensors_are_added_or_removed():
     state, patch = unwritable(DELTA, lambda: types.MappingProxyType(base_state()))
     with pytest.raises(StateNotWritable):
         patch.apply(state)

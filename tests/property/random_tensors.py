@@ -1,4 +1,4 @@
-"""Hypothesis strategies for a tensor and its successor: what training does, and what it never would."""
+"""Hypothesis strategies for a tensor and its successor: typical changes of training, and changes that training never makes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from support import array_of
 from deltawire.dtypes import DType
 
 TILE = 1 << 14
-SPAN_BYTES = 8192  # what the native kernels take at a time
+PIECE_BYTES = 8192  # the bytes that the native kernels process at a time
 
 
 def sizes(dtype: DType) -> st.SearchStrategy[int]:
-    span = SPAN_BYTES // dtype.itemsize
+    span = PIECE_BYTES // dtype.itemsize
     edges = [0, 2, 3 * TILE + 17] + [at + by for at in (1, 64, 128, span, 8192, TILE, 2 * TILE) for by in (-1, 0, 1)]
     return st.one_of(st.sampled_from(edges), st.integers(0, 600), st.integers(0, 2 * TILE + 300))
 
 
 def specials(dtype: DType) -> Any:
-    """Zeros of both signs, the smallest and largest subnormals, ones, the largest numbers, infinities, quiet and signalling NaNs."""
+    """Return zeros of both signs, the smallest and largest subnormals, ones, the largest numbers, infinities, quiet and signalling NaNs."""
     top = 1 << (dtype.width - 1)
     infinity = ((1 << dtype.exponent_bits) - 1) << dtype.exponent_shift
     unit = 1 << dtype.exponent_shift
@@ -34,7 +34,7 @@ def noise(rng: np.random.Generator, dtype: DType, size: int) -> Any:
 
 
 def contents(rng: np.random.Generator, kind: str, dtype: DType, size: int) -> Any:
-    """The bits of a base."""
+    """Draw the bits of a base."""
     if kind == "zeros":
         return np.zeros(size, dtype.bits)
     if kind == "one value":
@@ -52,7 +52,7 @@ def contents(rng: np.random.Generator, kind: str, dtype: DType, size: int) -> An
 
 
 def chosen(rng: np.random.Generator, kind: str, size: int) -> Any:
-    """Which elements change."""
+    """Draw which elements change."""
     mask = np.zeros(size, np.bool_)
     if kind == "all":
         mask[:] = True
@@ -74,7 +74,7 @@ def chosen(rng: np.random.Generator, kind: str, size: int) -> Any:
 
 
 def stepped(rng: np.random.Generator, kind: str, base: Any, dtype: DType) -> Any:
-    """New bits for every element."""
+    """Draw new bits for every element."""
     one = dtype.bits.type(1)
     sign = np.where(rng.random(base.size) < 0.5, one, ~dtype.bits.type(0))
     if kind == "unit":
@@ -98,7 +98,7 @@ def stepped(rng: np.random.Generator, kind: str, base: Any, dtype: DType) -> Any
 
 @st.composite
 def tensor_pairs(draw: st.DrawFn, dtype: DType) -> tuple[Any, Any]:
-    """Two flat arrays of one type and size."""
+    """Draw two flat arrays of one type and size."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed"))
     size = draw(sizes(dtype), label="size")
     content = draw(st.sampled_from(["weights", "many scales", "specials", "noise", "zeros", "one value"]), label="content")

@@ -1,4 +1,4 @@
-"""Every codec, instruction set and number of threads: the same bytes, and the exact result."""
+"""Every codec, instruction set and number of threads gives the same bytes and the exact result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW_ABOVE = 4000  # changed elements: the reference decodes one code at a time
 
 
 def check_encoders(base, new) -> bytes:
-    """What all encoders write."""
+    """Return the bytes that all encoders write."""
     with using_codec("reference"):
         delta = deltawire.encode_delta(base, new)
     for codec in NATIVE:
@@ -73,7 +73,7 @@ def test_codecs_agree(dtype, data):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
 @settings(max_examples=20)
 @given(data=st.data())
-def test_codecs_agree_on_what_appears(dtype, data):
+def test_codecs_agree_on_added_tensors(dtype, data):
     _, now = data.draw(tensor_pairs(dtype))
     base, new = {"other": np.zeros(3)}, {"other": np.zeros(3), "weight": now}
     delta = check_encoders(base, new)

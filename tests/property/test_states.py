@@ -1,4 +1,4 @@
-"""Whole states: tensors that appear, vanish, change type or shape, are tied, lie in memory in any way, and have any name."""
+"""Whole states: tensors are added and removed, change type or shape, are tied, and have any memory layout and any name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [(), (0,), (1,), (0, 3), (3, 0), (5,), (2, 3), (1, 1, 7), (64,), (3, 5,
 
 
 def check(base, new, make=None) -> bytes:
-    """Encode and apply with every codec, to copies of the base unless `make` says to what."""
+    """Encode and apply with every codec. The delta is applied to a copy of the base, or to what `make` returns."""
     deltas = set()
     for codec in CODECS:
         with using_codec(codec):
@@ -108,7 +108,7 @@ def test_nans_and_zeros_are_compared_by_bits():
     check({"x": np.zeros(3)}, {"x": -np.zeros(3)})
 
 
-def test_identity_is_more_than_bits():
+def test_states_with_equal_bits_may_differ():
     x = np.arange(12, dtype=np.uint16)
     alike = [{"x": x}, {"y": x}, {"x": x.view(np.float16)}, {"x": x.view(np.int16)}, {"x": x.reshape(3, 4)}, {"x": x.reshape(4, 3)}, {}]
     assert len({deltawire.state_digest(state) for state in alike}) == len(alike)
@@ -230,7 +230,7 @@ def test_any_view_of_a_larger_array_works(data):
     deltawire.apply_delta(view(whole), check(base, new))
     expected = memory.copy()
     view(expected)["x"][...] = new["x"]
-    assert whole.tobytes() == expected.tobytes()  # and nothing around it
+    assert whole.tobytes() == expected.tobytes()  # nothing around the view has changed
 
 
 # Tied tensors
@@ -278,7 +278,7 @@ def test_tied_tensors_that_do_not_change_are_not_named():
     assert (changes, payloads.keys()) == ({}, {"x"})
 
 
-def test_tensors_tied_in_one_state_only_are_stored_apart():
+def test_tensors_tied_in_one_state_only_are_stored_separately():
     old, new = np.arange(9.0), np.arange(9.0)
     new[4] = -1
     for base, after in [(tied(old), copied(tied(new))), (copied(tied(old)), tied(new))]:
@@ -287,7 +287,7 @@ def test_tensors_tied_in_one_state_only_are_stored_apart():
         assert (changes, payloads.keys()) == ({}, {"embed", "head"})
 
 
-def test_tied_tensors_cannot_be_pulled_apart_in_place():
+def test_tied_tensors_cannot_get_different_values_in_place():
     old, new = np.arange(9.0), np.arange(9.0)
     new[4] = -1
     delta = deltawire.encode_delta(tied(old), {"embed": new, "head": old.copy()})
@@ -301,8 +301,8 @@ def test_tied_tensors_cannot_be_pulled_apart_in_place():
     assert bits_of(state) == bits_of(tied(old))
 
 
-def test_a_delta_of_copies_that_were_cast_apart_changes_a_tied_state():
-    """A cast makes two copies of what was one memory; a reader may have it as one all the same."""
+def test_a_delta_of_separate_equal_copies_changes_a_tied_state():
+    """A cast makes two copies of one memory, but a reader may hold both tensors in one memory."""
     old = np.arange(9.0)
     new = old.copy()
     new[4] = -1
@@ -322,14 +322,14 @@ def test_views_of_one_memory_with_other_shapes_are_not_tied():
     assert (changes, payloads.keys()) == ({}, {"x", "y"})
 
 
-def test_a_tied_tensor_may_vanish_or_appear():
+def test_a_tied_tensor_may_be_removed_or_added():
     old, new = np.arange(9.0), np.arange(9.0) + 1
     check(tied(old, "third"), tied(new))
     check(tied(old), tied(new, "third"))
     check({"x": old}, tied(new) | {"x": new})
 
 
-def test_a_patch_applied_to_two_states_leaves_them_apart():
+def test_a_patch_applied_to_two_states_shares_no_memory_between_them():
     x = np.arange(9.0)
     patch = deltawire.resolve_delta({"x": x}, deltawire.encode_delta({"x": x}, {"x": x, "y": x + 1}))
     one, two = {"x": x.copy()}, {"x": x.copy()}
@@ -362,7 +362,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 def grown(call):
-    # The peak is of the whole process: fill up to it first, so that what comes on top is seen.
+    # The peak is that of the whole process. Allocate up to it first, so that additional memory shows.
     import ctypes
     ctypes.CDLL(None).malloc_trim(0)
     now = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Casting weights to what the fleet serves."""
+"""Casting weights to the type that the fleet serves."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def published(base, masters):
     return state
 
 
-def test_numbers_that_are_no_arrays_are_rounded_each_by_itself():
-    """They are seen by way of a temporary array: the next one may come to lie at the same address."""
+def test_scalars_are_rounded_separately():
+    """Each becomes a temporary array, and the next one may get the same address."""
     names = "abcdef"
     state = published({name: np.zeros((), BF16) for name in names}, {name: np.float32(i + 1) for i, name in enumerate(names)})
     assert [float(state[name]) for name in names] == [1, 2, 3, 4, 5, 6]
@@ -74,7 +74,7 @@ def test_a_function_may_choose_for_each_tensor():
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_is_published_is_cast_at_every_step_and_the_trainers_own_weights_stay(background):
+def test_published_weights_are_cast_at_every_step_and_the_trainers_own_do_not_change(background):
     state = {"w": np.random.default_rng(0).standard_normal((40, 50)).astype(np.float32)}
     state["tied"] = state["w"]
     store = MemoryStore()

@@ -1,4 +1,4 @@
-"""What the state digest does not notice, as docs/format.md §2 says, and what notices it instead."""
+"""Changes that the state digest does not detect, as docs/format.md §2 says, and the hash that detects them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK = 256
 
 
 def changed(array: Any, block: int, difference: Any) -> Any:
-    """An array with a difference added to the first words of one block of 512 bytes."""
+    """Return an array with a difference added to the first words of one block of 512 bytes."""
     new = array.copy()
     words = new.reshape(-1).view(np.int16)
     words[block * BLOCK : block * BLOCK + len(difference)] += np.array(difference, np.int16)
@@ -31,8 +31,8 @@ def changed(array: Any, block: int, difference: Any) -> Any:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_difference_made_with_the_fixed_factors_leaves_the_digest_as_it_is(codec: str) -> None:
-    """In any block of any tensor, of any type, by two units in the last place or by thousands."""
+def test_a_difference_made_with_the_fixed_factors_does_not_change_the_digest(codec: str) -> None:
+    """This works in any block of any tensor of any type, by two units in the last place or by thousands."""
     rng = np.random.default_rng(0)
     with using_codec(codec):
         for dtype in (ml_dtypes.bfloat16, np.float16, np.float32):
@@ -43,8 +43,8 @@ def test_a_difference_made_with_the_fixed_factors_leaves_the_digest_as_it_is(cod
                 assert deltawire.state_digest({name: new}) == deltawire.state_digest({name: array})
 
 
-def test_differences_that_do_not_know_the_factors_are_noticed() -> None:
-    """The same differences in any other order."""
+def test_differences_made_without_the_factors_are_detected() -> None:
+    """The test makes the same differences in another order."""
     state = {"a.weight": np.zeros(1024, ml_dtypes.bfloat16)}
     digest = deltawire.state_digest(state)
     rng = np.random.default_rng(1)
@@ -55,7 +55,7 @@ def test_differences_that_do_not_know_the_factors_are_noticed() -> None:
 
 
 def test_a_file_that_was_changed_without_changing_the_digest_is_refused_by_its_hash() -> None:
-    """The hashes in a signed commit are what nobody can work around."""
+    """An attacker cannot make a file that fits the hashes in a signed commit."""
     key = SigningKey.generate()
     chain = ToyChain(MemoryStore(), sign=key.sign, shards=1)
     chain.anchor({"a.weight": first_state()["b.weight"]})

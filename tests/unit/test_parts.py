@@ -1,4 +1,4 @@
-"""Deltas over parts of tensors (docs/format.md §6): what processes write that have only their own shards."""
+"""Deltas over parts of tensors (docs/format.md §6), which processes write that hold only their own shards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def changed_state(state, seed):
 
 
 def parts_of(state, number, count):
-    """The `number`-th of `count` runs of every tensor."""
+    """Return the `number`-th of `count` ranges of every tensor."""
     parts = {}
     for name, array in state.items():
         block = 512 // array.itemsize
@@ -85,7 +85,7 @@ def test_deltas_of_parts_lead_to_the_next_state_in_any_order(codec):
         assert deltawire.state_digest(base) + difference == deltawire.state_digest(new)
 
 
-def test_deltas_of_parts_are_prepared_together_and_taken_back():
+def test_deltas_of_parts_are_prepared_together_and_reverted():
     base = random_state(1)
     new = changed_state(base, 2)
     state, update = copied(base), PreparedUpdate()
@@ -98,7 +98,7 @@ def test_deltas_of_parts_are_prepared_together_and_taken_back():
     assert bits_of(state) == bits_of(base)
 
 
-def test_a_patch_of_parts_has_indices_of_the_whole():
+def test_a_patch_of_parts_has_indices_of_the_whole_tensor():
     base = random_state(1)
     new = changed_state(base, 2)
     state = copied(base)
@@ -107,7 +107,7 @@ def test_a_patch_of_parts_has_indices_of_the_whole():
     assert bits_of(state) == bits_of(new)
 
 
-def test_a_state_of_parts_is_changed_by_deltas_over_exactly_these():
+def test_a_state_of_parts_is_changed_only_by_deltas_over_exactly_these_parts():
     base = random_state(1)
     new = changed_state(base, 2)
     deltas = deltas_of(base, new, 3)
@@ -134,7 +134,7 @@ def test_the_same_elements_are_not_changed_twice():
         update.add(base, delta)
 
 
-def test_nor_by_files_that_build_on_each_other_on_disk(tmp_path):
+def test_the_same_elements_are_not_changed_twice_on_disk(tmp_path):
     base = random_state(1, {"a": (41, 73), "b": (5000,)})
     middle = changed_state(base, 2)
     save_file(base, tmp_path / "model.safetensors")
@@ -174,7 +174,7 @@ def test_parts_of_tensors_that_are_not_contiguous_are_written_where_they_are_who
 
 
 @pytest.mark.parametrize("part", [(100, 2), (0, 1001), (-256, 2)])
-def test_parts_that_cannot_be_are_refused(part):
+def test_invalid_parts_are_refused(part):
     start, size = part
     with pytest.raises(UnsupportedTensor):
         deltawire.state_digest({"x": TensorPart(np.zeros(size, np.float16), (10, 100), start)})
@@ -197,7 +197,7 @@ def test_malformed_lists_of_parts_are_refused(parts):
         deltawire.resolve_delta(base, join_delta({**metadata, "parts": parts}, entries, data))
 
 
-def test_a_part_that_begins_where_none_may_is_refused():
+def test_a_part_that_is_not_aligned_is_refused():
     base = random_state(1, {"x": (1000,)})
     metadata, entries, data = split_delta(deltawire.encode_delta(parts_of(base, 0, 1), parts_of(changed_state(base, 2), 0, 1)))
     with pytest.raises(CorruptDelta, match="not at a multiple of 512 bytes"):

@@ -1,9 +1,11 @@
-"""torch tensors in states: every type, every layout on the CPU; everything else refused by name."""
+"""torch tensors in states: every type and every layout on the CPU works. All others are refused with their name."""
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 import ml_dtypes
@@ -13,6 +15,9 @@ from support import CODECS, run_python
 
 import deltawire
 from deltawire.codec import using_codec
+from deltawire.codec.base import EncodeJob
+from deltawire.codec.bits import DeviceBits, on_gpu
+from deltawire.dtypes import dtype_named
 from deltawire.errors import StateNotWritable, UnsupportedDtype, UnsupportedTensor
 from deltawire.tensors.bits import tensor_bits
 from deltawire.tensors.gpu_handover import GpuHandover
@@ -24,7 +29,7 @@ KNOWN = [name for name in TORCH_NAMES if hasattr(torch, name)]
 
 
 def random_tensor(name, shape, seed=0):
-    """A tensor of this type with random bits."""
+    """Return a tensor of this type with random bits."""
     dtype = getattr(torch, name)
     raw = np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
     if name == "bool":
@@ -33,7 +38,7 @@ def random_tensor(name, shape, seed=0):
 
 
 def bits_of(state):
-    """Types, shapes and bytes, by way of torch alone."""
+    """Return types, shapes and bytes, found with torch alone."""
     return {
         name: (tensor.dtype, tuple(tensor.shape), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         for name, tensor in state.items()
@@ -41,7 +46,7 @@ def bits_of(state):
 
 
 def flipped(tensor, every=7):
-    """A contiguous copy with the lowest bit of every few elements flipped."""
+    """Return a contiguous copy in which every few elements have their lowest bit flipped."""
     new = tensor.detach().clone(memory_format=torch.contiguous_format)
     signed = new.reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
     signed[::every] ^= 1
@@ -49,7 +54,7 @@ def flipped(tensor, every=7):
 
 
 def check(base, new):
-    """Every codec turns clones of the base, laid out as it is, into the new state, and the same objects stay in it."""
+    """Check that every codec turns clones of the base, with the same layout, into the new state, without replacing a tensor."""
     expected, before = bits_of(new), bits_of(base)
     delta = deltawire.encode_delta(base, new)
     for codec in CODECS:
@@ -67,7 +72,7 @@ def check(base, new):
     return delta
 
 
-def test_all_types_that_both_sides_know_are_known():
+def test_every_type_that_torch_and_the_format_have_is_supported():
     assert len(KNOWN) == 16 or not hasattr(torch, "float8_e8m0fnu")
     for name in KNOWN:
         assert tensor_bits("x", random_tensor(name, (3,))).dtype.name == TORCH_NAMES[name]
@@ -134,7 +139,7 @@ class Tied(torch.nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_the_state_of_a_tied_module_goes_over_once():
+def test_tied_weights_of_a_module_are_encoded_once():
     torch.manual_seed(0)
     trainer, reader = Tied(), Tied()
     reader.load_state_dict(trainer.state_dict())
@@ -155,7 +160,7 @@ def test_the_state_of_a_tied_module_goes_over_once():
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_tensors_that_appear_are_torch_tensors(name):
+def test_added_tensors_are_torch_tensors(name):
     base, new = {"x": torch.zeros(3)}, {"x": torch.zeros(3), "y": random_tensor(name, (4, 5)), "z": random_tensor(name, ())}
     delta = deltawire.encode_delta(base, new)
     patch = deltawire.resolve_delta(base, delta)
@@ -167,7 +172,7 @@ def test_tensors_that_appear_are_torch_tensors(name):
         state["y"].view(-1)[0] = 0  # writable
 
 
-def test_tensors_that_appear_in_numpy_states_are_arrays_even_if_torch_is_there():
+def test_tensors_added_to_numpy_states_are_arrays_even_with_torch_imported():
     state = {"x": np.zeros(3)}
     deltawire.apply_delta(state, deltawire.encode_delta({"x": torch.zeros(3, dtype=torch.float64)}, {"y": torch.ones(2)}))
     assert isinstance(state["y"], np.ndarray)
@@ -194,14 +199,14 @@ def test_expanded_and_overlapping_tensors_are_refused():
 
 
 def freed(tensor):
-    """A tensor whose memory was given back, as trainers do that shard parameters."""
+    """Return a tensor whose memory was freed, as by trainers that shard parameters."""
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def unsupported():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of its own quantized, nested and sparse tensors
+        warnings.simplefilter("ignore")  # torch warns about quantized, nested and sparse tensors
         return {
             "sparse": torch.eye(3).to_sparse(),
             "sparse rows": torch.eye(3).to_sparse_csr(),
@@ -249,7 +254,7 @@ def test_states_of_arrays_are_handled_while_another_thread_is_importing_torch(mo
         deltawire.state_digest({"x": [1]})
 
 
-def test_importing_torch_later_is_fine_and_never_done_by_deltawire():
+def test_torch_may_be_imported_later_and_deltawire_never_imports_it():
     code = """
 import sys
 import numpy as np
@@ -268,7 +273,7 @@ print(type(state["y"]).__module__, deltawire.state_digest(state) == deltawire.st
 
 
 def test_torch_tensors_are_cast_to_the_same_bits_as_arrays():
-    """NaNs and halfway cases among them, at every place of a vector."""
+    """The tensors include NaNs and halfway cases at every position of a vector."""
     words = np.random.default_rng(5).integers(0, 2**32, 4099, np.uint32)
     words[::37] |= 0x7F800000
     words[1::41] = 0x3F808000
@@ -279,3 +284,28 @@ def test_torch_tensors_are_cast_to_the_same_bits_as_arrays():
         assert deltawire.encode_delta(base, {"w": torch.from_numpy(wide)}, dtype=dtype) == deltawire.encode_delta(
             base, {"w": wide}, dtype=dtype
         )
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_codecs_of_the_host_refuse_bits_on_a_gpu(codec):
+    bits = DeviceBits(torch.zeros(4, dtype=torch.int16))  # it stands for a CUDA tensor, which this machine may not have
+    array = np.zeros(4, np.uint16)
+    assert on_gpu(bits)
+    assert not on_gpu(array)
+    assert not on_gpu(None)
+    with using_codec(codec) as host:
+        for use in (
+            lambda: host.digest([(bits, 1)], 1),
+            lambda: host.encode([EncodeJob(array, bits, dtype_named("BF16"), 1)], 1),
+            lambda: host.write_elements(bits, np.zeros(1, np.int64), array[:1]),
+        ):
+            with pytest.raises(TypeError):
+                use()
+
+
+def test_only_two_functions_ask_whether_something_is_on_a_gpu():
+    """All others call `on_gpu` for bits, or `gpu_of` for torch tensors."""
+    source = Path(deltawire.__file__).parent
+    allowed = {source / "codec" / "bits.py", source / "tensors" / "torch_types.py"}
+    question = re.compile(r"is_cuda|isinstance\([^()]*, DeviceBits\)")
+    assert [path for path in source.rglob("*.py") if path not in allowed and question.search(path.read_text(encoding="utf-8"))] == []

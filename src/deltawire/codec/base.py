@@ -1,4 +1,4 @@
-"""What every codec does: operations on bits that give the same bytes in every implementation (docs/format.md §2–5)."""
+"""The interface of all codecs: operations on bits that give the same bytes in every implementation (docs/format.md §2–5)."""
 
 from __future__ import annotations
 

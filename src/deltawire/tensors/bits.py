@@ -244,12 +244,13 @@ def _torch_bits(name: str, tensor: torch.Tensor, known: torch_types.TorchTypes) 
         raise UnsupportedTensor(f"tensor {name!r} is a {type(tensor).__name__}.{more}")
     if tensor.layout != known.dense or tensor.is_quantized:
         raise UnsupportedTensor(f"tensor {name!r} is not dense.")
-    if not (tensor.is_cpu or tensor.is_cuda) or known.is_hip:
+    gpu = torch_types.gpu_of(tensor)
+    if not (tensor.is_cpu or gpu) or known.is_hip:
         raise UnsupportedTensor(f"tensor {name!r} is on device {tensor.device}.")
     if tensor.dtype not in known.elements:
         raise UnsupportedDtype(str(tensor.dtype))
     dtype, signed, unsigned = known.elements[tensor.dtype]
-    if torch_types.gpu_of(tensor) is not None:
+    if gpu is not None:
         return TensorBits(name, dtype, _device_bits(name, tensor.detach() if tensor.requires_grad else tensor, signed))
     try:
         found = TensorBits(name, dtype, tensor, None, 0, unsigned)

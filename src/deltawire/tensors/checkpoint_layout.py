@@ -29,11 +29,20 @@ class CheckpointLayout:
     """The tensors of a module under the names, and in the shapes, that they have in its checkpoints.
 
     For a transformers model these are the tensors that `save_pretrained` writes. For any other module they are its parameters and
-    persistent buffers. `names` maps the checkpoint's names to those of the chain, and `bundle` is put before them.
+    persistent buffers.
 
     The layout is learned from the conversion that transformers itself runs when it saves the model. It runs here on tensors without
-    memory, and copies are left out, so a checkpoint tensor that is a part of a parameter comes out as a view of that parameter.
-    A checkpoint tensor that consists of several parameters, one after the other, can be had as one tensor if they get one memory.
+    memory, and copies are left out, so a checkpoint tensor that is a part of a parameter becomes a view of that parameter.
+    A checkpoint tensor that consists of several parameters, one after the other, can be one tensor if these parameters get one memory.
+
+    Parameters
+    ----------
+    module
+        The live model.
+    names
+        Maps names in the checkpoint to names in the chain; by default they are the same.
+    bundle
+        The name of the bundle that the weights belong to.
     """
 
     def __init__(self, module: torch.nn.Module, names: NameMap | None = None, *, bundle: str = "") -> None:
@@ -54,7 +63,7 @@ class CheckpointLayout:
         """
         if in_place:
             self.check_in_place()
-        own, plan = self._look()
+        own, plan = self._tensors_and_plan()
         found: dict[str, torch.Tensor] = {}
         for owner, views in plan.views.items():
             found |= self._views_of(owner, own[owner], views)
@@ -65,8 +74,8 @@ class CheckpointLayout:
         return wire_names(found.items(), self._names, bundle=self._bundle)
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return other tensors of the module's own names and shapes as `weights` returns the module's. Names it does not have stay."""
-        _, plan = self._look()
+        """Convert other tensors that have the module's own names and shapes as `weights` does. Unknown names do not change."""
+        _, plan = self._tensors_and_plan()
         found: dict[str, torch.Tensor] = {}
         for own, tensor in tensors.items():
             views = plan.views.get(own, {own: None})
@@ -81,41 +90,41 @@ class CheckpointLayout:
 
     def owners(self) -> list[tuple[str, torch.Tensor]]:
         """Return each name of the checkpoint with each parameter or buffer of the module that holds something of that tensor."""
-        own, plan = self._look()
+        own, plan = self._tensors_and_plan()
         found = [(name, own[owner]) for owner, views in plan.views.items() for name in views]
         return found + [(name, own[owner]) for name, owners in plan.joined.items() for owner in owners]
 
     def split(self, held: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
         """Return the same elements by the names of the checkpoint's tensors. `held` is what a process has, by the module's own names.
 
-        Nothing is copied. Every process that has a part of the module gets a part, if an empty one, of every tensor. Names that the
-        module does not have stay as they are. Raises `UnsupportedLayout` where a tensor is not one run of a parameter's elements.
+        Nothing is copied. Every process that has a part of the module gets a part of every tensor, which may be empty. Names that the
+        module does not have do not change. Raises `UnsupportedLayout` if a tensor is not one range of a parameter's elements.
         """
         self.check_in_place()
-        _, plan = self._look()
+        _, plan = self._tensors_and_plan()
         if plan.joined:
-            raise UnsupportedLayout(f"{min(plan.joined)!r} consists of several parameters, whose shards are not one run of it.")
+            raise UnsupportedLayout(f"{min(plan.joined)!r} consists of several parameters, so a shard is not one range of it.")
         found: dict[str, TensorPart] = {}
         for own, part in held.items():
             for name, view in plan.views.get(own, {own: None}).items():
-                found[name] = part if view is None else _run_of(name, part, view)
+                found[name] = part if view is None else _range_of(name, part, view)
         return found
 
     @property
     def accepts_own_names(self) -> bool:
         """Tell whether a chain may also use the module's own names: they differ, and no name has two meanings."""
-        own, plan = self._look()
+        own, plan = self._tensors_and_plan()
         as_they_are = {name for owner, views in plan.views.items() for name, view in views.items() if view is None and name == owner}
         saved = {name for views in plan.views.values() for name in views} | plan.copied
         return saved != own.keys() and saved & own.keys() <= as_they_are
 
     def check_in_place(self) -> None:
         """Raise `UnsupportedLayout` unless writing to `weights(in_place=True)` can set every element of the module."""
-        _, plan = self._look()
+        _, plan = self._tensors_and_plan()
         problems = plan.copied - plan.joined.keys() or plan.uncovered.difference(*plan.joined.values())
         if problems:
             raise UnsupportedLayout(
-                f"{type(self._unwrapped).__name__} computes {min(problems)!r} from several places of its weights when it is saved, "
+                f"{type(self._unwrapped).__name__} computes {min(problems)!r} from several parts of its weights when it is saved, "
                 f"so it cannot be updated in place ({len(problems)} such tensors)."
             )
 
@@ -124,8 +133,8 @@ class CheckpointLayout:
         module: torch.nn.Module = getattr(self._module, _WRAPPED, self._module)
         return module
 
-    def _look(self) -> tuple[dict[str, torch.Tensor], _Plan]:
-        """The module's tensors by its own names, and the plan for them. The plan is made again if the module has changed its form."""
+    def _tensors_and_plan(self) -> tuple[dict[str, torch.Tensor], _Plan]:
+        """Return the module's tensors by its own names, and the plan for them. It is made again if names, types or shapes change."""
         own = named_weights(self._module)
         conversions = getattr(self._unwrapped, "_weight_conversions", None)
         form = (id(conversions), [(name, tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in own.items()])
@@ -136,9 +145,9 @@ class CheckpointLayout:
         return own, self._learned[1]
 
     def _as_one(self, name: str, owners: tuple[str, ...], own: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Several parameters as one tensor of their own memory. They get one memory if they do not lie behind each other yet."""
+        """Return several parameters as one tensor that shares their memory. They are moved to one memory if they are not adjacent yet."""
         tensors = [own[owner] for owner in owners]
-        if not _follow_each_other(tensors):
+        if not _are_adjacent(tensors):
             others = {id(tensor): tensor for tensor in own.values()}
             _give_one_memory(name, tensors, [other for key, other in others.items() if key not in set(map(id, tensors))])
         known = self._joined.get(name)
@@ -165,23 +174,23 @@ class CheckpointLayout:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A part of a parameter, as `torch.as_strided` takes it. `offset` counts from the parameter's first element.
+    """A part of a parameter, in the terms of `torch.as_strided`. `offset` counts from the parameter's first element.
 
-    `is_run` says that the elements follow each other without gaps, both in the parameter and in row-major order.
+    `is_range` says that the elements follow each other without gaps, both in the parameter and in row-major order.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    is_run: bool
+    is_range: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """`views` says for each own name which checkpoint tensors lie in that tensor; None stands for all of it, as it is.
+    """`views` lists, for each own name, the checkpoint tensors that are views of that tensor; None stands for the whole tensor.
 
-    `copied` are the checkpoint tensors that are not part of one parameter. `uncovered` are the own names of tensors that are not made up
-    of views entirely. `joined` are those of `copied` that are whole parameters in a row, with the own names of these.
+    `copied` are the checkpoint tensors that are not a part of one parameter. `uncovered` are the own names of tensors that have elements
+    outside all views. `joined` are those of `copied` that consist of whole parameters, with the own names of these parameters.
     """
 
     views: dict[str, dict[str, _View | None]]
@@ -201,7 +210,7 @@ def _learn(module: torch.nn.Module, own: dict[str, torch.Tensor]) -> _Plan:
     owner_of = {_memory(stand_in): name for name, stand_in in stand_ins.items()}
     with _without_copies() as seen:
         saved = _as_saved(module, stand_ins)
-    views: dict[str, dict[str, _View | None]] = {name: {} for name in own}  # in the module's order: the first of tied names counts
+    views: dict[str, dict[str, _View | None]] = {name: {} for name in own}  # in the module's order, so that the first of tied names counts
     copied = set()
     joined: dict[str, tuple[str, ...]] = {}
     covered: Counter[str] = Counter()
@@ -217,14 +226,14 @@ def _learn(module: torch.nn.Module, own: dict[str, torch.Tensor]) -> _Plan:
         if _is_all_of(tensor, stand_ins[owner]):
             views[owner][name] = None
         else:
-            is_run = tensor.is_contiguous() and stand_ins[owner].is_contiguous()
-            views[owner][name] = _View(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), is_run)
+            is_range = tensor.is_contiguous() and stand_ins[owner].is_contiguous()
+            views[owner][name] = _View(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), is_range)
     uncovered = frozenset(name for name, tensor in own.items() if covered[name] != tensor.numel())
     return _Plan(views, frozenset(copied), uncovered, joined)
 
 
 def _is_converted(module: torch.nn.Module) -> bool:
-    """Whether transformers may convert the module's weights when it saves them. Nothing is imported to find out."""
+    """Tell whether transformers may convert the module's weights when it saves them. This imports nothing."""
     models = sys.modules.get("transformers.modeling_utils")
     if models is None or not isinstance(module, models.PreTrainedModel) or getattr(module, "_hf_peft_config_loaded", False):
         return False
@@ -232,21 +241,21 @@ def _is_converted(module: torch.nn.Module) -> bool:
 
 
 def _as_saved(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` would write of these tensors, which have the module's own names."""
+    """Return what `save_pretrained` would write for these tensors, which have the module's own names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
         return dict(revert_weight_conversion(module, dict(tensors)))
-    except Exception as error:  # whatever a conversion fails with, there is no layout
+    except Exception as error:  # there is no layout, whatever the error is
         raise UnsupportedLayout(
             f"transformers cannot convert the weights of {type(module).__name__} as for saving: {error!r:.300}."
         ) from error
 
 
 def _without_copies() -> Any:
-    """A context in which `contiguous` and `clone` return the tensor itself, so that views stay views.
+    """Return a context in which `contiguous` and `clone` return the tensor itself, so that views stay views.
 
-    `joined` of the context has what was joined by rows, by the id of the result.
+    The attribute `joined` of the context lists tensors that were concatenated by rows, by the id of the result.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -255,7 +264,7 @@ def _without_copies() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.joined: dict[int, list[torch.Tensor]] = {}
-            self._results: list[torch.Tensor] = []  # they must not go, or others would get their ids
+            self._results: list[torch.Tensor] = []  # kept alive, because other objects could get their ids
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
@@ -271,25 +280,25 @@ def _without_copies() -> Any:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """The same for all views of one tensor. Tensors on the meta device have no address."""
+    """Return a key that is the same for all views of one tensor. Tensors on the meta device have no address."""
     found: int = tensor.untyped_storage()._cdata
     return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is no tensor of another kind, such as a shard of one."""
+    """Tell whether this is an ordinary tensor, not another class such as a DTensor."""
     import torch
 
     return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _is_all_of(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a view of a tensor is that tensor, as it is."""
+    """Tell whether a view of a tensor is the whole tensor, with the same shape and strides."""
     return bool(view.shape == tensor.shape and view.stride() == tensor.stride())
 
 
-def _follow_each_other(tensors: list[torch.Tensor]) -> bool:
-    """Whether tensors lie behind each other in one memory."""
+def _are_adjacent(tensors: list[torch.Tensor]) -> bool:
+    """Tell whether tensors are adjacent in one memory."""
     if not all(_is_plain(tensor) and tensor.is_contiguous() and tensor.dtype == tensors[0].dtype for tensor in tensors):
         return False
     one_memory = all(_memory(tensor) == _memory(tensors[0]) for tensor in tensors)
@@ -297,27 +306,27 @@ def _follow_each_other(tensors: list[torch.Tensor]) -> bool:
 
 
 def _give_one_memory(name: str, tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Move tensors behind each other into new memory, bit for bit. `others` are the module's other tensors."""
+    """Move tensors into one new memory, bit for bit. `others` are the module's other tensors."""
     import torch
 
     if not all(_is_plain(tensor) and tensor.dtype == tensors[0].dtype and tensor.device == tensors[0].device for tensor in tensors):
-        raise UnsupportedLayout(f"{name!r} is several tensors of the module, which differ in type or device.")
+        raise UnsupportedLayout(f"{name!r} consists of several tensors of the module, which differ in type or device.")
     taken = [(tensor.device, tensor.data_ptr()) for tensor in (*others, *tensors) if _is_plain(tensor)]
     if any(
         (tensor.device.type == "cpu" and tensor.is_shared()) or taken.count((tensor.device, tensor.data_ptr())) > 1 for tensor in tensors
     ):
-        raise UnsupportedLayout(f"{name!r} is several tensors of the module, whose memory something else uses, too.")
+        raise UnsupportedLayout(f"{name!r} consists of several tensors of the module, whose memory is also used by others.")
     bits = getattr(torch, f"int{8 * tensors[0].element_size()}")
     memory = torch.cat([tensor.detach().contiguous().view(bits) for tensor in tensors]).view(tensors[0].dtype)
     for tensor, piece in zip(tensors, memory.split([len(tensor) for tensor in tensors]), strict=True):
         tensor.data = piece
 
 
-def _run_of(name: str, part: TensorPart, view: _View) -> TensorPart:
-    """What a part of a parameter has of a view of that parameter."""
+def _range_of(name: str, part: TensorPart, view: _View) -> TensorPart:
+    """Return the elements that a part of a parameter has of a view of that parameter."""
     size = math.prod(view.shape)
-    if not view.is_run:
-        raise UnsupportedLayout(f"the elements of {name!r} are not one run of the parameter that holds them.")
+    if not view.is_range:
+        raise UnsupportedLayout(f"the elements of {name!r} are not one range of the parameter that holds them.")
     start = min(max(part.start - view.offset, 0), size)
     stop = min(max(part.stop - view.offset, start), size)
     first = start + view.offset - part.start

@@ -1,4 +1,4 @@
-"""The weights of an `nn.Module` under the names that they have on the wire. torch is the caller's to import."""
+"""The weights of an `nn.Module` under the names that they have on the wire. Callers have imported torch already."""
 
 from __future__ import annotations
 
@@ -11,16 +11,26 @@ if TYPE_CHECKING:
     import torch
 
 NameMap = Mapping[str, str] | Callable[[str], "str | None"]
-"""From a module's names to those on the wire. A mapping renames what it lists; a function may return None for what is not on the wire."""
+"""Maps a module's names to those on the wire. A mapping renames the names that it lists. A function returns the wire name, or None to leave
+the tensor out."""
 
 _WRAPPER = "_orig_mod."
-"""What `torch.compile` puts before names."""
+"""The prefix that `torch.compile` adds to names."""
 
 
 def named_weights(module: torch.nn.Module, names: NameMap | None = None, *, bundle: str = "") -> dict[str, torch.Tensor]:
     """Return the module's parameters and persistent buffers by their names on the wire. A tied tensor appears under each of its names.
 
-    Raises `ValueError` if two tensors would have one name.
+    Raises `ValueError` if two tensors would have the same name.
+
+    Parameters
+    ----------
+    module
+        The module.
+    names
+        How names change on the wire; by default they do not.
+    bundle
+        The name of the bundle that the weights belong to.
     """
     found: list[tuple[str, Any]] = []
     for prefix, part in module.named_modules(remove_duplicate=False):
@@ -32,7 +42,7 @@ def named_weights(module: torch.nn.Module, names: NameMap | None = None, *, bund
 
 
 def wire_names(tensors: Iterable[tuple[str, torch.Tensor]], names: NameMap | None = None, *, bundle: str = "") -> dict[str, torch.Tensor]:
-    """Give tensors the names that they have on the wire. Raises `ValueError` if two different tensors would have one name."""
+    """Return tensors by their names on the wire. Raise `ValueError` if two different tensors would have the same name."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         wire = _wire_name(name, names)
@@ -46,8 +56,10 @@ def wire_names(tensors: Iterable[tuple[str, torch.Tensor]], names: NameMap | Non
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names of tensors that are the same memory as an earlier one, with the name of that. Two views of one memory count as tied only
-    if they show it in the same way."""
+    """Return the names of tensors that share their memory with an earlier tensor, and the name of the earlier one.
+
+    Two views of one memory count as tied only if type, shape and strides are the same.
+    """
     first: dict[object, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in tensors.items():

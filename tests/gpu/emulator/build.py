@@ -1,4 +1,4 @@
-"""The kernels of `deltawire.codec.gpu` for a CPU: the same sources, compiled by the host's compiler with `cuda.hpp` in CUDA's place."""
+"""The kernels of `deltawire.codec.gpu` for a CPU: the host's compiler compiles the same sources, with `cuda.hpp` instead of CUDA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compiler() -> str | None:
 
 @functools.cache
 def library(width: int) -> Any:
-    """Compiled into the temporary folder, once per source: seconds."""
+    """Return the compiled kernels. They are compiled into the temporary folder once per source, which takes seconds."""
     source = kernel_source()
     assert _DYNAMIC in source
     names = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\(', source)

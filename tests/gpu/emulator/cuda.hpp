@@ -1,8 +1,8 @@
-// Enough of CUDA to run the kernels of `deltawire.codec.gpu` on a CPU, for tests. Not fast, but strict:
-// - Threads of a block are fibers, which take turns only where they meet: at barriers and operations of warps. Which goes first is drawn anew each
-//   time, so a missing barrier shows in what comes out.
-// - Lanes that wait for others that never come, or that meet at different operations, end the process with a word on what they wait for.
-// - Asynchronous copies arrive when they are waited for, not before. Shared memory starts out as noise.
+// The parts of CUDA that the kernels of `deltawire.codec.gpu` need, for tests on a CPU. It is slow, but strict:
+// - The threads of a block are fibers, which switch only at barriers and at operations of warps. The order is random each time, so a missing
+//   barrier changes the results.
+// - If lanes wait for others that never arrive, or wait at different operations, the process ends with a message that says where they wait.
+// - Asynchronous copies arrive when a thread waits for them, not before. Shared memory initially contains noise.
 // Blocks run one after the other.
 #include <setjmp.h>
 #include <stdint.h>
@@ -55,12 +55,12 @@ struct Fiber {
     bool done;
     jmp_buf state;
     ucontext_t start;
-    unsigned generation, block_generation;  // meetings of its warp and of its block that it has come to
-    std::vector<Copy> copies;               // in the order of their start; groups end at `groups`
+    unsigned generation, block_generation;  // number of meetings of its warp and of its block that it has reached
+    std::vector<Copy> copies;               // in the order in which they started; groups end at `groups`
     std::vector<size_t> groups;
 };
 
-// Where fibers meet. Slots of two meetings are kept: no fiber is more than one ahead.
+// A point where fibers wait for each other. It keeps the slots of two meetings, because no fiber is more than one meeting ahead.
 struct Meeting {
     unsigned alive;
     unsigned generation[2], arrived[2];
@@ -105,7 +105,7 @@ inline void run_fiber() {
     _longjmp(scheduler, 1);
 }
 
-// Comes to a meeting; returns which of the two slots it uses, once all that still run are there.
+// Waits until all running fibers have reached the meeting. Returns the slot, one of two, that the meeting uses.
 inline unsigned meet(Meeting& at, unsigned& generation, unsigned slot, uint64_t value, const char* what) {
     const unsigned which = ++generation & 1;
     if (at.generation[which] != generation) at.generation[which] = generation, at.arrived[which] = 0, at.what[which] = what;
@@ -119,7 +119,7 @@ inline unsigned meet(Meeting& at, unsigned& generation, unsigned slot, uint64_t 
     return which;
 }
 
-// What all lanes of the warp have given: an array of 32.
+// Returns the values of all lanes of the warp, as an array of 32.
 inline const uint64_t* exchange(uint64_t value, const char* what) {
     Meeting& at = warps[current->x / 32];
     return at.values[meet(at, current->generation, current->x % 32, value, what)];
@@ -127,7 +127,7 @@ inline const uint64_t* exchange(uint64_t value, const char* what) {
 
 inline bool any_of_block(bool mine, const char* what) {
     const unsigned which = (current->block_generation + 1) & 1;
-    // Slot 1 is what all have said, cleared by whoever comes first.
+    // Slot 1 combines the values of all lanes. The first lane to arrive clears it.
     if (block.generation[which] != current->block_generation + 1) block.values[which][1] = 0;
     block.values[which][1] |= mine;
     meet(block, current->block_generation, 0, 0, what);

@@ -1,4 +1,4 @@
-"""A GPU on the CPU: kernels run by `cuda.hpp`, memory that starts out as noise, streams that do everything at once."""
+"""An emulated GPU: `cuda.hpp` runs the kernels on the CPU, new memory contains noise, and streams do all work at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Kernels:
 
 
 class Stream:
-    """Work is done when it is given."""
+    """A stream whose work is done as soon as it is submitted."""
 
     def wait_stream(self, other: Stream) -> None: ...
 
@@ -107,7 +107,7 @@ class EmulatedGpu:
 
 @contextlib.contextmanager
 def emulated(gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
-    """Within it, all torch tensors of the host count as tensors on this GPU, and GPU codecs work on it."""
+    """Let all torch tensors of the host count as tensors on this GPU within the context, and let GPU codecs use it."""
     import pytest
 
     from deltawire.codec.gpu import codec, device

@@ -1,4 +1,4 @@
-"""Kernels from source to launch, with what torch brings along: NVRTC compiles, the driver loads and runs. No CUDA toolkit is needed."""
+"""Kernels from source to launch. NVRTC, which comes with torch, compiles them, and the driver runs them. No CUDA toolkit is needed."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Kernels:
         self._constants: dict[str, tuple[int, ...]] = {}
         self._module = ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # makes sure that the device has its context
+            torch.cuda.current_stream().synchronize()  # makes sure that the device has a context
             _check(self._driver.cuModuleLoadData(ctypes.byref(self._module), cubin))
 
     def constants(self, name: str, count: int) -> tuple[int, ...]:
-        """Numbers that only the compiler knows: sizes of structures."""
-        if name in self._constants:  # read once: the copy waits for all that the default stream has to do
+        """Return numbers that only the compiler knows, such as the sizes of structures."""
+        if name in self._constants:  # read once, because the copy waits for all work of the default stream
             return self._constants[name]
         address, size = ctypes.c_void_p(), ctypes.c_size_t()
         _check(self._driver.cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), self._module, name.encode()))
@@ -50,7 +50,7 @@ class Kernels:
         return self._constants.setdefault(name, tuple(values))
 
     def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any], shared: int = 0) -> None:
-        """Start a kernel on the current stream. Arguments are ctypes values, or tensors: these stand for their address."""
+        """Start a kernel on the current stream. Arguments are ctypes values, or tensors, which are passed as addresses."""
         if not blocks:
             return
         values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -72,12 +72,12 @@ class Kernels:
 
 @functools.cache
 def kernels(width: int, device: int) -> Kernels:
-    """Compiled when they are first asked for: seconds, or milliseconds where an earlier process has left them in the cache."""
+    """Return the kernels for one width. The first call compiles them, in seconds, or in milliseconds if they are in the disk cache."""
     return Kernels(width, device)
 
 
 def is_pinned(address: int) -> bool:
-    """Whether the device can read this memory of the host by itself."""
+    """Tell whether the device can read this host memory by itself."""
     kind = ctypes.c_uint()
     return not _driver().cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address)) and kind.value == _HOST_MEMORY
 
@@ -115,7 +115,7 @@ def _cubin(width: int, architecture: str) -> bytes:
 
 
 def _cache_folder() -> Path | None:
-    """None for a user without a home, as in some containers: then every process compiles."""
+    """Return the folder of the disk cache; None if the user has no home, as in some containers. Then every process compiles."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltawire"
     except RuntimeError:
@@ -143,7 +143,7 @@ def _compile(nvrtc: Any, source: str, options: Sequence[str]) -> bytes:
 
 @functools.lru_cache(maxsize=1)
 def _nvrtc() -> Any:
-    """NVRTC as torch's CUDA build depends on it, or as the system has it."""
+    """Return the NVRTC library that torch's CUDA build depends on, or else that of the system."""
     major = (torch.version.cuda or "").partition(".")[0]
     names = [f"libnvrtc.so.{major}", "libnvrtc.so"]
     folders = [Path(entry) / "nvidia" for entry in sys.path if entry]
@@ -153,7 +153,7 @@ def _nvrtc() -> Any:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise CodecUnavailable("NVRTC is not to be found; it comes with the CUDA build of torch.")
+    raise CodecUnavailable("the library NVRTC was not found; it comes with the CUDA build of torch.")
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""One GPU as the codec uses it: its memory, its streams, its kernels. All of CUDA that the codec needs goes through here."""
+"""One GPU: its memory, its streams, its kernels. All calls of the codec to CUDA go through this module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import compiler
 
 Purpose: TypeAlias = Literal["codec", "copies", "decode", "background"]
 _PRIORITIES = {"decode": -1}
-"""Of streams that must get in between the blocks of another. All others have torch's ordinary one."""
+"""Streams whose thread blocks must run between those of other streams. All others have torch's default priority."""
 
 
 class KernelSet(Protocol):
@@ -27,7 +27,7 @@ class KernelSet(Protocol):
 
 
 class Gpu:
-    """A device and what can be done on it; work goes to the calling thread's current stream."""
+    """A device and the operations on it. Work goes to the calling thread's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,19 +44,19 @@ class Gpu:
         return torch.zeros(size, dtype=dtype, device=self.device)
 
     def pinned(self, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Memory of the host that the device can reach by itself. It may hold anything."""
+        """Return host memory that the device can read by itself. Its content is undefined."""
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
     def upload(self, array: NDArray[Any]) -> torch.Tensor:
-        """The bytes of a small array on the device, by way of pinned memory: nothing waits for the copy."""
+        """Return the bytes of a small array on the device. They go through pinned memory, so nothing waits for the copy."""
         pinned = self.pinned(max(array.nbytes, 1))
         pinned.numpy()[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return pinned.to(self.device, non_blocking=True)
 
     def stream(self, purpose: Purpose) -> torch.cuda.Stream:
-        """The stream for a purpose, always the same: memory that was allocated for a stream is of use to no other."""
+        """Return the stream for a purpose. It is always the same: memory of one stream is not reused by another."""
         found = self._streams.get(purpose)
-        if found is None:  # threads that come here at once all get the one that is there first
+        if found is None:  # threads that get here at the same time all get the stream that was stored first
             found = self._streams.setdefault(purpose, torch.cuda.Stream(self.device, priority=_PRIORITIES.get(purpose, 0)))
         return found
 
@@ -64,44 +64,44 @@ class Gpu:
         return torch.cuda.current_stream(self.device)
 
     def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """Within it, the calling thread's work goes to this stream."""
+        """Return a context in which the calling thread's work goes to this stream."""
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
     def active(self) -> AbstractContextManager[Any]:
-        """Within it, this is the calling thread's current device."""
+        """Return a context in which this is the calling thread's current device."""
         context: AbstractContextManager[Any] = torch.cuda.device(self.device)
         return context
 
     def mark(self) -> torch.cuda.Event:
-        """An event that comes when all that the current stream was given so far is done."""
+        """Return an event that is set when all work that the current stream has so far is done."""
         event = torch.cuda.Event()
         event.record(self.current())
         return event
 
     def synchronize(self) -> None:
-        """Wait until all that the device was given, on any stream, is done."""
+        """Wait until all work of the device is done, on every stream."""
         torch.cuda.synchronize(self.device)
 
     def keep(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Let nothing else have this memory before what `stream` was given so far is done."""
+        """Keep this memory from being reused before all work that `stream` has so far is done."""
         tensor.record_stream(stream)
 
     def is_pinned(self, address: int) -> bool:
         return compiler.is_pinned(address)
 
     def copy_in(self, to: int, pinned: int, size: int, stream: torch.cuda.Stream) -> None:
-        """Start to copy pinned memory to an address on the device; may be called by any thread."""
+        """Start to copy pinned memory to an address on the device. Any thread may call this."""
         compiler.copy_to_device(to, pinned, size, stream)
 
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether the codec can work there: on an NVIDIA GPU that is not too old."""
+    """Tell whether the codec can work on a device: on an NVIDIA GPU that is not too old."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= compiler.OLDEST_ARCHITECTURE
 
 
 @functools.cache
 def gpu_at(device: torch.device) -> Gpu:
-    """The one object for a device."""
+    """Return the one `Gpu` object for a device."""
     return Gpu(device)

@@ -1,4 +1,4 @@
-"""The state digest on the GPU (docs/format.md §2): one pass at the speed of memory."""
+"""The state digest on the GPU (docs/format.md §2), in one pass at the speed of memory."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from numpy.typing import NDArray
 
 from ..base import Sums
 from .device import Gpu
-from .kernel_table import SUMS, KernelTable, place_tiles
+from .kernel_table import SUMS, KernelTable, number_tiles
 
 _BLOCKS = 3
 """Thread blocks per processor."""
 
 
 def digest_tensors(table: KernelTable, gpu: Gpu) -> Sums:
-    """The word sums of tensors of one width, on the current stream."""
+    """Return the word sums of tensors of one width, computed on the current stream."""
     found: Sums = start_digest(table, gpu).cpu().numpy().view(SUMS)["before"]
     return found
 
 
 def start_digest(table: KernelTable, gpu: Gpu) -> torch.Tensor:
-    """The same, not waited for: `SUMS` of all tensors on the device."""
+    """Start to compute the word sums, and return `SUMS` of all tensors on the device without waiting."""
     sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
-    digest_spans(table.blocks(), table.width, sums, gpu)
+    digest_ranges(table.blocks(), table.width, sums, gpu)
     return sums
 
 
-def digest_spans(spans: NDArray[np.void], width: int, sums: torch.Tensor, gpu: Gpu) -> None:
-    """Add the words of these spans to the sums of their tensors."""
-    ntiles = place_tiles(spans)
+def digest_ranges(ranges: NDArray[np.void], width: int, sums: torch.Tensor, gpu: Gpu) -> None:
+    """Add the words of these ranges to the sums of their tensors."""
+    ntiles = number_tiles(ranges)
     if ntiles:
-        arguments = [gpu.upload(spans), ctypes.c_uint32(len(spans)), ctypes.c_uint32(ntiles), sums]
+        arguments = [gpu.upload(ranges), ctypes.c_uint32(len(ranges)), ctypes.c_uint32(ntiles), sums]
         gpu.kernels(width).launch("digest", min(-(-ntiles // 8), _BLOCKS * gpu.processors), 256, arguments)

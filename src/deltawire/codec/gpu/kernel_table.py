@@ -1,4 +1,4 @@
-"""What kernels are told of tensors: the structures of `kernels/common.cuh`, made for many tensors at a time."""
+"""The structures that tell kernels about tensors (see `kernels/common.cuh`), made for many tensors at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...dtypes import DTYPES
 BLOCK, TILE, UNIT = 1 << 24, 1 << 14, 1 << 10
 CONTEXTS = 16
 
-SPAN = np.dtype(
+RANGE = np.dtype(
     [("base", "u8"), ("next", "u8"), ("seed", "u8"), ("first", "u8")]
     + [(name, "u4") for name in ("count", "tile0", "tensor", "top", "shift", "mask", "start", "mode")]
 )
@@ -23,7 +23,7 @@ SUMS = np.dtype([("changed", "u8"), ("before", "u4", 4), ("change", "u4", 4)])
 
 SHIFTS = np.array([dtype.exponent_shift for dtype in DTYPES], np.uint32)
 MASKS = np.array([(1 << dtype.exponent_bits) - 1 for dtype in DTYPES], np.uint32)
-"""By code of the type."""
+"""Exponent shifts and masks, by type code."""
 
 
 class Changes(ctypes.Structure):
@@ -44,19 +44,19 @@ class Bodies(ctypes.Structure):
 
 @dataclass(slots=True)
 class KernelTable:
-    """The facts of many tensors of one width, a column each: models have thousands of tensors, and Python is slow with each of them."""
+    """Facts about many tensors of one width, in columns: models have thousands of tensors, and Python objects for each would be slow."""
 
     base: NDArray[np.uint64]
     next: NDArray[np.uint64]
-    """Addresses; 0 stands for zeros, or for no elements."""
+    """Addresses of the old and the new elements; 0 stands for zeros, or for no elements."""
     count: NDArray[np.int64]
     seed: NDArray[np.uint64]
     codes: NDArray[np.uint8]
-    """Of their types."""
+    """The codes of their types."""
     appears: NDArray[np.bool_]
-    """They had no base: then they have a payload even if nothing changes."""
+    """Whether each tensor is added. Then it has a payload even if all its elements are zero."""
     next_is_float32: bool
-    """`next` are float32, to be rounded to the type (bfloat16)."""
+    """Whether `next` are float32 master weights, which kernels round to the type of the tensors (bfloat16)."""
 
     @classmethod
     def of(
@@ -70,7 +70,7 @@ class KernelTable:
         *,
         next_is_float32: bool = False,
     ) -> KernelTable:
-        """Of at least one tensor. Without `next` and `appears`, there is nothing to follow, and none appears."""
+        """Make the table of at least one tensor. Without `next`, there are no new elements; without `appears`, no tensor is added."""
         return cls(
             np.array(base, np.uint64),
             np.array(next, np.uint64) if next else np.zeros(len(base), np.uint64),
@@ -86,7 +86,7 @@ class KernelTable:
 
     @property
     def width(self) -> int:
-        """Of an element, in bits."""
+        """The width of an element in bits."""
         return DTYPES[int(self.codes[0])].width
 
     @property
@@ -98,42 +98,42 @@ class KernelTable:
         return int(self.count.sum()) * self.itemsize
 
     def blocks(self, which: NDArray[Any] | None = None) -> NDArray[np.void]:
-        """The blocks (2²⁴ elements at most) of all tensors, or of those whose numbers are given."""
+        """Return the blocks (at most 2²⁴ elements each) of all tensors, or of those with the given numbers."""
         numbers = np.arange(len(self)) if which is None else which
         each = -(-self.count[numbers] // BLOCK)
         owner = np.repeat(numbers, each)
         first = (np.arange(owner.size) - np.repeat(np.cumsum(each) - each, each)) * BLOCK
-        spans = self.spans(owner, first)
-        spans["count"] = np.minimum(self.count[owner] - first, BLOCK)
-        spans["base"] = addresses(self.base, owner, first, self.itemsize)
-        spans["next"] = addresses(self.next, owner, first, 4 if self.next_is_float32 else self.itemsize)
-        place_tiles(spans)
-        return spans
+        ranges = self.ranges(owner, first)
+        ranges["count"] = np.minimum(self.count[owner] - first, BLOCK)
+        ranges["base"] = addresses(self.base, owner, first, self.itemsize)
+        ranges["next"] = addresses(self.next, owner, first, 4 if self.next_is_float32 else self.itemsize)
+        number_tiles(ranges)
+        return ranges
 
-    def spans(self, owner: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.void]:
-        """Spans of these tensors from these elements on, without lengths and addresses."""
-        spans = np.zeros(owner.size, SPAN)
-        spans["seed"] = self.seed[owner]
-        spans["first"] = first
-        spans["tensor"] = owner
-        spans["shift"] = SHIFTS[self.codes[owner]]
-        spans["mask"] = MASKS[self.codes[owner]]
-        return spans
+    def ranges(self, owner: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.void]:
+        """Return ranges of these tensors that start at these elements, without lengths and addresses."""
+        ranges = np.zeros(owner.size, RANGE)
+        ranges["seed"] = self.seed[owner]
+        ranges["first"] = first
+        ranges["tensor"] = owner
+        ranges["shift"] = SHIFTS[self.codes[owner]]
+        ranges["mask"] = MASKS[self.codes[owner]]
+        return ranges
 
 
 def addresses(column: NDArray[np.uint64], owner: NDArray[np.int64], first: NDArray[np.int64], itemsize: int) -> NDArray[np.uint64]:
-    """Of these elements of tensors that start where the column says."""
+    """Return the addresses of elements, given the addresses of their tensors in `column`; 0 if the tensor has no address."""
     start = column[owner]
     return np.where(start != 0, start + first.astype(np.uint64) * np.uint64(itemsize), np.uint64(0))
 
 
-def place_tiles(spans: NDArray[np.void]) -> int:
-    """Number the tiles of these spans from 0 on; returns how many there are."""
-    tiles = tiles_of(spans)
+def number_tiles(ranges: NDArray[np.void]) -> int:
+    """Number the tiles of these ranges from 0 on. Return how many there are."""
+    tiles = tiles_of(ranges)
     ends = np.cumsum(tiles)
-    spans["tile0"] = ends - tiles
+    ranges["tile0"] = ends - tiles
     return int(ends[-1]) if ends.size else 0
 
 
-def tiles_of(spans: NDArray[np.void]) -> NDArray[np.int64]:
-    return -(-spans["count"].astype(np.int64) // TILE)
+def tiles_of(ranges: NDArray[np.void]) -> NDArray[np.int64]:
+    return -(-ranges["count"].astype(np.int64) // TILE)

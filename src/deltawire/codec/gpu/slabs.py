@@ -1,4 +1,4 @@
-"""Chunks taken some at a time, and what each such slab needs on the device. Pure."""
+"""Which chunks are processed together as a slab, and the memory that a slab needs on the device. These are pure functions."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from .kernel_table import CONTEXTS
 from .payloads import SLACK, Numbers
 
 Slab = tuple[int, int]
-"""Chunks, first and end."""
+"""The number of the first chunk, and of the first one after the slab."""
 
 _ALIGNMENT = 512
 
 
 class Chunks:
-    """All chunks of a delta, in order. `ends` are the running sums of their changes, `body_ends` where their bodies end in the image."""
+    """All chunks of a delta, in order. `ends` are the running sums of their changes, `body_ends` the ends of their bodies in the image."""
 
-    def __init__(self, spans: NDArray[Any], ends: Numbers, body_ends: Numbers, ntiles: int) -> None:
+    def __init__(self, ranges: NDArray[Any], ends: Numbers, body_ends: Numbers, ntiles: int) -> None:
         self._starts = np.append(0, ends)
-        self._bodies = spans["next"].astype(np.int64)
+        self._bodies = ranges["next"].astype(np.int64)
         self._body_ends = body_ends
-        self._tiles = np.append(spans["tile0"], ntiles).astype(np.int64)
+        self._tiles = np.append(ranges["tile0"], ntiles).astype(np.int64)
 
     def slabs(self, first: int, *, changes: int, window: int, wave: int) -> list[Slab]:
-        """Chunks from `first` on: no more changes and bytes of payloads at a time than this; tiles in multiples of `wave`, if more."""
+        """Cut the chunks from `first` on into slabs.
+
+        A slab has at most `changes` changes and `window` bytes of payloads, unless it is a single chunk. If it has more than `wave` tiles,
+        their number is a multiple of `wave`, as far as chunks allow.
+        """
         count = self._bodies.size
         slabs = []
         while first < count:
@@ -42,19 +46,19 @@ class Chunks:
         return slabs
 
     def tiles(self, slab: Slab) -> tuple[int, int]:
-        """The first tile, and the first after them."""
+        """Return the number of a slab's first tile, and of the first one after it."""
         return int(self._tiles[slab[0]]), int(self._tiles[slab[1]])
 
     def changes(self, slab: Slab) -> tuple[int, int]:
-        """The first change, and the first after them."""
+        """Return the number of a slab's first change, and of the first one after it."""
         return int(self._starts[slab[0]]), int(self._starts[slab[1]])
 
     def body(self, slab: Slab) -> tuple[int, int]:
-        """Where the payloads are in the image."""
+        """Return the range of a slab's bodies in the image."""
         return int(self._bodies[slab[0]]), int(self._body_ends[slab[1] - 1])
 
     def lists(self, slabs: Sequence[Slab], itemsize: int, *, windows: bool) -> Lists:
-        """What any of these slabs needs: ranks and operands of changes, where tiles start, and, if wanted, two windows on the image."""
+        """Return the arrays that each of these slabs needs: ranks and operands of changes, starts of tiles, and optionally two windows."""
         changes, tiles, window = (
             max((end - begin for begin, end in map(bounds, slabs)), default=0) for bounds in (self.changes, self.tiles, self.body)
         )
@@ -63,7 +67,7 @@ class Chunks:
 
 
 class Lists:
-    """Arrays one after the other in one piece of memory."""
+    """Arrays that follow each other in one allocation."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._ends = list(itertools.accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))

@@ -1,4 +1,4 @@
-"""The kernels' source, in the order in which its parts build on each other."""
+"""The source of the kernels, in the order in which the files depend on each other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _PARTS = ("common", "scan", "chunks", "plan", "heads", "decode", "locate", "patc
 
 
 def kernel_source() -> str:
-    """CUDA C++ that needs no header; compiled once per element width, with `WIDTH` defined."""
+    """Return CUDA C++ that needs no header. It is compiled once per element width, with `WIDTH` defined."""
     folder = resources.files(__package__) / "kernels"
     return "".join((folder / f"{name}.cuh").read_text() for name in _PARTS)

@@ -1,9 +1,9 @@
-// From tiles to chunks, and from bodies to the bytes of payloads (docs/format.md §3 and §5, rules 1, 2 and 7).
+// Turns tiles into chunks, and bodies into the bytes of payloads (docs/format.md §3 and §5, rules 1, 2 and 7).
 
-// §5.2: one thread block per span (a block of the format).
-extern "C" __global__ void __launch_bounds__(256) choose_tops(Span* spans) {
+// Chooses `top` (§5.2). There is one thread block per range, which is a block of the format.
+extern "C" __global__ void __launch_bounds__(256) choose_tops(ElementRange* ranges) {
     __shared__ u32 histogram[2048];
-    Span& s = spans[blockIdx.x];
+    ElementRange& s = ranges[blockIdx.x];
     if (!s.mask || !s.base) {
         if (threadIdx.x == 0) s.top = 0;
         return;
@@ -13,8 +13,8 @@ extern "C" __global__ void __launch_bounds__(256) choose_tops(Span* spans) {
     const u32 step = (s.count + 1023) / 1024, m = (s.count + step - 1) / step;
     for (u32 i = threadIdx.x; i < m; i += 256) atomicAdd(&histogram[(u32)(s.base[(u64)i * step] >> s.shift) & s.mask], 1);
     __syncthreads();
-    if (threadIdx.x < 32) {  // from the largest exponent down, 32 at a time
-        const u32 lane = threadIdx.x, above = m / 64;  // so many of the sample are above the one that is looked for
+    if (threadIdx.x < 32) {  // starts at the largest exponent and goes down, 32 exponents at a time
+        const u32 lane = threadIdx.x, above = m / 64;  // number of elements of the sample above the wanted one
         u32 seen = 0;
         for (i32 high = 2047; high >= 0; high -= 32) {
             const u32 upto = seen + inclusive_scan(histogram[high - (i32)lane], lane);
@@ -28,19 +28,19 @@ extern "C" __global__ void __launch_bounds__(256) choose_tops(Span* spans) {
     }
 }
 
-// A chunk is known by its first tile: all arrays of chunks are as long as those of tiles.
+// The number of a chunk is that of its first tile, so all arrays of chunks are as long as those of tiles.
 struct Chunk {
-    u32 tiles;   // 0: no chunk starts with this tile
-    u32 span;
+    u32 tiles;   // 0 if no chunk starts with this tile
+    u32 range;
     u32 mode;
-    u32 bytes;   // of its body
-    u64 body;    // where the body was put, in words
+    u32 bytes;   // size of its body
+    u64 body;    // offset of its body, in words
 };
 
-// §5.1: a thread block per span. `work` lists chunks in no order, `nwork` counts them.
-extern "C" __global__ void __launch_bounds__(256) cut_chunks(const Span* spans, const u16* counts, Chunk* chunks, u32* work, u32* nwork) {
-    __shared__ u32 changes[BLOCK / TILE], ended[BLOCK / TILE / 32], ended_before[BLOCK / TILE / 32], place;
-    const Span s = spans[blockIdx.x];
+// Cuts ranges into chunks (§5.1), one thread block per range. `work` lists the chunks in no particular order, `nwork` counts them.
+extern "C" __global__ void __launch_bounds__(256) cut_chunks(const ElementRange* ranges, const u16* counts, Chunk* chunks, u32* work, u32* nwork) {
+    __shared__ u32 changes[BLOCK / TILE], ended[BLOCK / TILE / 32], ended_before[BLOCK / TILE / 32], position;
+    const ElementRange s = ranges[blockIdx.x];
     const u32 thread = threadIdx.x, lane = thread % 32, tiles = (s.count + TILE - 1) / TILE;
     for (u32 t = thread; t < tiles; t += 256) {
         const uint4* from = (const uint4*)(counts + (u64)(s.tile0 + t) * CONTEXTS);
@@ -53,11 +53,11 @@ extern "C" __global__ void __launch_bounds__(256) cut_chunks(const Span* spans, 
         chunks[s.tile0 + t].tiles = 0;
     }
     __syncthreads();
-    if (thread < 32) {  // which tiles a chunk ends with
+    if (thread < 32) {  // finds the tiles that end a chunk
         u32 start = 0, pending = 0, total = 0;
         for (u32 first = 0; first < tiles; first += 32) {
             const u32 upto = inclusive_scan(first + lane < tiles ? changes[first + lane] : 0, lane);
-            u32 done = 0, found_here = 0;  // changes of these tiles that belong to chunks that have ended
+            u32 done = 0, found_here = 0;  // changes of these tiles in chunks that are complete
             for (;;) {
                 const bool ends = first + lane >= start && first + lane < tiles && (pending + upto - done >= TILE || first + lane + 1 == tiles);
                 const u32 found = __ballot_sync(ALL, ends);
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(256) cut_chunks(const Span* spans, 
             if (lane == 0) ended[first / 32] = found_here, ended_before[first / 32] = total;
             total += __popc(found_here);
         }
-        if (lane == 0) place = atomicAdd(nwork, total);
+        if (lane == 0) position = atomicAdd(nwork, total);
     }
     __syncthreads();
     for (u32 t = thread; t < tiles; t += 256) {
@@ -83,21 +83,21 @@ extern "C" __global__ void __launch_bounds__(256) cut_chunks(const Span* spans, 
         const u32 begin = earlier ? 32 * word + 32 - __clz(earlier) : 0;
         Chunk& c = chunks[s.tile0 + begin];
         c.tiles = t + 1 - begin;
-        c.span = blockIdx.x;
-        work[place + number] = s.tile0 + begin;
+        c.range = blockIdx.x;
+        work[position + number] = s.tile0 + begin;
     }
 }
 
-// Where the bytes of each chunk end among those of its span, by its first tile, and how many there are in all. A thread block per span.
-extern "C" __global__ void __launch_bounds__(256) measure_chunks(const Span* spans, const Chunk* chunks, u32* ends, u64* totals, Changes changes) {
+// Finds where the bytes of each chunk end within those of its range, and the total of each range. There is one thread block per range.
+extern "C" __global__ void __launch_bounds__(256) measure_chunks(const ElementRange* ranges, const Chunk* chunks, u32* ends, u64* totals, Changes changes) {
     __shared__ u32 sums[8];
-    if (*changes.cursor > changes.capacity) return;  // then no chunk was encoded
-    const Span& s = spans[blockIdx.x];
+    if (*changes.cursor > changes.capacity) return;  // in that case no chunk was encoded
+    const ElementRange& s = ranges[blockIdx.x];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tiles = (s.count + TILE - 1) / TILE, each = (tiles + 255) / 256;
     const u32 begin = min(threadIdx.x * each, tiles), end = min(begin + each, tiles);
     const auto size_of = [&](u32 t) {
         const Chunk& c = chunks[s.tile0 + t];
-        return c.tiles ? 8 + c.bytes + (s.first == 0 && t == 0) : 0;  // the element type stands before a tensor's first chunk
+        return c.tiles ? 8 + c.bytes + (s.first == 0 && t == 0) : 0;  // the element type comes before a tensor's first chunk
     };
     u32 sum = 0;
     for (u32 t = begin; t < end; ++t) sum += size_of(t);
@@ -110,16 +110,16 @@ extern "C" __global__ void __launch_bounds__(256) measure_chunks(const Span* spa
     if (threadIdx.x == 255) totals[blockIdx.x] = upto;
 }
 
-// Writes the chunks, headers and all, in order. `ends` are those of `measure_chunks`, `span_ends` the running sums of its totals; `codes` the element type
-// of each tensor; `masters`: the new elements are float32, to be rounded.
+// Writes the chunks in order, with their headers. `ends` are those of `measure_chunks`, and `range_ends` the running sums of its totals. `codes` are the
+// element types of the tensors. `masters` says that the new elements are float32 and must be rounded.
 extern "C" __global__ void __launch_bounds__(128) join_chunks(
-    const Span* spans, const Chunk* chunks, const u32* work, const u32* nwork, const u32* ends, const u64* span_ends, const u32* bodies, const u8* codes,
+    const ElementRange* ranges, const Chunk* chunks, const u32* work, const u32* nwork, const u32* ends, const u64* range_ends, const u32* bodies, const u8* codes,
     u32 masters, u8* out) {
     for (u32 w = blockIdx.x; w < *nwork; w += gridDim.x) {
         const u32 tile = work[w];
         const Chunk c = chunks[tile];
-        const Span& s = spans[c.span];
-        const u64 end = (c.span ? span_ends[c.span - 1] : 0) + ends[tile], begin = end - c.bytes;
+        const ElementRange& s = ranges[c.range];
+        const u64 end = (c.range ? range_ends[c.range - 1] : 0) + ends[tile], begin = end - c.bytes;
         const u32 offset = (tile - s.tile0) * TILE, elements = min(c.tiles * TILE, s.count - offset);
         if (threadIdx.x < 8) out[begin - 8 + threadIdx.x] = (u8)((threadIdx.x < 4 ? elements | c.mode << 30 : c.bytes) >> (8 * (threadIdx.x & 3)));
         if (threadIdx.x == 8 && s.first == 0 && s.tile0 == tile) out[begin - 9] = codes[s.tensor];
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(128) join_chunks(
         const auto byte = [&](u32 i) { return rounds ? (u8)(rounded(floats[i / 2]) >> (8 * (i % 2))) : ((const u8*)from)[i]; };
         const auto word = [&](u32 i) {
             u32 x = 0;
-            if (4 * i + 4 > c.bytes)  // nothing is read beyond a tensor's end
+            if (4 * i + 4 > c.bytes)  // never reads beyond the end of a tensor
                 for (u32 b = 4 * i; b < c.bytes; ++b) x |= (u32)byte(b) << (8 * (b % 4));
             else x = rounds ? rounded(floats[2 * i]) | rounded(floats[2 * i + 1]) << 16 : from[i];
             return x;

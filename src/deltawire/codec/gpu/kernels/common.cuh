@@ -1,5 +1,5 @@
-// What all kernels share: element types, the terms of docs/format.md §2 and §4, and warps as they see a unit of 1024 elements.
-// Compiled at run time, once per element width: WIDTH is 8, 16, 32 or 64. No header of the CUDA toolkit is needed.
+// Shared by all kernels: element types, the terms of docs/format.md §2 and §4, and the layout of a unit of 1024 elements in a warp.
+// NVRTC compiles this at run time, once per element width: WIDTH is 8, 16, 32 or 64. It needs no header of the CUDA toolkit.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -20,17 +20,17 @@ typedef u64 T;
 constexpr u32 BYTES = WIDTH / 8;
 constexpr u32 CONTEXTS = 16;
 constexpr u32 TILE = 1 << 14, BLOCK = 1 << 24;
-constexpr u32 UNIT = 1 << 10;           // elements that a warp takes at a time
+constexpr u32 UNIT = 1 << 10;           // elements that a warp processes at a time
 constexpr u32 UNITS = TILE / UNIT;
 constexpr u32 RUN = 32;                 // consecutive elements of a lane
 constexpr u32 ALL = 0xffffffffu;
 
-// In shared memory a lane's run is a row; 16 bytes between rows keep reads of 16 bytes free of bank conflicts.
+// In shared memory a lane's run is a row. The 16 bytes between rows avoid bank conflicts for reads of 16 bytes.
 constexpr u32 ROW = RUN * BYTES;
 constexpr u32 STRIDE = ROW + 16;
 constexpr u32 PIECES = ROW / 16;
 constexpr u32 STAGE = 32 * STRIDE;
-constexpr u32 DIGEST_BLOCKS = UNIT * BYTES / 512;  // of 256 words, in a unit
+constexpr u32 DIGEST_BLOCKS = UNIT * BYTES / 512;  // digest blocks (256 words each) in a unit
 
 constexpr u32 SAME = 0, CODED = 1, RAW = 2;
 
@@ -38,20 +38,20 @@ struct Pair {
     T old, now;
 };
 
-// A stretch of one tensor whose elements are ranked with one `top`: a block when encoding, a chunk when resolving.
-struct Span {
-    const T* base;   // null: zeros
-    const T* next;   // encoding only; of master weights, their float32
+// A range of one tensor's elements that share one `top`: a block when encoding, a chunk when resolving.
+struct ElementRange {
+    const T* base;   // null stands for zeros
+    const T* next;   // encoding only; float32 if they are master weights
     u64 seed;
-    u64 first;       // its first element within the tensor
+    u64 first;       // index of its first element in the tensor
     u32 count;
-    u32 tile0;       // its first tile, counted over all spans
+    u32 tile0;       // number of its first tile, over all ranges
     u32 tensor;
     u32 top;
-    u32 shift;       // of the exponent
-    u32 mask;        // of the exponent, 0: a single context
-    u32 start;       // resolving: its first change, counted over all spans
-    u32 mode;        // resolving
+    u32 shift;       // position of the exponent
+    u32 mask;        // mask of the exponent; 0 means a single context
+    u32 start;       // resolving: number of its first change, over all ranges
+    u32 mode;        // resolving only
 };
 
 struct Sums {
@@ -78,7 +78,7 @@ __device__ __forceinline__ uint4 block_factors(u64 seed, u64 block) {
     return make_uint4((u32)a | 1, (u32)(a >> 32) | 1, (u32)b | 1, (u32)(b >> 32) | 1);
 }
 
-// The factors of the eight words that a lane takes of each digest block. Bytes 0 and 1: the low bytes of two factors; bytes 2 and 3: the high ones.
+// The factors of the eight words that a lane processes in each digest block. Bytes 0 and 1 are the low bytes of two factors, bytes 2 and 3 the high bytes.
 struct WordFactors {
     u32 of[4][4];  // pair of words, digest lane
     __device__ __forceinline__ void load(u32 lane) {
@@ -92,7 +92,7 @@ struct WordFactors {
     }
 };
 
-// Two signed words times the two low bytes of `factors`, unsigned, or the two high ones, signed.
+// Multiply two signed words by the two low bytes of `factors` (unsigned) or by the two high bytes (signed), and add the products to `sum`.
 #ifndef EMULATED
 __device__ __forceinline__ i32 dot_low(u32 words, u32 factors, i32 sum) {
     i32 out;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void digest_words(uint4 words, const WordFactors& t, 
     }
 }
 
-// Adds what changes when one element of a unit goes from `old` to `now`.
+// Adds the difference to the digest when one element of a unit changes from `old` to `now`.
 __device__ __forceinline__ void digest_change(u32 element, T old, T now, const uint4* multipliers, const int4* factors, u32 sums[4]) {
     const auto word = [&](u32 at, u32 difference) {
         const uint4 m = multipliers[at >> 8];
@@ -142,7 +142,7 @@ __device__ __forceinline__ void digest_change(u32 element, T old, T now, const u
 
 // §4
 
-__device__ __forceinline__ u32 context_of(T x, const Span& s) {
+__device__ __forceinline__ u32 context_of(T x, const ElementRange& s) {
     const i32 d = (i32)s.top - (i32)((u32)(x >> s.shift) & s.mask);
     return (u32)min(max(d, 0), (i32)CONTEXTS - 1);
 }
@@ -156,13 +156,13 @@ __device__ __forceinline__ T unordered(T x, bool floating) {
     return floating ? (T)(x ^ (x & top ? top : (T)~(T)0)) : x;
 }
 
-// A float32 as a bfloat16: to the nearest, to even in between; all NaNs become one.
+// Rounds a float32 to bfloat16: to nearest, ties to even. All NaNs become the same bits.
 __device__ __forceinline__ u32 rounded(u32 x) { return (x & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (x + 0x7fff + (x >> 16 & 1)) >> 16; }
 
 __device__ __forceinline__ u32 bit_length(u64 x) { return 64 - __clzll(x); }
 __device__ __forceinline__ u32 count_bits(u32 n) { return 5 + (n ? 31 - __clz(n) : 0); }
 
-// Bits of LR(k, v).
+// The number of bits of LR(k, v).
 __device__ __forceinline__ u32 rice_bits(u64 v, u32 k) {
     const u64 q = v >> k;
     return q < 16 ? (u32)q + 1 + k : 22 + k + 63 - __clzll(q - 15);
@@ -173,12 +173,12 @@ __device__ __forceinline__ u32 rice_bits(u32 v, u32 k) {
 }
 
 // The contexts of a lane's run as four bit planes, and which of its elements change. The order of bits is that of the arithmetic, not of
-// the elements: `place` and `below` translate.
+// the elements: `below`, `element_at` and `in_order` translate.
 struct Planes {
     u32 bit[4];
     u32 changed;
 
-    // Which elements of the run are of this context.
+    // The elements of the run that have this context.
     __device__ __forceinline__ u32 of_context(u32 c) const {
         return ~((bit[0] ^ (0 - (c & 1))) | (bit[1] ^ (0 - (c >> 1 & 1))) | (bit[2] ^ (0 - (c >> 2 & 1))) | (bit[3] ^ (0 - (c >> 3 & 1))));
     }
@@ -215,13 +215,13 @@ __device__ __forceinline__ u32 element_at(u32 bit) { return bit; }
 __device__ __forceinline__ u32 in_order(u32 x) { return x; }
 #endif
 
-// Two contexts at a time, from two exponents in the halves of a word.
+// Computes two contexts at a time, from two exponents in the halves of a word.
 __device__ __forceinline__ u32 two_contexts(u32 exponents, u32 top_and_one) {
     return __viaddmin_s16x2_relu(~exponents, top_and_one, 0x000f000f);
 }
 
 template <bool COMPARE>
-__device__ __forceinline__ Planes planes_of(const u8* base, const u8* next, const Span& s) {
+__device__ __forceinline__ Planes planes_of(const u8* base, const u8* next, const ElementRange& s) {
     const u32 top_and_one = (s.top + 1) * 0x10001u, mask = s.mask * 0x10001u;
     u32 w[4] = {}, changed = 0;
 #if WIDTH == 16
@@ -280,7 +280,7 @@ __device__ __forceinline__ Planes planes_of(const u8* base, const u8* next, cons
     return {{w[0], w[1], w[2], w[3]}, changed};
 }
 
-// How many of the `valid` elements of a run are of each context: those of contexts 2i and 2i + 1 in the halves of word i.
+// Counts the `valid` elements of a run by context. The halves of word i are the counts of contexts 2i and 2i + 1.
 __device__ __forceinline__ void count_contexts(const Planes& p, u32 valid, u32 counts[8]) {
     const u32 a[4] = {~p.bit[0] & ~p.bit[1] & valid, p.bit[0] & ~p.bit[1] & valid, ~p.bit[0] & p.bit[1] & valid, p.bit[0] & p.bit[1] & valid};
     const u32 b[4] = {~p.bit[2] & ~p.bit[3], p.bit[2] & ~p.bit[3], ~p.bit[2] & p.bit[3], p.bit[2] & p.bit[3]};
@@ -289,7 +289,7 @@ __device__ __forceinline__ void count_contexts(const Planes& p, u32 valid, u32 c
 }
 
 #ifndef EMULATED
-// Starts to copy `size` bytes to shared memory, and zeros up to 16 after them.
+// Starts to copy `size` bytes to shared memory, and fills up to 16 bytes with zeros.
 __device__ __forceinline__ void fetch_16(u8* to, const u8* from, u32 size) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(size));
 }
@@ -303,11 +303,11 @@ __device__ __forceinline__ void fetch_wait() {
 }
 #endif
 
-// Starts to copy `bytes` bytes to a stage, and zeros after them. `from` null: zeros only.
+// Starts to copy `bytes` bytes to a stage, and fills the rest with zeros. If `from` is null, all are zeros.
 __device__ __forceinline__ void fetch_unit(u8* stage, const u8* from, u32 bytes, u32 lane, const u8* any) {
     u8* const to = stage + lane / PIECES * STRIDE + lane % PIECES * 16;
-    constexpr u32 STEP = 32 / PIECES * STRIDE;  // from a piece to the lane's next
-    if (from && bytes == UNIT * BYTES) {  // all units but the last of a tensor
+    constexpr u32 STEP = 32 / PIECES * STRIDE;  // distance between two pieces of a lane
+    if (from && bytes == UNIT * BYTES) {  // true for all units except the last of a tensor
 #pragma unroll
         for (u32 i = 0; i < PIECES; ++i) fetch_16(to + STEP * i, from + 16 * lane + 512 * i);
         return;
@@ -319,12 +319,12 @@ __device__ __forceinline__ void fetch_unit(u8* stage, const u8* from, u32 bytes,
     }
 }
 
-// The span that a tile belongs to.
-__device__ __forceinline__ u32 span_of(const Span* spans, u32 n, u32 tile) {
+// Returns the number of the range that a tile belongs to.
+__device__ __forceinline__ u32 range_of(const ElementRange* ranges, u32 n, u32 tile) {
     u32 low = 0, high = n;
     while (high - low > 1) {
         const u32 middle = (low + high) / 2;
-        if (spans[middle].tile0 <= tile) low = middle;
+        if (ranges[middle].tile0 <= tile) low = middle;
         else high = middle;
     }
     return low;
@@ -341,7 +341,7 @@ __device__ __forceinline__ u32 inclusive_scan(u32 x, u32 lane) {
     return x;
 }
 
-// Adds the sums of a warp's lanes to those of a tensor.
+// Adds the sums of a warp's lanes to the sums of a tensor.
 __device__ __forceinline__ void flush_sums(Sums* to, u32 lane, u32 before[4], u32 change[4], u64 changed) {
 #pragma unroll
     for (u32 j = 0; j < 4; ++j) {

@@ -1,11 +1,11 @@
-// The streams of coded chunks. A code's place is known only when the one before it is read, so one thread goes over each chunk, and notes on its way
-// where every so many codes begin; from there they are decoded by many.
+// Decodes the streams of coded chunks. Where a code begins is known only after the one before it is read. So one thread reads each chunk and notes where
+// each segment of codes begins, and then many threads decode the segments.
 
 struct Task {
-    u32 chunk;       // ALL: nothing to do
-    u32 at;          // the first code, in bits; from bit 24 on the number of the segment
-    u32 more;        // of larger steps: the first code of their magnitudes
-    u32 sum;         // of what the codes before it say; from bit 25 on the context, from bit 29 on the stream
+    u32 chunk;       // ALL if there is nothing to do
+    u32 at;          // offset of the first code in bits; from bit 24 on, the number of the segment
+    u32 more;        // for larger steps: offset of the first code of their magnitudes
+    u32 sum;         // sum of the values of all earlier codes; from bit 25 on the context, from bit 29 on the stream
 };
 
 static_assert(MOST / 128 <= 256, "segments are numbered with 8 bits");
@@ -16,9 +16,9 @@ struct LongCode {
     u32 end;
 };
 
-// Not for the most of codes, and so out of the way: loops that read codes must be short to be fast.
+// Few codes need this function, so it is not inlined: loops that read codes must be short to be fast.
 __device__ __noinline__ LongCode read_long_code(const u32* words, u32 at, u32 k, u32 extra) {
-    const auto peek = [&](u32 place) { return __funnelshift_r(words[place >> 5], words[(place >> 5) + 1], place & 31); };
+    const auto peek = [&](u32 position) { return __funnelshift_r(words[position >> 5], words[(position >> 5) + 1], position & 31); };
     const auto take = [&](u32 length) {
         u64 value = peek(at) & (length < 32 ? (1u << length) - 1 : ALL);
         if (length > 32) value |= (peek(at + 32) & ((1ull << (length - 32)) - 1)) << 32;
@@ -44,17 +44,17 @@ __device__ __noinline__ LongCode read_long_code(const u32* words, u32 at, u32 k,
 constexpr u32 STAGED = 16;
 constexpr u32 NOWHERE = 1u << 31;
 
-// Codes one after the other. A broken body may lead beyond its end, by less than there is room for after the image: it is looked at after every
-// segment, and no code is longer than 256 bits. Threads of a warp come to new words at different times, and each time all would wait for them: those that
-// decode in rounds fetch the next words together, before each.
+// Reads codes one after the other. A corrupt body may lead beyond its end, but by less than the slack after the image: the offset is checked after every
+// segment, and no code is longer than 256 bits. Threads of a warp need new words at different times, and the whole warp would wait each time. So threads that
+// decode in rounds fetch their next words together, before each round.
 struct CodeReader {
     const u32* words;
-    u32 skew;        // bits before the body in its first words
-    u32* stage;      // of this thread: every 32nd word of shared memory
-    u32 begin;       // the first word in it
-    u32 low, high, ahead;  // three words in a row
-    u32 index;       // of the third
-    u32 shift;       // the next bit, in the first
+    u32 skew;        // number of bits before the body in its first word
+    u32* stage;      // shared memory of this thread: every 32nd word
+    u32 begin;       // number of the first word in the stage
+    u32 low, high, ahead;  // three consecutive words
+    u32 index;       // number of the third word
+    u32 shift;       // offset of the next bit in the first word
 
     __device__ explicit CodeReader(const u8* body, u32* stage = nullptr) : stage(stage), begin(NOWHERE) {
         words = (const u32*)((u64)body & ~15ull);
@@ -79,20 +79,20 @@ struct CodeReader {
     }
     __device__ u32 taken() const { return 32 * (index - 2) + shift - skew; }
     __device__ __forceinline__ u32 bits() const { return __funnelshift_r(low, high, shift); }
-    __device__ __forceinline__ void skip(u32 length) {  // at most 32
+    __device__ __forceinline__ void skip(u32 length) {  // `length` is at most 32
         shift += length;
         if (shift >= 32) {
             shift -= 32;
             low = high, high = ahead;
-            const u32 place = ++index - begin;
-            ahead = place < STAGED ? stage[32 * place] : words[index];
+            const u32 position = ++index - begin;
+            ahead = position < STAGED ? stage[32 * position] : words[index];
         }
     }
     __device__ u32 peek(u32 bit) const {
-        const u32 place = bit + skew;
-        return __funnelshift_r(words[place >> 5], words[(place >> 5) + 1], place & 31);
+        const u32 position = bit + skew;
+        return __funnelshift_r(words[position >> 5], words[(position >> 5) + 1], position & 31);
     }
-    // LR(k, v) with `extra` bits after it, if it is a short one: `after` are the bits after the unary part.
+    // Reads a short LR(k, v) and `extra` bits after it. `after` are the bits after the unary part.
     __device__ __forceinline__ bool short_code(u32 k, u32 extra, u32& v, u32& after) {
         const u32 next = bits(), ones = next & 0xffff;
         if (k + extra > 16 || !ones) return false;
@@ -102,7 +102,7 @@ struct CodeReader {
         skip(q + 1 + k + extra);
         return true;
     }
-    // The same of any length; ~0 for anything that does not fit.
+    // Reads LR(k, v) of any length. Returns ~0 for a value that does not fit.
     __device__ __forceinline__ u64 long_code(u32 k, u32 extra, u64& rest) {
         const LongCode found = read_long_code(words, taken() + skew, k, extra);
         seek(found.end - skew);
@@ -126,10 +126,10 @@ struct StreamIndexer {
     Head& h;
     Task* tasks;
     const u32 chunk;
-    u32 next;        // task
+    u32 next;        // number of the next task
 
-    // `n` codes; where it matters their values, and `each` more for every one, are summed up, to at most `most`. Makes tasks of them, or is the second
-    // place of the tasks from `second` on.
+    // Reads `n` codes. If `most` is not 0, it sums up their values plus `each` per code, up to `most`. It makes tasks of them; or, if `second` is given, it
+    // fills in the second offset of the tasks from `second` on.
     __device__ u32 index(u32 stream, u32 c, u32 n, u32 k, u32 extra, u32 each, u32 most, Task* second = nullptr) {
         const u32 each_time = segment_codes(stream);
         u32 i = 0, sum = 0;
@@ -146,7 +146,7 @@ struct StreamIndexer {
                     wild |= !fits;
                     v = fits ? (u32)value : 0;
                 }
-                sum += v + each;  // no overflow: short codes are below 2²⁰
+                sum += v + each;  // cannot overflow, because short codes are below 2²⁰
             }
             if (in.taken() > 8 * h.bytes) return TOO_SHORT;
             if (most && (wild || sum > most)) return stream == RANKS ? BAD_POSITION : BAD_RUN;
@@ -180,24 +180,24 @@ struct StreamIndexer {
     }
 };
 
-// A thread per chunk, few of them in a warp. `ends`: where the tasks of each chunk end.
+// Makes the tasks of all chunks. There is one thread per chunk, and few of them in a warp. `ends` says where the tasks of each chunk end.
 extern "C" __global__ void __launch_bounds__(32) index_streams(
-    const Span* spans, u32 nspans, const u8* image, Head* heads, const u32* ends, Task* tasks) {
+    const ElementRange* ranges, u32 nranges, const u8* image, Head* heads, const u32* ends, Task* tasks) {
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= nspans || spans[i].mode != CODED) return;
+    if (i >= nranges || ranges[i].mode != CODED) return;
     Head& h = heads[i];
-    StreamIndexer indexer{CodeReader(image + (u64)spans[i].next), h, tasks + ends[i] - h.tasks, i, 0};
-    const u32 error = indexer.run(spans[i].mask ? CONTEXTS : 1);
+    StreamIndexer indexer{CodeReader(image + (u64)ranges[i].next), h, tasks + ends[i] - h.tasks, i, 0};
+    const u32 error = indexer.run(ranges[i].mask ? CONTEXTS : 1);
     if (!error) return;
     h.error = error;
     for (u32 t = 0; t < h.tasks; ++t) indexer.tasks[t].chunk = ALL;
 }
 
-// The changes of a slab of chunks, ready to be located, context after context.
+// The changes of a slab of chunks, ready to be located, sorted by context.
 struct Targets {
-    u32* ranks;      // in the context, within the chunk
-    T* operands;     // steps, or bits to XOR
-    u32 first;       // the slab's first change, counted over all spans
+    u32* ranks;      // rank in its context, within the chunk
+    T* operands;     // a step, or bits to XOR
+    u32 first;       // number of the slab's first change, over all ranges
 };
 
 struct SegmentDecoder {
@@ -206,7 +206,7 @@ struct SegmentDecoder {
     const ContextHead p;
     const Task t;
     u32* const ranks;
-    u32 at, end;     // the next code of the stream, and the first after the segment
+    u32 at, end;     // number of the next code of the stream, and of the first one after the segment
     u32 sum;
 
     __device__ u32 stream() const { return t.sum >> 29; }
@@ -220,8 +220,8 @@ struct SegmentDecoder {
         if (stream() == LARGER) magnitudes.seek(t.more);
     }
 
-    // The next ranks or operands, or of larger steps which changes they are and their magnitudes: at most 32, to rows of the warp's memory. Their number is
-    // the result.
+    // Decodes the next ranks or operands, at most 32, into rows of the warp's memory. For larger steps these are the numbers of the changes and their
+    // magnitudes. Returns how many there are.
     __device__ u32 next(u32* row_of_ranks, T* row_of_operands, u32& error) {
         const u32 m = min(end - at, 32u);
         in.fetch();
@@ -257,7 +257,7 @@ struct SegmentDecoder {
         return m;
     }
 
-    // Runs of changes before each unchanged element; after the last of these, the changes that are left.
+    // Decodes the runs of changes before each unchanged element, and after the last of these the remaining changes.
     __device__ void inverted_ranks() {
         u32 change = sum;
         for (; at < end; ++at)
@@ -267,10 +267,11 @@ struct SegmentDecoder {
     }
 };
 
-// A thread per task, and three blocks for each 64 tasks: one for ranks, one for operands, one for larger steps and inverted contexts, so that no warp waits
-// for another kind of stream than its own. What they decode goes through shared memory: threads write far apart, a warp in a row.
+// Decodes all tasks, one thread per task. There are three thread blocks for each 64 tasks: one for ranks, one for operands, one for larger steps and inverted
+// contexts, so that no warp waits for another kind of stream. The results go through shared memory: the targets of the threads are far apart, but a warp
+// writes consecutive elements.
 extern "C" __global__ void __launch_bounds__(64) decode_segments(
-    const Span* spans, const u8* image, Head* heads, const Task* tasks, u32 ntasks, Targets out) {
+    const ElementRange* ranges, const u8* image, Head* heads, const Task* tasks, u32 ntasks, Targets out) {
     __shared__ u32 stages[2][2][32 * STAGED];
     __shared__ u32 all_ranks[2][32][33];
     __shared__ T all_operands[2][32][33];
@@ -283,12 +284,12 @@ extern "C" __global__ void __launch_bounds__(64) decode_segments(
     if (!__any_sync(ALL, active)) return;
     const u32 chunk = active ? t.chunk : 0;
     Head& h = heads[chunk];
-    const Span& s = spans[chunk];
+    const ElementRange& s = ranges[chunk];
     const ContextHead p = h.contexts[t.sum >> 25 & 15];
     const u32 to = s.start - out.first + p.before;
     const u8* const body = image + (u64)s.next;
     SegmentDecoder d{CodeReader(body, stages[warp][0] + lane), CodeReader(body, stages[warp][1] + lane), h, p, t, out.ranks + to};
-    const u64 signs = 8 * (u64)d.in.words + d.in.skew + p.signs_at;  // the address of a bit
+    const u64 signs = 8 * (u64)d.in.words + d.in.skew + p.signs_at;  // the address of the first sign bit
     u32 error = FINE, left = 0;
     if (active) {
         d.start();
@@ -303,24 +304,24 @@ extern "C" __global__ void __launch_bounds__(64) decode_segments(
         if (group < 2) {
 #pragma unroll 8
             for (u32 row = 0; row < 32; ++row) {
-                const u32 size = __shfl_sync(ALL, m, row), place = __shfl_sync(ALL, first, row) + lane;
-                if (lane < size && group == 0) out.ranks[place] = ranks[row][lane];
-                if (lane < size && group == 1) out.operands[place] = operands[row][lane];
+                const u32 size = __shfl_sync(ALL, m, row), position = __shfl_sync(ALL, first, row) + lane;
+                if (lane < size && group == 0) out.ranks[position] = ranks[row][lane];
+                if (lane < size && group == 1) out.operands[position] = operands[row][lane];
             }
-        } else {  // these take the place of ones; signs are asked for before the first of them is needed
+        } else {  // larger steps replace steps of one; their signs are fetched before the first of them is needed
             constexpr u32 EACH = 16;
 #pragma unroll 1
             for (u32 row0 = 0; row0 < 32; row0 += EACH) {
                 u32 to_line[EACH], sign[EACH];
 #pragma unroll
                 for (u32 r = 0; r < EACH; ++r) {
-                    const u32 size = __shfl_sync(ALL, m, row0 + r), place = __shfl_sync(ALL, first, row0 + r);
+                    const u32 size = __shfl_sync(ALL, m, row0 + r), position = __shfl_sync(ALL, first, row0 + r);
                     const u64 sign_bits = __shfl_sync(ALL, signs, row0 + r);
                     to_line[r] = ALL;
                     if (lane < size) {
                         const u32 line = ranks[row0 + r][lane];
                         const u64 bit = sign_bits + line;
-                        to_line[r] = place + line;
+                        to_line[r] = position + line;
                         sign[r] = *(const u32*)((bit >> 5) * 4) >> (bit & 31);
                     }
                 }

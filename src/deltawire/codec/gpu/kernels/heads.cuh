@@ -1,6 +1,6 @@
-// Payloads up to their streams: where chunks are, and what the headers of coded ones say. From here on spans are chunks; `Span::next` is the place of a
-// chunk's body in the image, which is all payloads in a row. A chunk that breaks a rule gets an error, and nothing is located in it; nothing is ever
-// written to a base but by `write_patch` and `swap_patch`, which run when all is known to be well.
+// Reads payloads up to their streams: where the chunks are, and the headers of coded chunks. From here on ranges are chunks, and `ElementRange::next` is the
+// offset of a chunk's body in the image, in which all payloads follow each other. A chunk that breaks a rule gets an error, and nothing is located in it. Only
+// `write_patch` and `swap_patch` ever write to a base, and they run only after all checks have passed.
 
 enum Error {
     FINE,
@@ -32,29 +32,29 @@ enum Error {
     WRONG_SHAPE,
 };
 
-constexpr u32 LONGEST_BODY = 1 << 21;  // of a coded chunk: 2¹⁵ changes of the longest codes take less
+constexpr u32 LONGEST_BODY = 1 << 21;  // of a coded chunk; 2¹⁵ changes with the longest codes take less
 
 enum Stream { RANKS, INVERTED_RANKS, STEPS, XORS, LARGER };
 
-// Codes of a stream that a thread decodes: the fewer, the sooner all are done; but what is noted of each segment takes room, and there are at most 256.
+// The number of codes of a stream that one thread decodes. Fewer codes are done sooner, but each segment needs memory, and there are at most 256 of them.
 __device__ __forceinline__ u32 segment_codes(u32 stream) { return stream >= STEPS ? 128 : 256; }
 __device__ __forceinline__ u32 segments(u32 codes, u32 stream) { return (codes + segment_codes(stream) - 1) / segment_codes(stream); }
 
 struct ContextHead {
-    u32 elements;    // of this context in the chunk; counted in the base
-    u32 signs_at;    // in bits; found by `index_streams`
+    u32 elements;    // number of elements of this context in the chunk, counted in the base
+    u32 signs_at;    // offset in bits, found by `index_streams`
     u16 n, unchanged, larger;
-    u16 before;      // changes of the contexts before
+    u16 before;      // number of changes in earlier contexts
     u8 inverted, mode, k, kr, kv, unused[3];
 };
 
-// What a coded chunk's header says.
+// The header of a coded chunk.
 struct Head {
-    u32 bytes;       // of the body
-    u32 total;       // changes; of a raw chunk, found by comparison
+    u32 bytes;       // size of the body
+    u32 total;       // number of changes; in a raw chunk found by comparison
     u32 error;
-    u32 tasks;       // segments of its streams
-    u32 streams_at;  // in bits
+    u32 tasks;       // number of segments of its streams
+    u32 streams_at;  // offset in bits
     u16 symbols;
     u8 ks, unused;
     ContextHead contexts[CONTEXTS];
@@ -63,19 +63,19 @@ struct Head {
 // A tensor that has a payload.
 struct Source {
     const T* base;
-    const u8* payload;  // in memory of the host
-    u64 bytes, place, count, seed;
+    const u8* payload;  // in host memory
+    u64 bytes, offset, count, seed;  // `offset` is that of the payload in the image
     u32 tensor, tile0, shift, mask, code, unused;
 };
 
 struct Walk {
-    u64 covered;        // elements
+    u64 covered;        // number of elements
     u32 chunks, error;
 };
 
 __device__ __forceinline__ u32 word_at(const u8* from) { return from[0] | from[1] << 8 | from[2] << 16 | (u32)from[3] << 24; }
 
-// docs/format.md §3: `use(elements before, elements, mode, place of the body, its length)` for every chunk.
+// Calls `use(elements before, elements, mode, offset of the body, its length)` for every chunk (docs/format.md §3).
 template <class Use>
 __device__ Walk walk(const Source& s, Use use) {
     Walk w = {0, 0, FINE};
@@ -100,36 +100,36 @@ __device__ Walk walk(const Source& s, Use use) {
     return w.covered == s.count ? w : wrong(WRONG_SHAPE);
 }
 
-// What is known of a tile. First the chunk that starts with it, if one does; then how many elements of each context it has, or of a raw chunk how many
-// changes; once its changes are located, where they are.
+// The facts of a tile, one after the other in the same memory: the chunk that starts with it, if there is one; then its number of elements by context, or
+// its number of changes in a raw chunk; then, after its changes are located, their number in each block of 256 elements.
 union Tile {
     struct {
-        u64 body;        // its place in the payload
+        u64 body;        // its offset in the payload
         u32 chunk_elements, mode, length, top;
     };
     u16 elements[CONTEXTS];
     struct {
         u8 counts[64];   // changes in each block of 256 elements
-        u32 full[2];     // blocks that have 256, and so 0 above
+        u32 full[2];     // the blocks that have 256 changes; their count is stored as 0
     };
 };
 
-// A thread per payload: how many chunks it has, where they are, and whether they are as they should be.
+// Counts and checks the chunks of payloads, and notes where they are. There is one thread per payload.
 extern "C" __global__ void __launch_bounds__(32) find_chunks(const Source* sources, u32 n, Tile* tiles, Walk* out) {
     const u32 i = blockIdx.x * 32 + threadIdx.x;
     if (i >= n) return;
     const Source s = sources[i];
     out[i] = walk(s, [&](u64 first, u32 elements, u32 mode, u64 body, u32 length) {
-        if (first >= s.count) return;  // there are no such tiles, which will be told of
+        if (first >= s.count) return;  // there are no such tiles; an error is reported later
         Tile& tile = tiles[s.tile0 + first / TILE];
         tile.body = body, tile.chunk_elements = elements, tile.mode = mode, tile.length = length;
         tile.top = mode == CODED && length > 1 ? (s.payload[body] | s.payload[body + 1] << 8) & 0x7ff : 0;
     });
 }
 
-// The same, when it is known where they go: `numbers` are those of each payload's first chunk. `heads` are zeros.
+// Lists the chunks that `find_chunks` found. `numbers` are the numbers of each payload's first chunk. `heads` are zeros.
 extern "C" __global__ void __launch_bounds__(32) list_chunks(
-    const Source* sources, u32 n, const u32* numbers, const Tile* tiles, Span* spans, Head* heads) {
+    const Source* sources, u32 n, const u32* numbers, const Tile* tiles, ElementRange* ranges, Head* heads) {
     const u32 i = blockIdx.x * 32 + threadIdx.x;
     if (i >= n) return;
     const Source s = sources[i];
@@ -138,13 +138,13 @@ extern "C" __global__ void __launch_bounds__(32) list_chunks(
         const u32 number = s.tile0 + (u32)(first / TILE);
         const Tile& tile = tiles[number];
         heads[chunk].bytes = tile.length;
-        spans[chunk] = {s.base ? s.base + first : nullptr, (const T*)(s.place + tile.body), s.seed, first, tile.chunk_elements, number, s.tensor, tile.top,
+        ranges[chunk] = {s.base ? s.base + first : nullptr, (const T*)(s.offset + tile.body), s.seed, first, tile.chunk_elements, number, s.tensor, tile.top,
                         s.shift, s.mask, 0, tile.mode};
         first += tile.chunk_elements;
     }
 }
 
-// Single fields from anywhere in a body. Reads zeros beyond its end.
+// Reads single fields anywhere in a body. Beyond its end there are zeros.
 struct FieldReader {
     const u8* body;
     u32 bytes, at;
@@ -160,7 +160,7 @@ struct FieldReader {
         at += length;
         return value;
     }
-    // ~0 where it is out of range.
+    // Returns ~0 if the number is out of range.
     __device__ u32 take_count() {
         const u32 length = take(5);
         if (length > 16) return ~0u;
@@ -168,7 +168,7 @@ struct FieldReader {
     }
 };
 
-__device__ u32 read_head(FieldReader in, const Span& s, Head& h) {
+__device__ u32 read_head(FieldReader in, const ElementRange& s, Head& h) {
     const u32 top = in.take(11);
     if (top > s.mask) return BAD_TOP;
     h.symbols = 0, h.ks = 0;
@@ -227,14 +227,14 @@ __device__ u32 read_head(FieldReader in, const Span& s, Head& h) {
     return FINE;
 }
 
-// A thread per span.
-extern "C" __global__ void __launch_bounds__(64) read_heads(const Span* spans, u32 nspans, const u8* image, Head* heads) {
+// Reads the headers of chunks. There is one thread per range.
+extern "C" __global__ void __launch_bounds__(64) read_heads(const ElementRange* ranges, u32 nranges, const u8* image, Head* heads) {
     const u32 i = blockIdx.x * 64 + threadIdx.x;
-    if (i >= nspans || spans[i].mode != CODED) return;
+    if (i >= nranges || ranges[i].mode != CODED) return;
     Head h = {};
     h.bytes = heads[i].bytes;
-    FieldReader in{image + (u64)spans[i].next, h.bytes, 0, false};
-    h.error = read_head(in, spans[i], h);
+    FieldReader in{image + (u64)ranges[i].next, h.bytes, 0, false};
+    h.error = read_head(in, ranges[i], h);
     if (h.error) h.total = h.tasks = 0;
     heads[i] = h;
 }

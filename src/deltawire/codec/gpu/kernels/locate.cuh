@@ -1,4 +1,4 @@
-// Where decoded changes belong: elements of each context before every tile, and then the elements themselves.
+// Finds the elements that decoded changes belong to: first the number of elements of each context before every tile, then the elements.
 
 __device__ __forceinline__ T unaligned(const u8* from) {
     u64 x = 0;
@@ -7,13 +7,14 @@ __device__ __forceinline__ T unaligned(const u8* from) {
     return (T)x;
 }
 
-// Raw chunks: how many elements of each tile change, in place of elements of the first context. A warp per tile.
+// Counts the elements of each tile of raw chunks that change, and stores the number where other chunks have the elements of the first context. There is one
+// warp per tile.
 extern "C" __global__ void __launch_bounds__(128) count_raw(
-    const Span* spans, u32 nspans, u32 ntiles, const u8* image, Head* heads, Tile* tiles) {
+    const ElementRange* ranges, u32 nranges, u32 ntiles, const u8* image, Head* heads, Tile* tiles) {
     const u32 tile = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (tile >= ntiles) return;
-    const u32 span = span_of(spans, nspans, tile);
-    const Span s = spans[span];
+    const u32 range = range_of(ranges, nranges, tile);
+    const ElementRange s = ranges[range];
     if (s.mode != RAW) return;
     const u32 offset = (tile - s.tile0) * TILE, n = min(TILE, s.count - offset);
     u32 changed = 0;
@@ -22,17 +23,18 @@ extern "C" __global__ void __launch_bounds__(128) count_raw(
     changed = warp_sum(changed);
     if (lane == 0) {
         tiles[tile].elements[0] = (u16)changed;
-        atomicAdd(&heads[span].total, changed);
+        atomicAdd(&heads[range].total, changed);
     }
 }
 
-// From elements (or changes, of raw chunks) in each tile to those before it in the chunk, for a slab of chunks; a thread block per chunk. `starts` are
-// those of the slab's tiles. Checks that the elements are as many as inverted contexts say. Where most steps are by one, all of them are so for now.
+// Turns the elements of each tile (or its changes, in raw chunks) into the number of those before the tile in its chunk, for a slab of chunks. There is one
+// thread block per chunk. `starts` are those of the slab's tiles. Checks the numbers of elements that inverted contexts state. In contexts where most steps
+// have magnitude 1, it sets all of them to 1; `decode_segments` overwrites the larger ones.
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) start_tiles(
-    const Span* spans, u32 first_span, u32 first_tile, const u8* image, Head* heads, const Tile* all_tiles, u32* starts, Targets out) {
+    const ElementRange* ranges, u32 first_range, u32 first_tile, const u8* image, Head* heads, const Tile* all_tiles, u32* starts, Targets out) {
     __shared__ u32 parts[32][CONTEXTS];
-    const Span& s = spans[first_span + blockIdx.x];
-    Head& h = heads[first_span + blockIdx.x];
+    const ElementRange& s = ranges[first_range + blockIdx.x];
+    Head& h = heads[first_range + blockIdx.x];
     const u32 tiles = (s.count + TILE - 1) / TILE, c = threadIdx.x % CONTEXTS, part = threadIdx.x / CONTEXTS, size = (tiles + 31) / 32;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, begin = min(part * size, tiles), end = min(begin + size, tiles);
     const u64 to = (u64)(s.tile0 - first_tile) * CONTEXTS + c;
@@ -67,12 +69,12 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) start_tiles(
     }
 }
 
-// The changes of all spans, ascending; those of one tile are from `firsts[tile]` to `firsts[tile + 1]`.
+// The changes of all ranges, ascending. Those of a tile are from `firsts[tile]` to `firsts[tile + 1]`.
 struct Patch {
     u32* firsts;
     Tile* tiles;
-    u8* places;      // within a block of 256 elements
-    T* values;       // the new ones; once swapped, the old ones
+    u8* positions;   // within a block of 256 elements
+    T* values;       // the new values; after a swap, the old ones
 };
 
 struct LocateSpace {
@@ -85,7 +87,7 @@ struct LocateSpace {
 
 constexpr u32 LOCATE_WARPS = 4;
 
-// The place of the i-th set bit.
+// Returns the position of the i-th set bit.
 __device__ __forceinline__ u32 select_bit(u32 bits, u32 i) {
     u32 at = 0;
 #pragma unroll
@@ -96,9 +98,9 @@ __device__ __forceinline__ u32 select_bit(u32 bits, u32 i) {
     return at;
 }
 
-// Finds the elements that decoded changes belong to. Tiles first … end are those of the slab's chunks; a warp takes `row` of them in a row.
+// Finds the elements that decoded changes belong to. The slab's chunks have the tiles first … end. A warp takes `row` consecutive tiles.
 extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
-    const Span* spans, u32 nspans, u32 first_tile, u32 end_tile, u32 row, const u8* image, const Head* heads, const u32* starts, Targets decoded,
+    const ElementRange* ranges, u32 nranges, u32 first_tile, u32 end_tile, u32 row, const u8* image, const Head* heads, const u32* starts, Targets decoded,
     Patch patch, Sums* sums) {
     extern __shared__ __align__(16) u8 shared[];
     int4* const factors = (int4*)shared;
@@ -111,13 +113,13 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
     const u32 groups = (end_tile - first_tile + row - 1) / row;
     for (u32 group = blockIdx.x * LOCATE_WARPS + warp; group < groups; group += gridDim.x * LOCATE_WARPS) {
         const u32 group_first = first_tile + group * row, group_end = min(group_first + row, end_tile);
-        u32 span = ALL, at = 0, base_at = 0, n_c = 0;  // of this lane's context: the next change, the first, and how many there are
+        u32 range = ALL, at = 0, base_at = 0, n_c = 0;  // in this lane's context: the next change, the first one, and their number
         bool is_xor = false, ready = false;
-        Span s;
+        ElementRange s;
         for (u32 tile = group_first; tile < group_end; ++tile) {
-            if (span == ALL || (span + 1 < nspans && spans[span + 1].tile0 <= tile)) {
-                span = span == ALL ? span_of(spans, nspans, tile) : span + 1;
-                s = spans[span];
+            if (range == ALL || (range + 1 < nranges && ranges[range + 1].tile0 <= tile)) {
+                range = range == ALL ? range_of(ranges, nranges, tile) : range + 1;
+                s = ranges[range];
                 ready = false;
                 if (s.tensor != tensor) {
                     if (tensor != ALL) flush_sums(sums + tensor, lane, none, change, 0);
@@ -125,13 +127,13 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                 }
             }
             const bool raw = s.mode == RAW;
-            if (s.mode == SAME || heads[span].error) {
+            if (s.mode == SAME || heads[range].error) {
                 if (lane == 0) patch.firsts[tile] = s.start;
                 continue;
             }
             const u32 start = starts[(u64)(tile - first_tile) * CONTEXTS + c];
             if (!raw && !ready) {
-                const ContextHead& p = heads[span].contexts[c];
+                const ContextHead& p = heads[range].contexts[c];
                 n_c = p.n;
                 is_xor = p.mode == SYMBOLS;
                 const u32 upto = inclusive_scan(lane < CONTEXTS ? n_c : 0, lane);
@@ -150,14 +152,14 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
             const u32 offset = (tile - s.tile0) * TILE, n = min(TILE, s.count - offset), units = (n + UNIT - 1) / UNIT;
             const u8* const base = s.base ? (const u8*)(s.base + offset) : nullptr;
             const auto fetch = [&](u32 u) {
-                fetch_unit(space.stages[u & 1], base ? base + u * UNIT * BYTES : nullptr, min(UNIT, n - u * UNIT) * BYTES, lane, (const u8*)spans);
+                fetch_unit(space.stages[u & 1], base ? base + u * UNIT * BYTES : nullptr, min(UNIT, n - u * UNIT) * BYTES, lane, (const u8*)ranges);
                 fetch_commit();
             };
             fetch(0);
             const u64 digest_block = (s.first + offset) * BYTES / 512;
             u32 seen = 0, counts_of_unit = 0;
             u64 full = 0;
-            // Two changes of every context, one for each of its lanes, are on their way while a unit is looked at.
+            // While the warp works on a unit, it fetches two changes of every context, one for each of the context's lanes.
             u32 target = ALL;
             T operand = 0;
             const auto look_ahead = [&] {
@@ -202,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                     const u32 end = start + (__shfl_sync(ALL, seen, c / 2) >> (c % 2 * 16) & 0xffff);
                     space.planes[lane] = make_uint4(planes.bit[0], planes.bit[1], planes.bit[2], planes.bit[3]);
                     __syncwarp();
-                    const auto place = [&](u32 context, u32 rank, T operand, bool by_xor) {
-                        u32 owner = 0;  // the last lane with no more elements of this context before its run
+                    const auto emit = [&](u32 context, u32 rank, T operand, bool by_xor) {
+                        u32 owner = 0;  // the last lane that does not have more elements of this context before its run
 #pragma unroll
                         for (u32 d = 16; d; d /= 2)
                             if (((const u16*)(space.ranks + (owner + d) * RANK_WORDS))[context] <= rank) owner += d;
@@ -218,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                         element = now;
                         atomicOr(&space.marks[owner], 1u << e);
                     };
-                    // First two changes of every context at once; what is left then, context by context.
+                    // The first two changes of every context are done at once, the others context by context.
                     if (__any_sync(ALL, target < end)) {
                         const bool active = target < end;
                         const u32 both = __ballot_sync(ALL, active);
@@ -226,10 +228,10 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                         const u32 rank = target - start;
                         const T by = operand;
                         look_ahead();
-                        if (active) place(c, rank, by, is_xor);
+                        if (active) emit(c, rank, by, is_xor);
                     }
                     u32 left = __ballot_sync(ALL, target < end) & 0xffff;
-                    if (left) {  // each half of the warp takes a context at a time, and asks for its next changes before it places these
+                    if (left) {  // each half of the warp takes one context at a time, and fetches its next changes before it emits these
                         u32 context = CONTEXTS, i = 0, count = 0, from = 0, upto = 0, first = 0, mine = ALL;
                         bool by_xor = false, is_free = true;
                         T by = 0;
@@ -262,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                                 if (c == ended) at = upto_here;
                             }
                             go_on();
-                            if (active) place(here, rank, operand_here, xors);
+                            if (active) emit(here, rank, operand_here, xors);
                         }
                         look_ahead();
                     }
@@ -272,10 +274,10 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                 u32 to = slot + upto - __popc(marks);
                 for (u32 pending = marks; pending; pending &= pending - 1) {
                     const u32 e = __ffs(pending) - 1;
-                    patch.places[to] = (u8)(lane * RUN + e);
+                    patch.positions[to] = (u8)(lane * RUN + e);
                     patch.values[to++] = *(const T*)(stage + lane * STRIDE + e * BYTES);
                 }
-                // Of the four blocks of the unit, one to a lane.
+                // A unit has four blocks; each of four lanes counts one.
                 const u32 end = __shfl_sync(ALL, upto, (8 * lane + 7) % 32), before = __shfl_up_sync(ALL, end, 1), count = end - (lane ? before : 0);
                 const u32 four = warp_sum(lane < 4 ? (count & 0xff) << (8 * lane) : 0), whole = __ballot_sync(ALL, lane < 4 && count == 256);
                 if (lane == u) counts_of_unit = four;

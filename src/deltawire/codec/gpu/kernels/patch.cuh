@@ -1,6 +1,6 @@
-// Located changes, and their way into the weights.
+// Writes located changes to the weights.
 
-// Where the blocks of a tile start in its changes: to be looked at by the whole warp.
+// Where the changes of each block of a tile start. The whole warp must call these functions.
 struct BlockStarts {
     u16 of[64];
 
@@ -13,7 +13,7 @@ struct BlockStarts {
         of[2 * lane + 1] = (u16)(start + a);
         __syncwarp();
     }
-    // The block that the i-th change of the tile is in, as its first element.
+    // Returns the first element of the block that has the i-th change of the tile.
     __device__ __forceinline__ u32 element(u32 i) const {
         u32 block = 0;
 #pragma unroll
@@ -23,10 +23,10 @@ struct BlockStarts {
     }
 };
 
-// Write the values of a patch to tensors that start at `bases` (null: not to this one). Swapping, the patch gets the values that stood there: done
-// again, it takes itself back. A warp per tile.
+// Writes the values of a patch to tensors that start at `bases`; a tensor with a null base is skipped. When swapping, the patch gets the replaced values, so
+// that a second call restores them. There is one warp per tile.
 template <bool SWAP>
-__device__ __forceinline__ void write_tiles(const Span* spans, u32 nspans, u32 ntiles, Patch patch, T* const* bases) {
+__device__ __forceinline__ void write_tiles(const ElementRange* ranges, u32 nranges, u32 ntiles, Patch patch, T* const* bases) {
     constexpr u32 EACH = 8;
     __shared__ BlockStarts all_starts[8];
     const u32 lane = threadIdx.x % 32;
@@ -37,15 +37,15 @@ __device__ __forceinline__ void write_tiles(const Span* spans, u32 nspans, u32 n
         starts.load(patch.tiles[tile], lane);
         T* base = nullptr;
         for (u32 i0 = first; i0 < end; i0 += 32 * EACH) {
-            u32 place[EACH];
+            u32 position[EACH];
             T now[EACH], old[EACH];
 #pragma unroll
             for (u32 j = 0; j < EACH; ++j) {
                 const u32 i = min(i0 + 32 * j + lane, end - 1);
-                place[j] = starts.element(i - first) + patch.places[i], now[j] = patch.values[i];
+                position[j] = starts.element(i - first) + patch.positions[i], now[j] = patch.values[i];
             }
             if (i0 == first) {
-                const Span& s = spans[span_of(spans, nspans, tile)];
+                const ElementRange& s = ranges[range_of(ranges, nranges, tile)];
                 base = bases[s.tensor];
                 if (!base) break;
                 base += s.first + (u64)(tile - s.tile0) * TILE;
@@ -53,38 +53,38 @@ __device__ __forceinline__ void write_tiles(const Span* spans, u32 nspans, u32 n
             if (SWAP) {
 #pragma unroll
                 for (u32 j = 0; j < EACH; ++j)
-                    if (i0 + 32 * j + lane < end) old[j] = base[place[j]];
+                    if (i0 + 32 * j + lane < end) old[j] = base[position[j]];
             }
 #pragma unroll
             for (u32 j = 0; j < EACH; ++j)
                 if (i0 + 32 * j + lane < end) {
-                    base[place[j]] = now[j];
+                    base[position[j]] = now[j];
                     if (SWAP) patch.values[i0 + 32 * j + lane] = old[j];
                 }
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) write_patch(const Span* spans, u32 nspans, u32 ntiles, Patch patch, T* const* bases) {
-    write_tiles<false>(spans, nspans, ntiles, patch, bases);
+extern "C" __global__ void __launch_bounds__(256) write_patch(const ElementRange* ranges, u32 nranges, u32 ntiles, Patch patch, T* const* bases) {
+    write_tiles<false>(ranges, nranges, ntiles, patch, bases);
 }
 
-extern "C" __global__ void __launch_bounds__(256) swap_patch(const Span* spans, u32 nspans, u32 ntiles, Patch patch, T* const* bases) {
-    write_tiles<true>(spans, nspans, ntiles, patch, bases);
+extern "C" __global__ void __launch_bounds__(256) swap_patch(const ElementRange* ranges, u32 nranges, u32 ntiles, Patch patch, T* const* bases) {
+    write_tiles<true>(ranges, nranges, ntiles, patch, bases);
 }
 
-// Flat indices of the changes in tiles first … end, counted within their tensor.
+// Computes the flat indices, within their tensors, of the changes in tiles first … end.
 extern "C" __global__ void __launch_bounds__(256) flat_indices(
-    const Span* spans, u32 nspans, u32 first_tile, u32 end_tile, Patch patch, u64* out) {
+    const ElementRange* ranges, u32 nranges, u32 first_tile, u32 end_tile, Patch patch, u64* out) {
     __shared__ BlockStarts all_starts[8];
     const u32 tile = first_tile + blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     BlockStarts& starts = all_starts[threadIdx.x / 32];
     if (tile >= end_tile || patch.firsts[tile] == patch.firsts[tile + 1]) return;
     starts.load(patch.tiles[tile], lane);
-    const Span& s = spans[span_of(spans, nspans, tile)];
+    const ElementRange& s = ranges[range_of(ranges, nranges, tile)];
     const u64 before = s.first + (u64)(tile - s.tile0) * TILE;
     const u32 origin = patch.firsts[first_tile], first = patch.firsts[tile];
-    for (u32 i = first + lane; i < patch.firsts[tile + 1]; i += 32) out[i - origin] = before + starts.element(i - first) + patch.places[i];
+    for (u32 i = first + lane; i < patch.firsts[tile + 1]; i += 32) out[i - origin] = before + starts.element(i - first) + patch.positions[i];
 }
 
 extern "C" __device__ const u32 resolve_sizes[] = {

@@ -1,42 +1,42 @@
-// One coded chunk per thread block: sorts its changes by context, chooses all parameters (docs/format.md §5, rules 3–6) and writes its body.
+// Encodes one coded chunk per thread block: sorts its changes by context, chooses all parameters (docs/format.md §5, rules 3–6) and writes its body.
 
 constexpr u32 PLAN_THREADS = 512, PLAN_WARPS = PLAN_THREADS / 32;
-constexpr u32 MOST = 1 << 15;            // changes of a chunk
+constexpr u32 MOST = 1 << 15;            // the most changes that a chunk can have
 constexpr u32 MOST_TILES = 1024;
-constexpr u32 SEGMENT = 1024;            // values that a warp takes at a time
-constexpr u32 WINDOW = 4;                // parameters whose costs are found in one go
+constexpr u32 SEGMENT = 1024;            // values that a warp processes at a time
+constexpr u32 WINDOW = 4;                // parameters whose costs are computed in one pass
 constexpr u32 MOST_MOVE_TASKS = MOST / SEGMENT + CONTEXTS, MOST_TASKS = 6 * MOST_MOVE_TASKS;
-constexpr u32 AHEAD = 4;                 // values that a lane asks for before it needs the first of them: all are far away
-constexpr u32 STAGED_WORDS = 160;        // of codes that a warp puts together before it writes them
+constexpr u32 AHEAD = 4;                 // values that a lane fetches before it needs the first of them, because memory is slow
+constexpr u32 STAGED_WORDS = 160;        // words of codes that a warp collects before it writes them
 constexpr u64 CAP = 1ull << 47;
 
-// The sequences that are coded with LR, per context.
+// The sequences of a context that are coded with LR.
 enum Kind { GAPS, INVERTED_GAPS, LARGER_GAPS, MAGNITUDES, LARGER_MAGNITUDES, SYMBOLS_OF, KINDS };
 enum ValueMode { UNIT_MODE, RUNS, DIRECT, SYMBOLS };
 
-// How a value changes: by a step, and in these bits.
+// How a value changes: its step, and its changed bits.
 struct Move {
     T step, flip;
 };
 
-// The working memory of a thread block in global memory; it stays in the cache.
+// The working memory of a thread block. It is global memory, but stays in the cache.
 struct PlanScratch {
-    u32 ranks[MOST];       // of the changes in their contexts, context after context
+    u32 ranks[MOST];       // ranks of the changes in their contexts, sorted by context
     Move moves[MOST];
     union {
-        struct {  // until changes are sorted
-            u32 element_starts[MOST_TILES][CONTEXTS];  // elements of each context in the tiles before
-            u16 change_starts[MOST_TILES][CONTEXTS];   // changes, likewise
+        struct {  // used until the changes are sorted
+            u32 element_starts[MOST_TILES][CONTEXTS];  // elements of each context in earlier tiles
+            u16 change_starts[MOST_TILES][CONTEXTS];   // changes of each context in earlier tiles
         };
         struct {
-            u16 inverted[MOST];    // ranks of the elements that do not change, where they are fewer (then there are less than 2¹⁶ in all)
-            u16 larger[MOST];      // which changes have a magnitude above 1
+            u16 inverted[MOST];    // ranks of the elements that do not change, if they are the minority (then the context has fewer than 2¹⁶ elements)
+            u16 larger[MOST];      // the changes with a magnitude above 1
         };
     };
 };
 
 struct Sequence {
-    u32 size, k, pending;  // costs are known of parameters k, k − 1, … k − WINDOW + 1
+    u32 size, k, pending;  // the costs of parameters k, k − 1, … k − WINDOW + 1 are known
     u32 costs[WINDOW];
     u32 chosen, bits;
 };
@@ -46,7 +46,7 @@ struct ContextPlan {
     u64 sum, larger_sum;
     u32 inverted, mode, value_bits, symbols_bits, candidate;
     u32 first_move_task;                              // see `PlanSpace::signs`
-    u32 positions_at, signs_at, codes_at, larger_at;  // in bits
+    u32 positions_at, signs_at, codes_at, larger_at;  // offsets in bits
 };
 
 struct PlanSpace {
@@ -56,8 +56,8 @@ struct PlanSpace {
     u32 tasks[MOST_TASKS];
     u32 task_costs[MOST_TASKS][WINDOW];
     u32 ntasks;
-    u32 signs[MOST_MOVE_TASKS][32], larger[MOST_MOVE_TASKS][32];  // a bit for each change
-    u32 staged[PLAN_WARPS][STAGED_WORDS];                         // zeros
+    u32 signs[MOST_MOVE_TASKS][32], larger[MOST_MOVE_TASKS][32];  // one bit per change
+    u32 staged[PLAN_WARPS][STAGED_WORDS];                         // initially zeros
     u32 cursors[PLAN_WARPS][CONTEXTS];
     u32 frequency[256];
     u8 rank_of[256], table[256];
@@ -67,9 +67,9 @@ struct PlanSpace {
 };
 
 struct Bodies {
-    u32* words;     // zeros
+    u32* words;     // initially zeros
     u64 capacity;   // in words
-    u64* cursor;    // words given away; may pass the capacity, then what is beyond was not written
+    u64* cursor;    // number of words taken; if it exceeds the capacity, the bodies beyond were not written
 };
 
 __device__ __forceinline__ void put_bits(u32* out, u32 at, u64 value, u32 length) {
@@ -100,7 +100,7 @@ struct BitCursor {
 };
 
 #if WIDTH > 32
-typedef u64 V;  // gaps, and magnitudes
+typedef u64 V;  // a gap or a magnitude
 #else
 typedef u32 V;
 #endif
@@ -131,41 +131,41 @@ __device__ __forceinline__ T magnitude_of(T step) { return step >> (WIDTH - 1) ?
 struct Planner {
     PlanSpace& at;
     PlanScratch& scratch;
-    const Span s;
+    const ElementRange s;
     const u32 thread, lane, warp, contexts;
     const bool floating;
 
-    // Values `first + lane`, and every 32nd after it: what is beyond `end` is of no use, but can be asked for.
+    // Fetches value `first + lane` and every 32nd after it. Values beyond `end` are meaningless, but can be read.
     __device__ __forceinline__ void values(u32 kind, u32 c, u32 first, u32 end, V out[AHEAD]) const {
         const u32 offset = at.contexts[c].offset;
-        u32 places[AHEAD];
+        u32 positions[AHEAD];
 #pragma unroll
-        for (u32 j = 0; j < AHEAD; ++j) places[j] = min(first + 32 * j + lane, end - 1);
+        for (u32 j = 0; j < AHEAD; ++j) positions[j] = min(first + 32 * j + lane, end - 1);
         if (kind == GAPS) {
             const u32* const list = scratch.ranks + offset;
 #pragma unroll
-            for (u32 j = 0; j < AHEAD; ++j) out[j] = places[j] ? list[places[j]] - list[places[j] - 1] - 1 : list[0];
+            for (u32 j = 0; j < AHEAD; ++j) out[j] = positions[j] ? list[positions[j]] - list[positions[j] - 1] - 1 : list[0];
             return;
         }
         if (kind <= LARGER_GAPS) {
             const u16* const list = (kind == INVERTED_GAPS ? scratch.inverted : scratch.larger) + offset;
 #pragma unroll
-            for (u32 j = 0; j < AHEAD; ++j) out[j] = places[j] ? (u32)list[places[j]] - list[places[j] - 1] - 1 : list[0];
+            for (u32 j = 0; j < AHEAD; ++j) out[j] = positions[j] ? (u32)list[positions[j]] - list[positions[j] - 1] - 1 : list[0];
             return;
         }
         if (kind == LARGER_MAGNITUDES) {
 #pragma unroll
-            for (u32 j = 0; j < AHEAD; ++j) places[j] = scratch.larger[offset + places[j]];
+            for (u32 j = 0; j < AHEAD; ++j) positions[j] = scratch.larger[offset + positions[j]];
         }
 #pragma unroll
         for (u32 j = 0; j < AHEAD; ++j) {
-            const Move move = scratch.moves[offset + places[j]];
+            const Move move = scratch.moves[offset + positions[j]];
             if (kind == SYMBOLS_OF) out[j] = at.rank_of[move.flip >> (WIDTH - 8)];
             else out[j] = (T)(magnitude_of(move.step) - (kind == MAGNITUDES ? 1 : 2));
         }
     }
 
-    // Elements and changes of each context before every tile of the chunk, and in all of it.
+    // Counts the elements and changes of each context before every tile of the chunk, and in the whole chunk.
     __device__ void sum_tiles(u32 first_tile, u32 tiles, const u16* elements, const u16* counts) {
         for (u32 i = thread; i < tiles * CONTEXTS; i += PLAN_THREADS) {
             scratch.element_starts[i / CONTEXTS][i % CONTEXTS] = elements[(u64)first_tile * CONTEXTS + i];
@@ -207,7 +207,7 @@ struct Planner {
         __syncthreads();
     }
 
-    // Brings the changes into the order of contexts, each in the order of elements.
+    // Sorts the changes by context, and within a context by element.
     __device__ void sort_changes(u32 first_tile, u32 tiles, const Changes& from) {
         u32* const cursors = at.cursors[warp];
         for (u32 t = warp; t < tiles; t += PLAN_WARPS) {
@@ -222,7 +222,7 @@ struct Planner {
 #pragma unroll
                 for (u32 j = 0; j < AHEAD; ++j) {
                     const u32 i = min(first + 32 * j + lane, n - 1);
-                    u32 unit = 0;  // the last that does not begin after it
+                    u32 unit = 0;  // the last unit that does not begin after it
 #pragma unroll
                     for (u32 d = UNITS / 2; d; d /= 2)
                         if (__shfl_sync(ALL, before_unit, unit + d) <= i) unit += d;
@@ -250,7 +250,7 @@ struct Planner {
         __syncthreads();
     }
 
-    // Lists the changes of a magnitude above 1, and sums magnitudes up. One context after the other, by the whole block where it is large.
+    // Lists the changes with a magnitude above 1, and sums up the magnitudes. It does one context after the other; the whole block works on a large one.
     __device__ void list_larger() {
         if (thread < CONTEXTS) {
             at.contexts[thread].larger = 0;
@@ -262,7 +262,7 @@ struct Planner {
             const u32 n = at.contexts[c].n, end = min(first + SEGMENT, n), offset = at.contexts[c].offset;
             if (!first && !lane) at.contexts[c].first_move_task = task;
             u64 sum = 0, larger_sum = 0;
-            u32 larger_bits = 0, sign_bits = 0;  // a word for each lane
+            u32 larger_bits = 0, sign_bits = 0;  // one word per lane
             for (u32 i0 = first; i0 < end; i0 += 32 * AHEAD) {
                 T steps[AHEAD];
 #pragma unroll
@@ -274,7 +274,7 @@ struct Planner {
                     const u32 larger = __ballot_sync(ALL, m > 1), signs = __ballot_sync(ALL, active && steps[j] >> (WIDTH - 1));
                     if (lane == (i0 - first) / 32 + j) larger_bits = larger, sign_bits = signs;
                     sum += min((u64)m - 1, CAP);
-                    if (WIDTH > 32 && m > 1) larger_sum += min((u64)m - 2, CAP);  // the cap may hold for one sum and not for the other
+                    if (WIDTH > 32 && m > 1) larger_sum += min((u64)m - 2, CAP);  // the cap may apply to one sum and not to the other
                 }
             }
             const u32 larger = warp_sum(__popc(larger_bits));
@@ -303,7 +303,7 @@ struct Planner {
         __syncthreads();
     }
 
-    // Lists the elements that do not change, in contexts where they are fewer than those that do.
+    // Lists the elements that do not change, in contexts where they are the minority.
     __device__ void list_unchanged() {
         for (u32 c = 0; c < contexts; ++c) {
             const u32 n = at.contexts[c].n, all = at.contexts[c].elements, offset = at.contexts[c].offset;
@@ -318,7 +318,7 @@ struct Planner {
         __syncthreads();
     }
 
-    // Tasks for all sequences of these kinds, or more tasks, for these too.
+    // Makes tasks for all sequences of these kinds, in addition to existing tasks if there are any.
     __device__ void make_tasks(u32 kinds, bool more = false) {
         if (thread == 0 && !more) at.ntasks = 0;
         __syncthreads();
@@ -332,7 +332,7 @@ struct Planner {
                 else if (kind == INVERTED_GAPS) size = 2 * p.n > p.elements ? p.elements - p.n : 0;
                 else if (kind == LARGER_GAPS || kind == LARGER_MAGNITUDES) size = p.larger;
                 else size = p.candidate ? p.n : 0;
-                if (kind == MAGNITUDES && (kinds >> GAPS & 1) && !p.larger) size = 0;  // all of magnitude 1
+                if (kind == MAGNITUDES && (kinds >> GAPS & 1) && !p.larger) size = 0;  // all magnitudes are 1
                 const u32 segments = (size + SEGMENT - 1) / SEGMENT, first = segments ? atomicAdd(&at.ntasks, segments) : 0;
                 for (u32 i = 0; i < segments; ++i) at.tasks[first + i] = kind << 4 | c | i << 8;
                 q.size = size;
@@ -341,7 +341,7 @@ struct Planner {
         __syncthreads();
     }
 
-    // The costs of all pending sequences, for the parameters in their windows.
+    // Computes the costs of all pending sequences, for the parameters in their windows.
     __device__ void find_costs() {
         for (u32 task = warp; task < at.ntasks; task += PLAN_WARPS) {
             const u32 c = at.tasks[task] & 15, kind = at.tasks[task] >> 4 & 15, first = (at.tasks[task] >> 8) * SEGMENT;
@@ -370,7 +370,7 @@ struct Planner {
         __syncthreads();
     }
 
-    // §5.3 for all sequences that have tasks.
+    // Chooses the parameters of all sequences that have tasks (§5.3).
     __device__ void choose_parameters(u32 kinds) {
         const u32 kind = thread / CONTEXTS, c = thread % CONTEXTS;
         const bool mine = thread < KINDS * CONTEXTS && (kinds >> kind & 1);
@@ -403,7 +403,7 @@ struct Planner {
                     while (w + 1 < WINDOW && q->k > w && q->costs[w + 1] < q->costs[w]) ++w;
                 q->chosen = q->k - w;
                 q->bits = q->costs[w];
-                if (w + 1 == WINDOW && q->k > w) {  // it may go on: look from here
+                if (w + 1 == WINDOW && q->k > w) {  // a smaller parameter may be better: continue from here
                     q->k -= w;
                     q->pending = again = true;
                     for (u32 i = 0; i < WINDOW; ++i) q->costs[i] = 0;
@@ -413,7 +413,7 @@ struct Planner {
         }
     }
 
-    // §5.4 and §5.5.
+    // Chooses how positions and values are coded (§5.4 and §5.5).
     __device__ void choose_modes() {
         if (thread < CONTEXTS) {
             ContextPlan& p = at.contexts[thread];
@@ -432,7 +432,7 @@ struct Planner {
         }
     }
 
-    // §5.6.
+    // Chooses the contexts that use symbols (§5.6).
     __device__ void choose_symbols() {
         const u32 any = __syncthreads_or(thread < CONTEXTS && at.contexts[thread].candidate);
         if (thread == 0) at.has_table = 0;
@@ -498,8 +498,8 @@ struct Planner {
         __syncthreads();
     }
 
-    // Where everything stands in the body, and how long it is.
-    __device__ void place_streams(u32 elements) {
+    // Computes the offsets of all streams in the body, and its size.
+    __device__ void lay_out_streams(u32 elements) {
         if (warp == 0) {
             ContextPlan& p = at.contexts[lane % CONTEXTS];
             u32 head = 0, positions = 0, signs = 0, codes = 0, rest = 0;
@@ -556,7 +556,7 @@ struct Planner {
         }
     }
 
-    // Codes go to memory of the warp's own first: in the body many lanes would wait for the same words.
+    // Codes go to the warp's own memory first: in the body, many lanes would wait for the same words.
     __device__ void write_streams(u32* out) const {
         u32* const staged = at.staged[warp];
         for (u32 task = warp; task < at.ntasks; task += PLAN_WARPS) {
@@ -570,7 +570,7 @@ struct Planner {
                                 : kind == LARGER_MAGNITUDES ? p.mode == RUNS
                                                             : p.mode == SYMBOLS;
             const u32 end = min(first + SEGMENT, q.size), k = q.chosen;
-            // The task of the gaps writes the signs too: there is one such task for every 1024 changes.
+            // The task of the gaps also writes the signs, because there is one such task for every 1024 changes.
             if (kind == GAPS && p.mode != SYMBOLS && first + 32 * lane < end)
                 put_bits(out, p.signs_at + first + 32 * lane, at.signs[p.first_move_task + segment][lane], min(32u, end - first - 32 * lane));
             if (!wanted) continue;
@@ -608,7 +608,7 @@ struct Planner {
                         const u32 x = staged[w];
                         staged[w] = 0;
                         if (w && w + 1 < words) body[w] = x;
-                        else if (x) atomicOr(body + w, x);  // others write to these too
+                        else if (x) atomicOr(body + w, x);  // other warps write to these words, too
                     }
                     __syncwarp();
                 } else {
@@ -621,7 +621,7 @@ struct Planner {
 };
 
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
-    const Span* spans, Chunk* chunks, const u32* work, const u32* nwork, u32* taken, const u16* elements, Changes changes, PlanScratch* scratches,
+    const ElementRange* ranges, Chunk* chunks, const u32* work, const u32* nwork, u32* taken, const u16* elements, Changes changes, PlanScratch* scratches,
     Bodies bodies) {
     extern __shared__ __align__(16) u8 shared[];
     PlanSpace& at = *(PlanSpace*)shared;
@@ -637,12 +637,12 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
         const u32 tiles = chunk.tiles;
         Planner p{at,
                   scratches[blockIdx.x],
-                  spans[chunk.span],
+                  ranges[chunk.range],
                   threadIdx.x,
                   threadIdx.x % 32,
                   threadIdx.x / 32,
-                  spans[chunk.span].mask ? CONTEXTS : 1,
-                  spans[chunk.span].mask != 0};
+                  ranges[chunk.range].mask ? CONTEXTS : 1,
+                  ranges[chunk.range].mask != 0};
         const u32 chunk_elements = min(tiles * TILE, p.s.count - (first_tile - p.s.tile0) * TILE);
         p.sum_tiles(first_tile, tiles, elements, changes.counts);
         const u32 total = at.contexts[CONTEXTS - 1].offset + at.contexts[CONTEXTS - 1].n;
@@ -658,7 +658,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
         p.choose_parameters(plain);
         p.choose_modes();
         p.choose_symbols();
-        p.place_streams(chunk_elements);
+        p.lay_out_streams(chunk_elements);
         if (threadIdx.x == 0) {
             at.body = ~0ull;
             if (at.mode == CODED) {

@@ -1,22 +1,22 @@
-// The pass over every weight. Encoding: finds the changes of each tile and ranks them in their contexts. Resolving: counts contexts only.
-// A warp works on one tile at a time, unit after unit, the next one on its way while it works on this one.
+// The pass over every weight. When encoding, it finds the changes of each tile and ranks them in their contexts. When resolving, it only counts
+// contexts. A warp works on one tile at a time, unit by unit. It fetches the next unit while it works on this one.
 
 constexpr u32 SCAN_WARPS = 4;
-constexpr u32 GRANT = 1024;              // slots that a warp takes from the list at a time: at least a unit's
-constexpr u32 LISTED = 256;              // changes of a unit that are worked on at a time
-constexpr u32 RANK_WORDS = 9;            // per lane, eight of them in use: no bank conflicts in rows nor in columns
+constexpr u32 GRANT = 1024;              // slots that a warp takes from the list at a time; at least as many as a unit has elements
+constexpr u32 LISTED = 256;              // changes of a unit that are processed at a time
+constexpr u32 RANK_WORDS = 9;            // per lane; only eight are used, and the ninth avoids bank conflicts in columns
 
 template <bool COMPARE>
 struct ScanSpace {
     alignas(16) u8 stages[2][COMPARE ? 2 : 1][STAGE];
     alignas(16) uint4 multipliers[32];
     alignas(16) uint4 planes[COMPARE ? 32 : 1];
-    u32 ranks[COMPARE ? 32 * RANK_WORDS : 1];  // per lane: elements of each context in the tile before its run
+    u32 ranks[COMPARE ? 32 * RANK_WORDS : 1];  // per lane: elements of each context that the tile has before the lane's run
     u16 list[COMPARE ? LISTED : 1];
     u32 changes[CONTEXTS];
 };
 
-// Master weights: float32, rounded to bfloat16 before they are compared. Their units come here, and go on to a stage.
+// Master weights are float32, and are rounded to bfloat16 before the comparison. Their units are fetched to `masters` and rounded into a stage.
 struct MasterSpace : ScanSpace<true> {
     alignas(16) u8 masters[2][UNIT * 4];
 };
@@ -42,7 +42,7 @@ __device__ __forceinline__ void fetch_masters(u8* to, const u8* from, u32 bytes,
     }
 }
 
-// A lane rounds what it has itself fetched.
+// A lane rounds the elements that it fetched itself.
 __device__ __forceinline__ void round_masters(u8* stage, const u8* masters, u32 lane) {
 #pragma unroll
     for (u32 i = 0; i < UNIT * 4 / 512; ++i) {
@@ -54,8 +54,8 @@ __device__ __forceinline__ void round_masters(u8* stage, const u8* masters, u32 
     }
 }
 
-// From the counts of lanes (see `count_contexts`) to those of all lanes before each, plus `seen`: left in `ranks`. `seen` and the result, which
-// counts this unit too, are those of counter `lane % 8`.
+// Turns the counts of lanes (see `count_contexts`) into sums over all earlier lanes, plus `seen`, and leaves them in `ranks`. `seen` and the result
+// belong to counter `lane % 8`. The result includes this unit.
 __device__ __forceinline__ u32 rank_lanes(u32* ranks, const u32 counts[8], u32 seen, u32 lane, bool keep) {
 #pragma unroll
     for (u32 i = 0; i < 8; ++i) ranks[lane * RANK_WORDS + i] = counts[i];
@@ -81,18 +81,18 @@ __device__ __forceinline__ u32 rank_lanes(u32* ranks, const u32 counts[8], u32 s
 }
 
 struct Changes {
-    u32* slots;      // [tiles][UNITS]: where the changes of a unit stand
-    u16* sizes;      // [tiles][UNITS]
+    u32* slots;      // [tiles][UNITS]: index of the first change of a unit in the list
+    u16* sizes;      // [tiles][UNITS]: number of changes of a unit
     u16* counts;     // [tiles][CONTEXTS]: changes by context
-    u16* ranks;      // of each change in its context, from the start of its tile
+    u16* ranks;      // rank of each change in its context, counted from the start of its tile
     Pair* pairs;
     u32 capacity;
-    u32* cursor;     // slots given away; may pass the capacity, then what is beyond was not written
+    u32* cursor;     // number of slots taken; if it exceeds the capacity, the changes beyond were not written
 };
 
-// `stride`: words from one tile's `elements` to the next one's.
+// `stride` is the number of words between the `elements` of two tiles.
 template <bool COMPARE, bool MASTERS>
-__device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 first_tile, u32 end_tile, u16* elements, u32 stride, Changes out, Sums* sums) {
+__device__ __forceinline__ void scan_tiles(const ElementRange* ranges, u32 nranges, u32 first_tile, u32 end_tile, u16* elements, u32 stride, Changes out, Sums* sums) {
     extern __shared__ __align__(16) u8 shared[];
     int4* const factors = (int4*)shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 fi
     u32 before[4] = {}, change[4] = {}, tensor = ALL, next_slot = 0, left = 0;
     u64 changed = 0;
     for (u32 tile = first_tile + blockIdx.x * SCAN_WARPS + warp; tile < end_tile; tile += gridDim.x * SCAN_WARPS) {
-        const Span s = spans[span_of(spans, nspans, tile)];
+        const ElementRange s = ranges[range_of(ranges, nranges, tile)];
         if (s.tensor != tensor) {
             if (tensor != ALL) flush_sums(sums + tensor, lane, before, change, changed);
             tensor = s.tensor;
@@ -119,15 +119,15 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 fi
         const u8* const next = MASTERS ? (const u8*)((const u32*)s.next + offset) : COMPARE ? (const u8*)(s.next + offset) : base;
         const auto fetch = [&](u32 u) {
             const u32 bytes = min(UNIT, n - u * UNIT) * BYTES;
-            fetch_unit(space.stages[u & 1][0], base ? base + u * UNIT * BYTES : nullptr, bytes, lane, (const u8*)spans);
-            if constexpr (MASTERS) fetch_masters(space.masters[u & 1], next + u * UNIT * 4, 4 * min(UNIT, n - u * UNIT), lane, (const u8*)spans);
-            else if (COMPARE) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT * BYTES, bytes, lane, (const u8*)spans);
+            fetch_unit(space.stages[u & 1][0], base ? base + u * UNIT * BYTES : nullptr, bytes, lane, (const u8*)ranges);
+            if constexpr (MASTERS) fetch_masters(space.masters[u & 1], next + u * UNIT * 4, 4 * min(UNIT, n - u * UNIT), lane, (const u8*)ranges);
+            else if (COMPARE) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT * BYTES, bytes, lane, (const u8*)ranges);
             fetch_commit();
         };
         fetch(0);
         if (COMPARE && lane < CONTEXTS) space.changes[lane] = 0;
         const u64 digest_block = (s.first + offset) * BYTES / 512;
-        u32 own[8] = {}, seen = 0;  // elements by context, like `count_contexts`: of the lane; counter `lane % 8` of the warp, when comparing
+        u32 own[8] = {}, seen = 0;  // elements by context, as in `count_contexts`: of the lane; and, when comparing, counter `lane % 8` of the warp
         for (u32 u = 0; u < units; ++u) {
             if (u % (32 / DIGEST_BLOCKS) == 0) {
                 __syncwarp();
@@ -176,10 +176,10 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 fi
                 left = GRANT;
             }
             if (lane == 0) out.slots[tile * UNITS + u] = next_slot;
-            u32 pending = in_order(planes.changed), place = upto - mine;
+            u32 pending = in_order(planes.changed), position = upto - mine;
             for (u32 first = 0; first < total; first += LISTED) {
                 const u32 size = min(total - first, LISTED);
-                for (; pending && place < first + size; pending &= pending - 1) space.list[place++ - first] = (u16)(lane * RUN + __ffs(pending) - 1);
+                for (; pending && position < first + size; pending &= pending - 1) space.list[position++ - first] = (u16)(lane * RUN + __ffs(pending) - 1);
                 __syncwarp();
                 for (u32 i = lane; i < size; i += 32) {
                     const u32 id = space.list[i], owner = id / RUN, e = id % RUN;
@@ -207,7 +207,7 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 fi
             if (lane < 8) ((u32*)elements)[(u64)tile * stride + lane] = seen;
             if (lane >= units && lane < UNITS) out.sizes[tile * UNITS + lane] = 0;
             if (lane < CONTEXTS) out.counts[tile * CONTEXTS + lane] = (u16)space.changes[lane];
-        } else if (s.mode != RAW) {  // of raw chunks, `count_raw` counts changes there
+        } else if (s.mode != RAW) {  // `count_raw` fills in the changes of raw chunks
 #pragma unroll
             for (u32 i = 0; i < 8; ++i) {
                 const u32 all = warp_sum(own[i]);
@@ -220,31 +220,31 @@ __device__ __forceinline__ void scan_tiles(const Span* spans, u32 nspans, u32 fi
 }
 
 extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes(
-    const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes out, Sums* sums) {
-    scan_tiles<true, false>(spans, nspans, 0, ntiles, elements, CONTEXTS / 2, out, sums);
+    const ElementRange* ranges, u32 nranges, u32 ntiles, u16* elements, Changes out, Sums* sums) {
+    scan_tiles<true, false>(ranges, nranges, 0, ntiles, elements, CONTEXTS / 2, out, sums);
 }
 
 #if WIDTH == 16
 extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes_of_masters(
-    const Span* spans, u32 nspans, u32 ntiles, u16* elements, Changes out, Sums* sums) {
-    scan_tiles<true, true>(spans, nspans, 0, ntiles, elements, CONTEXTS / 2, out, sums);
+    const ElementRange* ranges, u32 nranges, u32 ntiles, u16* elements, Changes out, Sums* sums) {
+    scan_tiles<true, true>(ranges, nranges, 0, ntiles, elements, CONTEXTS / 2, out, sums);
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) count_elements(
-    const Span* spans, u32 nspans, u32 first_tile, u32 end_tile, u32 stride, u16* elements, Sums* sums) {
-    scan_tiles<false, false>(spans, nspans, first_tile, end_tile, elements, stride, Changes{}, sums);
+    const ElementRange* ranges, u32 nranges, u32 first_tile, u32 end_tile, u32 stride, u16* elements, Sums* sums) {
+    scan_tiles<false, false>(ranges, nranges, first_tile, end_tile, elements, stride, Changes{}, sums);
 }
 
-// §2 alone: a warp takes eight digest blocks at a time, straight from global memory. `before` of each tensor's sums.
-extern "C" __global__ void __launch_bounds__(256) digest(const Span* spans, u32 nspans, u32 ntiles, Sums* sums) {
+// Only the digest (§2): a warp reads eight digest blocks at a time, directly from global memory, and adds to `before` of each tensor's sums.
+extern "C" __global__ void __launch_bounds__(256) digest(const ElementRange* ranges, u32 nranges, u32 ntiles, Sums* sums) {
     const u32 lane = threadIdx.x % 32;
     WordFactors t;
     t.load(lane);
     u32 before[4] = {}, none[4] = {}, tensor = ALL;
-    constexpr u32 BLOCKS = TILE * BYTES / 512;  // in a tile
+    constexpr u32 BLOCKS = TILE * BYTES / 512;  // digest blocks in a tile
     for (u32 tile = blockIdx.x * 8 + threadIdx.x / 32; tile < ntiles; tile += gridDim.x * 8) {
-        const Span s = spans[span_of(spans, nspans, tile)];
+        const ElementRange s = ranges[range_of(ranges, nranges, tile)];
         if (s.tensor != tensor) {
             if (tensor != ALL) flush_sums(sums + tensor, lane, before, none, 0);
             tensor = s.tensor;

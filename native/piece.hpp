@@ -1,4 +1,4 @@
-// What encoding and resolving share: a tensor's elements one span at a time, and working memory by element width.
+// Shared by encoding and resolving: reading a tensor piece by piece, and working memory by element width. A piece has kPieceBytes bytes.
 #pragma once
 
 #include <cstring>
@@ -24,8 +24,8 @@ inline ContextRule context_rule(const ElementType& type, uint32_t top) {
     return {type.exponent_shift, type.exponent_bits ? type.exponent_mask() : 0, int32_t(top)};
 }
 
-// Contiguous elements of a tensor, one span at a time: in place where the tensor is contiguous, else copied.
-class SpanReader {
+// Returns contiguous elements of a tensor, one piece at a time: in place if the tensor is contiguous, else as a copy.
+class PieceReader {
 public:
     const uint8_t* read(const View& view, uint64_t first, uint32_t count) {
         if (view.data && view.contiguous) return view.data + first * view.bytes;
@@ -44,7 +44,7 @@ public:
     }
 
 private:
-    static constexpr size_t kBytes = kSpanBytes;
+    static constexpr size_t kBytes = kPieceBytes;
     struct Free {
         void operator()(uint8_t* p) const { ::operator delete[](p, std::align_val_t(64)); }
     };
@@ -52,9 +52,9 @@ private:
     bool zero_ = true;
 };
 
-// The multipliers of one span's words.
-struct SpanMultipliers {
-    std::array<Multipliers, kSpanBytes / 2 / kDigestBlock> of;
+// The multipliers of one piece's words.
+struct PieceMultipliers {
+    std::array<Multipliers, kPieceBytes / 2 / kDigestBlock> of;
 
     void fill(const Kernels& kernels, uint64_t seed, uint64_t first_element, uint32_t count, uint8_t bytes) {
         const size_t blocks = (size_t(count) * bytes + 2 * kDigestBlock - 1) / (2 * kDigestBlock);
@@ -62,7 +62,7 @@ struct SpanMultipliers {
     }
 };
 
-// One object per element width, made when first needed: the working memory of a thread.
+// The working memory of a thread: one object per element width, made when it is first needed.
 template <template <class> class Of>
 class PerWidth {
 public:
