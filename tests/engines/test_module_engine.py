@@ -289,18 +289,18 @@ def test_a_swap_waits_for_forward_passes_and_they_for_it(publisher: Publisher, f
     def compute() -> None:
         with engine.forward_pass():
             inside.set()
-            leave.wait(60)
+            leave.wait(300)
 
     thread = threading.Thread(target=compute)
     thread.start()
-    inside.wait(60)
+    inside.wait(300)
     before = bits(served.state_dict())
     with pytest.raises(EngineUnavailable, match="1 forward passes"):
         swap.sync()
     assert bits(served.state_dict()) == before
     logits(served)  # the gate is open again
     leave.set()
-    thread.join(60)
+    thread.join(300)
     swap.sync()
 
 
@@ -328,13 +328,13 @@ def test_caches_are_kept_across_swaps_or_not_as_asked(publisher: Publisher, foll
             threads.append(threading.Thread(target=swap.sync))
             threads[0].start()
             if kv_cache is KvCache.KEEP:
-                threads[0].join(60)
+                threads[0].join(300)
         return scores
 
     prompt = torch.arange(4)[None]
     with swap.generation() as made_by:
         tokens = served.generate(prompt, max_new_tokens=12, do_sample=False, logits_processor=[sync_meanwhile], eos_token_id=-1)
-    threads[0].join(60)
+    threads[0].join(300)
     assert tokens.shape == (1, 16)
     seqs = [version.seq for version in made_by.versions if version is not None]
     assert seqs == ([old.seq, new.seq] if kv_cache is KvCache.KEEP else [old.seq])
@@ -350,7 +350,7 @@ def test_it_follows_on_a_separate_thread(publisher: Publisher, follow: Follow) -
     for number in range(4):
         step(trainer, number)
         newest: Any = publisher.publish(trainer.state_dict())
-        assert swap.wait_for(newest.seq, timeout=60).seq >= newest.seq
+        assert swap.wait_for(newest.seq, timeout=300).seq >= newest.seq
         logits(served)
     swap.close()
     with pytest.raises(ValueError, match="no longer updated"):
@@ -366,7 +366,7 @@ def test_an_error_that_ends_following_is_reported(store: MemoryStore, publisher:
     swap = follow(torch.nn.Linear(2, 2), on_event=events.append)
     swap.start(poll=0.01)
     with pytest.raises(EngineRefused):
-        swap.wait_for(1, timeout=60)
+        swap.wait_for(1, timeout=300)
     assert "follow-failed" in [event.name for event in events]
 
 

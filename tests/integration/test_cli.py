@@ -368,7 +368,7 @@ def stop_when_paused(program: str, *arguments: object, number: int) -> tuple[int
         assert process.stdout is not None
         line = process.stdout.readline()
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         assert line == "paused\n", errors
     return process.returncode, errors
 

@@ -99,7 +99,7 @@ def test_a_process_killed_at_any_step_leaves_a_whole_version_and_the_next_goes_o
     synced(chain, mirror)
     chain.grow(2)
     killed = child(CHILD, chain.store.url, mirror, step, nth)
-    assert killed.wait(60) == -signal.SIGKILL
+    assert killed.wait(300) == -signal.SIGKILL
     assert served(mirror) in whole_versions(chain)
     chain.delta()
     assert synced(chain, mirror) == 4
@@ -113,7 +113,7 @@ def test_a_process_killed_while_it_changes_the_standby_leaves_the_other_slot(cha
     chain.delta()
     synced(chain, mirror)
     chain.delta()
-    assert child(CHILD, chain.store.url, mirror, step, 1).wait(60) == -signal.SIGKILL
+    assert child(CHILD, chain.store.url, mirror, step, 1).wait(300) == -signal.SIGKILL
     assert served(mirror) == bits_of(chain.states[3 if step == "served" else 2] or {})
     synced(chain, mirror)
     assert served(mirror) == bits_of(chain.state)
@@ -123,7 +123,7 @@ def test_a_process_killed_while_it_changes_the_standby_leaves_the_other_slot(cha
 def test_a_process_killed_while_the_first_anchor_arrives_leaves_no_version_and_the_next_goes_on(
     chain: ToyChain, mirror: Path, nth: int
 ) -> None:
-    assert child(CHILD, chain.store.url, mirror, "anchor-file-fetched", nth).wait(60) == -signal.SIGKILL
+    assert child(CHILD, chain.store.url, mirror, "anchor-file-fetched", nth).wait(300) == -signal.SIGKILL
     with pytest.raises(MirrorError):
         served(mirror)
     with Subscriber(chain.store, mirror) as subscriber:
@@ -341,9 +341,9 @@ def test_who_waits_for_another_process_can_be_closed(chain: ToyChain, mirror: Pa
         monkeypatch.setattr(mirror_replica.time, "sleep", lambda seconds: waiting.set() or sleep(seconds))
         thread = threading.Thread(target=lambda: list(subscriber.follow(poll=0.01)))
         thread.start()
-        assert waiting.wait(30)
+        assert waiting.wait(300)
         subscriber.close()
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
         writer.release()
 

@@ -205,7 +205,7 @@ def test_segments_leave_while_later_ones_are_still_encoded(monkeypatch):
 
     def encode_late(*arguments, **options):
         if began:  # not the first segment: that must have arrived before another is encoded
-            assert store.arrived.wait(60)
+            assert store.arrived.wait(300)
         began.append(True)
         return encode(*arguments, **options)
 

@@ -210,7 +210,7 @@ class AtExit(LocalStore):
         if how == "hang":
             hanging.set()
             threading.Event().wait()
-        assert ending.wait(60)
+        assert ending.wait(300)
         if how.endswith("full"):
             raise StoreFull("no space is left.")
         super().put(*arguments, **options)
@@ -228,7 +228,7 @@ if how.startswith("late"):
 else:
     train()
 if how == "hang":
-    assert hanging.wait(60)
+    assert hanging.wait(300)
     at_exit.EXIT_SECONDS = 0.0
 if how == "raise":
     if os.fork() == 0:  # a child does not have the thread: it must neither wait nor warn

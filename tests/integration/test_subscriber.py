@@ -513,7 +513,7 @@ def test_follow_ends_when_the_subscriber_is_closed(chain: ToyChain, subscribe: S
     while subscriber.version is None:
         pass
     subscriber.close()
-    thread.join(30)
+    thread.join(300)
     assert not thread.is_alive()
 
 

@@ -43,7 +43,7 @@ def test_top_ends_on_a_signal_while_a_thread_hangs(tmp_path: Path) -> None:
             assert top.stderr is not None
             assert top.stderr.readline() == "looking\n"
             top.send_signal(signal.SIGHUP)
-            top.wait(60)
+            top.wait(300)
         finally:
             top.kill()
 
@@ -58,7 +58,7 @@ def test_a_fleet_whose_terminal_is_gone_ends(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal) as fleet:
         os.close(terminal)
         try:
-            fleet.wait(60)
+            fleet.wait(300)
         finally:
             fleet.kill()
 
@@ -82,7 +82,7 @@ def test_lost_output_asks_for_the_end_once(error: BaseException) -> None:
             threads = [threading.Thread(target=printing, args=("text",)) for _ in range(3)]
             for thread in threads:
                 thread.start()
-            assert asked.wait(60)
+            assert asked.wait(300)
             for thread in threads:
                 thread.join()
             assert signal.getitimer(signal.ITIMER_REAL)[0] > 0  # it would end this process
@@ -122,9 +122,9 @@ def test_no_wait_of_the_main_thread_is_unbounded(monkeypatch: pytest.MonkeyPatch
 
     def call() -> int:
         started.set()
-        go_on.wait(60)
+        go_on.wait(300)
         return 7
 
-    threading.Thread(target=lambda: (started.wait(60), go_on.set()), daemon=True).start()
+    threading.Thread(target=lambda: (started.wait(300), go_on.set()), daemon=True).start()
     assert on_another_thread(call) == 7
     assert None not in waits

@@ -50,13 +50,13 @@ def test_a_member_s_output_is_read_line_by_line(fake_member: Path, monkeypatch: 
     seen: list[tuple[str, bool]] = []
     four = threading.Event()
     member = LocalMember([], lambda line, is_error: (seen.append((line, is_error)), len(seen) == 4 and four.set()))
-    assert four.wait(60)
+    assert four.wait(300)
     assert member.ending() is None
     assert member._process.stdin is not None
     member._process.stdin.close()  # as when the process goes that started it
-    member._process.wait(60)
+    member._process.wait(300)
     for reader in member._readers:
-        reader.join(60)
+        reader.join(300)
     assert member.ending() == ""
     assert [line for line, is_error in seen if is_error] == ["a reward that prints \x1b[2Jthis"]
     lines = [line for line, is_error in seen if not is_error]
@@ -102,9 +102,9 @@ def test_members_do_not_break_lines_for_a_fleet_and_a_permanent_failure_is_known
     monkeypatch.setenv("COLUMNS", "80")
     seen: list[str] = []
     member = LocalMember([], lambda line, is_error: seen.append(line))
-    member._process.wait(60)
+    member._process.wait(300)
     for reader in member._readers:
-        reader.join(60)
+        reader.join(300)
     assert seen == ["columns none"]
     assert isinstance(member.ending(), PermanentFailure)
 

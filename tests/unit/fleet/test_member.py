@@ -206,7 +206,7 @@ def test_a_heartbeat_soon_names_a_change_of_what_a_member_works_on(
         state.lease_seconds = 1e6
         rest.start()
         state.working = set() if working is None else {working}
-        rest.join(60)
+        rest.join(300)
         assert not rest.is_alive()
         run_steps(write_heartbeat(state), store)
         beat = Heartbeat.parse(store.get(member_key("m"), limit=10_000))
