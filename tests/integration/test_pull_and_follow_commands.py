@@ -62,7 +62,7 @@ def test_a_reader_reports_that_it_waits_for_data_and_goes_on_when_they_arrive(co
         assert process.stderr is not None
         notice = process.stderr.readline()
         late.write_bytes(content)
-        _, rest = process.communicate(timeout=60)
+        _, rest = process.communicate(timeout=300)
     assert re.fullmatch(rf"waiting for data/.*{late.name}, which is not in the store yet\n", notice), notice
     assert (process.returncode, rest) == (0, "")
 
@@ -91,7 +91,7 @@ def test_following_goes_on_until_it_is_told_to_end(chain: Path, checkpoints: lis
         succeed("publish", checkpoints[0], chain)
         assert json.loads(process.stdout.readline())["version"] == 4
         process.send_signal(number)
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate(timeout=300)
     assert (process.returncode, rest, errors) == (0, "", "")
     assert list(chain.glob("pin/*")) == []
     assert_same(load_checkpoint(tmp_path / "mirror" / "current"), state(0))
@@ -106,7 +106,7 @@ def test_a_follower_waits_for_a_chain_to_begin(checkpoints: list[Path], tmp_path
         events = iter(lambda: json.loads(process.stdout.readline()), None)
         assert next(event for event in events if event["event"] == "version")["version"] == 1
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert process.returncode == 0
 
 
