@@ -1,9 +1,10 @@
-"""All tests, in lanes that run side by side: most of them wait for something most of the time.
+"""Run all tests in lanes that run in parallel.
 
     python tests/lanes.py [LANE …]
 
-Each lane is a process of pytest. What it prints is shown as it comes, behind the name of the lane. When one fails, or on Ctrl-C, the others
-are ended, and at the end of everything stands what the one that failed had to say.
+Each lane is a process of pytest. Its lines are printed at once, after the name of the lane. If a lane fails, or on Ctrl-C, the others are
+stopped, and the last lines of the failed lane are printed again at the end. There are more lanes than cores, because many tests wait most
+of the time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests"
 SYSTEMS = [f"{TESTS}/{name}" for name in ("demo", "faults", "fleet", "integration")]
-"""Many processes, or servers of stores, or much waiting."""
+"""Tests with many processes, with servers of stores, or with long waits."""
 VLLM = [
     f"{TESTS}/vllm",
     *(
@@ -29,9 +30,13 @@ VLLM = [
         for name in ("trainers/test_trl_samples", "rl/test_trl_worker", "fleet/test_trl_rollouts", "docs/test_parameters")
     ),
 ]
-"""A real vLLM, or a real TRL. Where these are not installed, most of it is skipped."""
+"""Tests with a real vLLM or a real TRL. Most of them skip themselves where these are not installed."""
 RAY = [f"{TESTS}/fleet/test_ray.py"]
 """A real Ray cluster of two nodes. These tests skip themselves where Ray is not installed."""
+
+
+UNITS = [f"{TESTS}/{name}" for name in ("unit", "malformed")]
+"""Tests of single modules, and of hostile input."""
 
 
 def _ignoring(paths: list[str]) -> list[str]:
@@ -42,17 +47,18 @@ LANES: dict[str, list[str]] = {
     "vllm": ["-vv", *VLLM],
     "ray": [*RAY],
     "systems": [*SYSTEMS, *_ignoring([*VLLM, *RAY])],
-    "parts": [TESTS, *_ignoring([*SYSTEMS, *VLLM])],
+    "parts": [TESTS, *_ignoring([*SYSTEMS, *VLLM, *UNITS])],
+    "units": UNITS,
 }
 
 GRACE = 60.0
-"""Seconds that a lane has to stop what it has started, once it was interrupted."""
+"""Seconds that an interrupted lane has to stop the processes that it started."""
 REPEATED = 200
-"""Lines of a lane that failed, shown again at the end."""
+"""How many lines of a failed lane are printed again at the end."""
 
 
 class Lane:
-    """One process of pytest, in a session of its own: it is interrupted by us alone."""
+    """One process of pytest. It has its own session, so that only this program interrupts it."""
 
     def __init__(self, name: str, arguments: list[str], printing: threading.Lock) -> None:
         self.name = name
@@ -64,7 +70,7 @@ class Lane:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *arguments],
             cwd=ROOT,
-            # One thread of OpenMP each: more of them than cores would spin for each other.
+            # One OpenMP thread per process: more threads than cores would wait for each other in busy loops.
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -81,19 +87,19 @@ class Lane:
             print(f"{self.name:>8} | {line}", flush=True)
 
     def interrupt(self) -> None:
-        """Let it stop what it has started, and end. What it has started is not told: pytest would find it gone, and not know why."""
+        """Ask the lane to stop its processes and to end. Only pytest gets the signal, so that it does not find its processes gone."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Return when it has ended after an interruption, or by itself; kill it if it does not."""
+        """Wait until the lane has ended. Kill it if it does not end in time."""
         try:
             self.process.wait(GRACE)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self._reader.join(5)  # what it left behind may hold the pipe
+        self._reader.join(5)  # a process that it left running may hold the pipe
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -104,12 +110,12 @@ class Lane:
 
 
 def run(names: list[str]) -> int:
-    """Run these lanes; returns the exit status."""
+    """Run these lanes. Return the exit status."""
     printing = threading.Lock()
     lanes: list[Lane] = []
     try:
         for name in names:
-            lanes.append(Lane(name, LANES[name], printing))  # one by one, so that those that run are known if another cannot be started
+            lanes.append(Lane(name, LANES[name], printing))  # one by one, so that `finally` knows the started ones if the next cannot start
         running = list(lanes)
         while running:
             for lane in list(running):
@@ -136,14 +142,14 @@ def _end(lanes: list[Lane]) -> None:
 
 def _failed(lane: Lane, others: list[Lane]) -> int:
     for other in others:
-        other.say("is ended, since another lane has failed")
+        other.say("is stopped, because another lane failed")
     _end(others)
     print(f"\n{lane.name} failed:\n" + "\n".join(lane.last), flush=True)
     return 1
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # who ends us means the lanes, too; and a shell may have had Ctrl-C ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # these signals end the lanes too; a shell may have set Ctrl-C to be ignored
         signal.signal(number, signal.default_int_handler)
     names = sys.argv[1:] or list(LANES)
     if unknown := [name for name in names if name not in LANES]:
