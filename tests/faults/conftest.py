@@ -1,4 +1,4 @@
-"""Tests of faults never wait: neither between attempts nor for a disk, since no machine loses power here."""
+"""Fixtures for tests of faults. These tests never wait between attempts, nor for a disk, since no machine loses power here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Waiting:
-    """The clock that fetchers wait by. It moves only when they sleep; `meanwhile` is what happens then."""
+    """A clock for fetchers. It moves only when they sleep, and it then calls `meanwhile`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,7 +30,7 @@ class Waiting:
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> Waiting:
-    """Fetchers wait by a clock of their own from here on."""
+    """Make fetchers wait by a clock that the test controls."""
     clock = Waiting()
     defaults = Fetcher.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "sleep", clock.sleep)

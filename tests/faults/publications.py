@@ -1,4 +1,4 @@
-"""A training run in miniature, published through whatever store, and what must hold of the chain afterwards, whatever happened."""
+"""Publish a small training run through any store, and check its chain after a fault."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from deltawire.testing import Call, FaultyStore
 
 EVERY_FOURTH = AnchorPolicy(min_versions=4, max_versions=4)
 SESSION = 6
-"""Versions in a session: a first checkpoint and deltas, of which the fifth gets a skip from the first, and an anchor of its own."""
+"""The number of versions in a session: a checkpoint, then deltas. The fifth version gets a skip from the first, and an anchor."""
 
 _TRIES = 3
 
 
 @cache
 def state_at(step: int) -> State:
-    """The weights after so many steps of training."""
+    """Return the weights after this many steps of training."""
     return first_state() if step == 0 else next_state(state_at(step - 1), step)
 
 
@@ -49,7 +49,7 @@ def bits_at(step: int) -> Any:
 
 
 def open_publisher(store: Store, **given: Any) -> Publisher:
-    """Open a publisher. `given` are its parameters and fields of `WriterOptions`."""
+    """Open a publisher. `given` holds its parameters and the fields of `WriterOptions`."""
     return Publisher(store, **publisher_arguments(**({"segment_bytes": 800, "anchor_policy": EVERY_FOURTH, "threads": 1} | given)))
 
 
@@ -60,7 +60,7 @@ def open_subscriber(store: Store, mirror: Any = None, **options: Any) -> Subscri
 
 @dataclass
 class Ledger:
-    """What a trainer knows: the versions that were acknowledged, by sequence number, and the steps that it tried to publish."""
+    """Record what a trainer knows: the acknowledged steps by sequence number, and the steps that it tried to publish."""
 
     first: int = 0
     acknowledged: dict[int, int] = field(default_factory=dict)
@@ -72,11 +72,11 @@ class Ledger:
 
     @property
     def newest(self) -> int | None:
-        """The step of the last version that was acknowledged."""
+        """Return the step of the newest acknowledged version."""
         return self.acknowledged[max(self.acknowledged)] if self.acknowledged else None
 
     def publish(self, publisher: Publisher, count: int = 1, *, tries: int = 1) -> None:
-        """Train and publish; a publication that fails is repeated, as `publish` says that it may be."""
+        """Train and publish `count` steps. Repeat a publication that fails with a retryable error, up to `tries` times."""
         for _ in range(count):
             step = self.next_step
             self.tried.append(step)
@@ -92,7 +92,7 @@ def _publish(publisher: Publisher, step: int) -> Version:
 
 
 def repeated(action: Callable[[], Any], tries: int = _TRIES) -> Any:
-    """What an action gives, after failing at most so often less one by an error that says it may be repeated."""
+    """Call an action up to `tries` times, as long as it fails with retryable errors, and return its result."""
     for left in reversed(range(tries)):
         try:
             return action()
@@ -103,7 +103,7 @@ def repeated(action: Callable[[], Any], tries: int = _TRIES) -> Any:
 
 
 def run_session(store: Store, ledger: Ledger, *, tries: int = 1, **options: Any) -> None:
-    """From opening to closing."""
+    """Open a publisher, publish a session of versions, and close the publisher."""
     publisher = repeated(lambda: open_publisher(store, **options), tries)
     try:
         ledger.publish(publisher, SESSION, tries=tries)
@@ -112,16 +112,16 @@ def run_session(store: Store, ledger: Ledger, *, tries: int = 1, **options: Any)
 
 
 def calls_of_a_session() -> list[Call]:
-    """What a session asks of a store on which nothing fails."""
+    """Return the calls that a session makes to a store without faults."""
     store = FaultyStore(MemoryStore())
     run_session(store, Ledger())
     made = {call.key.split("/")[0] for call in store.calls}
-    assert made >= {"probe", "run.json", "epoch", "commit", "data", "HEAD", "skip", "anchor"}  # all that there is
+    assert made >= {"probe", "run.json", "epoch", "commit", "data", "HEAD", "skip", "anchor"}  # these are all kinds of objects
     return store.calls
 
 
 def published(count: int, **options: Any) -> tuple[MemoryStore, Ledger]:
-    """A chain of so many versions, whose publisher is gone."""
+    """Publish a chain of `count` versions, and close its publisher."""
     store, ledger = MemoryStore(), Ledger()
     with open_publisher(store, **options) as publisher:
         ledger.publish(publisher, count)
@@ -129,7 +129,7 @@ def published(count: int, **options: Any) -> tuple[MemoryStore, Ledger]:
 
 
 def visible_step(store: Store) -> int | None:
-    """The step of the newest version that a new reader gets, bit for bit as it was published; None if there is none."""
+    """Return the step of the newest version for a new reader, after comparing its bits. Return None if there is no chain."""
     with open_subscriber(store) as subscriber:
         try:
             step = subscriber.sync().step
@@ -141,7 +141,7 @@ def visible_step(store: Store) -> int | None:
 
 
 def assert_one_history(store: Store, *ledgers: Ledger) -> None:
-    """Nothing that was acknowledged is lost, and the chain is one line of versions, each as it was given to a publisher."""
+    """Check that every acknowledged version is in the chain, and that each version has the weights that a publisher was given."""
     report = verify(store, deep=True, threads=1)
     assert report.ok, report.problems
     log = ChainLog(store)
@@ -158,7 +158,10 @@ def assert_one_history(store: Store, *ledgers: Ledger) -> None:
 
 
 def assert_goes_on(store: Store, ledger: Ledger) -> None:
-    """After a crash: readers see the last version that was acknowledged or the next, and a new publisher takes the run up from there."""
+    """Check the chain after a crash.
+
+    Readers must see the last acknowledged version or the next one, and a new publisher must continue from it.
+    """
     expected = {ledger.newest, ledger.tried[-1] if ledger.tried else None}
     with open_subscriber(store) as reader:
         seen = None
@@ -176,7 +179,7 @@ def assert_goes_on(store: Store, ledger: Ledger) -> None:
 
 
 class Listener:
-    """Collects events."""
+    """Collect events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -189,7 +192,7 @@ class Listener:
 
 
 class At:
-    """A condition for `FaultyStore` that never holds, but does something just before a certain call: the caller stands still meanwhile."""
+    """A condition for `FaultyStore` that never holds, but runs an action just before one call. The caller waits for the action."""
 
     def __init__(self, index: int, action: Callable[[], object]) -> None:
         self._index = index

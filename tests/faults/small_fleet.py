@@ -1,6 +1,6 @@
-"""A fleet in one thread: a trainer that publishes to a real chain, and members whose engine makes up what it generates.
+"""A fleet in one thread: a trainer that publishes to a real chain, and members whose engine invents what it generates.
 
-Members move whenever the trainer sleeps, so every run is the same, and nothing waits.
+Members move whenever the trainer sleeps, so every run is the same, and no test waits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def nonce() -> str:
 
 
 def make_rollouts(record: Round, lease: Lease, rows: Sequence[Any], version: KnownVersion, **changes: Any) -> Rollouts:
-    """Return what an engine with this version makes of a task. Every call makes other tokens."""
+    """Return what an engine with this version generates for a task. Every call generates different tokens."""
     completions = []
     for prompt in range(len(rows)):
         for _ in range(record.samples):
@@ -92,7 +92,7 @@ def make_rollouts(record: Round, lease: Lease, rows: Sequence[Any], version: Kno
 
 
 class Member:
-    """One member that the test drives. `version` is the version of its engine; with None the engine follows the chain."""
+    """A member that the test drives. `version` is the version of its engine. If it is None, the engine follows the chain."""
 
     def __init__(self, store: Store, name: str, log: ChainLog, keyring: FleetKeyring | None = None) -> None:
         self.store = store
@@ -105,7 +105,7 @@ class Member:
         self.ended = False
 
     def move(self) -> None:
-        """Go on until it wants to sleep, after a heartbeat."""
+        """Continue until the member wants to sleep after a heartbeat."""
         if self.ended:
             return
         with contextlib.suppress(StoreUnavailable):
@@ -141,7 +141,7 @@ class Member:
 
 @dataclass
 class Fleet:
-    """A store with a chain in it, and what happened. `time` is the store's clock, in seconds."""
+    """A store with a chain, and a record of what happened. `time` is the store's clock, in seconds."""
 
     inner: MemoryStore = field(default_factory=MemoryStore)
     budget: StalenessBudget = field(default_factory=StalenessBudget)
@@ -226,7 +226,7 @@ class Trainer:
         return batch
 
     def train(self, batch: Batch) -> Version:
-        """Train, in the course of which the trainer may well die; then publish the step, and with it what it was trained on."""
+        """Train a step, during which the trainer may die. Then publish the step together with the batch that it was trained on."""
         with contextlib.suppress(StoreUnavailable):
             list(self.store.list("training/"))
         trained = json.dumps(hashes_of(batch))
@@ -236,7 +236,7 @@ class Trainer:
         return version
 
     def run_to(self, last: int, *, tries: int = 1) -> None:
-        """Train from where the chain stands, as far ahead as the budget allows."""
+        """Train from the newest version of the chain, as far ahead as the budget allows."""
         repeated(lambda: self.go(self.steps.resume()), tries)
         while (step := self.steps.newest.step + 1) <= last:
             for ahead in range(step, min(last, self.fleet.budget.newest_open(step - 1)) + 1):
@@ -253,7 +253,7 @@ def blake3_of(rollouts: Rollouts) -> str:
 
 
 def acknowledged(store: Store, epoch: int, step: int) -> list[str] | None:
-    """Return what a trainer acknowledged for a step, as the store has it."""
+    """Return what a trainer acknowledged for a step, as the store records it."""
     keys = {info.key for info in store.list(fleet_keys.BATCHES)}
     if fleet_keys.batch_key(epoch, step) not in keys:
         return None
@@ -263,7 +263,7 @@ def acknowledged(store: Store, epoch: int, step: int) -> list[str] | None:
 
 
 def live_versions(store: Store) -> list[Version]:
-    """The versions of the history that leads to the head, oldest first, without rewinds."""
+    """Return the versions of the history that leads to the head, oldest first, without rewinds."""
     log = ChainLog(store)
     head = log.head()
     assert head is not None
@@ -278,7 +278,7 @@ def live_versions(store: Store) -> list[Version]:
 
 
 def assert_one_line_of_training(store: Store, last: int) -> None:
-    """Every step once, each trained on what its trainer acknowledged for it, and no rollout in two of them."""
+    """Check that every step was trained once, on the batch that its trainer acknowledged, and that no rollout is in two steps."""
     versions = live_versions(store)
     assert [version.step for version in versions] == list(range(last + 1))
     used: list[str] = []
@@ -286,7 +286,7 @@ def assert_one_line_of_training(store: Store, last: int) -> None:
         trained = json.loads(version.meta["trained"])
         assert len(trained) == TASKS
         kept = acknowledged(store, version.epoch, version.step or 0)
-        assert kept == trained or (kept is None and version.step != last)  # older ones are swept
+        assert kept == trained or (kept is None and version.step != last)  # records of older steps are swept
         used += trained
     assert len(set(used)) == len(used)
 
@@ -300,14 +300,17 @@ def upload_result(fleet: Fleet, record: Round, lease: Lease, rollouts: Rollouts,
 
 
 def place_lease(fleet: Fleet, record: Round, task: int = 0, attempt: int = 0, member: str = "x") -> Lease:
-    """Take a lease by hand."""
+    """Write a lease directly to the store."""
     lease = Lease(record.id, record.round, task, attempt, member, nonce(), 0, 0)
     fleet.store.put_if_absent(fleet_keys.lease_key(AttemptId(record.round, task, attempt)), lease.to_bytes())
     return lease
 
 
 def place_decoys(fleet: Fleet) -> None:
-    """For every task that has a result, another one, as good and, by the store's clock, older: only acknowledgements prefer the first."""
+    """Add a second result for every task that has one.
+
+    It is equally valid, and older by the store's clock. Only acknowledgements prefer the first result.
+    """
     now, fleet.time = fleet.time, 1000.0
     versions = ChainVersions(ChainLog(fleet.inner))
     for info in list(fleet.inner.list(fleet_keys.ROUNDS)):

@@ -1,4 +1,4 @@
-"""Stores that show things late or not yet again: replicas behind their source, caches of what was, or of what was not."""
+"""Stores that show objects late: replicas that are behind their source, and caches of old answers or of missing objects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_data_that_never_arrive_are_an_alarm_after_a_bounded_time(chain: ToyChai
         assert reader.version is not None
         assert reader.version.seq == 1
         assert bits_of(reader.state) == before
-        chain.add_anchor(2)  # somebody helps
+        chain.add_anchor(2)  # another process adds an anchor
         assert reader.sync().seq == 2
 
 
@@ -134,7 +134,7 @@ def test_old_listings_do_not_give_an_epoch_to_two_publishers() -> None:
 
 
 def test_a_publisher_that_is_shown_too_old_a_chain_finds_the_end_of_it_by_writing() -> None:
-    """What it takes for an empty slot is filled; it says so when it tries to create it."""
+    """The publisher is shown an empty slot that is taken. It learns that when it tries to create its commit there."""
     inner, ledger = published(4)
     hidden = [Reading(call("get", keys.commit_key(seq)), "missing") for seq in (3, 4)]
     inner.put(keys.HEAD, Head(2).to_bytes())

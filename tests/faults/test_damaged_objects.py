@@ -1,4 +1,4 @@
-"""Data that are not what their records say: flipped, cut short, gone, or an older object's. Another way is found, or the error says why."""
+"""Data that differ from their records: flipped, cut short, missing, or older. The reader takes another route, or the error says why not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def harm(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def chain() -> ToyChain:
-    """Version 1 is a checkpoint, 2 to 4 are deltas."""
+    """Publish a chain. Version 1 is a checkpoint, and versions 2 to 4 are deltas."""
     chain = ToyChain(MemoryStore())
     chain.anchor(first_state())
     chain.grow(3)
@@ -46,7 +46,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 def do_harm(chain: ToyChain, entry: FileEntry, harm: str, older: FileEntry) -> bytes:
-    """Damage an object; what it was."""
+    """Damage an object, and return its bytes from before."""
     whole = chain.store.get(entry.key, limit=1 << 20)
     if harm == "flipped":
         chain.damage(entry)
@@ -71,7 +71,7 @@ def test_a_bad_delta_without_another_way_leaves_the_reader_where_it_is(chain: To
         assert isinstance(caught.value, DeltawireError)
         assert caught.value.retryable
         assert reader.version is not None
-        assert reader.version.seq in (2, 3)  # in memory the hop before the bad one is done
+        assert reader.version.seq in (2, 3)  # in memory, the hop before the bad one is already done
         assert bits_of(reader.state) == bits_of(chain.states[reader.version.seq] or {})
         assert "sync-failed" in events.names()
         assert not verify(chain.store, deep=True).ok
@@ -92,7 +92,7 @@ def test_a_bad_delta_is_got_round_by_an_anchor(chain: ToyChain, opened: Open, ha
 
 
 def test_a_bad_delta_in_front_of_an_anchor_that_was_confirmed_before_is_got_round(chain: ToyChain, opened: Open, harm: str) -> None:
-    """The anchor is of the very version whose own delta is bad."""
+    """The anchor belongs to the same version as the bad delta."""
     events = Listener()
     with opened(chain, on_event=events) as reader:
         reader.sync(1)
@@ -156,7 +156,7 @@ def test_a_publisher_that_resumes_over_bad_data_takes_another_way_or_says_why(ch
 
 
 def test_a_chain_that_was_repaired_as_documented_is_sound_again() -> None:
-    """By going back to the newest sound version, when not even a publisher can read back the newest (docs/operations.md)."""
+    """If no publisher can read the newest version back, the user resumes from the newest sound version (docs/operations.md)."""
     store, ledger = published(4)
     log = ChainLog(store)
     bad = log.read(3)
@@ -171,20 +171,20 @@ def test_a_chain_that_was_repaired_as_documented_is_sound_again() -> None:
     with open_publisher(store, resume_from=2) as publisher:
         ledger.publish(publisher, 2)
         assert_repaired(store, ledger, {bad.files[0].key})
-        ledger.publish(publisher, 12)  # checkpoints among them
+        ledger.publish(publisher, 12)  # this also makes checkpoints
         collect(store, grace=0)
     report = verify(store, deep=True, threads=1)
     assert (report.ok, report.superseded) == (True, [])
 
 
 def test_a_new_checkpoint_repairs_what_lies_below_it() -> None:
-    """A publisher has the newest version in memory, so damage in the store does not stop it; its next checkpoint ends the matter."""
+    """The publisher has the newest version in memory, so damage in the store does not stop it. Its next checkpoint repairs the chain."""
     store, ledger = MemoryStore(), Ledger()
     with open_publisher(store) as publisher:
         ledger.publish(publisher, 4)
         anchor = ChainLog(store).read(1)
         assert anchor is not None
-        store.delete([anchor.files[0].key])  # the only checkpoint: nobody can join
+        store.delete([anchor.files[0].key])  # this is the only checkpoint, so no new reader can join
         assert not verify(store, threads=1).ok
         ledger.publish(publisher, 2)
         assert_repaired(store, ledger, {anchor.files[0].key})

@@ -1,4 +1,4 @@
-"""The tables in docs/failures.md and these tests name each other."""
+"""Each row of the tables in docs/failures.md names tests, and each of these tests is in a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members that die, freeze, leave, lose the store or lose a race: their tasks go on to others, and nothing is trained on twice."""
+"""Members die, freeze, leave, lose the store or lose a race. Other members do their tasks, and no task is trained on twice."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def offers(fleet: Fleet) -> dict[str, list[tuple[int, int]]]:
 
 
 def poll(fleet: Fleet, trainer: Trainer, seconds: float = 0.0) -> None:
-    """Let this many seconds pass, then let the trainer look twice."""
+    """Let this many seconds pass, then let the trainer poll twice."""
     fleet.time += seconds
     trainer.go(trainer.steps.poll())
     trainer.go(trainer.steps.poll())
 
 
 def claimed(fleet: Fleet, trainer: Trainer, name: str, task: int = 0) -> Member:
-    """Return a living member that holds the first lease of the task, which it was offered."""
+    """Return a live member that holds the first lease of the task that it was offered."""
     member = fleet.join(name)[0]
     fleet.members.remove(member)
     record = trainer.steps.rounds[1].record
@@ -175,7 +175,7 @@ def test_a_member_behind_the_budget_is_offered_nothing_and_takes_nothing() -> No
             fleet.sleep(1)
             poll(fleet, trainer)
         assert offers(fleet).get("old") is None
-        # even where the board lies
+        # The member takes nothing even if the board offers it a task.
         board = board_of(fleet)
         lie = Board(board.id, board.epoch, board.seq, board.step, board.lease_seconds, {"old": ((1, 0, 0), (1, 1, 0), (7, 0, 0))}, False)
         fleet.store.put(fleet_keys.BOARD, lie.to_bytes())
@@ -213,7 +213,7 @@ def assert_member_faults_lose_nothing(fault: type[Before] | type[After], kind: F
         moves: list[int] = []
 
         def live(mortal: Mortal = mortal, fleet: Fleet = fleet, moves: list[int] = moves) -> None:
-            """It works until it dies, or else fails; then there is another."""
+            """Move the member until it dies or fails. If it died, let another member join."""
             if not mortal.ended:
                 try:
                     mortal.move()
@@ -226,7 +226,7 @@ def assert_member_faults_lose_nothing(fault: type[Before] | type[After], kind: F
             moves.append(1)
             assert len(moves) < 2000
             if len(moves) > 20:
-                fleet.time += LEASE  # nothing happens any more until a lease ends
+                fleet.time += LEASE  # nothing more happens until a lease ends
 
         fleet.meanwhile = live
         with fleet.publisher() as publisher:
@@ -285,7 +285,7 @@ def test_a_412_for_ones_own_lease_is_a_success() -> None:
     fleet = Fleet()
 
     class Retried(Mortal):
-        """Its creations are sent twice on the way: the second meets the first."""
+        """A member whose requests to create objects arrive twice. The second request finds the object of the first."""
 
         def answer(self, request: object) -> object:
             if type(request).__name__ == "Create":
@@ -380,7 +380,7 @@ def test_what_old_rounds_left_is_swept_and_numbers_are_never_used_again() -> Non
         poll(fleet, trainer)
     objects = [info.key for info in fleet.inner.list("fleet/")]
     kept = sorted({parsed for key in objects if (parsed := fleet_keys.parse_round_key(key)) is not None})
-    assert kept == [6, 7]  # for steps 7 and 8: keep_steps is 2
+    assert kept == [6, 7]  # they are for steps 7 and 8, because keep_steps is 2
     assert {key.split("/")[2] for key in objects if key.count("/") > 2 and "/batch/" not in key} == {"0000000006", "0000000007"}
     assert fleet_keys.member_key("a") not in objects
     assert fleet_keys.member_key("young") in objects
@@ -391,7 +391,7 @@ def test_what_old_rounds_left_is_swept_and_numbers_are_never_used_again() -> Non
 
 
 def quits(fleet: Fleet, member: Member, error: Exception) -> None:
-    """The member leaves because of an error, and says so."""
+    """Let the member leave because of an error, and report that error."""
     member.state.leave_because(error)
     member.leave()
     fleet.members[:] = [one for one in fleet.members if one is not member]
@@ -402,24 +402,24 @@ def test_a_trainer_whose_members_all_left_because_of_errors_says_so_and_stops() 
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
         first, second = fleet.join("a", "b")
-        fleet.members.clear()  # from here on they do nothing but say why they leave
+        fleet.members.clear()  # from here on the members only report why they leave
         trainer.open(1)
         poll(fleet, trainer)
         quits(fleet, first, RewardError("the reward 'right' needs the column 'answer'."))
         with pytest.raises(FleetTimeout):
-            trainer.collect(1, timeout=LEASE / 2)  # the other one lives, and may still be at work
+            trainer.collect(1, timeout=LEASE / 2)  # the other member is alive, and may still be working
         quits(fleet, second, EngineError("\x1b[2Jno tokenizer."))
         looked = fleet.time
         with pytest.raises(
             FleetDeserted, match=r"2 members have left .* a: RewardError: .*'answer'.*; b: EngineError: \ufffd\[2Jno tokenizer\."
         ):
             trainer.collect(1)
-        assert fleet.time - looked == 29.0  # its own pauses between looks
+        assert fleet.time - looked == 29.0  # these are the trainer's own pauses between polls
     left = [(event.fields["member"], event.fields["why"]) for event in fleet.events if event.name == "member-left"]
     assert [member for member, _ in left] == ["a", "b"]
     assert all(why.startswith(("RewardError: ", "EngineError: ")) for _, why in left)
     assert {one.member: one.why for one in trainer.steps.members()} == dict(left)
-    with fleet.publisher() as publisher:  # what they said does not hold for a trainer that is started later
+    with fleet.publisher() as publisher:  # the reported errors do not count for a trainer that starts later
         fleet.time += 60.0
         again = fleet.trainer(publisher)
         again.go(again.steps.resume())
@@ -436,7 +436,7 @@ def test_a_trainer_waits_on_while_members_come_back_and_work() -> None:
         trainer = fleet.trainer(publisher)
         trainer.open(1)
         with pytest.raises(FleetTimeout):
-            trainer.collect(1, timeout=1000.0)  # no member ever came, and none reported an error
+            trainer.collect(1, timeout=1000.0)  # no member ever joined, and none reported an error
         for number in range(3):
             quits(fleet, *fleet.join(f"a{number}"), EngineError("it broke."))
             with pytest.raises(FleetTimeout):
@@ -459,14 +459,14 @@ def test_a_false_reason_for_leaving_costs_a_waiting_trainer_a_restart_at_most() 
         trainer = fleet.trainer(publisher)
         trainer.open(1)
         lie(fleet, trainer)
-        for _ in range(2):  # the same call waits as long again
+        for _ in range(2):  # the second call waits as long as the first
             began = fleet.time
             with pytest.raises(FleetDeserted, match="evil: bye"):
                 trainer.collect(1)
             assert fleet.time - began == 29.0
         fleet.join("a")
         trainer.run_to(2)
-        lie(fleet, trainer)  # which is of no account while others are alive
+        lie(fleet, trainer)  # the false report has no effect while other members are alive
         trainer.run_to(3)
     assert_one_line_of_training(fleet.inner, 3)
 

@@ -1,4 +1,4 @@
-"""Results that should not be trained on: each is refused for its own reason, counted, and its task done again."""
+"""Invalid results are each refused for a specific reason and counted, and their tasks are done again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def by_version(trainer: Trainer, record: Round, lease: Lease, version: KnownVers
 
 
 def assert_refused(reason: str, make: Make, *, steps: int = 0) -> None:
-    """Upload a result under its own lease, check that it is refused for this reason, and let an honest member do the task again."""
+    """Upload a result under its own lease, check that it is refused for this reason, and let an honest member repeat the task."""
     fleet = Fleet(budget=StalenessBudget(0))
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
@@ -50,7 +50,7 @@ def assert_refused(reason: str, make: Make, *, steps: int = 0) -> None:
         batch = trainer.collect(steps + 1)
         assert batch.rejected == {reason: 1}
         assert {one.member for one in batch.rollouts} == {"helper"}
-        assert [one.attempt for one in batch.rollouts] == [1, 0]  # the task of the refused result went on to its next attempt
+        assert [one.attempt for one in batch.rollouts] == [1, 0]  # the task of the refused result got another attempt
 
 
 def test_a_result_of_another_run_is_refused() -> None:
@@ -143,7 +143,7 @@ def test_a_result_by_a_version_that_a_rewind_abandoned_is_refused() -> None:
     with fleet.publisher(resume_from=1) as publisher:
         trainer = fleet.trainer(publisher)
         assert trainer.steps.newest.step == 0
-        record = trainer.open(1)  # a new round, as this trainer did not ask for what is there
+        record = trainer.open(1)  # this trainer did not look for existing rounds, so it opens a new one
         lease = place_lease(fleet, record)
         upload_result(fleet, record, lease, by_version(trainer, record, lease, abandoned))
         trainer.go(trainer.steps.poll())
@@ -169,7 +169,7 @@ def test_a_second_result_of_one_attempt_is_a_duplicate_and_of_another_late() -> 
         third = place_lease(fleet, record, task=1, attempt=1, member="z")
         upload_result(fleet, record, third, honest(trainer, record, third))
         trainer.go(trainer.steps.poll())
-        assert fleet.reasons()[-1] == "late"  # its step is trained
+        assert fleet.reasons()[-1] == "late"  # the step of this result is already trained
 
 
 def test_the_same_result_uploaded_twice_counts_once() -> None:
@@ -248,7 +248,10 @@ def test_a_round_settles_with_its_quorum_and_no_result_after_that_is_taken(quoru
 
 
 def test_results_in_masses_do_not_keep_the_trainer_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member uploads masses of junk under its lease. Results of other members are still read, and results without a lease are not."""
+    """A member uploads very many invalid results under its lease.
+
+    The trainer still reads the results of other members, and reads none without a lease.
+    """
     monkeypatch.setattr(intake_steps, "_FILES_PER_LOOK", 8)
     fleet = Fleet()
     with fleet.publisher() as publisher:
@@ -266,7 +269,7 @@ def test_results_in_masses_do_not_keep_the_trainer_from_others(monkeypatch: pyte
         trainer.go(trainer.steps.poll())
         read = [call.key for call in fleet.store.calls[before:] if call.op == "get" and call.key.startswith(fleet_keys.ROLLOUTS)]
         assert len([key for key in read if f"/{1:05}/" in key]) == 1
-        assert len(read) <= 24  # in parts of eight
+        assert len(read) <= 24  # results are read in groups of eight
         assert trainer.steps.rounds[1].tasks[1].accepted is not None
         fleet.join("helper")
         assert {one.member for one in trainer.collect(1).rollouts} == {"helper", "other"}

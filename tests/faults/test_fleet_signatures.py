@@ -1,4 +1,4 @@
-"""Where the chain is signed, boards, rounds, batches and rejections are signed too, and unsigned ones are ignored."""
+"""If the chain is signed, boards, rounds, batches and rejections are signed too, and members and trainers ignore unsigned ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fleet() -> Fleet:
 
 
 def stopped(fleet: Fleet, board: Board) -> list[bool]:
-    """Return whether each member leaves when the store has this board."""
+    """Return for each member whether it leaves when the store has this board."""
     fleet.store.put(fleet_keys.BOARD, board.to_bytes())
     for member in fleet.members:
         member.move()
@@ -73,16 +73,16 @@ def test_members_that_trust_a_key_do_not_leave_on_the_word_of_others(fleet: Flee
         good = board_of(fleet)
         forged = replace(good, number=good.number + 1, stop=True)
         assert stopped(fleet, replace(forged, signature=None)) == [False, False]
-        assert stopped(fleet, forged) == [False, False]  # a signature of something else
+        assert stopped(fleet, forged) == [False, False]  # the signature belongs to another record
         assert stopped(fleet, SigningKey.generate().sign(forged)) == [False, False]
-        assert [event.name for event in fleet.events].count("board-refused") == 2  # each member says so once
+        assert [event.name for event in fleet.events].count("board-refused") == 2  # each member reports it once
         trainer.train(trainer.collect(1))
         trainer.go(trainer.steps.stop())
         assert stopped(fleet, board_of(fleet)) == [True, True]
 
 
 def test_members_do_not_leave_because_of_an_old_signed_board(fleet: Fleet) -> None:
-    """An attacker kept the last board of an earlier trainer, and writes it again."""
+    """An attacker saved the last board of an earlier trainer, and writes it again."""
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
         trainer.go(trainer.steps.stop())
@@ -93,7 +93,7 @@ def test_members_do_not_leave_because_of_an_old_signed_board(fleet: Fleet) -> No
         poll(fleet, trainer)
         for member in fleet.members:
             member.move()
-        fleet.join("fresh")  # has never seen another board
+        fleet.join("fresh")  # this member has never seen another board
         assert stopped(fleet, old) == [False, False, False]
         seen = fleet.members[0].state.newest_board
         assert seen == (publisher.epoch, trainer.steps.board_writer.number)
@@ -155,13 +155,13 @@ def test_a_trainer_that_takes_over_ignores_unsigned_records(fleet: Fleet) -> Non
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
         assert [record.round for record in trainer.go(trainer.steps.resume())] == [0]
-        fleet.inner.delete([fleet_keys.batch_key(trainer.steps.epoch, 1)])  # which could not have been created beforehand
+        fleet.inner.delete([fleet_keys.batch_key(trainer.steps.epoch, 1)])  # an attacker could not have created it beforehand
         assert hashes_of(trainer.collect(1)) == first
-        assert trainer.open(2).round == 3  # forged rounds take up their numbers
+        assert trainer.open(2).round == 3  # forged rounds use up their numbers
 
 
 class Restricted(WrappedStore):
-    """A store that lets a member write what the policy in docs/fleet.md allows."""
+    """A store that lets a member write only what the policy in docs/fleet.md allows."""
 
     def __init__(self, inner: Store, name: str) -> None:
         super().__init__(inner)

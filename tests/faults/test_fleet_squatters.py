@@ -1,4 +1,4 @@
-"""Members that take leases which they were not offered. They may waste work, and must not end a run."""
+"""Members take leases that they were not offered. They may waste work, but they must not end a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_run_goes_on_when_every_lease_of_a_round_is_taken(make: Callable[[Roun
         trainer.train(batch)
         squat(fleet, trainer.open(2), make)
         poll(fleet, trainer)
-    with fleet.publisher() as publisher:  # and so does the trainer that takes over
+    with fleet.publisher() as publisher:  # the trainer that takes over continues too
         fleet.trainer(publisher).run_to(LAST)
     assert_one_line_of_training(fleet.inner, LAST)
     assert not fleet.reasons()
@@ -63,9 +63,9 @@ def test_the_trainer_does_not_wait_for_a_lease_that_it_did_not_offer() -> None:
         assert offers(fleet) == {"honest": [(0, 1)]}
         place_lease(fleet, record, attempt=1, member="honest")
         poll(fleet, trainer)
-        assert offers(fleet) == {}  # this one is waited for
+        assert offers(fleet) == {}  # the trainer waits for this lease
         upload_result(fleet, record, lease, make_rollouts(record, lease, rows_for(1)[0], trainer.steps.newest))
-        assert [one.member for one in trainer.collect(1).rollouts] == ["stranger"]  # it was the first, and it is valid
+        assert [one.member for one in trainer.collect(1).rollouts] == ["stranger"]  # its result was the first, and it is valid
 
 
 def test_a_result_without_a_lease_needs_an_attempt_that_the_trainer_offered_without_one() -> None:
@@ -94,7 +94,7 @@ def test_a_result_without_a_lease_needs_an_attempt_that_the_trainer_offered_with
 
 
 def test_names_without_members_do_not_keep_work_from_real_members() -> None:
-    """A hundred names write heartbeats and take no offers; every minute there are a hundred other names."""
+    """A hundred names write heartbeats and take no offers. Every minute there are a hundred different names."""
     fleet = Fleet(options=FleetOptions(LEASE, poll_seconds=10, keep_steps=2))
     run = fleet.log.run.id
 

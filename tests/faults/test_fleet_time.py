@@ -1,4 +1,4 @@
-"""Clocks in a fleet: a store whose clock is set forward or back, and objects with wrong times."""
+"""Clocks in a fleet: the store's clock is set forward or back, and objects have wrong times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = [-YEAR, -3600.0, -30.0, 30.0, 3600.0, YEAR]
 
 
 class Stepped(Fleet):
-    """A fleet over a store whose clock is `ahead` seconds off, now; `time` is the true time, which the trainer's own clock counts."""
+    """A fleet whose store has a clock that is `ahead` seconds wrong. `time` is the true time, which the trainer's own clock measures."""
 
     ahead = 0.0
 
@@ -29,7 +29,7 @@ class Stepped(Fleet):
         self.store = FaultyStore(self.inner, clock=lambda: datetime.fromtimestamp(self.time + self.ahead, timezone.utc))
 
     def misdated(self, seconds: float, write: Callable[[], object]) -> None:
-        """Write an object with a wrong date, as any process can that may write to a directory."""
+        """Write an object with a wrong date, as any process can if it may write to the directory."""
         self.ahead += seconds
         write()
         self.ahead -= seconds
@@ -71,7 +71,7 @@ def test_a_lease_with_a_date_in_the_future_expires_like_any_other() -> None:
 
 @pytest.mark.parametrize("seconds", STEPS)
 def test_a_fleet_goes_on_when_the_store_s_clock_is_set(seconds: float) -> None:
-    """The clock is set once in each run, at another sleep of the trainer each time."""
+    """The clock is set once in each run, during a different sleep of the trainer each time."""
     moment = 0
     while True:
         fleet = Stepped()
@@ -87,7 +87,7 @@ def test_a_fleet_goes_on_when_the_store_s_clock_is_set(seconds: float) -> None:
         with fleet.publisher() as publisher:
             fleet.trainer(publisher).run_to(LAST)
         assert_one_line_of_training(fleet.inner, LAST)
-        if left[0] >= 0:  # the run has fewer sleeps than that
+        if left[0] >= 0:  # the run has fewer sleeps than this
             break
         moment += 1
     assert moment >= 1
@@ -116,9 +116,9 @@ def test_the_age_of_an_object_is_bounded_by_what_the_trainer_saw() -> None:
     time = [100.0]
     clock = FleetClock(lambda: time[0])
     clock.looked(clock.begin())
-    assert clock.since(5e9) == clock.since(-5e9) == 100.0  # nothing is known about the store's clock yet
+    assert clock.since(5e9) == clock.since(-5e9) == 100.0  # the trainer knows nothing about the store's clock yet
     clock.wrote(5000.0)
-    assert clock.since(4990.0) == 90.0  # at first sight, objects are as old as the store says
+    assert clock.since(4990.0) == 90.0  # an object that is seen for the first time is as old as the store says
     assert clock.since(5010.0) == 100.0
     time[0] = 110.0
     began = clock.begin()

@@ -1,4 +1,4 @@
-"""A trainer dies, or is left without an answer, at every single call that it makes for its fleet. Another one takes over."""
+"""A trainer dies, or gets no answer, at every single call that it makes for its fleet. Another trainer takes over."""
 
 from __future__ import annotations
 
@@ -47,16 +47,17 @@ def calls_of_a_trainer() -> list[Call]:
     with fleet.publisher() as publisher:
         fleet.trainer(publisher, store).run_to(LAST)
     made = {each.key.split("/")[1] for each in store.calls if each.key.startswith("fleet/")}
-    assert made == {"round", "tasks", "lease", "rollout", "accepted", "batch", "rejected", "member", "board.json"}  # all that there is
+    # these are all kinds of objects
+    assert made == {"round", "tasks", "lease", "rollout", "accepted", "batch", "rejected", "member", "board.json"}
     assert {each.op for each in store.calls} >= {"get", "put", "put_if_absent", "list", "head", "delete"}
     return store.calls
 
 
 def fleets_with(fault: Fault, kind: Failure) -> Iterator[tuple[Fleet, FaultyStore]]:
-    """Yield one fleet for each call of a trainer, whose connection to the store fails at that call."""
+    """Yield one fleet for each call of a trainer. The trainer's connection to the store fails at that call."""
     for each in calls_of_a_trainer():
-        print(each)  # the last one printed is the one that a failure is about
-        unanswered = kind == "unknown" and each.op != "put_if_absent"  # of other calls a store says so in other words
+        print(each)  # if the test fails, the last printed call is the one that failed
+        unanswered = kind == "unknown" and each.op != "put_if_absent"  # for other calls a store reports "unavailable" instead
         fleet = small_fleet()
         yield fleet, FaultyStore(fleet.store, [fault(each.index, "unavailable" if unanswered else kind)])
 
@@ -114,7 +115,7 @@ def test_a_collecting_trainer_waits_while_the_store_is_unavailable() -> None:
 
 
 def test_a_trainer_that_was_taken_over_halts_wherever_the_other_comes_in() -> None:
-    """At each call of the first, the second takes over, and trains to the end; the first then gets nothing done."""
+    """At each call of the first trainer, the second one takes over and trains to the end. The first one can then change nothing."""
     for each in calls_of_a_trainer():
         print(each)
         fleet = small_fleet()
@@ -174,7 +175,7 @@ def test_a_round_of_an_earlier_trainer_only_uses_up_its_number() -> None:
         fleet.trainer(publisher).open(1)
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
-        trainer.steps.open_rounds.next_number = 0  # as a listing that is old makes it believe
+        trainer.steps.open_rounds.next_number = 0  # an outdated listing has this effect
         assert trainer.open(1).round == 1
 
 
@@ -186,7 +187,7 @@ def test_results_by_versions_that_a_rewind_abandoned_are_not_trained_on_and_olde
         trainer.run_to(2)
         first = {version.step: version for version in live_versions(fleet.inner)}
         trainer.open(3)
-        lost = trainer.collect(3)  # acknowledged, made by versions 1 or 2
+        lost = trainer.collect(3)  # this batch is acknowledged, and was made by versions 1 or 2
     made_by = {seq for rollouts in lost.rollouts for seq in rollouts.versions}
     assert made_by == {first[2].seq}
     with fleet.publisher(resume_from=first[1].seq) as publisher:
@@ -194,7 +195,7 @@ def test_results_by_versions_that_a_rewind_abandoned_are_not_trained_on_and_olde
         adopted = trainer.go(trainer.steps.resume())
         assert [record.for_step for record in adopted] == [2, 3]
         assert trainer.steps.rejected == {"abandoned": 2}
-        # step 2 was made by version 0 or 1, which both still hold: it is used again as it was acknowledged
+        # Step 2 was made by version 0 or 1, which are both still valid. It is used again as it was acknowledged.
         assert trainer.steps.rounds[2].settled
         assert not trainer.steps.rounds[3].settled
         trainer.run_to(4)
@@ -211,7 +212,7 @@ def test_an_acknowledged_round_is_preferred_to_a_later_one_for_its_step() -> Non
         trainer.open(1)
         first = trainer.collect(1)
     with fleet.publisher() as publisher:
-        assert fleet.trainer(publisher).open(1).round == 1  # it did not ask what was there
+        assert fleet.trainer(publisher).open(1).round == 1  # this trainer did not look for existing rounds
     with fleet.publisher() as publisher:
         fleet.trainer(publisher).run_to(1)
     assert json.loads(live_versions(fleet.inner)[-1].meta["trained"]) == hashes_of(first)
@@ -229,7 +230,7 @@ def test_results_that_arrive_while_an_acknowledgement_is_in_doubt_are_refused() 
             if task == 0:
                 with pytest.raises(FleetTimeout):
                     trainer.collect(1, stop=lambda: True)
-                assert acknowledged(fleet.inner, publisher.epoch, 1) is not None  # which it could not see
+                assert acknowledged(fleet.inner, publisher.epoch, 1) is not None  # the trainer could not see this acknowledgement
         trainer.go(trainer.steps.poll())
         batch = trainer.collect(1)
     assert [one.task for one in batch.rollouts] == [0]
@@ -258,4 +259,4 @@ def test_a_trainer_that_is_told_to_stop_waiting_can_wait_on() -> None:
             trainer.collect(1, stop=lambda: True)
         fleet.join("a")
         assert trainer.collect(1).round == record
-        assert trainer.collect(1).round == record  # what is acknowledged is acknowledged
+        assert trainer.collect(1).round == record  # an acknowledged batch does not change

@@ -1,6 +1,6 @@
-"""Followers whose chain goes on, and is collected, between any two of their calls: as for a machine that was suspended meanwhile.
+"""The chain of a follower grows and is collected between any two calls of the follower, as if its machine had been suspended.
 
-A collection leaves readers a grace period, and pins keep what they need. Neither helps a reader that sleeps longer than both.
+A collection gives readers a grace period, and pins keep what they need. Neither helps a reader that sleeps longer than both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ MOST_CALLS = 2000
 
 @cache
 def stages() -> tuple[tuple[MemoryStore, int], ...]:
-    """One chain at three moments, each with the step of its newest version. Nothing that leads to one moment's is left at the next."""
+    """Return one chain at three moments, each with the step of its newest version.
+
+    At each moment, all data of the moment before are collected.
+    """
     store, ledger, found, newest = MemoryStore(), Ledger(), [], -1
     for versions in (6, 9, 9):
         with open_publisher(store, attachments={"config.json": b"{}"}) as publisher:
@@ -48,7 +51,7 @@ def stages() -> tuple[tuple[MemoryStore, int], ...]:
 
 
 class Chain(FaultyStore):
-    """Goes on to the next moment before each of these calls, counted from `begin` on."""
+    """A store that moves on to the next moment before each of these calls. Calls are counted from `begin` on."""
 
     def __init__(self, *at: int) -> None:
         self._at = list(at)
@@ -68,7 +71,7 @@ class Chain(FaultyStore):
         return not self._at
 
     def _go_on(self, call: Call) -> bool:
-        assert call.index < MOST_CALLS, "the reader goes round in a circle"
+        assert call.index < MOST_CALLS, "the reader never stops"
         if self._begin is not None and self._at and call.index == self._begin + self._at[0]:
             self._at.pop(0)
             self._stage += 1
@@ -77,7 +80,10 @@ class Chain(FaultyStore):
 
 
 def at_every_call(read: Callable[[Chain, int], None], *, apart: int | None = None) -> None:
-    """Read a chain that goes on at the first call, then at the second, and so on; once more `apart` calls later, if that is given."""
+    """Read a chain that moves on at the first call, then one that moves on at the second call, and so on.
+
+    With `apart`, it moves on again that many calls later.
+    """
     index = 0
     while True:
         chain = Chain(index) if apart is None else Chain(index, index + apart)

@@ -1,4 +1,4 @@
-"""Whoever can write to the store can stop readers, but cannot make them take something for a version that is none."""
+"""An attacker who can write to the store can stop readers, but cannot make them accept a version that was never published."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HEADS = {
 
 
 def edited(data: bytes, **fields: Any) -> bytes:
-    """A record with other fields, in canonical form."""
+    """Return a record with some fields replaced, in canonical form."""
     return json.dumps(json.loads(data) | fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
@@ -218,12 +218,12 @@ def test_a_publisher_builds_on_no_chain_that_is_signed_otherwise_than_its_own_co
     with open_subscriber(signed, trusted_keys=[old.public, new.public]) as reader:
         assert reader.sync().step == ledger.newest
         assert bits_of(reader.state) == bits_at(11)
-    with pytest.raises(SignatureInvalid):  # for it would have to link to what the old key has signed
+    with pytest.raises(SignatureInvalid):  # because its fence would have to link to commits that the old key signed
         open_publisher(signed, signing_key=new)
 
 
 def test_a_signing_publisher_takes_no_unsigned_commit_for_its_base() -> None:
-    """It comes in at every call of the publisher's opening: before that has looked, or in the slot of its fence."""
+    """The unsigned commit arrives at every call of opening the publisher: before the publisher looks, or in the slot of its fence."""
     key = SigningKey.generate()
     refused = index = 0
     while True:
@@ -289,13 +289,13 @@ def test_a_store_that_was_set_back_to_an_older_copy_is_refused_by_who_saw_the_ne
     with open_subscriber(store, tmp_path / "mirror") as reader:
         reader.sync()
     restore(store, older)
-    with open_subscriber(store, tmp_path / "mirror") as reader:  # another process, by and by
+    with open_subscriber(store, tmp_path / "mirror") as reader:  # another process, some time later
         for _ in range(2):
             with pytest.raises(RollbackDetected):
                 reader.sync()
         assert reader.version is not None
         assert bits_of(reader.state) == bits_at(3)
-    with open_publisher(store) as publisher:  # the trainer goes on from what there is, as a history of its own
+    with open_publisher(store) as publisher:  # the trainer continues from the older copy, so its history differs from the first one
         Ledger(first=20).publish(publisher, 4)
     with open_subscriber(store, tmp_path / "mirror") as reader:
         with pytest.raises(RollbackDetected):
@@ -304,7 +304,7 @@ def test_a_store_that_was_set_back_to_an_older_copy_is_refused_by_who_saw_the_ne
     with pytest.raises((RollbackDetected, ChainBroken)):
         memory.sync()
     assert bits_of(memory.state) == bits_at(3)
-    assert visible_step(store) == 23  # who knows nothing of it cannot tell
+    assert visible_step(store) == 23  # a reader that never saw the newer copy cannot notice
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
@@ -312,7 +312,7 @@ def test_a_store_that_was_set_back_to_an_older_copy_is_refused_by_who_saw_the_ne
 def test_a_running_follower_notices_that_its_store_was_set_back(
     versions: int, mirrored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether a trainer goes on from there, and how far: not at all, not as far as the follower has seen, or beyond that."""
+    """The trainer does not continue from there, or publishes fewer versions than the follower has seen, or more."""
     store, ledger = published(2)
     older = copy_of(store)
     with open_publisher(store) as publisher:
@@ -347,7 +347,7 @@ def test_a_running_follower_notices_that_its_store_was_set_back(
 
 
 def test_a_follower_waits_for_a_store_that_shows_less_than_before_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when requests go to a replica that is behind. It says so, serves on, and goes on when the replica has caught up."""
+    """Requests may go to a replica that is behind. The follower reports it, keeps serving, and continues when the replica has caught up."""
     store, ledger = published(2)
     older = copy_of(store)
     with open_publisher(store) as publisher:
@@ -388,7 +388,7 @@ def test_a_history_that_was_rewritten_is_refused() -> None:
 
 
 def test_a_pipe_in_place_of_any_object_is_refused_by_name_or_passed_over(tmp_path: Path) -> None:
-    """Whoever opens a pipe to read waits for somebody to write into it; here nobody does."""
+    """Opening a pipe for reading waits for a writer, and here no process ever writes to it."""
     store = LocalStore(tmp_path / "store")
     ledger = Ledger()
     with open_publisher(store) as publisher:

@@ -1,4 +1,4 @@
-"""A publisher dies, or is left without an answer, at every single call of a session. Another one takes over."""
+"""A publisher dies, or gets no answer, at every single call of a session. Another publisher takes over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Fault = type[Before] | type[After]
 
 
 class TheSame:
-    """A condition: that of such calls on such an object it is the n-th. Uploads run side by side, so numbers of calls would not do."""
+    """A condition that holds for the n-th call of one operation on one object.
+
+    Uploads run in parallel, so the index of a call would not identify it.
+    """
 
     def __init__(self, call: Call, number: int) -> None:
         self._what = what(call)
@@ -35,17 +38,20 @@ class TheSame:
 
 
 def what(call: Call) -> tuple[str, str]:
-    """The call, in every session; only probes have other names each time."""
+    """Return what identifies a call in every session. Only probes have a different key each time."""
     return call.op, "probe/" if call.key.startswith("probe/") else call.key
 
 
 def sessions_with(fault: Fault, kind: Failure, *, in_background: bool = False) -> Iterator[FaultyStore]:
-    """A store per call of a session, which fails at that call. In the background a shortcut may come later, and so under another name."""
+    """Yield one store for each call of a session.
+
+    The store fails at that call. In the background a shortcut may be made later, and get another key.
+    """
     passed: Counter[tuple[str, str]] = Counter()
     for call in calls_of_a_session():
-        print(call)  # the last one printed is the one that a failure is about
+        print(call)  # if the test fails, the last printed call is the one that failed
         passed[what(call)] += 1
-        unanswered = kind == "unknown" and call.op != "put_if_absent"  # of other calls a store says so in other words
+        unanswered = kind == "unknown" and call.op != "put_if_absent"  # for other calls a store reports "unavailable" instead
         condition = TheSame(call, passed[what(call)])
         yield FaultyStore(MemoryStore(), [fault(condition, "unavailable" if unanswered else kind)])
         assert condition.was_met or in_background, "the call was never made"
@@ -61,7 +67,7 @@ def assert_death_loses_nothing(fault: Fault) -> None:
 
 
 def assert_errors_lose_nothing(fault: Fault, kind: Failure) -> Listener:
-    """What was reported is returned."""
+    """Check that errors at any call lose no version. Return the reported events."""
     events = Listener()
     for store in sessions_with(fault, kind):
         ledger = Ledger()
@@ -94,7 +100,7 @@ def test_a_store_that_is_unavailable_at_any_call_loses_nothing() -> None:
 
 
 def test_a_publisher_killed_while_it_takes_a_run_up_again_loses_nothing() -> None:
-    """Every call of opening an existing run, the reading of its state among them, and of the first publication after that."""
+    """The publisher is killed at every call of opening an existing run, which reads its state, and of the first publication after that."""
     index = 0
     while True:
         inner, ledger = published(3)

@@ -1,4 +1,4 @@
-"""Readers whose store fails or lies at any call, or which are killed at any step. What they hold is one whole version, always."""
+"""Readers always hold one whole version, even if the store fails or lies at any call, or if they are killed at any step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Open = Callable[[FaultyStore], Subscriber]
 
 
 def assert_whole(reader: Subscriber) -> None:
-    """What a reader holds is what its version says, or nothing yet."""
+    """Check that the reader holds exactly the weights of its version, or no version yet."""
     if reader.version is not None:
         assert reader.version.step is not None
         assert bits_of(reader.state) == bits_at(reader.version.step)
 
 
 def assert_faults_heal(fault: Callable[[int], Fault], expected: type[Exception] | tuple[type[Exception], ...], opened: Open) -> None:
-    """A reader joins, and later catches up. One call of it all goes wrong, each once; by the next sync that is forgotten."""
+    """Let a reader join and later catch up. Each call fails in one run. The next sync after the fault must succeed."""
     index = 0
     while True:
         inner, ledger = published(4)
@@ -45,7 +45,7 @@ def assert_faults_heal(fault: Callable[[int], Fault], expected: type[Exception] 
                 if more:
                     with open_publisher(inner) as publisher:
                         ledger.publish(publisher, more)
-                for _ in range(3):  # the fault strikes once, perhaps only when nothing is new
+                for _ in range(3):  # the fault happens once, perhaps only in a sync that finds nothing new
                     with contextlib.suppress(expected):
                         reader.sync()
                     assert_whole(reader)
@@ -60,7 +60,7 @@ def assert_faults_heal(fault: Callable[[int], Fault], expected: type[Exception] 
 
 @pytest.fixture(params=["memory", "mirror"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Opens readers, each with a mirror of its own or with none."""
+    """Open readers, each with its own mirror or without a mirror."""
     numbers = iter(range(10**6))
     return lambda store: open_subscriber(store, None if request.param == "memory" else tmp_path / str(next(numbers)), pin=True)
 
@@ -86,7 +86,7 @@ def test_a_reader_that_is_shown_the_past_at_any_call_keeps_its_version_and_goes_
 
 
 def test_a_memory_reader_cut_off_at_any_call_holds_a_whole_version() -> None:
-    """As by Ctrl-C: the process lives on, with what its reader holds."""
+    """The reader is interrupted as by Ctrl-C. The process continues with what its reader holds."""
     for fault in (Before, After):
         index, died = 0, True
         while died:
@@ -189,7 +189,7 @@ for what, times in json.loads((work / "passed").read_text()).items():
 
 
 def kill_everywhere(store: LocalStore, prepared: Path, work: Path, newest: int) -> list[str]:
-    """Kill a reader at every call and step of a sync, and check what the next one finds; the names of these points."""
+    """Kill a reader at every call and step of a sync, and check what the next reader finds. Return the names of these points."""
     tests = Path(__file__).resolve().parent
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(PACKAGE), str(tests), str(tests.parent)]))
     command = [sys.executable, "-W", "error", "-c", KILLER, str(store.root), str(prepared), str(work), str(newest)]
@@ -225,7 +225,7 @@ def test_a_mirror_whose_first_sync_is_killed_at_any_call_or_step_is_finished_by_
 def test_a_mirror_killed_at_any_call_or_step_of_an_update_serves_a_whole_version_and_is_finished_by_the_next_process(
     tmp_path: Path,
 ) -> None:
-    """Once while it copies the slot that it serves, once while it changes its standby slot."""
+    """The reader is killed once while it copies the slot that it serves, and once while it changes its standby slot."""
     store, ledger = published(2)
     local = copied_to(tmp_path / "store", store)
     points: list[str] = []

@@ -1,4 +1,4 @@
-"""Results that were acknowledged and then fail in training: they are left out, for good, and the run goes on."""
+"""Acknowledged results that fail in training are excluded permanently, and the run goes on."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_result_that_is_rejected_after_its_acknowledgement_is_left_out_for_goo
     told = [event.fields for event in fleet.events if event.name == "rollout-rejected"]
     assert [(one["reason"], one["why"], one["task"], one["member"]) for one in told] == [("untrainable", WHY, 0, whole.results[0].member)]
     assert rejected_in(fleet) == {spoiled}
-    with fleet.publisher(resume_from=1) as publisher:  # step 0: both steps are trained again
+    with fleet.publisher(resume_from=1) as publisher:  # from step 0 on, so both steps are trained again
         fleet.trainer(publisher).run_to(2)
     again = trained(fleet)
     assert good in again[1]
@@ -90,13 +90,13 @@ def calls_of_a_rejection() -> list[Call]:
         before = len(store.calls)
         reject_first(trainer, batch)
     made = store.calls[before:]
-    assert [each.op for each in made] == ["get", "put"]  # is there another trainer, and the record
+    assert [each.op for each in made] == ["get", "put"]  # it checks for another trainer, then writes the record
     return made
 
 
 def fleets_with(fault: type[Before] | type[After], kind: str) -> Iterator[tuple[Fleet, FaultyStore]]:
     for each in calls_of_a_rejection():
-        print(each)  # the last one printed is the one that a failure is about
+        print(each)  # if the test fails, the last printed call is the one that failed
         fleet = small_fleet()
         yield fleet, FaultyStore(fleet.store, [fault(each.index, kind)])
 
@@ -151,7 +151,7 @@ def test_a_coordinator_that_starts_again_in_its_own_epoch_keeps_to_what_it_ackno
         second = fleet.trainer(publisher)
         second.go(second.steps.resume())
         assert hashes_of(second.collect(1)) == hashes_of(rest)
-        # Now none of it passes the checks: the acknowledgement stays, without what it listed.
+        # Now no result passes the checks. The acknowledgement stays, without the results that it listed.
         fleet.training = TrainingLimits(vocabulary=1)
         third = fleet.trainer(publisher)
         third.go(third.steps.resume())
@@ -160,7 +160,7 @@ def test_a_coordinator_that_starts_again_in_its_own_epoch_keeps_to_what_it_ackno
 
 
 def test_an_acknowledged_result_that_does_not_pass_todays_checks_is_made_again() -> None:
-    """A trainer without limits acknowledged a token that is no token. The next one has limits."""
+    """A trainer without limits acknowledged an invalid token. The next trainer has limits."""
     fleet = small_fleet()
     helpers = list(fleet.members)
     with fleet.publisher() as publisher:

@@ -1,4 +1,7 @@
-"""Signatures cover a run's name and what its writers abandoned, and collection counts only what is signed. And: check first, then fence."""
+"""Signatures cover the name of a run and the versions that its writers abandoned. Collection counts only signed records.
+
+A publisher checks the chain before it fences other publishers off.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from deltawire.subscribe.pull import pull
 
 
 def signed_run(name: str, key: SigningKey, count: int = 2, **options: Any) -> MemoryStore:
-    """A run at memory://NAME, which gives it its name."""
+    """Publish a signed run at memory://NAME. The URL gives the run its name."""
     store = MemoryStore(name)
     with open_publisher(store, signing_key=key, **options) as publisher:
         Ledger().publish(publisher, count)
@@ -37,7 +40,7 @@ def signed_run(name: str, key: SigningKey, count: int = 2, **options: Any) -> Me
 
 
 def test_another_run_of_the_same_key_is_refused(tmp_path: Path) -> None:
-    """One key signs the runs "prod" and "dev". Somebody puts dev where readers look for prod."""
+    """One key signs the runs "prod" and "dev". An attacker copies dev to the location where readers look for prod."""
     key = SigningKey.generate()
     dev, prod = signed_run("dev", key, 3), signed_run("prod", key)
     trust = {"trusted_keys": [key.public]}
@@ -63,16 +66,19 @@ def test_another_run_of_the_same_key_is_refused(tmp_path: Path) -> None:
         with open_subscriber(prod, run="prod", **trust) as reader, pytest.raises(RunMismatch):
             reader.sync()
     restore(prod, honest)
-    with open_subscriber(prod, tmp_path / "mirror", run="dev", **trust) as reader:  # as the error says
+    with open_subscriber(prod, tmp_path / "mirror", run="dev", **trust) as reader:  # the error suggests this option
         assert reader.sync().step == 2
-    with open_subscriber(prod, tmp_path / "mirror", **trust) as reader:  # the mirror follows that run already
+    with open_subscriber(prod, tmp_path / "mirror", **trust) as reader:  # the mirror already follows that run
         assert reader.sync().step == 2
-    with open_subscriber(prod) as reader:  # whoever trusts no key takes what the URL holds
+    with open_subscriber(prod) as reader:  # a reader that trusts no key accepts what the URL holds
         assert reader.sync().step == 2
 
 
 def test_an_epoch_that_is_not_rightly_signed_abandons_nothing() -> None:
-    """Its record says which versions a resume abandoned: where the data of a version are announced to go, no rewind says so."""
+    """The record of an epoch says which versions a resume abandoned.
+
+    No rewind says so if a collection has announced that it will delete the data of the version.
+    """
     key = SigningKey.generate()
     store = signed_run("main", key, 9)
     collect(store, grace=0.0)
@@ -92,7 +98,7 @@ def test_an_epoch_that_is_not_rightly_signed_abandons_nothing() -> None:
 
 
 def test_checkpoints_that_nobody_signed_do_not_count_when_a_signed_chain_is_collected() -> None:
-    """They would be the newest ones, and the data of the true ones be deleted."""
+    """If they counted, they would be the newest checkpoints, and the data of the signed ones would be deleted."""
     key = SigningKey.generate()
     store = signed_run("main", key, 9)
     log = ChainLog(store)
@@ -111,7 +117,7 @@ def test_checkpoints_that_nobody_signed_do_not_count_when_a_signed_chain_is_coll
     assert {problem.where for problem in verify(store).problems} == {keys.anchor_key(seq) for seq in (6, 7, 8, 9)}
     with open_publisher(store, signing_key=SigningKey.generate(), trusted_keys=[key.public]) as publisher:
         Ledger(first=9).publish(publisher)
-    with pytest.raises(SignatureInvalid):  # two keys: whoever collects has to say which they trust
+    with pytest.raises(SignatureInvalid):  # there are two keys, so the collector needs to know which keys it can trust
         collect(store, grace=0.0)
 
 
@@ -131,7 +137,7 @@ def test_a_publisher_that_cannot_go_on_fences_nobody_off(waiting: Any) -> None:
             with pytest.raises(DataMissing):
                 open_publisher(store, resume_from=1)
             assert [info.key for info in store.list("")] == before  # no epoch was claimed
-            ledger.publish(healthy)  # so this one goes on
+            ledger.publish(healthy)  # the first publisher continues
             for key, data in taken.items():
                 store.put(key, data)
     assert visible_step(store) == ledger.newest

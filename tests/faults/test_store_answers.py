@@ -1,4 +1,4 @@
-"""What stores answer on bad days, and what becomes of it: 409, 412, 429, 503, time-outs, and no space left."""
+"""How publishers and readers handle error answers of a store: 409, 412, 429, 503, time-outs, and no space left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from deltawire.testing import After, Before, Call, FaultyStore, call
 
 
 class AnsweredTwice(FaultyStore):
-    """Every creation is done, and repeated on the way: the caller gets the answer to the repetition."""
+    """A store in which every request to create an object arrives twice. The caller gets the answer to the second one."""
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         with contextlib.suppress(ObjectExists):
@@ -45,7 +45,10 @@ class AnsweredTwice(FaultyStore):
 
 
 class Conflicting(FaultyStore):
-    """Every creation is answered with 409 at first, and done every other time: it met another of that name, and nobody says who won."""
+    """A store that first answers 409 to every creation, and performs every other one.
+
+    The caller cannot tell whether its object was created.
+    """
 
     def __init__(self) -> None:
         super().__init__(MemoryStore())
@@ -62,7 +65,7 @@ class Conflicting(FaultyStore):
 
 
 class Outage:
-    """A condition for faults: once it is `due`, every call from the first on that has such a key."""
+    """A condition for faults. Once it is `due`, it holds from the first call with such a key on."""
 
     def __init__(self, first: str = "") -> None:
         self._first = first
@@ -85,7 +88,10 @@ def test_a_412_for_ones_own_object_is_a_success() -> None:
 
 
 class Misread(FaultyStore):
-    """Every commit is created, but not answered; and as it is read back for the first time, a digit of its nonce or epoch is another."""
+    """A store that creates every commit without an answer.
+
+    The first time the commit is read back, one digit of its nonce or epoch is wrong.
+    """
 
     def __init__(self, field: str) -> None:
         super().__init__(MemoryStore(), [After(call("put_if_absent", "commit/"), "unknown", times=None)])
@@ -119,7 +125,7 @@ def test_a_409_is_looked_into() -> None:
 
 @pytest.mark.parametrize("first", ["data/", "commit/"])
 def test_throttling_and_server_errors_fail_a_publication_which_can_be_repeated(first: str) -> None:
-    """429, 503 and time-outs that outlast the store's own retries, in an outage that begins at some object."""
+    """429, 503 and time-outs last longer than the store's own retries. The outage begins at one kind of object."""
     inner, ledger, events = MemoryStore(), Ledger(), Listener()
     outage = Outage(first)
     with open_publisher(FaultyStore(inner, [Before(outage, "unavailable", times=None)]), on_event=events) as publisher:
@@ -158,7 +164,7 @@ def test_a_reader_sits_out_an_outage() -> None:
 
 
 class FullDisk:
-    """`os.write`, but that no space is left at the n-th time it is called, and from then on if it stays full."""
+    """Replace `os.write` so that its n-th call finds no space left. If the disk stays full, all later calls fail too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.writes = 0
@@ -211,7 +217,7 @@ def test_a_disk_that_stays_full_is_an_error_that_says_so(tmp_path: Path, disk: F
 
 
 def test_a_commit_whose_name_could_not_be_flushed_is_not_acknowledged_before_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can be read back, and by the same process too; but it might not survive a power failure."""
+    """The same process can read the commit back, but the commit might not survive a power failure."""
     store, ledger = LocalStore(tmp_path / "store"), Ledger()
     with open_publisher(store) as publisher:
         ledger.publish(publisher, 2)
@@ -251,7 +257,8 @@ def test_a_mirror_on_a_full_disk_serves_on_and_goes_on_when_there_is_room(tmp_pa
         reader.sync()
         with open_publisher(store, anchor_policy=AnchorPolicy()) as publisher:
             ledger.publish(publisher)
-            publisher.publish({**state_at(ledger.next_step), "new": state_at(ledger.next_step)["c.bias"]}, step=99)  # a whole checkpoint
+            # the new tensor makes this version a full checkpoint
+            publisher.publish({**state_at(ledger.next_step), "new": state_at(ledger.next_step)["c.bias"]}, step=99)
         disk.stays_full, disk.full_at = True, disk.writes + 1
         with pytest.raises(MirrorError) as caught:
             reader.sync()

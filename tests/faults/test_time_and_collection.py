@@ -1,4 +1,4 @@
-"""Readers that are slow, or late, or beside a garbage collection; and clocks that are wrong."""
+"""Readers that are slow, late, or active during a garbage collection; and clocks that are wrong."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ DAYS = 86400.0 * 10
 
 
 def long_chain() -> tuple[MemoryStore, Ledger]:
-    """Thirteen versions, with anchors of the first and every fourth after it."""
+    """Publish thirteen versions. The first one and every fourth one after it have anchors."""
     return published(13)
 
 
 def wide_state(version: int) -> dict[str, Any]:
-    """Of versions like this a checkpoint is far larger than a delta."""
+    """Return a state whose checkpoint is much larger than a delta."""
     places = np.arange(20_000, dtype=np.int32)
     return {"weight": places + 10**6 * (places < version)}
 
 
 def prefer_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ways are chosen by their bytes alone, as they are for who follows a large model."""
+    """Choose routes by their bytes alone, as readers of a large model do."""
     monkeypatch.setattr(plan, "HOP_COST", 0)
     monkeypatch.setattr(plan, "OBJECT_COST", 0)
 
@@ -63,7 +63,7 @@ def test_a_reader_slower_than_collection_starts_again_from_an_anchor(mirrored: b
 def test_a_collection_at_any_call_of_a_reader_costs_it_a_detour_at_most(
     mirrored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the rules it would have a grace period, and a pin. Here it has neither. It goes by deltas, as who follows a large model does."""
+    """The reader has no grace period and no pin, unlike normal readers. It prefers deltas, as readers of a large model do."""
     prefer_deltas(monkeypatch)
     states = [wide_state(version) for version in range(13)]
     index, events, collections = 0, Listener(), 0
@@ -84,7 +84,7 @@ def test_a_collection_at_any_call_of_a_reader_costs_it_a_detour_at_most(
         print(store.calls[begins[0]])
         collections += store.calls[begins[0]].op == "read_into"
         index += 1
-    assert collections > 3  # while it was fetching
+    assert collections > 3  # this many collections happened during a fetch
     assert {"avoiding", "resynced"} <= set(events.names())
 
 
@@ -124,7 +124,10 @@ def test_a_pin_keeps_what_a_slow_reader_needs() -> None:
 
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_a_pin_keeps_what_a_reader_from_nothing_reads_though_it_is_abandoned(mirrored: bool, tmp_path: Path) -> None:
-    """The reader stands still before it reads the anchor of version 5; meanwhile the run is taken up from version 3, and goes on."""
+    """The reader waits before it reads the anchor of version 5.
+
+    Meanwhile another publisher resumes from version 3, and publishes more versions.
+    """
     inner, ledger = published(5)
     anchor = ChainLog(inner).shortcut(5)
     assert anchor is not None
@@ -152,7 +155,7 @@ def test_the_pin_of_a_reader_that_died_expires_and_is_deleted() -> None:
     store = FaultyStore(inner, clock=lambda: now[0])
     open_subscriber(store, pin=True).sync(2)
     pins = []
-    for hours in (0.5, 1.0, 1.6):  # expired after one, of no use to anybody after three
+    for hours in (0.5, 1.0, 1.6):  # a pin expires after one hour, and is deleted after three
         now[0] += timedelta(hours=hours)
         floor = collect(store, grace=0).floor
         pins.append((floor, len(list(inner.list(keys.PINS)))))
@@ -185,7 +188,7 @@ def test_a_collector_killed_at_any_call_leaves_a_chain_that_can_be_read_and_coll
 def test_a_reader_that_joins_at_any_version_ends_at_the_head_bit_for_bit(
     mirrored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over skips, anchors, a new publisher's fence, and a rewind; and back again."""
+    """The reader passes skips, anchors, the fence of a new publisher, and a rewind. Then it goes back to its first version."""
     ways: set[str] = set()
     find = Routes.find
 
@@ -263,7 +266,7 @@ def test_a_readers_wrong_clock_changes_nothing_but_what_it_takes_for_silence(ske
 
 @pytest.mark.parametrize("skew", [-DAYS, DAYS])
 def test_a_collectors_wrong_clock_does_not_shorten_the_grace(skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the store's own, if only it goes forward."""
+    """The store's own clock does not shorten it either, as long as it only moves forward."""
     inner, ledger = long_chain()
     wrong = time.time_ns() + int(skew * 1e9)
     monkeypatch.setattr(time, "time_ns", lambda: wrong)

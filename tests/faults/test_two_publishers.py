@@ -1,4 +1,4 @@
-"""Several publishers of one run: exactly one goes on, and what the others still send changes nothing."""
+"""Several publishers write to one run. Exactly one of them continues, and later requests of the others change nothing."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied, cal
 Action = Callable[[], None]
 
 OTHERS = 20
-"""The step from which a second trainer starts, so that its states are told from the first one's."""
+"""The first step of a second trainer, so that its states differ from those of the first trainer."""
 
 
 def referenced(store: Store) -> set[str]:
-    """The data that commits and shortcuts name."""
+    """Return the keys of the data that commits and shortcuts name."""
     log = ChainLog(store)
     anchors, skips = log.shortcuts(None, 2**63 - 1)
     records = [*log.tail(-1), *(log.shortcut(seq) for seq in anchors), *(log.shortcut(seq, base) for seq, base in skips)]
@@ -50,7 +50,7 @@ def referenced(store: Store) -> set[str]:
 
 
 def test_of_two_publishers_exactly_one_goes_on_wherever_the_second_comes_in() -> None:
-    """The second opens the run and publishes, at every call of the first one's session."""
+    """The second publisher opens the run and publishes at every call of the first publisher's session."""
     events = Listener()
     for index in range(len(calls_of_a_session())):
         inner, ours, theirs = MemoryStore(), Ledger(), Ledger(OTHERS)
@@ -87,7 +87,7 @@ def test_of_two_publishers_exactly_one_goes_on_wherever_the_second_comes_in() ->
 
 
 def test_a_publisher_that_wakes_up_after_another_took_over_halts_and_its_late_data_are_nobodys() -> None:
-    """It stood still before an upload, or before a commit, while the other published on."""
+    """The publisher sleeps before an upload, or before a commit, while the other publisher continues."""
     for waiting_for in (call("put", "data/0000000001/00000000000000000003"), call("put_if_absent", keys.commit_key(3))):
         inner, ours, theirs = MemoryStore(), Ledger(), Ledger(OTHERS)
 
@@ -119,7 +119,7 @@ def test_a_publisher_that_wakes_up_after_another_took_over_halts_and_its_late_da
 
 
 def asleep(store: Store, prefix: str, meanwhile: Action, op: str = "put_if_absent") -> FaultyStore:
-    """A store whose user falls asleep once, before the first call that creates such an object."""
+    """Return a store whose user sleeps once, before the first call that creates such an object."""
     sleeping = iter([meanwhile])
 
     def sleeps(this: Call) -> bool:
@@ -132,7 +132,7 @@ def asleep(store: Store, prefix: str, meanwhile: Action, op: str = "put_if_absen
 
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_a_shortcut_made_after_its_data_were_collected_is_got_round_and_removed(mirrored: bool, tmp_path: Path, waiting: Waiting) -> None:
-    """The zombie has uploaded an anchor of version 9, and is about to create its record."""
+    """The earlier publisher has uploaded an anchor of version 9, and is about to create its record."""
     inner, ours, theirs = MemoryStore(), Ledger(), Ledger(OTHERS)
 
     def take_over_and_collect() -> None:
@@ -194,7 +194,7 @@ def test_a_commit_that_lands_after_a_higher_epoch_is_void() -> None:
     chain.claim(2)
     before = bits_of(chain.state)
     chain.epoch = 1
-    chain.delta()  # by a writer that cannot count
+    chain.delta()  # this writer uses an epoch that is too low
     with open_subscriber(store) as reader:
         assert reader.sync().seq == 1
         assert bits_of(reader.state) == before
@@ -209,7 +209,7 @@ def test_a_commit_that_lands_after_a_higher_epoch_is_void() -> None:
 
 
 def test_a_commit_of_a_dead_publisher_that_arrives_while_another_takes_over_is_in_the_chain_or_not() -> None:
-    """The request was on its way when its sender died. It arrives at every call of the next publisher's opening."""
+    """The request was still under way when its sender died. It arrives at every call of opening the next publisher."""
     index = 0
     while True:
         inner, ledger = published(2)
