@@ -1,7 +1,7 @@
 """A server that answers SGLang's weight routes as sglang_contract.json records them, because SGLang does not run on CPUs.
 
-What is asked of it must be in the record, to the letter: another route, method, field or type fails the request, as do answers of its own
-that are not of the recorded shape. What is recorded in words (`rules`) is what it does.
+Every request must match the record exactly: any other route, method, field or type fails the request, and so do answers
+of this server that do not have the recorded shape. The server follows the rules that the record states in words (`rules`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES = {"string": str, "boolean": bool, "integer": int, "object": dict}
 
 
 class SglangContract:
-    """A server with weights. `log` lists the requests, `broken` makes the next reloads fail, `breaches` lists what broke the contract."""
+    """A server with weights. `log` lists the requests, `broken` makes the next reloads fail, `breaches` lists breaches of the contract."""
 
     def __init__(self, weights: Mapping[str, Any], api_key: str | None = None, admin_api_key: str | None = None) -> None:
         self.weights = dict(weights)

@@ -1,4 +1,4 @@
-"""Engines that reload from a directory: by a callback, and SGLang by its recorded contract."""
+"""Test engines that reload from a directory: one calls a callback, and one calls SGLang's routes as its contract records them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that hold the tensors of a checkpoint in another form: transformers fuses experts when it loads them."""
+"""Engines update models that hold checkpoint tensors in another form, such as the experts that transformers fuses when it loads them."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_what_trl_sends_of_fused_experts_is_published_as_save_pretrained_writes_
     trainer = made("qwen3_moe").float()
     transfer = DeltaWireTransfer(store, engines=0, dtype=torch.bfloat16, model=trainer)
     transfer.init_weight_transfer()
-    transfer.send_weights(iter(trainer.named_parameters()))  # as TRL does, under the live model's names
+    transfer.send_weights(iter(trainer.named_parameters()))  # TRL sends tensors under the live model's names
     transfer.destroy()
     trainer.bfloat16().save_pretrained(tmp_path)
     with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:

@@ -1,4 +1,4 @@
-"""Modules as engines: real transformers models, tied, fused and on "another device", and a module with unusual tensors."""
+"""Modules pass the conformance tests as engines: transformers models, tied, fused and on "another device", and one with unusual tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestMixtureOfExperts(EngineConformance):
 
 
 class TestDevicePath(EngineConformance):
-    """The code for weights that the codec cannot reach, run on the CPU."""
+    """Run the code for weights that the codec cannot reach on the CPU."""
 
     @pytest.fixture
     def rig(self, monkeypatch: pytest.MonkeyPatch) -> ModuleRig:
@@ -59,7 +59,7 @@ class TestDevicePath(EngineConformance):
 
 
 class Odd(torch.nn.Module):
-    """Non-contiguous parameters, buffers, integers, a shared submodule, a parameter without elements, one without dimensions."""
+    """A module with non-contiguous parameters, buffers, integers, a shared submodule, an empty parameter and a scalar one."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

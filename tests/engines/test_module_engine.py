@@ -1,4 +1,4 @@
-"""What only module engines do: names, tied weights, types, and weights that other code changes."""
+"""Test what only module engines do: they handle names, tied weights, types, and weights that other code changes."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_a_swap_waits_for_forward_passes_and_they_for_it(publisher: Publisher, f
     with pytest.raises(EngineUnavailable, match="1 forward passes"):
         swap.sync()
     assert bits(served.state_dict()) == before
-    logits(served)  # the gate is open again
+    logits(served)  # forward passes are allowed again
     leave.set()
     thread.join(300)
     swap.sync()
@@ -314,7 +314,7 @@ def test_a_thread_that_computes_cannot_swap(publisher: Publisher, follow: Follow
 
 @pytest.mark.parametrize("kv_cache", list(KvCache))
 def test_caches_are_kept_across_swaps_or_not_as_asked(publisher: Publisher, follow: Follow, kv_cache: KvCache) -> None:
-    """A swap in the middle of a real `generate`: with KEEP it happens there, with DROP after it."""
+    """The test swaps in the middle of a real `generate`. With KEEP the swap happens there, with DROP after the generation."""
     trainer, served = qwen(0), qwen(1)
     publisher.publish(trainer.state_dict())
     swap = follow(served, kv_cache=kv_cache)

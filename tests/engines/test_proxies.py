@@ -143,7 +143,7 @@ def test_a_server_that_has_ended_is_distinguished_from_one_that_closes_a_connect
 def test_cancelled_requests_do_not_keep_the_session_open(engine: Recording) -> None:
     with http_session(engine.url) as session:
         pending = session.begin("POST", "/pause?mode=keep", {}, timeout=600)
-        assert session.ask("GET", "/health", timeout=60).status == 200  # several at a time
+        assert session.ask("GET", "/health", timeout=60).status == 200  # there are several requests at a time
         assert not pending.wait(0)
     with pytest.raises(NoAnswer, match="cancelled"):
         pending.answer()

@@ -1,7 +1,7 @@
-"""Writes the golden files: `python tests/golden/make.py`, with the package on the path.
+"""Write the golden files: run `python tests/golden/make.py` with the package on the path.
 
-Each case is NAME.base.safetensors and NAME.delta.safetensors, with what they lead to in manifest.json. They are made once: a reader must
-always decode them. Cases may be added; the bytes of those that are there change only with the version of the format.
+Each case is NAME.base.safetensors and NAME.delta.safetensors; manifest.json records the result. The files are made once: readers must
+always decode them. You may add cases. The bytes of existing cases change only with the version of the format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 class Pair(NamedTuple):
-    """A case: two states, and in both which tensors are the memory of which other one."""
+    """A case: two states, and which tensors share the memory of which other tensor in both."""
 
     base: State
     new: State
@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 
 def generator(seed: int) -> Callable[[int], Any]:
-    """64-bit words from SplitMix64: unlike NumPy's, a stream that no release will change."""
+    """Return a function that makes 64-bit words by SplitMix64. NumPy's generators may change with a release, this one never does."""
     place = np.uint64(seed << 32)
 
     def words(count: int) -> Any:
@@ -47,7 +47,7 @@ def generator(seed: int) -> Callable[[int], Any]:
 
 
 def weights(dtype: DType, words: Any) -> Any:
-    """Bits of numbers of many scales, the larger the likelier, of both signs."""
+    """Return the bits of numbers of many scales and both signs. Larger scales are more frequent."""
     scale = np.minimum(np.array([int(w).bit_length() for w in words & np.uint64(0xFFF)]) + 3, (1 << dtype.exponent_bits) - 2)
     sign = (words >> np.uint64(63)) << np.uint64(dtype.width - 1)
     fraction = (words >> np.uint64(8)) & np.uint64((1 << dtype.exponent_shift) - 1)
@@ -55,7 +55,7 @@ def weights(dtype: DType, words: Any) -> Any:
 
 
 def chunk_modes() -> Pair:
-    """Raw, coded and same chunks of one tensor, and tensors of one chunk each."""
+    """Return a tensor with raw, coded and same chunks, and tensors of one chunk each."""
     words = generator(1)
     tile = 1 << 14
     base = (words(3 * tile + 100) >> np.uint64(56)).astype(np.uint8)
@@ -67,7 +67,7 @@ def chunk_modes() -> Pair:
 
 
 def value_modes() -> Pair:
-    """Unit, runs, direct and symbols, each in its own context of one chunk."""
+    """Return a tensor whose only chunk uses unit, runs, direct and symbols, each in its own context."""
     words = generator(2)
     exponent = np.repeat(np.arange(127, 123, -1), 1000).astype(np.uint32)
     base = exponent << np.uint32(23) | (words(4000) >> np.uint64(42)).astype(np.uint32)
@@ -81,7 +81,7 @@ def value_modes() -> Pair:
 
 
 def inverted() -> Pair:
-    """More elements change than not."""
+    """Return tensors in which most elements change."""
     base = np.zeros(2000, np.uint16)
     new = base + 1
     new[[5, 900, 901]] = 0
@@ -89,7 +89,7 @@ def inverted() -> Pair:
 
 
 def escapes() -> Pair:
-    """Gaps, runs and magnitudes too long for the Rice code."""
+    """Return tensors with gaps, runs and magnitudes that are too long for the Rice code."""
     base = np.zeros(6000, np.int32)
     new = base.copy()
     new[:300] = 1
@@ -106,7 +106,7 @@ def escapes() -> Pair:
 
 
 def symbols() -> Pair:
-    """A tensor rewritten with few top bytes."""
+    """Return a tensor whose new elements have few different top bytes."""
     words = generator(3)
     base = (words(600) >> np.uint64(3)).astype(np.int64)
     top = np.array([0x3F, 0x40, 0xBF, 0xC0], np.uint64)[(words(600) % np.uint64(4)).astype(np.int64)]
@@ -115,7 +115,7 @@ def symbols() -> Pair:
 
 
 def every_dtype() -> Pair:
-    """Zeros, extremes, infinities, NaNs and ordinary numbers of each type, with some of each changed."""
+    """Return zeros, extremes, infinities, NaNs and ordinary numbers of each type. Some of each change."""
     base: State = {}
     new: State = {}
     for dtype in DTYPES:
@@ -137,7 +137,7 @@ def every_dtype() -> Pair:
 
 
 def training_step() -> Pair:
-    """bf16 weights of which a few move by one step."""
+    """Return bf16 weights, a few of which move by one step."""
     words = generator(4)
     dtype = dtype_named("BF16")
     base = weights(dtype, words(9000))
@@ -148,7 +148,7 @@ def training_step() -> Pair:
 
 
 def structure() -> Pair:
-    """Tensors that appear, vanish, change type or shape, are tied, empty, scalar, or have odd names."""
+    """Return tensors that are added, removed, retyped, reshaped, tied, empty or scalar, or have unusual names."""
     x = np.arange(24, dtype=np.float32)
     base = {"embed": x, "head": x, "gone": x[:3], "retyped": x[:4], "reshaped": x[:6], "kept": x[:5], "scalar": np.array(1.5)}
     base |= {"empty": np.zeros((0, 3), np.int8), '重み/../"\n': x[:7]}
@@ -166,7 +166,7 @@ def structure() -> Pair:
 
 
 def nothing() -> Pair:
-    """Two equal states."""
+    """Return two equal states."""
     base = {"x": np.arange(10, dtype=np.int16)}
     return Pair(base, base)
 
@@ -175,7 +175,7 @@ CASES = [chunk_modes, value_modes, inverted, escapes, symbols, every_dtype, trai
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """A plain safetensors file."""
+    """Write a state as a plain safetensors file."""
     header: dict[str, Any] = {}
     end = 0
     for name, array in state.items():
@@ -187,7 +187,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path, tied: Mapping[str, str]) -> State:
-    """A state of writable arrays, in which the tied ones are one array."""
+    """Return the state of a file as writable arrays. Tied tensors are one array."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     state: State = {}
@@ -199,7 +199,7 @@ def read_state(path: Path, tied: Mapping[str, str]) -> State:
 
 
 def facts(state: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Type, shape and BLAKE3 of the bytes of each tensor."""
+    """Return the type, the shape and the BLAKE3 of the bytes of each tensor."""
     return {
         name: [dtype_of_numpy(array.dtype).name, list(array.shape), blake3(array.tobytes()).hexdigest()]
         for name, array in sorted(state.items())

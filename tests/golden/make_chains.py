@@ -1,7 +1,7 @@
-"""What is in the chains of `chains/`, which the last release before commits of version 2 wrote. They are never written again.
+"""Describe the chains in `chains/`. The last release before commits of version 2 wrote them, and they are never written again.
 
-`chains/v1`: one publisher wrote six versions, of steps 0 to 5, with a skip and an anchor. The next one went back to version 4, and wrote
-step 4 once more. `chains/v1-signed`: one publisher that signs wrote two versions; its secret key is forgotten. All have `CONFIG` attached.
+`chains/v1`: one publisher wrote six versions, of steps 0 to 5, with a skip and an anchor. The next publisher rewound to version 4 and wrote
+step 4 again. `chains/v1-signed`: one publisher wrote two signed versions; its secret key was not kept. All have `CONFIG` attached.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writes the golden deltas of parts: `python tests/golden/make_parts.py`. Like those of make.py they are made once and stay readable.
+"""Write the golden deltas of parts: run `python tests/golden/make_parts.py`. Like those of make.py they are made once and stay readable.
 
-parts/N.delta.safetensors is over the N-th part of the one tensor of the case `training_step`.
+parts/N.delta.safetensors is the delta of part N of the only tensor of the case `training_step`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Delta files of this version, written once: every codec decodes them to what is on record, and still writes the same bytes."""
+"""Every codec decodes the golden delta files to the recorded states, and still writes the same bytes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_golden_bases_open_as_plain_safetensors(name):
         assert set(file.keys()) == base_of(name).keys() - GOLDEN[name]["tied"].keys()
 
 
-# What the set covers
+# The golden files cover every feature
 
 
 def all_facts():
@@ -120,7 +120,7 @@ def test_the_set_covers_every_change_of_structure():
 
 
 class CountingReader(decoder.BitReader):
-    """Counts the codes that are escaped."""
+    """A reader that counts the codes that are escaped."""
 
     escaped = 0
 
@@ -131,7 +131,7 @@ class CountingReader(decoder.BitReader):
 
 
 def only_chunk(name, tensor):
-    """The parameters of the only chunk of a tensor without contexts, and where its codes are escaped: in positions, in values."""
+    """Return the header of the only chunk of a tensor without contexts, and how many codes of its positions and values are escaped."""
     _, _, payloads = split_delta(delta_of(name))
     payload = payloads[tensor]
     word, length = struct.unpack_from("<II", payload, 1)

@@ -1,4 +1,4 @@
-"""Chains as an earlier release wrote them: every release can follow them, and continue them with records of the present version."""
+"""Every release can follow the chains that an earlier release wrote, and continue them with records of the current version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 5, 8: 3, 9: 4}
 
 @pytest.fixture(params=["v1", "v1-signed"])
 def chain(request: pytest.FixtureRequest, tmp_path: Path) -> LocalStore:
-    """A copy: readers pin, and a directory store may be written to."""
+    """Return a copy of a golden chain, because readers write pins and tests may write to the directory."""
     shutil.copytree(HERE / request.param, tmp_path / request.param)
     return LocalStore(tmp_path / request.param)
 
@@ -71,7 +71,7 @@ def test_every_version_of_a_golden_chain_can_be_read(chain: LocalStore, tmp_path
 
 
 def test_a_golden_chain_goes_on(chain: LocalStore, tmp_path: Path) -> None:
-    if chain.url.endswith("signed"):  # its secret key is not kept
+    if chain.url.endswith("signed"):  # its secret key was not kept
         with pytest.raises(SignatureInvalid):
             Publisher(chain, options=OPTIONS)
         return

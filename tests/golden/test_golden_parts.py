@@ -1,4 +1,4 @@
-"""Deltas of parts (docs/format.md §6), written once: every codec decodes them to what is on record, and still writes the same bytes."""
+"""Every codec decodes the golden deltas of parts (docs/format.md §6) to the recorded states, and still writes the same bytes."""
 
 from __future__ import annotations
 

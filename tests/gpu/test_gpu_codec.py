@@ -1,6 +1,6 @@
 """The GPU codec gives the same bytes and the same states as the reference, and refuses the same payloads.
 
-On a machine without an NVIDIA GPU, such as that of CI, an emulated GPU (`emulator/`) runs the same kernels on fewer and smaller tensors.
+On machines without an NVIDIA GPU, such as CI machines, an emulated GPU (`emulator/`) runs the same kernels on fewer and smaller tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ only_on_a_gpu = pytest.mark.skipif(not REAL, reason="needs an NVIDIA GPU")
 
 @pytest.fixture(autouse=True)
 def gpu():
-    """On the host, the reference codec is used, so that these tests run in a source tree without the native codec."""
+    """Use the reference codec on the host, so that these tests run in a source tree without the native codec."""
     with using_codec("reference"), contextlib.nullcontext() if REAL else emulated(EmulatedGpu()):
         yield
 
@@ -168,7 +168,7 @@ def test_changes_are_located_slab_by_slab(monkeypatch):
     monkeypatch.setattr(resolve._Work, "_locate_slabs", lambda *arguments: (located.append(len(arguments[2])), locate_slabs(*arguments)))
     deltawire.apply_delta(base, deltawire.encode_delta(base, new))
     assert all(np.array_equal(host(base[name]), host(new[name])) for name in new)
-    assert len(located) == 2, "both kinds of slabs"
+    assert len(located) == 2, "the test must meet both kinds of slabs"
     assert min(located) >= 2
 
 
@@ -293,7 +293,7 @@ def test_a_second_exchange_restores_the_old_values():
 
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.97])
 def test_master_weights_are_rounded_as_they_are_read(density):
-    """The weights include halfway cases, infinities and NaNs, and so many changes that chunks are raw."""
+    """The weights include halfway cases, infinities and NaNs. Enough of them change to make chunks raw."""
     random = np.random.default_rng(7)
     masters = {}
     base = {}

@@ -1,4 +1,4 @@
-"""Limits of the GPU codec's memory, on an emulated GPU. The limits are set so low that small tensors reach them."""
+"""Test the memory limits of the GPU codec on an emulated GPU. The tests set the limits so low that small tensors reach them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEVICE = torch.device("cpu")
 
 
 class KeepingGpu(EmulatedGpu):
-    """Notes the memory that is kept for the current stream."""
+    """A GPU that records the memory that is kept for the current stream."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ def test_many_small_tensors_whose_elements_all_change_are_encoded(monkeypatch):
 
     def counted(*arguments):
         started.append(arguments[1:3])
-        assert len(started) < 100, "the same slab again and again"
+        assert len(started) < 100, "the encoder starts the same slab again and again"
         return start(*arguments)
 
     monkeypatch.setattr(encode._Workspace, "start", counted)
@@ -143,7 +143,7 @@ def test_tensors_that_need_copies_are_copied_a_few_at_a_time(monkeypatch):
     def counted(*arguments):
         made = flat_on(*arguments)
         alive.append(weakref.ref(made.untyped_storage()))
-        assert sum(storage() is not None for storage in alive) <= 2, "more than fit into 5000 bytes"
+        assert sum(storage() is not None for storage in alive) <= 2, "more copies are alive than fit into 5000 bytes"
         return made
 
     monkeypatch.setattr(kernel_addresses, "flat_on", counted)
@@ -172,7 +172,7 @@ def test_a_gpu_that_is_too_old_has_no_kernels(monkeypatch):
 
 
 def test_results_of_a_resolution_are_kept_for_the_stream_that_uses_them(gpu):
-    """It was allocated for the codec's own streams, which would reuse the memory as soon as the tensor is deleted."""
+    """The memory was allocated for the codec's own streams, which would reuse it as soon as the tensor is deleted."""
     base, came = bits(1000), bits(700, seed=2)
     payloads = [b"".join(encode_job(EncodeJob(old, new, BF16, 1)).payload) for old, new in ((base, step(base, 10)), (None, came))]
     resolution = GpuCodec(DEVICE).resolution(1, 0)
@@ -187,7 +187,7 @@ def test_results_of_a_resolution_are_kept_for_the_stream_that_uses_them(gpu):
 
 
 def test_memory_of_a_snapshot_is_kept_for_the_stream_that_copies_into_it(gpu):
-    """It may be memory of the old baseline, which was allocated for another stream, and may be deleted while the copy is running."""
+    """It may belong to the old baseline, which was allocated for another stream and may be deleted while the copy is running."""
     state = {"a": torch.zeros(300)}
     arrays = new_arrays(TensorTable.of(state), state, "device")
     copy_tensors(state, arrays, wait=False)
@@ -224,7 +224,7 @@ def test_the_digest_rounds_master_weights_one_tensor_at_a_time(monkeypatch):
     rounded, live = MasterWeightBits.rounded, []
 
     def counted(masters):
-        assert not any(made() is not None for made in live), "the one before is still held"
+        assert not any(made() is not None for made in live), "the previous rounded tensor is still in memory"
         made = rounded(masters)
         live.append(weakref.ref(made.tensor.untyped_storage()))
         return made

@@ -1,4 +1,4 @@
-"""Engines whose weights are on a GPU: they pass the conformance tests, decode against the live weights, and keep no copy of them."""
+"""Engines whose weights are on a GPU pass the conformance tests, decode against the live weights, and keep no copy of them."""
 
 from __future__ import annotations
 

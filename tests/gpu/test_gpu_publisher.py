@@ -1,4 +1,4 @@
-"""A publisher of weights on a GPU, with copies on the GPU or the host, in the foreground and background. Readers get the same bits."""
+"""Readers get the bits that a publisher has on a GPU, with copies on the GPU or the host, in the foreground and the background."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_readers_get_the_weights_of_the_gpu(tmp_path, snapshot, background):
         for version in range(3):
             publisher.publish(state, step=version)
             expected = {name: bits(tensor) for name, tensor in state.items()}
-            step(state)  # at once: the published version must have the weights at the time of the call
+            step(state)  # this changes them immediately, but the version must have the weights from the time of the call
             publisher.flush()
             read(tmp_path, expected)
 

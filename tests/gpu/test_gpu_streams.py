@@ -1,6 +1,6 @@
 """Work during training, or while an engine generates, does not use their streams, and is in order with the work on them.
 
-The tests use an emulated GPU, which notes the work of each stream and what it waits for. The last test needs a real GPU.
+The tests use an emulated GPU, which records the work of each stream and what it waits for. The last test needs a real GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ emulates = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler t
 
 
 class KnowingStream(Stream):
-    """Notes the streams and events that it waits for, and when a thread waits for it."""
+    """A stream that records the streams and events that it waits for, and when a thread waits for it."""
 
     def __init__(self):
         self.waited_for = []
@@ -52,7 +52,7 @@ class KnowingStream(Stream):
 
 
 class StreamingGpu(EmulatedGpu):
-    """Notes the stream of each thread, and the threads that have used the default stream."""
+    """A GPU that records the stream of each thread, and the threads that have used the default stream."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ def test_an_engine_generates_while_an_update_is_decoded(tmp_path, gpu):
 
 
 class HeldUp:
-    """Holds up the default stream until `release` is called or a minute has passed, as a long training step would."""
+    """Work that blocks the default stream until `release` is called or a minute has passed, as a long training step would."""
 
     SOURCE = 'extern "C" __global__ void spin(volatile int *flag) { while (!*flag) __nanosleep(10000); }'
 
@@ -257,7 +257,7 @@ def test_versions_and_anchors_are_published_while_the_stream_of_training_is_busy
         for version in range(6):
             state["w"][::10] += 1
             torch.cuda.synchronize()
-            held = HeldUp() if version == 5 else None  # earlier versions allocate memory and load kernels, for which all streams wait
+            held = HeldUp() if version == 5 else None  # earlier versions allocate memory and load kernels, and all streams wait for that
             with torch.cuda.stream(stream):
                 publisher.publish(state)
             publisher.flush(60)
@@ -266,4 +266,4 @@ def test_versions_and_anchors_are_published_while_the_stream_of_training_is_busy
             if held is not None:
                 was_held_up = held.is_held_up()
                 held.release()
-                assert was_held_up, "it was done only when training's stream had come to its end"
+                assert was_held_up, "the publisher waited for the stream of training"

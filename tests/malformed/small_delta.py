@@ -1,4 +1,4 @@
-"""A small delta with every feature, and functions that check that a variation of it is refused."""
+"""Provide a small delta that uses every feature, and functions that check that readers refuse a variation of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def refused(delta, error=DeltawireError, make=base_state):
 
 
 def never_wrong(delta):
-    """Check that the file is refused and nothing changes, or that it leads to the right state: a code may have two spellings.
+    """Check that the file is refused and nothing changes, or that it gives the right state, because a code may have two spellings.
 
     Return whether it was refused.
     """

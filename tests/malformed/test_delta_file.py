@@ -1,4 +1,4 @@
-"""Damaged and lying delta files: each is refused by name, and the state stays as it was, bit for bit."""
+"""Readers refuse damaged and dishonest delta files with a named error, and leave the state unchanged, bit for bit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_swapped_payloads_are_refused():
                 refused(join_delta(metadata, changes, payloads | {one: payloads[other], other: payloads[one]}))
 
 
-# Headers that lie
+# Headers with wrong entries
 
 
 def entry(key, value):
@@ -278,7 +278,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_header_that_would_take_many_times_its_size_is_refused_before_it_is_read(bomb, monkeypatch):
-    """Of 99 MB like these, Python would make objects of 2.7 GB."""
+    """Python would need 2.7 GB for the objects of a 99 MB header like this one."""
     metadata, _, _ = split_delta(DELTA)
     monkeypatch.setattr(safetensors_header, "_SPARE", 1 << 10)
     parts = join_delta(metadata | {"deltawire": "delta/2", "parts": BOMBS[bomb]}, {}, {})
@@ -290,7 +290,7 @@ def test_a_header_that_would_take_many_times_its_size_is_refused_before_it_is_re
     assert not read
     with pytest.raises(CorruptDelta, match="parts is malformed"):
         inspect_delta(parts)
-    assert set(read) == {int.from_bytes(parts[:8], "little")}  # the header, in which they are one string
+    assert set(read) == {int.from_bytes(parts[:8], "little")}  # only the header was parsed, where the parts are one string
 
 
 def test_brackets_and_colons_in_names_count_for_nothing():
@@ -313,7 +313,7 @@ def test_a_header_longer_than_the_tensors_of_the_state_need_is_refused_before_it
 @pytest.mark.parametrize("parted", [False, True])
 @pytest.mark.parametrize("short", [False, True])
 def test_the_longest_header_that_an_encoder_writes_is_accepted(short, parted):
-    """Names of which every byte takes six bytes in JSON, and seven in JSON inside JSON; all tied to the first, and in parts."""
+    """Each byte of these names takes six bytes in JSON, and seven in JSON inside JSON. All are tied to the first, and in parts."""
     names = ["\x01" * 500 + str(number) for number in range(400)]
     if short:
         names[1:] = [f"b{number}" for number in range(399)]

@@ -1,4 +1,4 @@
-"""Records of a fleet that break a rule: refused by name, never half understood."""
+"""Readers refuse fleet records that break a rule with a named error, and never use a part of them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_rows_may_hold_what_json_can() -> None:
 
 @pytest.mark.parametrize("rows", [(), ((),), (({"x": float("nan")},),), (({"x": object()},),), (({"x": b"bytes"},),)])
 def test_rows_that_json_cannot_hold_are_refused_by_the_writer(rows: Any) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  the message is json's own
+    with pytest.raises(ValueError):  # noqa: PT011  the message comes from json
         Tasks(rows).to_bytes()
 
 

@@ -1,4 +1,4 @@
-"""Chains that were changed and linked anew with right hashes, and everything that reads them (tests/chain_fuzz.py, docs/fuzzing.md)."""
+"""Every reader gives right weights or a named error for changed chains with correct hashes (tests/chain_fuzz.py, docs/fuzzing.md)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 
 SEEDS = [*range(1, 49), 217, 428]
-"""The last two once found a mirror that looped forever, and a history in a loop."""
+"""The last two seeds once found a mirror that looped forever, and a history that contained a loop."""
 
 
 @pytest.fixture(autouse=True)
 def _watchdog() -> Iterator[None]:
-    """Ends the process, with a traceback, if a reader neither ends nor calls the store."""
+    """End the process with a traceback if a reader neither ends nor calls the store."""
     faulthandler.dump_traceback_later(chain_fuzz.SECONDS * 2, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -75,7 +75,7 @@ def test_readers_that_hang_break_take_memory_or_have_wrong_weights_are_found(tmp
 
 
 def test_a_skip_that_leads_back_is_passed_over() -> None:
-    """Its name is enough to be seen by everybody who looks for shortcuts."""
+    """All readers that look for shortcuts see it, because they list the names."""
     chain = ToyChain(MemoryStore())
     chain.anchor(first_state())
     chain.grow(20)

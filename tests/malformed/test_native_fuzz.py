@@ -1,4 +1,4 @@
-"""The native codec on hostile payloads, under sanitizers (docs/fuzzing.md). Its results are compared with the reference codec."""
+"""Run the native codec on hostile payloads under sanitizers (docs/fuzzing.md), and compare its results with the reference codec."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_hostile_payloads_break_nothing_and_are_judged_as_the_reference_judges_t
     cases = tmp_path / "cases"
     done = subprocess.run(
         [ROOT / "native/fuzz/run", str(EXECUTIONS), "-seed=1", f"-cases={cases}"],
-        env=os.environ | {"FUZZ_CXX": "g++", "FUZZ_GCC": "-O0"},  # only its driver writes cases; the compiler takes most of the time
+        env=os.environ | {"FUZZ_CXX": "g++", "FUZZ_GCC": "-O0"},  # only the g++ driver writes cases, and compiling takes most of the time
         capture_output=True,
         text=True,
         timeout=3000,

@@ -1,4 +1,4 @@
-"""Hostile and damaged records: whatever is not exactly a record is refused by name, never half understood."""
+"""Readers refuse hostile and damaged records with a named error, and never use a part of them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def refused(record, document):
 
 
 def places(value, path=()):
-    """The paths of all values in a document, the document itself first."""
+    """Yield the paths of all values in a document, beginning with the document itself."""
     yield path
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
@@ -114,7 +114,7 @@ def places(value, path=()):
 
 
 def edited(document, path, change):
-    """A copy in which `change` was applied to the container of the value at `path`."""
+    """Return a copy in which `change` was applied to the container of the value at `path`."""
     copy = json.loads(json.dumps(document))
     inner = copy
     for key in path[:-1]:
@@ -165,7 +165,7 @@ def test_every_field_has_one_type(record):
             if value == old or (value == [] and isinstance(old, list)):
                 continue
             if path == ("run",) and value == "\n":
-                continue  # a poor name, but a name
+                continue  # a poor name, but a valid one
             if path[0] == "meta" and len(path) == 2 and value == "\n":
                 continue
             refused(record, edited(document, path, lambda inner, key, value=value: inner.__setitem__(key, value)))

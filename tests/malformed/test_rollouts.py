@@ -1,4 +1,4 @@
-"""Hostile and damaged files of rollouts: whatever is not exactly one is refused by name, and never costs more memory than it has bytes."""
+"""Readers refuse hostile and damaged rollout files with a named error, and need no more memory than the file has bytes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DATA = GOOD.to_bytes()
 
 
 def changed(edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes:
-    """The good file with its tensors and facts edited, written by another library."""
+    """Return the good file after an edit of its tensors and facts, written by another library."""
     length = int.from_bytes(DATA[:8], "little")
     facts = json.loads(json.loads(DATA[8 : 8 + length])["__metadata__"]["facts"])
     tensors = {name: array.copy() for name, array in load(DATA).items()}
@@ -62,7 +62,7 @@ def changed(edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> bytes:
 
 
 def rebuilt(tensors: dict[str, Any], facts: dict[str, Any]) -> bytes:
-    """In the canonical order and padding, so that only the edit is wrong."""
+    """Return the file in the canonical order and padding, so that only the edit is wrong."""
     order = [name for name in _DTYPES if name in tensors] + [name for name in tensors if name not in _DTYPES]
     placed = place_in_order([(name, dtype_of_numpy(tensors[name].dtype), tensors[name].shape) for name in order])
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
@@ -106,7 +106,7 @@ def test_a_file_cut_short_anywhere_or_with_anything_behind_it_is_refused() -> No
 
 
 def test_any_bit_that_flips_is_refused_or_leaves_a_file_that_is_one() -> None:
-    """Which of the two: who reads a result knows the hash of its bytes."""
+    """Readers detect both cases, because they know the hash of the result's bytes."""
     header = 8 + int.from_bytes(DATA[:8], "little")
     silent = 0
     for index in range(len(DATA)):
@@ -118,7 +118,7 @@ def test_any_bit_that_flips_is_refused_or_leaves_a_file_that_is_one() -> None:
                 silent += index >= header
             except (CorruptRollouts, UnsupportedVersion):
                 pass
-    assert silent  # a token may become another one
+    assert silent  # a flipped bit can turn a token into another valid one
 
 
 @given(st.binary(max_size=300))
@@ -214,7 +214,7 @@ def test_another_spelling_of_the_same_content_is_refused() -> None:
     tensors = load(DATA)
     length = int.from_bytes(DATA[:8], "little")
     facts = json.loads(DATA[8 : 8 + length])["__metadata__"]["facts"]
-    refuse(save(tensors, {"facts": facts}))  # in another order
+    refuse(save(tensors, {"facts": facts}))  # this library writes the tensors in another order
     refuse(changed(lambda tensors, facts: None).replace(b'{"__metadata__"', b'{ "__metadata__"', 1))
 
 

@@ -1,4 +1,4 @@
-"""Deltas whose lists and payloads contradict the state, each other, or the limits of the format. They are refused in little memory."""
+"""Readers refuse deltas whose lists and payloads contradict the state, each other or the format's limits, and need little memory for it."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_a_chunk_for_another_count_names_the_shape():
     refused(with_payload("b", F32 + chunk(16, RAW, bytes(64))), ShapeMismatch)
 
 
-# Bombs
+# Small payloads that would expand to much memory
 
 
 BOMB = """

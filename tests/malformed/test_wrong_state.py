@@ -1,4 +1,4 @@
-"""Valid deltas on states that they were not made from, or that cannot be changed. They are refused by name, and nothing changes."""
+"""Valid deltas are refused with a named error if the state is not their base or cannot be changed, and nothing changes."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_expanded_views_that_do_not_change_are_fine():
 
 
 def overlapping(*slices):
-    """Return views x0, x1, … of one memory."""
+    """Return the views x0, x1, … of one buffer."""
 
     def make():
         memory = np.arange(100, dtype=np.uint16)
@@ -276,7 +276,7 @@ def test_views_that_overlap_and_do_not_change_together_are_refused(slices):
         except StateNotWritable:
             assert bits_of(state) == bits_of(base)
             refusals += 1
-        else:  # this tensor shares nothing with the others
+        else:  # this tensor shares no memory with the others
             assert bits_of(state) == bits_of(new)
     assert refusals >= 2
 
@@ -291,7 +291,7 @@ def test_interleaved_views_that_share_nothing_are_fine():
 
 
 class Stubborn(MutableMapping):
-    """A mapping that refuses once, after some number of changes."""
+    """A mapping that refuses one change, after a given number of changes."""
 
     def __init__(self, items, patience):
         self.items_, self.patience = dict(items), patience

@@ -1,4 +1,4 @@
-"""The world of the chain's state machine: processes that freeze and die at any call of the store, and what is known of their chain."""
+"""Provide the world of the chain's state machine: processes that freeze or die at any store call, and the history of their chain."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ State = dict[str, Any]
 
 @dataclass(slots=True)
 class Mishap:
-    """What happens to a process at a later call of this method (any, if empty) on a key that begins so, after `countdown` others."""
+    """A fault that strikes a process at a call of `op` (any method if empty) on a key with this prefix, after `countdown` such calls."""
 
     kind: str
-    """ "crash", "unavailable", "unknown" (of a read, which has no outcome: unavailable), or "freeze": it stops until somebody wakes it."""
+    """ "crash", "unavailable", "unknown" (a read fails as unavailable instead), or "freeze" (the process stops until the test wakes it)."""
     after: bool
     op: str
     prefix: str
@@ -35,14 +35,14 @@ class Mishap:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a piece of work ended."""
+    """The result of a piece of work, or the error that ended it."""
 
     value: Any = None
     error: BaseException | None = None
 
 
 class Process:
-    """Does its work in a thread of its own, on a store that brings about the next mishap. One piece of work at a time."""
+    """A process that does one piece of work at a time in its own thread, on a store that triggers the next mishap."""
 
     def __init__(self, shared: Store) -> None:
         whens = [Before(self._strikes_before(kind), kind, times=None) for kind in ("crash", "unavailable", "unknown")]
@@ -50,7 +50,7 @@ class Process:
         self.store = FaultyStore(shared, [Before(self._watch, "crash", times=None), *whens])
         self.mishap: Mishap | None = None
         self.struck = False
-        """Whether a call has failed since this was last set back."""
+        """Whether a call has failed since this was last reset."""
         self.frozen = False
         self.was_frozen = False
         self._verdict: tuple[str, bool] | None = None
@@ -59,7 +59,7 @@ class Process:
         self._thread: threading.Thread | None = None
 
     def do(self, work: Callable[[], Any]) -> Outcome | None:
-        """How it ended; None if the process is frozen in the middle of it."""
+        """Do the work and return how it ended, or None if the process froze in the middle."""
         self.struck = self.was_frozen = False
         self._thread = threading.Thread(target=self._work, args=(work,))
         self._thread.start()
@@ -88,7 +88,7 @@ class Process:
         self._reports.put(outcome)
 
     def _watch(self, call: Call) -> bool:
-        """Asked once for each call, under the store's lock: while this waits, none of the process's threads gets anything done there."""
+        """Decide once per call what happens to it. This holds the store's lock, so while it waits other threads of the process wait too."""
         self._verdict = None
         mishap = self.mishap
         if mishap is None or (mishap.op and call.op != mishap.op) or not call.key.startswith(mishap.prefix):
@@ -115,30 +115,30 @@ class Process:
 
 
 class World:
-    """The shared store with a clock of its own, and the history that every reader must agree with.
+    """The shared store with its own clock, and the history that every reader must agree with.
 
-    Each publication has a step number of its own, so that a commit, whoever saw it land, says what state it must stand for.
+    Each publication has a unique step number, so every commit tells which state it must contain, even if its writer died.
     """
 
     def __init__(self) -> None:
         self.time = datetime(2020, 1, 1, tzinfo=timezone.utc)
         self.store = FaultyStore(MemoryStore(), clock=lambda: self.time)
         self.published: list[State] = []
-        """By step: what was given to a publisher, whether it landed or not."""
+        """The states that publishers were given, by step, whether or not their commits landed."""
         self.commits: list[dict[str, Any]] = []
         self.acknowledged: dict[int, int] = {}
-        """Steps of the versions that a publisher said are in the chain, by sequence number."""
+        """The steps of the versions that publishers reported as published, by sequence number."""
         self._raw: list[bytes] = []
         self._floors: list[int] = []
 
     def pass_time(self, seconds: float) -> None:
         self.time += timedelta(seconds=seconds)
 
-    # What the chain says
+    # The chain's records
 
     @property
     def epoch(self) -> int:
-        """The highest that has a commit."""
+        """Return the highest epoch that has a commit."""
         return max((commit["epoch"] for commit in self.commits), default=0)
 
     @property
@@ -147,7 +147,7 @@ class World:
 
     @property
     def head(self) -> int | None:
-        """The version in force."""
+        """Return the current version."""
         return next((commit["state_seq"] for commit in reversed(self.commits) if not commit["_void"]), None)
 
     def is_version(self, seq: int) -> bool:
@@ -158,7 +158,7 @@ class World:
         return self.published[self.commits[seq]["step"]]
 
     def read_new_commits(self) -> None:
-        """Take in what was appended, checking each against those before it; what was there must be there still, byte for byte."""
+        """Read the appended commits and check each against the earlier ones, which must not have changed by a byte."""
         for seq, raw in enumerate(self._raw):
             assert self.store.inner.get(keys.commit_key(seq), limit=len(raw)) == raw
         while (commit := read_json(self.store.inner, keys.commit_key(len(self.commits)))) is not None:
@@ -182,7 +182,7 @@ class World:
         self.acknowledged[seq] = step
 
     def assert_is_version(self, version: deltawire.Version, state: Any) -> None:
-        """A reader that says it is at `version` must hold exactly what was published as that."""
+        """Check that a reader that reports `version` holds exactly the state that was published as that version."""
         assert version.digest.hex() == self.commits[version.seq]["digest"]
         assert bits_of(state) == bits_of(self.state_at(version.seq)), version
 
@@ -199,10 +199,10 @@ class World:
             assert mark["floor"] >= self.floor  # floors never fall
             self._floors.append(mark["floor"])
 
-    # What can be had
+    # Versions that readers can rebuild
 
     def reachable(self) -> set[int]:
-        """The versions that what lies in the store leads to, from nothing; by trying every way there is."""
+        """Return the versions that a new reader can rebuild from the objects in the store. It tries every route."""
         have = {info.key for info in self.store.inner.list(keys.DATA)}
         edges: list[tuple[int | None, int]] = []
         for commit in self.commits:
@@ -233,7 +233,7 @@ def first_state() -> State:
 
 
 def changed_state(state: State, change: str, seed: int) -> State:
-    """The next state: "same", "few" weights or "all" of them in some tensors, or other tensors: "added", "removed", "reshaped"."""
+    """Return the next state. `change` is "same", "few" or "all" weights of a tensor, or a tensor "added", "removed" or "reshaped"."""
     rng = np.random.default_rng(seed)
     new = copied(state)
     name = sorted(new)[seed % len(new)]

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for a tensor and its successor: typical changes of training, and changes that training never makes."""
+"""Provide Hypothesis strategies for a tensor and its successor, with changes that training makes and changes that it never makes."""
 
 from __future__ import annotations
 

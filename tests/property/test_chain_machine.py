@@ -1,9 +1,9 @@
-"""A chain among writers, readers and collectors that crash, freeze, wake up as zombies and lose answers, in any order, while clocks jump.
+"""Writers, readers and collectors of one chain crash, freeze, wake up fenced and lose answers, in any order, while clocks jump.
 
-After every step: one serial history, of which nothing that was acknowledged is missing; every reader holds one whole version, bit for bit
-as it was published; what lies above the floor is all there.
+After every step there is one serial history with everything that was acknowledged, every reader holds one whole version, bit for bit
+as it was published, and all objects above the floor exist.
 
-In continuous integration the same few hundred steps are taken each time. For as many others as there is time for:
+Continuous integration takes the same few hundred steps each time. Take other steps with:
 
     DELTAWIRE_CHAIN_EXAMPLES=2000 python -m pytest tests/property/test_chain_machine.py
 """
@@ -70,7 +70,7 @@ CALLS += [
 
 
 class LocalClock:
-    """What processes take for the time of day."""
+    """The time of day that processes see."""
 
     error = 0.0
 
@@ -81,7 +81,7 @@ class LocalClock:
 
 @st.composite
 def mishaps(draw: st.DrawFn) -> Mishap | None:
-    """Some. Calls are counted on, so a mishap may also befall later work than that which it was made for."""
+    """Draw a mishap or None. Later work continues to count calls, so a mishap may strike after the work it was drawn for."""
     kind = draw(st.sampled_from([None, None, "crash", "freeze", "unavailable", "unknown"]))
     if kind is None:
         return None
@@ -95,7 +95,7 @@ class Writer:
     state: State
     publisher: Publisher | None = None
     step: int | None = None
-    """Of the publication in progress."""
+    """The step of the publication in progress."""
     began_in: int = 0
     """The highest epoch when the work in progress began."""
     resumed_from: int | None = None
@@ -125,7 +125,7 @@ class ChainMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 2), mishap=mishaps(), back=st.one_of(st.none(), st.none(), st.integers(0, 12)))
     def open_writer(self, number: int, mishap: Mishap | None, back: int | None) -> None:
-        """A new process takes the run over; the one before it, if it was not closed, is forgotten like a lost machine."""
+        """Take over the run with a new process. The process before it is dropped like a lost machine if it was not closed."""
         self._lose_writer(number)
         resume_from = None if back is None else self._earlier(back)
         process = Process(self.world.store)
@@ -140,7 +140,7 @@ class ChainMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
     )
     def publish(self, number: int, changes: list[str], mishap: Mishap | None, seed: int) -> None:
-        """One version or some. The writer is opened first if there is none; one that is frozen goes on with what it was doing."""
+        """Publish one or more versions. Open the writer first if there is none, or wake it if it is frozen."""
         if number not in self.writers:
             self.open_writer(number, None, None)
         for index, change in enumerate(changes):
@@ -152,7 +152,7 @@ class ChainMachine(RuleBasedStateMachine):
                 return
             assert writer.publisher is not None
             if index and writer.began_in > writer.publisher.epoch:
-                return  # it was fenced off
+                return  # a later writer has fenced this one
             publisher, state, step = writer.publisher, changed_state(writer.state, change, seed + index), len(self.world.published)
             self.world.published.append(state)
             writer.step, writer.began_in = step, self.world.epoch
@@ -177,7 +177,7 @@ class ChainMachine(RuleBasedStateMachine):
         writer.publisher = Publisher(writer.process.store, resume_from=resume_from, options=options)
 
     def _writer_came_to(self, number: int, outcome: Outcome | None) -> None:
-        """Judge how a writer's work ended, if it has."""
+        """Check how a writer's work ended, if it has ended."""
         if outcome is None:
             return
         writer = self.writers[number]
@@ -195,7 +195,7 @@ class ChainMachine(RuleBasedStateMachine):
             assert len(set(epochs)) == len(epochs)
         else:
             assert publisher is not None
-            assert publisher.epoch == writer.began_in or writer.process.was_frozen, "an earlier epoch went on after a later one began"
+            assert publisher.epoch == writer.began_in or writer.process.was_frozen, "an earlier epoch published after a later one began"
             assert outcome.value.seq not in self.world.acknowledged
             self.world.acknowledge(outcome.value.seq, writer.step)
         writer.step = None
@@ -221,19 +221,19 @@ class ChainMachine(RuleBasedStateMachine):
         if writer.process.frozen:
             assert writer.process.wake(only_to_die=True) is not None
         if writer.publisher is not None:
-            writer.publisher.__exit__(ProcessDied, ProcessDied(), None)  # its threads end; nothing is written any more
+            writer.publisher.__exit__(ProcessDied, ProcessDied(), None)  # its threads end and write nothing more
 
-    # Readers. Number 0 reads into memory, 1 and 2 have a mirror each, 3 shares the first.
+    # Readers. Reader 0 reads into memory, readers 1 and 2 have a mirror each, and reader 3 shares the mirror of reader 1.
 
     @rule(number=st.integers(0, 3), mishap=mishaps(), back=st.one_of(st.none(), st.none(), st.integers(0, 15)))
     def sync(self, number: int, mishap: Mishap | None, back: int | None) -> None:
-        """To the head, or to an older version; the reader is opened first if there is none."""
+        """Sync a reader to the newest or an older version. Open the reader first if there is none."""
         reader = self.readers.get(number) or self._open_reader(number)
         if reader.process.frozen:
             self._reader_came_to(number, reader.process.wake())
             return
         if mishap is not None and mishap.kind == "freeze" and number in (1, 3):
-            mishap = None  # it would hold the mirror's lock, for which the other reader waits
+            mishap = None  # a frozen reader would hold the mirror's lock, and the other reader would wait for it
         reader.process.mishap = reader.process.mishap or mishap
         reader.target = None if back is None else self._earlier(back)
         subscriber, target = reader.subscriber, reader.target
@@ -272,7 +272,7 @@ class ChainMachine(RuleBasedStateMachine):
                 assert outcome.value.seq == (self.world.head if reader.target is None else reader.target)
             return
         if isinstance(error, ProcessDied):
-            subscriber._replica.close()  # the kernel closes its files; nothing else of it is left
+            subscriber._replica.close()  # the kernel closes the files of a dead process
             del self.readers[number]
             return
         if isinstance(error, TRANSIENT):
@@ -287,7 +287,7 @@ class ChainMachine(RuleBasedStateMachine):
         if not excused:
             raise AssertionError(f"a reader failed without cause: {error!r}") from error
 
-    # Collection, time, and a writer that does not look
+    # Collection, time, and a writer that commits without reading the chain
 
     @rule(mishap=mishaps(), grace=st.sampled_from([0.0, GRACE]))
     def collect_garbage(self, mishap: Mishap | None, grace: float) -> None:
@@ -296,7 +296,7 @@ class ChainMachine(RuleBasedStateMachine):
             outcome = process.wake()
         else:
             process = self.collector = Process(self.world.store)
-            is_late = grace == 0.0 and mishap is not None and mishap.kind == "freeze"  # which is what grace is for
+            is_late = grace == 0.0 and mishap is not None and mishap.kind == "freeze"  # only grace protects against a late collector
             process.mishap = None if is_late else mishap
             outcome = process.do(lambda: collect(process.store, grace=grace))
         if outcome is not None and outcome.error is not None:
@@ -309,7 +309,7 @@ class ChainMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([-1e6, -1300.0, 4000.0, 1e6]), is_the_stores=st.booleans())
     def clock_jumps(self, seconds: float, is_the_stores: bool) -> None:
-        """That of the store, or that which all processes go by; forward or back."""
+        """Move the store's clock or the clock of all processes, forward or back."""
         if is_the_stores:
             self.world.pass_time(seconds)
         else:
@@ -318,7 +318,7 @@ class ChainMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(commit["epoch"] < self.world.epoch and commit["kind"] != "fence" for commit in self.world.commits))
     @rule(pick=st.integers(0, 100))
     def blind_zombie_commits(self, pick: int) -> None:
-        """A writer that was fenced off long ago fills the next slot without looking: another implementation might."""
+        """Commit to the next slot as a writer that was fenced long ago and does not read the chain, as another implementation might."""
         self.world.read_new_commits()
         old = [commit for commit in self.world.commits if commit["epoch"] < self.world.epoch and commit["kind"] != "fence"]
         seq = len(self.world.commits)
@@ -332,13 +332,13 @@ class ChainMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 100))
     def read_any_version(self, pick: int) -> None:
-        """From nothing, every version can be had to which what is in the store leads; others are said to be gone."""
+        """Check that a new reader can read every version that the store can rebuild, and reports the others as gone."""
         seq = self._earlier(pick)
         if seq is not None:
             self._read_from_nothing(seq)
 
     def _earlier(self, back: int) -> int | None:
-        """A version so far back."""
+        """Return the version this many versions before the newest one."""
         versions = [commit["seq"] for commit in self.world.commits if self.world.is_version(commit["seq"])]
         return versions[-1 - back % len(versions)] if versions else None
 
@@ -348,12 +348,12 @@ class ChainMachine(RuleBasedStateMachine):
             try:
                 version = subscriber.sync(seq)
             except (VersionGone, DataMissing):
-                assert not is_reachable, f"version {seq} can be had, but was not found"
+                assert not is_reachable, f"version {seq} can be rebuilt, but the reader did not find a route"
                 assert seq != self.world.head
                 return
             self.world.assert_is_version(version, subscriber.state)
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def there_is_one_history_and_nothing_acknowledged_is_lost(self) -> None:
@@ -371,7 +371,7 @@ class ChainMachine(RuleBasedStateMachine):
         for number, reader in self.readers.items():
             subscriber = reader.subscriber
             if subscriber is None or subscriber.version is None or (reader.process.frozen and number == 0):
-                continue  # in memory a sync changes the arrays in place
+                continue  # a sync in memory changes the arrays in place
             self.world.assert_is_version(subscriber.version, subscriber.state)
 
     @invariant()
@@ -382,7 +382,7 @@ class ChainMachine(RuleBasedStateMachine):
                 assert bits_of(Checkpoint(path)) == bits_of(self.world.state_at(seq))
 
     def teardown(self) -> None:
-        """In the end everybody who is left can go on."""
+        """Check at the end that all remaining processes can continue."""
         if not hasattr(self, "world"):
             return
         try:
@@ -416,7 +416,7 @@ class ChainMachine(RuleBasedStateMachine):
 
 def test_chain_survives_whatever_its_processes_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create_rule, "_FIRST_PAUSE", 0.0)
-    monkeypatch.setitem(Fetcher.__init__.__kwdefaults__, "patience", 0.0)  # nothing that is missing will arrive later here
+    monkeypatch.setitem(Fetcher.__init__.__kwdefaults__, "patience", 0.0)  # missing objects never arrive later in this test
     monkeypatch.setitem(ChainWriter.__init__.__kwdefaults__, "clock", LocalClock.now)
     monkeypatch.setitem(ChainView.__init__.__kwdefaults__, "clock", LocalClock.now)
     options: dict[str, Any] = {"max_examples": EXAMPLES, "derandomize": False} if EXAMPLES else {"max_examples": 60}
@@ -424,7 +424,7 @@ def test_chain_survives_whatever_its_processes_do(monkeypatch: pytest.MonkeyPatc
 
 
 class HungCollector(Process):
-    """Freezes before its first deletion of data or shortcuts."""
+    """A collector that freezes before its first deletion of data or shortcuts."""
 
     def _watch(self, call: Call) -> bool:
         if self.mishap is None and not self.was_frozen and call.op == "delete" and not call.key.startswith("probe/"):

@@ -14,7 +14,7 @@ import deltawire
 from deltawire.codec import using_codec
 from deltawire.dtypes import DTYPES
 
-SLOW_ABOVE = 4000  # changed elements: the reference decodes one code at a time
+SLOW_ABOVE = 4000  # changed elements; the reference codec is slow because it decodes one code at a time
 
 
 def check_encoders(base, new) -> bytes:

@@ -1,4 +1,4 @@
-"""The fleet in virtual time. All rules hold in some hundred runs, and runs of a fleet that is broken on purpose show the fault.
+"""Simulate fleets in virtual time. All rules hold in some hundred runs, and runs of a fleet that is broken on purpose show the fault.
 
 Run more seeds with:
 
@@ -37,7 +37,7 @@ def test_small_fleets_keep_all_rules_despite_faults() -> None:
     refused: Counter[str] = Counter()
     for one in outcomes:
         refused.update(one.rejected)
-    assert set(refused) == set(REASONS)  # otherwise a check is no longer reached
+    assert set(refused) == set(REASONS)  # otherwise the runs no longer reach some check
     assert sum(one.trainers for one in outcomes) > 1.5 * len(outcomes)
 
 
@@ -62,7 +62,7 @@ def test_a_seed_gives_the_same_run_in_every_process() -> None:
 
 
 def blind_to(reason: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """A trainer that accepts one kind of bad result."""
+    """Return a trainer that accepts one kind of bad result."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         for judge in ("judge_key", "judge_origin", "judge_versions"):
@@ -147,7 +147,7 @@ def test_the_simulation_finds_every_broken_rule(
     break_it: Callable[[pytest.MonkeyPatch], None], violation: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`seed` is one that showed the fault before. It is tried first, and others only if it no longer shows the fault."""
-    monkeypatch.setattr(scenario, "_PATIENCE", 1800.0)  # runs that go on need less, and runs that do not are found sooner
+    monkeypatch.setattr(scenario, "_PATIENCE", 1800.0)  # sound runs need less time, and a run that hangs fails sooner
     break_it(monkeypatch)
     found = next((one for one in map(simulate, [seed, *range(400)]) if one.violation is not None), None)
     assert found is not None

@@ -1,4 +1,4 @@
-"""Any tensors, any number of ranks, changed between versions: a plain reader always has the whole model, bit for bit."""
+"""A plain reader always has the whole model, bit for bit, for any tensors and numbers of ranks that change between versions."""
 
 from __future__ import annotations
 

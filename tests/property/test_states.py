@@ -1,4 +1,4 @@
-"""Whole states: tensors are added and removed, change type or shape, are tied, and have any memory layout and any name."""
+"""Deltas of whole states are exact: tensors are added, removed, retyped, reshaped or tied, and have any memory layout and name."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_any_view_of_a_larger_array_works(data):
     deltawire.apply_delta(view(whole), check(base, new))
     expected = memory.copy()
     view(expected)["x"][...] = new["x"]
-    assert whole.tobytes() == expected.tobytes()  # nothing around the view has changed
+    assert whole.tobytes() == expected.tobytes()  # the memory around the view has not changed
 
 
 # Tied tensors

@@ -1,6 +1,6 @@
-"""A trainer and members small enough for tests: a real model, a real tokenizer, and a reward that is quickly learned.
+"""Provide a trainer and members that are small enough for tests, with a real model and tokenizer, and a reward that is learned quickly.
 
-Importing this skips the test file where torch or transformers are missing.
+Importing this module skips the test file if torch or transformers is missing.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not install
 SETTINGS = GrpoSettings(prompts=4, num_generations=4, tasks=2, max_completion_length=6, learning_rate=1e-2, max_staleness=0, save_steps=2)
 FLEET = FleetOptions(lease_seconds=30, poll_seconds=0.01, keep_steps=64)
 PATIENT = replace(FLEET, lease_seconds=3600)
-"""No lease runs out, however busy the machine is: every task is done as often as it is offered, and no more."""
+"""No lease expires, even on a busy machine, so members do every task exactly as often as it is offered."""
 ROWS = [{"prompt": f"w{number} w{number + 1}"} for number in range(1, 40)]
 
 
 def low_words(completions: list[str], **_: Any) -> list[float]:
-    """Of a completion's words, the share that is one of w0 to w19."""
+    """Return the share of each completion's words that are one of w0 to w19."""
     words = [completion.split() for completion in completions]
     return [sum(int(word[1:]) < 20 for word in each) / max(1, len(each)) for each in words]
 
 
 def tokenizer() -> Any:
-    """A token for each word, w0 to w95."""
+    """Return a tokenizer with one token for each of the words w0 to w95."""
     from transformers import PreTrainedTokenizerFast
 
     words = tokenizers.models.WordLevel({f"w{number}": number for number in range(SIZES["vocab_size"])}, unk_token="w0")
@@ -51,7 +51,7 @@ def tokenizer() -> Any:
 
 
 def attachments() -> dict[str, bytes]:
-    """What members build the model and its tokenizer from."""
+    """Return the files from which members build the model and its tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer().save_pretrained(folder)
         model().config.save_pretrained(folder)
@@ -69,7 +69,7 @@ def trainer(store: Any, checkpoints: Path | None, *, seed: int = 0, **options: A
 
 @contextlib.contextmanager
 def members(store: Store, count: int = 1) -> Iterator[None]:
-    """So many members on threads. They wait for the chain, and leave at the end."""
+    """Run `count` members on threads. They wait for the chain, and leave when the context ends."""
     stop = threading.Event()
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Ways to change a result as it is uploaded, and a store that does so."""
+"""Provide functions that change a result, and a store that applies them during the upload."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from deltawire.store.memory import MemoryStore
 
 Poison = Callable[[Rollouts], Rollouts]
 MARK = 93
-"""A completion of this token alone makes the model fail, in ways that no check on arrival can know of. Chance makes none."""
+"""A completion that consists only of this token makes the model fail. No check on arrival detects it, and sampling never makes one."""
 
 
 class PoisonedStore(MemoryStore):
-    """Changes results as they are uploaded, one poison after the other; then they come through as they are."""
+    """A store that applies one poison to each uploaded result until none is left. Later results stay unchanged."""
 
     def __init__(self, poisons: Iterable[Poison] = ()) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def logprob(number: float) -> Poison:
 
 
 def longer(by: int, mask: int) -> Poison:
-    """More tokens, as an environment might put them in (`mask` 0), or as the policy's own."""
+    """Add tokens, either as an environment inserts them (`mask` 0) or as the policy's own."""
 
     def change(one: Completion) -> Completion:
         return replace(

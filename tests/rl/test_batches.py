@@ -1,4 +1,4 @@
-"""Rollouts as tensors: every number at the place of its token, groups by prompt, lags by version."""
+"""Rollouts become tensors: every number is at the position of its token, groups follow prompts, and lags follow versions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_rewards_add_up_by_their_weights_and_none_says_nothing():
 
 
 def test_lags_count_steps_token_by_token():
-    mixed = completion(0, [1, 2, 3, 4], spans=[TokenSpan(0, 3, 4), TokenSpan(3, 4, 5)])  # steps 2, 2, 2 and 3
+    mixed = completion(0, [1, 2, 3, 4], spans=[TokenSpan(0, 3, 4), TokenSpan(3, 4, 5)])  # its tokens are of steps 2, 2, 2 and 3
     batch = training_batch([rollouts([[1]], [mixed, completion(0, [1])])], for_step=4)
     assert batch.lag == pytest.approx((1 + 1 + 1 + 0 + 1) / 5)
     assert batch.mixed == 1

@@ -1,4 +1,4 @@
-"""A trainer that is put back goes on bit for bit as one that never died."""
+"""A trainer that is restored from a checkpoint continues bit for bit like one that never died."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_without_a_checkpoint_there_is_no_step(tmp_path: Path):
 
 
 def test_files_of_the_first_version_are_read(tmp_path: Path):
-    """Written as they were: AdamW's moments under names of their own."""
+    """The test writes a file as the first version did, which stored AdamW's moments under separate names."""
     model, optimizer = trainer(0)
     train(model, optimizer)
     tensors = {f"model.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
@@ -127,7 +127,7 @@ def test_any_optimizer_and_scheduler_go_on_where_they_were(tmp_path: Path):
     assert its_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 0.1
     train(again, its_optimizer)
     its_schedule.step()
-    checkpoints.load_newest(*with_momentum(2))  # the state of chance, too
+    checkpoints.load_newest(*with_momentum(2))  # this also restores the state of the random generators
     train(model, optimizer)
     schedule.step()
     assert bits(again.state_dict()) == bits(model.state_dict())

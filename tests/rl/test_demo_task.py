@@ -1,4 +1,4 @@
-"""The demo's task is what it is said to be: words that exist are rewarded, once each."""
+"""The demo's task works as documented: it rewards each existing word once."""
 
 from __future__ import annotations
 

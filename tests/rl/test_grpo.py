@@ -1,4 +1,4 @@
-"""The loss against a slow and obvious one, and against finite differences."""
+"""Compare the loss with a slow and obvious version of it, and its gradient with finite differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltawire.rl.grpo import GrpoLoss, group_advantages, logprobs_and_entropy, 
 
 
 def slow_loss(current: Any, behaviour: Any, old: Any, advantages: Any, mask: Any, *, low: float, high: float, cap: float) -> float:
-    """One token after the other, as the formula is written."""
+    """Return the loss, computed one token at a time, as the formula is written."""
     total, count = 0.0, 0
     for row in range(len(mask)):
         for place in range(len(mask[row])):

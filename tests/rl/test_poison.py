@@ -1,4 +1,4 @@
-"""Poisoned results, from a member's upload through the trainer and a resume: the run always goes on, and its weights stay finite."""
+"""A run that gets poisoned results always continues, also after a resume, and its weights stay finite."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ADMITTED: dict[str, Poison] = {
 
 
 def fails_on_mark(learning: Any, failure: Callable[[Any], Any]) -> None:
-    """From now on the model fails, as `failure` says, on every batch that has the mark in it."""
+    """Apply `failure` to the model's output on every later batch that contains the mark."""
     forward = learning._model.forward
 
     def wrapped(input_ids: Any, **options: Any) -> Any:
@@ -82,7 +82,7 @@ def makes_nan(out: Any) -> Any:
 
 
 class InfiniteGradient(torch.autograd.Function):
-    """The same values; the gradient is infinite."""
+    """A function that returns its input unchanged and has an infinite gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Any) -> Any:
@@ -173,7 +173,7 @@ def test_a_step_of_poison_alone_is_skipped_and_after_too_many_of_them_training_s
         assert learning.version.step == 1
         assert learning.version.digest == before
         assert not any("loss" in step for step in named(events, "trained"))
-        with trainer(store, tmp_path, settings=settings, on_event=events.append) as again:  # two poisoned results are still to come
+        with trainer(store, tmp_path, settings=settings, on_event=events.append) as again:  # two more poisoned results will follow
             fails_on_mark(again, raises)
             again.train(until=4)
     assert not store.poisons
@@ -189,7 +189,7 @@ def test_failures_after_the_first_iteration_end_the_iterations_and_not_the_run()
 
         def third_fails(**arguments: Any) -> Any:
             calls.append(1)
-            if len(calls) == 3:  # one for the log-probs before the step, one of the first iteration
+            if len(calls) == 3:  # the first call computes log-probs before the step, and the second is the first iteration
                 raise RuntimeError("out of luck")
             return forward(**arguments)
 
@@ -207,14 +207,14 @@ def dies(self: Any, collected: Any) -> Any:
 @pytest.mark.parametrize("kind", ["refused by today's checks", "known to no check"])
 def test_a_run_whose_poison_was_acknowledged_goes_on_when_it_is_resumed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = PoisonedStore([token(2**31 - 1) if kind.startswith("refused") else MARKED, reward(1e39)])
-    with monkeypatch.context() as patched:  # a trainer that checks nothing, as they were
+    with monkeypatch.context() as patched:  # this trainer checks nothing, as in earlier releases
         patched.setattr(trainer_module, "training_limits", lambda model, prompts: TrainingLimits())
         patched.setattr(trainer_module.GrpoTrainer, "_learn", dies)
         patched.setattr("deltawire.fleet.steps.intake_steps.why_untrainable", lambda rollouts, limits: None)
         with members(store), trainer(store, tmp_path) as old, pytest.raises(SystemExit):
             old.train(until=1)
     assert len(list(store.list(fleet_keys.BATCHES))) == 1
-    for _ in range(2):  # and again: no resume is spoilt by the one before
+    for _ in range(2):  # the second resume also works
         events: list[Event] = []
         with members(store), trainer(store, tmp_path, on_event=events.append) as learning:
             fails_on_mark(learning, raises)
@@ -224,7 +224,7 @@ def test_a_run_whose_poison_was_acknowledged_goes_on_when_it_is_resumed(kind: st
 
 
 def test_weights_that_the_optimizer_spoils_are_neither_published_nor_kept(tmp_path: Path):
-    """Finite gradients, and weights that are not: nothing of the step is left, and the run goes on without its rollouts."""
+    """The gradients are finite but the new weights are not. The step is undone, and the run continues without its rollouts."""
     store = MemoryStore()
     with members(store):
         with trainer(store, tmp_path) as learning:
@@ -253,7 +253,7 @@ def test_a_model_whose_weights_are_not_finite_is_not_published():
 
     spoilt = model()
     with torch.no_grad():
-        next(spoilt.parameters())[0] = 3.4e38  # finite as it is, infinite in the bfloat16 that it would be published in
+        next(spoilt.parameters())[0] = 3.4e38  # finite in float32, but infinite in bfloat16, the published type
     with pytest.raises(TrainingFailed, match="initial weights"):
         trainer_module.GrpoTrainer(spoilt, ROWS, store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
     assert not list(store.list(""))

@@ -1,4 +1,4 @@
-"""What a trainer prints when nobody listens: whole lines, which break between words in a terminal, and no control characters."""
+"""A trainer without an event listener prints whole lines without control characters, and breaks them between words in a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards by TRL's convention: what a function is called with, what it may return, and how it is found."""
+"""Reward functions follow TRL's convention: the tests check their arguments, their return values, and how they are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every token has the log-prob that it was drawn with, and the one version that made it, whatever happens to the weights meanwhile."""
+"""Every token has the log-prob that it was drawn with, and the one version that made it, even if the weights change meanwhile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERSION: Any = SimpleNamespace(seq=1)
 
 
 def still() -> contextlib.AbstractContextManager[Version]:
-    """The forward pass of weights that never change."""
+    """Return the context of a forward pass of weights that never change."""
     return contextlib.nullcontext(VERSION)
 
 
@@ -37,7 +37,7 @@ def seeded(seed: int) -> Any:
 
 
 def slow_logprobs(model: Any, prompt: list[int], tokens: list[int], temperature: float) -> list[float]:
-    """Of each token given all before it: one whole forward pass a token, no cache, no padding."""
+    """Return the log-prob of each token given all earlier tokens, by one whole forward pass per token without cache or padding."""
     found = []
     for place, token in enumerate(tokens):
         with torch.no_grad():
@@ -59,7 +59,7 @@ def test_logprobs_are_those_of_one_plain_forward_pass_a_token(make: Any):
 def test_rows_that_end_early_leave_the_others_as_they_were():
     model = qwen(3, dtype=torch.float32)
     prompts = [[token] for token in range(1, 17)]
-    stop_tokens = set(range(12))  # one of eight tokens: rows drop out all along
+    stop_tokens = set(range(12))  # every eighth token on average ends a row, so rows end throughout
     samples = sample(model, prompts, Sampling(1, 20, seed=1), forward_pass=still, stop_tokens=stop_tokens)
     lengths = {len(made.tokens) for made in samples}
     assert len(lengths) > 4
@@ -88,7 +88,7 @@ def test_the_nucleus_is_renormalised_and_nothing_outside_is_drawn():
     expected = {0: math.log(0.5 / 0.8), 1: math.log(0.3 / 0.8)}
     assert logprobs.tolist() == pytest.approx([expected[token] for token in tokens.tolist()], abs=1e-5)
     assert (tokens == 0).float().mean().item() == pytest.approx(0.625, abs=0.03)
-    assert set(draw(logits, 1.0, 0.01, seeded(2))[0].tolist()) == {0}  # the most probable one is always kept
+    assert set(draw(logits, 1.0, 0.01, seeded(2))[0].tolist()) == {0}  # the most probable token is always kept
 
 
 def test_the_same_seed_gives_the_same_completions():
@@ -170,7 +170,7 @@ def test_a_completion_goes_on_across_a_swap_with_the_old_versions_cache(store: M
 
 
 class Parrot(torch.nn.Module):
-    """Says nothing but the token that its weights name, so that every token tells which weights made it. It reads them twice a pass."""
+    """A model that only makes the token that its weights name, so every token tells which weights made it. Each pass reads them twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_each_token_is_attributed_to_the_version_that_made_it_while_swaps_race_w
                     is_mixed.set()
         finally:
             was_mixed = is_mixed.is_set()
-            is_mixed.set()  # else the thread goes on for long after a failure
+            is_mixed.set()  # otherwise the thread would run for a long time after a failure
             training.join()
         assert was_mixed
 

@@ -1,4 +1,4 @@
-"""Runs that can never go on: members say why they leave, and the trainer says so and stops."""
+"""If a run can never continue, members say why they leave, and the trainer reports it and stops."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from deltawire.rl.report import StepReporter
 from deltawire.store.memory import MemoryStore
 
 IMPATIENT = replace(FLEET, patience_seconds=0.1)
-"""Ten looks of the trainer."""
+"""The trainer reads the store ten times in this time."""
 FOUR_TASKS = replace(SETTINGS, tasks=4)
-"""A member gives up after three that fail."""
+"""A member gives up after three failed tasks."""
 
 
 def wants_an_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -35,7 +35,7 @@ def returns_too_much(completions: list[str], **_: Any) -> list[float]:
 
 @contextlib.contextmanager
 def failing_member(work: Callable[[threading.Event], None], expected: type[Exception]) -> Iterator[None]:
-    """A member on a thread, which must end with this error."""
+    """Run a member on a thread, and check that it ends with this error."""
     stop, errors = threading.Event(), []
 
     def run() -> None:
@@ -86,7 +86,7 @@ def test_a_reward_that_always_fails_ends_the_run_by_name_and_a_right_one_goes_on
 
 
 def test_a_member_that_cannot_begin_says_why(tmp_path: Path):
-    """It has no engine and no heart yet, and the trainer learns of it all the same."""
+    """The member has no engine and no heartbeat yet, but the trainer still learns why it failed."""
     store = tmp_path / "store"
     events: list[Event] = []
     with trainer(store, None, fleet=IMPATIENT, on_event=events.append) as learning:

@@ -1,4 +1,4 @@
-"""The trainer with real members: it learns, keeps to its staleness budget, and goes on after its death as if nothing had happened."""
+"""A trainer with real members learns, keeps within its staleness budget, and continues after a crash as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def test_several_updates_on_one_batch_are_clipped(store: MemoryStore):
 
 def test_a_resumed_trainer_makes_the_very_version_that_it_had_made_from_what_was_acknowledged(store: MemoryStore, tmp_path: Path):
     with members(store), trainer(store, tmp_path) as first:
-        first.train(until=3)  # the checkpoint is of step 2
+        first.train(until=3)  # the newest checkpoint is the one of step 2
     with trainer(store, tmp_path, seed=9) as second:
         assert second.step == 2
-        second.train(until=3)  # nobody is there to make new rollouts
+        second.train(until=3)  # there is no member that could make new rollouts
         assert second.version.digest == first.version.digest
         assert second.version.seq > first.version.seq
 
@@ -121,7 +121,7 @@ def test_a_chain_without_its_checkpoint_is_not_overwritten(store: MemoryStore, t
     with pytest.raises(CheckpointError, match="no version there has its weights"):
         trainer(store, tmp_path / "other", seed=1)
     with trainer(store, tmp_path / "mine") as learning:
-        assert learning._publisher.epoch == epoch + 1  # nobody was fenced off meanwhile
+        assert learning._publisher.epoch == epoch + 1  # the refused trainers did not fence other writers
 
 
 def test_an_optimizer_a_schedule_and_an_evaluation_of_ones_own(store: MemoryStore, tmp_path: Path):

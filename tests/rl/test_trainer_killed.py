@@ -1,4 +1,4 @@
-"""A trainer dies at any point and another one goes on: chain, tasks and accepted rollouts fit together afterwards."""
+"""A trainer dies at any point and another one continues. Chain, tasks and accepted rollouts are consistent afterwards."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ STEPS = 5
 
 
 def assert_consistent(store: Store, *, steps: int, staleness: int = 0) -> None:
-    """Every step of the final history has one acknowledgement in force, of results that are whole, made by versions of that history,
-    within the budget, and trained on in no other step."""
+    """Check that every step of the final history has one acknowledgement in force. Its results are whole, made by versions of that history
+    within the budget, and used by no other step."""
     assert verify(store, deep=True).problems == []
     versions = ChainVersions(ChainLog(store))
     assert versions.newest().step == steps
@@ -62,7 +62,7 @@ def assert_consistent(store: Store, *, steps: int, staleness: int = 0) -> None:
 
 
 def is_progress(call: Call) -> bool:
-    """Whether this call writes something that every run writes. How often a trainer looks, and tells, depends on how fast members are."""
+    """Return whether every run makes this write. How often a trainer writes the board and the head depends on how fast members are."""
     return call.op in ("put", "put_if_absent") and call.key not in (fleet_keys.BOARD, keys.HEAD)
 
 
@@ -78,7 +78,7 @@ def writes_of_a_run(tmp_path: Path) -> int:
     return sum(map(is_progress, store.calls))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the death of a process is that of all its threads
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # all threads of a process die with it
 @pytest.mark.parametrize("fault", [Before, After])
 def test_a_trainer_that_dies_at_any_write_to_the_store_is_followed_by_one_that_goes_on(fault: type[Before], tmp_path: Path):
     chance = random.Random(3)
@@ -90,7 +90,7 @@ def test_a_trainer_that_dies_at_any_write_to_the_store_is_followed_by_one_that_g
             deaths = 0
             for moment in (chance.randrange(writes // 2), chance.randrange(writes)):
                 store = FaultyStore(inner, [fault(nth_write(moment), "crash")])
-                print(f"run {number}: {fault.__name__} write {moment}")  # what a failure is about
+                print(f"run {number}: {fault.__name__} write {moment}")  # this shows which case a failure belongs to
                 with contextlib.suppress(ProcessDied), trainer(store, checkpoints, settings=settings) as learning:
                     learning.train(until=STEPS)
                 deaths += store.died
@@ -102,11 +102,11 @@ def test_a_trainer_that_dies_at_any_write_to_the_store_is_followed_by_one_that_g
 
 def test_trainers_that_are_killed_outright_are_followed_by_one_that_goes_on(tmp_path: Path):
     with open_store(tmp_path / "store") as store, members(store):
-        for lines in (4, 9):  # events that it gets to tell of
+        for lines in (4, 9):  # the events that the trainer reports before it is killed
             with ForkedPopen("torch", [__file__, tmp_path], stdout=subprocess.PIPE, text=True) as child:
                 assert child.stdout is not None
                 for _ in range(lines):
-                    assert child.stdout.readline(), "the trainer ended by itself"
+                    assert child.stdout.readline(), "the trainer ended before it was killed"
                 child.send_signal(signal.SIGKILL)
                 assert child.wait() == -signal.SIGKILL
         with trainer(store, tmp_path / "checkpoints") as learning:

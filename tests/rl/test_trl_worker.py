@@ -1,4 +1,4 @@
-"""The worker that TRL takes samples from, without TRL's trainer: what it hands over is what would be trained on."""
+"""The worker from which TRL takes samples hands over exactly what TRL would train on. The tests do not use TRL's trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for library in ("trl", "vllm", "aiohttp"):
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"the worker for TRL needs {library} to be installed", allow_module_level=True)
 
-with warnings.catch_warnings():  # TRL warns that what is imported here may change, and of versions of vLLM
+with warnings.catch_warnings():  # TRL warns that these imports may change, and about versions of vLLM
     warnings.simplefilter("ignore")
     from deltawire.trainers.trl_rollouts import FleetRolloutWorker
 

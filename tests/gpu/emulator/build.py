@@ -1,4 +1,4 @@
-"""The kernels of `deltawire.codec.gpu` for a CPU: the host's compiler compiles the same sources, with `cuda.hpp` instead of CUDA."""
+"""Build the kernels of `deltawire.codec.gpu` for a CPU: the host's compiler compiles the same sources with `cuda.hpp` instead of CUDA."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def library(width: int) -> Any:
     assert _DYNAMIC in source
     names = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\(', source)
     if width != 16:
-        names = [name for name in names if not name.endswith("_of_masters")]  # for bfloat16 only
+        names = [name for name in names if not name.endswith("_of_masters")]  # only bfloat16 has master weights
     text = "\n".join(
         [
             f"#define WIDTH {width}",

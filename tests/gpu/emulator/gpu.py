@@ -1,4 +1,4 @@
-"""An emulated GPU: `cuda.hpp` runs the kernels on the CPU, new memory contains noise, and streams do all work at once."""
+"""Emulate a GPU: `cuda.hpp` runs the kernels on the CPU, new memory contains noise, and streams do all work immediately."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Event:
 
 
 class EmulatedGpu:
-    """Stands in for `deltawire.codec.gpu.device.Gpu`. `seed` decides the order of threads."""
+    """A replacement for `deltawire.codec.gpu.device.Gpu`. `seed` decides the order of threads."""
 
     device = torch.device("cpu")
     processors = 2
@@ -107,7 +107,7 @@ class EmulatedGpu:
 
 @contextlib.contextmanager
 def emulated(gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
-    """Let all torch tensors of the host count as tensors on this GPU within the context, and let GPU codecs use it."""
+    """Treat all torch tensors of the host as tensors on this GPU within the context, and let GPU codecs use it."""
     import pytest
 
     from deltawire.codec.gpu import codec, device
