@@ -1,4 +1,4 @@
-"""The line between one process and a server, which a test can cut and mend."""
+"""A connection between one process and a server that a test can cut and restore."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 
 class Cable:
-    """Forwards connections to a port of this machine. While it is cut, open connections are closed and new ones are refused."""
+    """Forward connections to a port of this machine. While the cable is cut, open connections are closed and new ones are refused."""
 
     def __init__(self, port: int) -> None:
         self._target = port

@@ -1,11 +1,11 @@
-"""Member processes in milliseconds: a process that has torch and transformers imported forks them, and they run the real command.
+"""Start member processes in milliseconds. A process that has imported torch and transformers forks them, and they run the real command.
 
     with MemberNursery(folder) as nursery:
         member = nursery.start("a", "--from", url, "--env", "rewards_for_tests:length")
         member.signal(signal.SIGKILL)
 
-Run as a script it is the other end. It alone reaps its children, so a member's id stays its own until the test has asked how it ended;
-and when the test goes away, however it goes, so do they.
+Run as a script, this file is the nursery process. Only this process reaps the members, so a member's id stays valid until the test
+has asked how it ended. When the test process ends for any reason, the members end too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATIENCE = 120.0
 def wait_until(condition: Callable[[], object], what: Callable[[], str] | str) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what if isinstance(what, str) else what()}"
+        assert time.monotonic() < deadline, f"the wait timed out: {what if isinstance(what, str) else what()}"
         time.sleep(0.01)
 
 
@@ -60,7 +60,7 @@ class LiveMember:
         os.kill(self.pid, number)
 
     def ended(self) -> int:
-        """How it ended, after waiting for that."""
+        """Wait until the member has ended, and return its exit status."""
         answer = self._nursery.ask("wait", self.pid)
         assert isinstance(answer, int)
         return answer
@@ -70,7 +70,7 @@ class LiveMember:
 
 
 class MemberNursery:
-    """The side of the test."""
+    """The test's connection to the nursery process."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")]))
@@ -85,7 +85,7 @@ class MemberNursery:
         )
 
     def start(self, name: str, *arguments: str, how: str = "command", environment: Mapping[str, str] | None = None) -> LiveMember:
-        """A member of this name. `how` is one of the ways at the end of this file."""
+        """Start a member of this name. `how` names one of the functions at the end of this file."""
         self._count += 1
         log = self._folder / f"member-{name}-{self._count}.log"
         log.touch()
@@ -107,15 +107,15 @@ class MemberNursery:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._process:  # closes its input, upon which it kills its children and ends
+        with self._process:  # closes the nursery's input, so that the nursery kills its children and ends
             pass
 
 
-# What children do
+# The work of children
 
 
 def command(arguments: list[str]) -> None:
-    """`deltawire member`, as it is."""
+    """Run `deltawire member` unchanged."""
     from deltawire.cli import main
 
     sys.argv = ["deltawire", *arguments]
@@ -123,7 +123,7 @@ def command(arguments: list[str]) -> None:
 
 
 def until_the_pipe_closes(arguments: list[str]) -> None:
-    """As a fleet starts it: what the environment names is its standard input."""
+    """Run the command as a fleet does, with the pipe that the environment names as its standard input."""
     os.dup2(os.open(os.environ["DELTAWIRE_TEST_PIPE"], os.O_RDONLY), 0)
     command([*arguments, "--leave-with-stdin"])
 
@@ -137,7 +137,7 @@ def an_hour_early(arguments: list[str]) -> None:
 
 
 def everything_twice(arguments: list[str]) -> None:
-    """Uploads every result a second time, with another content, before its own."""
+    """Upload every result twice: first a copy with different content, then the result."""
     from dataclasses import replace
 
     from blake3 import blake3
@@ -168,7 +168,7 @@ def _serve(arguments: list[str], clock: Callable[[], float]) -> None:
     serve(options, stop=threading.Event(), on_event=lambda event: print(json.dumps(event.to_json()), flush=True), clock=clock)
 
 
-# The other end
+# The nursery process
 
 WAYS = {way.__name__: way for way in (command, until_the_pipe_closes, an_hour_late, an_hour_early, everything_twice)}
 
@@ -215,7 +215,7 @@ def _nursery() -> None:
             children.discard(arguments[0])
         print(json.dumps(answer), flush=True)
     for child in children:
-        os.kill(child, signal.SIGKILL)  # not reaped yet, so the id is its own
+        os.kill(child, signal.SIGKILL)  # it is not reaped yet, so its id is still valid
         os.waitpid(child, 0)
 
 

@@ -13,7 +13,10 @@ def length(prompts: list[Any], completions: list[Any], completion_ids: list[list
 
 
 def held(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """As `length`, but not while the file exists that the environment names: it says where it is in a second one."""
+    """Return the rewards of `length`, after waiting while the file exists that the environment names.
+
+    A second file, with the suffix `.reached`, shows that it waits.
+    """
     hold = Path(os.environ["DELTAWIRE_TEST_HOLD"])
     hold.with_suffix(".reached").touch()
     while hold.exists():

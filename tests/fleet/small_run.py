@@ -1,4 +1,4 @@
-"""A run that is trained by a stand-in: rounds, results and versions are real, only what the step does to the weights is made up."""
+"""A run with real rounds, results and versions. Only the change of the weights in each step is invented."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASKS = 3
 
 
 class SmallRun:
-    """The trainer's side. `trained` is what each step was trained on, by step."""
+    """The trainer's side of the run. `trained` holds the batch of each step."""
 
     def __init__(
         self,
@@ -41,7 +41,10 @@ class SmallRun:
         self.fleet.open_round(rows, for_step=step, sampling=Sampling(samples=2, max_tokens=self.tokens, seed=step))
 
     def train(self, timeout: float = 120.0) -> Batch:
-        """The next step: rounds as far ahead as the budget allows, a batch, an update, a version."""
+        """Train the next step.
+
+        Open rounds as far ahead as the budget allows, collect a batch, update the weights, and publish a version.
+        """
         for step in range(self.step + 1, self.budget.newest_open(self.step) + 1):
             self.open(step)
         batch = self.fleet.collect(self.step + 1, timeout=timeout)
@@ -55,7 +58,7 @@ class SmallRun:
         self.fleet.published(self.versions[batch.step])
 
     def check(self) -> None:
-        """Every task was trained once, by what members of the fleet made with versions of the chain that were young enough."""
+        """Check that every task was trained once, on what members generated with recent enough versions of the chain."""
         seen: set[tuple[int, int]] = set()
         by_seq = {version.seq: version for version in self.versions.values()}
         assert sorted(self.trained) == list(range(1, self.step + 1))

@@ -1,4 +1,4 @@
-"""A module of rewards that says things while it is imported, and then ends the member as the member's name tells it to."""
+"""A module of rewards that prints lines while it is imported, and then ends the member in the way that the member's name selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A member whose line to the store is cut: it keeps its policy, waits, and goes on; others do its work meanwhile."""
+"""A member loses its connection to the store. It keeps its policy, waits, and continues, while others do its work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_member_that_was_cut_off_comes_back_and_what_it_had_made_is_not_traine
         other = nursery.start("other", "--from", url, *LENGTH)
         other.wait_for("rollout-uploaded", TASKS - 1)
         cable.cut()
-        hold.unlink()  # it has a result now, and nowhere to put it
+        hold.unlink()  # the member now has a result, but cannot upload it
         lonely.wait_for("generated")
         batch = run.train()
         assert {rollouts.member for rollouts in batch.rollouts} == {"other"}
@@ -48,7 +48,7 @@ def test_a_member_that_was_cut_off_comes_back_and_what_it_had_made_is_not_traine
         run.check()
 
         cable.cut()
-        lonely.signal(signal.SIGTERM)  # it leaves although it cannot write to the store
+        lonely.signal(signal.SIGTERM)  # the member leaves although it cannot write to the store
         assert lonely.ended() == 0, lonely.log()
         run.train()
         run.check()

@@ -1,4 +1,4 @@
-"""`deltawire member` and `deltawire fleet` as users call them."""
+"""Run `deltawire member` and `deltawire fleet` as users call them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _died(log: Path) -> list[dict[str, Any]]:
 
 
 def _member_process(parent: int, name: str) -> int:
-    """The id of the child of a process that is the member of this name; 0 if there is none."""
+    """Return the id of the child process that is the member of this name, or 0 if there is none."""
     for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         if f"--name\0{name}\0" in Path(f"/proc/{child}/cmdline").read_text():
             return int(child)

@@ -1,4 +1,7 @@
-"""Members as real processes that are killed, frozen, sent away, or live in another time: the run goes on, nothing is trained twice."""
+"""Members are real processes that are killed, frozen, told to leave, or have wrong clocks.
+
+The run goes on, and no task is trained twice.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def heartbeat(store: Store, member: str) -> Heartbeat:
 
 
 def kill_in_mid_generation(members: list[LiveMember]) -> LiveMember:
-    """Freeze members one after the other until one is caught at it; that one is killed."""
+    """Freeze members one after the other until one is found generating, and kill that one."""
     caught: list[LiveMember] = []
 
     def catch() -> bool:
@@ -128,7 +131,7 @@ def test_clocks_that_are_an_hour_off_decide_nothing(tmp_path: Path, store: Store
 
 
 def test_a_member_that_is_told_to_leave_gives_back_its_task_at_once(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:
-    run = SmallRun(tmp_path, store, lease_seconds=1000)  # only its leaving can free what it holds
+    run = SmallRun(tmp_path, store, lease_seconds=1000)  # the lease is long, so the task is free again only if the member leaves
     hold = tmp_path / "hold"
     hold.touch()
     leaver = nursery.start("leaver", *source(store), *HELD, environment={"DELTAWIRE_TEST_HOLD": str(hold)})
@@ -168,7 +171,7 @@ def test_rewards_that_always_fail_end_the_member_with_the_reason(tmp_path: Path,
 
 
 def end(run: SmallRun, members: list[LiveMember]) -> None:
-    """Let the trainer say that the run is over, and wait until all members have left."""
+    """Let the trainer announce that the run is over, and wait until all members have left."""
     run.fleet.stop()
     for member in members:
         assert member.ended() == 0, member.log()

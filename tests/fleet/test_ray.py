@@ -1,4 +1,4 @@
-"""Members on a real Ray cluster of two nodes, both on this machine."""
+"""Members run on a real Ray cluster of two nodes, both on this machine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from deltawire.rl.ray_members import RayCluster
 from deltawire.store import open_store
 
 pytestmark = [
-    pytest.mark.filterwarnings("default"),  # what Ray warns of is not ours
-    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),  # not the whole module: a run without a test fails
+    pytest.mark.filterwarnings("default"),  # deltawire does not cause Ray's warnings
+    # does not skip the whole module, because a run without any test fails
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
 ]
 
 HEAD = {"num_cpus": 1, "include_dashboard": False, "_system_config": {"enable_worker_prestart": False}}
 LINES = 5000
-"""What `talking_rewards` prints: more than goes through Ray at once."""
+"""The number of lines that `talking_rewards` prints. Ray does not transfer that many at once."""
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -50,7 +51,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def connected(cluster: Any) -> Iterator[Any]:
-    """The cluster, which this process is connected to."""
+    """Connect this process to the cluster."""
     import ray
 
     ray.init(cluster.address, log_to_driver=False)
@@ -83,14 +84,14 @@ def fleet_command(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes
 
 
 def test_a_fleet_tells_all_and_goes_on_when_a_node_is_lost(tmp_path: Path, run: SmallRun, cluster: Any) -> None:
-    """Each node has room for one member, so the two are on two nodes."""
+    """Each node has room for one member, so the two members are on two nodes."""
     log = tmp_path / "fleet.log"
     arguments = ["--ray", "2", "--ray-address", cluster.address, "--json", "--poll", "0.05", "--name", "ray"]
     arguments += ["--from", str(tmp_path / "store"), "--env", "rewards_for_tests:length"]
     arguments += [part for name in ENVIRONMENT for part in ("--pass-env", name)]
 
     def events(name: str) -> list[dict[str, Any]]:
-        lines = log.read_text().split("\n")[:-1]  # the last one may not be whole yet
+        lines = log.read_text().split("\n")[:-1]  # the last line may be incomplete
         return [event for event in map(json.loads, lines) if name in ("", event["event"])]
 
     def said() -> str:
@@ -102,7 +103,7 @@ def test_a_fleet_tells_all_and_goes_on_when_a_node_is_lost(tmp_path: Path, run: 
         second = next(node for node in cluster.list_all_nodes() if node is not cluster.head_node)
         cluster.remove_node(second, allow_graceful=False)
         wait_until(lambda: events("member-died"), said)
-        run.train()  # by the one that is left
+        run.train()  # the remaining member does the work
         cluster.add_node(num_cpus=1)
         wait_until(lambda: len(events("joined")) == 3, said)
         run.train()
@@ -114,7 +115,7 @@ def test_a_fleet_tells_all_and_goes_on_when_a_node_is_lost(tmp_path: Path, run: 
     assert {event["member"] for event in events("")} == {"ray-0", "ray-1"}
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", event["time"]) for event in events(""))
     assert {"swapped", "generated", "rollout-uploaded", "run-over"} <= {event["event"] for event in events("")}
-    for name in ("left", "member-left"):  # the last that a member says, and what becomes of it
+    for name in ("left", "member-left"):  # the last event of a member, and the fleet's event about it
         assert sorted(event["member"] for event in events(name)) == ["ray-0", "ray-1"]
 
 
@@ -141,7 +142,7 @@ def test_members_on_ray_are_told_of_as_members_of_this_machine_are(tmp_path: Pat
 
 
 def shapes(output: str, stream: str) -> list[tuple[str, str]]:
-    """What is the same in two runs, of the events that come from a stream of the member or of the command itself."""
+    """Return what two runs have in common of the events of one stream of the member, or of the command itself."""
     events = [json.loads(line) for line in output.splitlines()]
     assert all(event["member"] == "m-0" and event["time"] for event in events)
     found = [event for event in events if event.get("stream", "stdout") == stream]
@@ -184,7 +185,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_an_actor_that_is_lost_is_told_of(tmp_path: Path, connected: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a listener everything is printed behind the member's name."""
+    """Without a listener, every line is printed after the member's name."""
     on_ray = RayCluster(cpus=0, environment=ENVIRONMENT)
     member = on_ray.start(talking(tmp_path, "stays-too"))
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""A generator that builds its model from the chain alone, and follows it while it generates."""
+"""A generator builds its model from the chain alone, and follows the chain while it generates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = [{"prompt": "w1 w2 w3"}, {"prompt": [{"role": "user", "content": "w4"}]}]
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + 240
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        assert time.monotonic() < deadline, f"the wait timed out: {what}"
         time.sleep(0.01)
 
 
@@ -140,7 +140,7 @@ def test_a_config_of_a_model_much_larger_than_the_weights_is_refused_before_it_i
     with pytest.raises(EngineError, match=message):
         build_model(lying)
     assert built == []
-    build_model(files)  # and one that is right is built
+    build_model(files)  # a correct model is built
     assert len(built) == 1
 
 
@@ -161,18 +161,21 @@ def test_a_chain_without_config_or_tokenizer_says_what_to_publish(store: Store) 
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that only hostile code would make. No question may be asked about running it, and nothing may be downloaded."""
+    """Return the path of a file that only hostile code would create.
+
+    Nothing may ask whether to run such code, and nothing may be downloaded.
+    """
 
     def asked(*_: object) -> str:
         pytest.fail("the user was asked whether to run code from the bucket")
 
     monkeypatch.setattr("builtins.input", asked)
-    monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 15)  # as without CI's setting
+    monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 15)  # the default without CI's setting
     return tmp_path / "code-was-run"
 
 
 def hostile_files(policy_files: Path, marker: Path, **config: object) -> dict[str, bytes]:
-    """The files of a working model, changed so that loading them the trusting way runs code."""
+    """Return the files of a working model, changed so that loading them with trust in remote code would run code."""
     files = {path.name: path.read_bytes() for path in policy_files.iterdir()}
     code = f"open({str(marker)!r}, 'w').close()\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M, LlamaTokenizer as T\n"
     auto_map = {"AutoConfig": "hostile.C", "AutoModelForCausalLM": "hostile.M", "AutoTokenizer": ["hostile.T", None]}

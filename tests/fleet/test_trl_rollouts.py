@@ -1,4 +1,4 @@
-"""TRL's real AsyncGRPO trains from members of our fleet: no vLLM server, no address, nothing but the store."""
+"""TRL's real AsyncGRPO trains on results of our members, with only the store between them: no vLLM server and no address."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def training(model: Path, store: Path, steps: int, batch: int) -> Iterator[subpr
 
 
 def takes_members(store: Path) -> bool:
-    """Whether there is a trainer that does not say that the run is over: a member that comes before would leave again."""
+    """Return whether there is a trainer whose board does not say that the run is over. A member that joins earlier would leave again."""
     board = store / "fleet" / "board.json"
     return board.exists() and not Board.parse(board.read_bytes()).stop
 
@@ -90,8 +90,8 @@ def test_async_grpo_trains_from_the_fleet_and_again_after_a_restart(tmp_path: Pa
                 assert (number, task) not in seen
                 seen.add((number, task))
                 assert set(versions) <= {*published, *before}
-        before = {published[-1]}  # a member of the next run may begin with it, since a sample may be one version old
-        assert member.ended() == 0, member.log()  # told to leave when the training was over
+        before = {published[-1]}  # a member of the next run may begin with this version, since a sample may be one version old
+        assert member.ended() == 0, member.log()  # the member was told to leave when the training was over
 
 
 def test_the_program_on_the_page_of_fleets_trains(tmp_path: Path, model: Path, nursery: MemberNursery) -> None:

@@ -1,6 +1,6 @@
 """A policy small enough for tests: a real model with a real tokenizer, its chain, and rewards that are easy to recompute.
 
-Importing this skips the test file where torch or transformers are missing.
+Importing this module skips the test file if torch or transformers are missing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tiny_models import qwen, save_tokenizer, step
 
 
 class TinyPolicy:
-    """A model in something like training, and the publisher of its chain."""
+    """A model with simulated training, and the publisher of its chain."""
 
     def __init__(self, folder: Path, url: Any) -> None:
         from deltawire import Publisher
@@ -26,7 +26,7 @@ class TinyPolicy:
         self._source = WeightSource(self.model)
 
     def publish(self, number: int) -> Any:
-        """The version of this training step; every one differs from the last."""
+        """Publish the version of this training step. Every version differs from the one before it."""
         if number:
             step(self.model, number)
         return self._source.publish(self.publisher, step=number)

@@ -1,4 +1,4 @@
-"""A process that trains with TRL's AsyncGRPO on whatever members there are. It prints what it trained on, one JSON object per line.
+"""Train with TRL's AsyncGRPO on all members that join, and print what was trained on, one JSON object per line.
 
 python train_with_trl.py MODEL_DIR STORE STEPS BATCH_SIZE
 """
@@ -38,7 +38,7 @@ class PrintMetrics(TrainerCallback):  # type: ignore[misc]
 
 
 class Recorded(FleetRolloutWorker):
-    """Prints every sample that is handed to TRL."""
+    """Print every sample that is passed to TRL."""
 
     def _hand_over(self, batch: Any) -> None:
         made = [[each.round, each.task, each.member, sorted(each.versions)] for each in batch.rollouts]

@@ -1,4 +1,4 @@
-"""Checkpoints, and helpers, for tests of the commands that work on a chain."""
+"""Checkpoints and helpers for tests of the commands that work on a chain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def state(number: int) -> Tensors:
 
 
 def save_checkpoint(directory: Path, tensors: Tensors) -> Path:
-    """Write a sharded checkpoint with the files that Hugging Face adds, and with others that must not be published."""
+    """Write a sharded checkpoint with the files that Hugging Face adds, and with other files that must not be published."""
     save_sharded(directory, halves(tensors))
     (directory / "config.json").write_text('{"model_type": "toy"}')
     (directory / "tokenizer.json").write_text("{}")
@@ -40,7 +40,7 @@ def load_checkpoint(directory: Path) -> Tensors:
 
 @contextlib.contextmanager
 def start_following(chain: Path, mirror: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start `deltawire follow`, and end it with the test."""
+    """Start `deltawire follow`, and stop it at the end of the test."""
     command = ["-m", "deltawire.cli", "follow", chain, mirror, "--poll", "0.05", "--json"]
     with ForkedPopen("light", command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         try:

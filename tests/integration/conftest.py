@@ -1,4 +1,4 @@
-"""A chain that was published by the command line, in a directory, from tiny Hugging Face checkpoints."""
+"""A chain in a directory that the command line published from tiny Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -26,5 +26,8 @@ def published(checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def chain(published: Path, tmp_path: Path) -> Path:
-    """A chain that a test may change, with versions 1, 2 and 3, which are commits 1, 3 and 5: every publication begins with a fence."""
+    """Return a chain that a test may change.
+
+    Every publication begins with a fence, so its versions 1, 2 and 3 are the commits 1, 3 and 5.
+    """
     return shutil.copytree(published, tmp_path / "chain")

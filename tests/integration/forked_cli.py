@@ -1,9 +1,9 @@
-"""The `deltawire` command as a process of its own, without half a second of imports.
+"""Run the `deltawire` command as a separate process without half a second of imports.
 
     done = run_forked(["log", url], environment)
 
-Each command is a real process with its own environment, output and exit code, which begins after the imports (tests/forked_python.py).
-Tests of the imports, of start-up and of signals start an interpreter instead. Run as a script this file is the command.
+Each command is a real process with its own environment, output and exit code. It is forked after the imports (tests/forked_python.py).
+Tests of the imports, of start-up and of signals start an interpreter instead. Run as a script, this file is the command.
 """
 
 from __future__ import annotations

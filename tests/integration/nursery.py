@@ -1,11 +1,11 @@
-"""A process that forks children in milliseconds, with everything imported, for tests that kill them; and what these children do.
+"""A process with everything imported forks children in milliseconds, for tests that kill them. This file also defines what the children do.
 
     nursery = Nursery(log)
     child = nursery.start("publish", url, acknowledged)
     nursery.kill(child)
 
-Run as a script it is the other end: one command per line, one answer per line. It alone starts children and ends them, so each is killed by
-an id that is still its own; and when the test goes away, however it goes, they go too.
+Run as a script, this file is the nursery process. It reads one command per line, and answers with one line. Only this process starts and
+reaps the children, so the id of a child stays valid until it is killed. When the test process ends for any reason, the children end too.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from deltawire.publish.writer_options import WriterOptions
 from deltawire.subscribe import Subscriber, reading_mirror
 
 MOST_SECONDS = 900.0
-"""After which a child ends by itself."""
+"""A child ends by itself after this many seconds."""
 
 _BLOCKS, _BLOCK = 16, 64
 
 
 def state_of(step: int, *, restructure: bool = False) -> dict[str, Any]:
-    """A state of about 200 kB that anyone can recompute. Successive steps differ in one block of each tensor.
+    """Return a state of about 200 kB that any process can recompute. Successive steps differ in one block of each tensor.
 
-    With `restructure` there is one tensor more in some stretches of steps, so that the chain needs whole checkpoints in between.
+    With `restructure`, some ranges of steps have one more tensor, so that the chain needs full checkpoints in between.
     """
     rng = np.random.default_rng(7)
     state = {f"layer.{i}.weight": rng.integers(0, 1 << 16, (160, 200), np.uint16) for i in range(3)}
@@ -55,7 +55,7 @@ def state_of(step: int, *, restructure: bool = False) -> dict[str, Any]:
 
 
 class Nursery:
-    """The side of the test."""
+    """The test's connection to the nursery process."""
 
     def __init__(self, log: Path, environment: Mapping[str, str] | None = None) -> None:
         path = os.pathsep.join(filter(None, [str(PACKAGE), str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]))
@@ -71,11 +71,11 @@ class Nursery:
             )
 
     def start(self, work: str, *arguments: object) -> int:
-        """Start a child; returns its id."""
+        """Start a child, and return its id."""
         return self._ask("start", work, *map(str, arguments))
 
     def kill(self, child: int) -> None:
-        """Kill a child that must still be running, and return when it is gone."""
+        """Kill a child that must still be running, and return when it has ended."""
         ended = self._ask("kill", child)
         assert ended == -signal.SIGKILL, f"the child had ended by itself, with {ended}:\n{self._log.read_text()[-8000:]}"
 
@@ -86,7 +86,7 @@ class Nursery:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._process:  # closes its input, upon which it kills its children and ends
+        with self._process:  # closes the nursery's input, so that the nursery kills its children and ends
             pass
 
     def _ask(self, *command: object) -> int:
@@ -100,7 +100,7 @@ class Nursery:
 
 
 class Journal:
-    """Lines that are on disk once `write` returns: what a child did, as far as it came."""
+    """A file of lines that records what a child did. A line is on disk once `write` returns."""
 
     def __init__(self, path: Path | str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -114,7 +114,7 @@ def lines_of(journal: Path) -> list[list[str]]:
     return [line.split() for line in journal.read_text().splitlines()] if journal.exists() else []
 
 
-# What children do
+# The work of children
 
 
 def publish(url: str, journal: str) -> None:
@@ -148,7 +148,7 @@ def mirror(url: str, directory: str, journal: str) -> None:
 
 
 def load(directory: str, journal: str) -> None:
-    """Load the mirror again and again as an engine would, and compare all of it with the version that it is said to be."""
+    """Load the mirror repeatedly as an engine would, and compare all of its weights with the version that it claims to be."""
     loaded = Journal(journal)
     last = None
     while True:
@@ -159,20 +159,20 @@ def load(directory: str, journal: str) -> None:
                 assert state.keys() == load_file(Path(directory) / "current" / "model.safetensors").keys()
             assert bits_of(state) == bits_of(state_of(record["step"])), record["seq"]
         except MirrorError:
-            assert last is None  # once it has served a version it always does
+            assert last is None  # a mirror that has served a version always serves one
             continue
         if record["seq"] != last:
             last = record["seq"]
             loaded.write("loaded", last)
 
 
-# The other end
+# The nursery process
 
 WORK: dict[str, Callable[..., None]] = {"publish": publish, "mirror": mirror, "load": load}
 
 
 def _child(work: str, arguments: list[str]) -> None:
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)  # SIGALRM ends it
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)  # SIGALRM ends the child
     os.close(0)
     os.dup2(2, 1)
     WORK[work](*arguments)
@@ -206,7 +206,7 @@ def _serve() -> None:
             children.discard(arguments[0])
         print(answer, flush=True)
     for child in children:
-        os.kill(child, signal.SIGKILL)  # not reaped yet, so the id is its own
+        os.kill(child, signal.SIGKILL)  # it is not reaped yet, so its id is still valid
         os.waitpid(child, 0)
 
 

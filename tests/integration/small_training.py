@@ -1,4 +1,4 @@
-"""A small training run that is published, and what must hold of its chain."""
+"""Publish a small training run, and check its chain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECOND_COMMIT = "commit/00000000000000000002"
 
 
 class Training:
-    """A model of a few tensors, and all states that it was in."""
+    """A model of a few tensors, and all states that it had."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
@@ -34,19 +34,19 @@ class Training:
 
 
 def publisher(store, **given) -> Publisher:
-    """Open a publisher. `given` are its parameters and fields of `WriterOptions`."""
+    """Open a publisher. `given` holds its parameters and the fields of `WriterOptions`."""
     return Publisher(store, **publisher_arguments(**({"segment_bytes": 1000, "anchor_policy": NEVER} | given)))
 
 
 def published(store, count: int = 3, training: Training | None = None, **options) -> dict[int, dict]:
-    """Publish some versions; the states by sequence number."""
+    """Publish some versions, and return their states by sequence number."""
     training = training or Training()
     with publisher(store, **options) as chain:
         return {chain.publish(state).seq: state for state in [training.step() for _ in range(count)]}
 
 
 def take_step(chain: Publisher, training: Training, states: dict[int, dict]) -> None:
-    """Train, publish, and remember what was published."""
+    """Train and publish one step, and record the published state."""
     state = training.step()
     states[chain.publish(state).seq] = state
 
@@ -56,5 +56,5 @@ def assert_chain_holds(store, states) -> None:
     assert found.keys() >= states.keys()
     for seq, state in states.items():
         assert bits_of(found[seq]) == bits_of(state), seq
-    report = verify(store, deep=True)  # shortcuts included
+    report = verify(store, deep=True)  # this also checks shortcuts
     assert report.ok, report

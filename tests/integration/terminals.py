@@ -1,6 +1,7 @@
-"""Commands in a pseudo terminal of some width, or with output of some encoding; many of them in one process, since each costs seconds.
+"""Run commands in a pseudo terminal of some width, or with output in some encoding.
 
-Run as a script it is the process: its argument is a list of command lines as JSON.
+One process runs many commands, since each start takes seconds.
+Run as a script, this file is that process. Its argument is a list of command lines as JSON.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True)
 class Shown:
-    """What a command printed, stderr included, and its exit code."""
+    """The output of a command, including stderr, and its exit code."""
 
     text: str
     code: int
 
     @property
     def lines(self) -> list[str]:
-        """Lines as the terminal got them, without colours. A bar that was drawn again is another line."""
+        """Return the lines that the terminal received, without colours. Each redraw of a progress bar counts as another line."""
         return [line.rstrip() for line in re.split(r"[\r\n]+", _ESCAPES.sub("", self.text)) if line.strip()]
 
 
 def in_terminal(columns: int, *commands: Sequence[object]) -> list[Shown]:
-    """Run the commands one after the other in a terminal with so many columns."""
+    """Run the commands one after the other in a terminal with this many columns."""
     argv, environment = _process(commands)
     child, terminal = pty.fork()
     if not child:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
         os.execve(argv[0], argv, {**environment, "TERM": "xterm-256color", "PYTHONUTF8": "1"})
     printed = b""
-    with contextlib.suppress(OSError):  # it is raised when the other end is closed
+    with contextlib.suppress(OSError):  # reading raises it when the other end is closed
         while piece := os.read(terminal, 1 << 16):
             printed += piece
     os.close(terminal)
@@ -55,7 +56,7 @@ def in_terminal(columns: int, *commands: Sequence[object]) -> list[Shown]:
 
 
 def in_pipe(encoding: str, *commands: Sequence[object]) -> list[Shown]:
-    """Run the commands one after the other with output to a pipe, in an encoding."""
+    """Run the commands one after the other with output to a pipe in this encoding."""
     argv, environment = _process(commands)
     environment |= {"PYTHONIOENCODING": encoding, "LANG": "C"}
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, timeout=300, check=False)

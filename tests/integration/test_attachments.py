@@ -1,4 +1,4 @@
-"""config.json, tokenizer and chat template belong to every version: each reader gets exactly those of the version that it has."""
+"""config.json, tokenizer and chat template belong to every version. Each reader gets exactly the files of its version."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def states(count: int) -> list[Any]:
 
 
 def files_in(folder: Path | None) -> dict[str, bytes]:
-    """The files beside the weights of a checkpoint directory."""
+    """Return the files beside the weights of a checkpoint directory."""
     assert folder is not None
     own = ("deltawire.json", "model.safetensors.index.json")
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors" and path.name not in own}
@@ -66,7 +66,10 @@ def write(folder: Path, **files: bytes) -> Path:
 
 @pytest.fixture
 def changing(tmp_path: Path) -> tuple[Store, list[Any], list[dict[str, bytes]]]:
-    """Five versions: one file changes, one comes, one goes, and one version changes no weights at all. And what each must have."""
+    """Publish five versions, and return the store, the weights and the files that each version must have.
+
+    One file changes, one is added, one is removed, and one version changes no weights.
+    """
     store, folder = MemoryStore(), tmp_path / "attached"
     weights = states(4)
     weights.insert(3, weights[2])  # version 4 has the weights of version 3
@@ -186,7 +189,7 @@ def test_collection_keeps_what_kept_versions_refer_to_wherever_it_lies() -> None
     before = objects(store)
     assert len(before) == 2
     assert collect(store, grace=0.0).outcome == "collected"
-    assert len(objects(store)) == 1  # config.json, uploaded with version 1, of which nothing else is left
+    assert len(objects(store)) == 1  # config.json was uploaded with version 1, and nothing else of version 1 is left
     assert not store_has_weights(store, 1)
     assert read_model_files(store).files == {"config.json": OLD}
     assert verify(store, deep=True).problems == []
@@ -207,7 +210,7 @@ def test_a_publisher_without_attachments_keeps_those_in_force_and_an_empty_mappi
         publisher.publish(weights[2])
         assert read_model_files(store).files == {}
     with Publisher(store, resume_from=1, options=OPTIONS) as publisher:
-        assert read_model_files(store).files == {"config.json": OLD}  # those of the version that it went back to
+        assert read_model_files(store).files == {"config.json": OLD}  # these files belong to the version that it resumed from
         publisher.publish(weights[3])
     assert read_model_files(store).files == {"config.json": OLD}
     assert len(objects(store)) == 1
@@ -216,7 +219,7 @@ def test_a_publisher_without_attachments_keeps_those_in_force_and_an_empty_mappi
 @pytest.mark.parametrize("is_marked", [False, True], ids=["no mark", "below a mark"])
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["one process", "ranks"])
 def test_going_back_to_a_version_leaves_the_files_of_abandoned_ones_behind(is_marked: bool, is_sharded: bool) -> None:
-    """Also where a collection has announced to delete the version's data, so that a checkpoint takes the place of the rewind."""
+    """This also holds if a collection has announced to delete the version's data, so that a checkpoint replaces the rewind."""
     store, weights = MemoryStore(), states(4)
     with Publisher(store, attachments={"config.json": OLD, "tokenizer.json": b"[]"}, options=OPTIONS) as publisher:
         publisher.publish(weights[0])
@@ -247,13 +250,13 @@ def test_files_that_a_publisher_takes_from_the_model_replace_their_like_and_leav
     with Publisher(store, attachments={"config.json": OLD, "tokenizer.json": b"[]"}, options=OPTIONS) as publisher:
         publisher.publish(weights[0])
     with Publisher(store, options=OPTIONS) as publisher:
-        publisher._attachments.taken["config.json"] = NEW  # as it does when it is given a model
+        publisher._attachments.taken["config.json"] = NEW  # a publisher that is given a model does the same
         publisher.publish(weights[1])
     assert read_model_files(store).files == {"config.json": NEW, "tokenizer.json": b"[]"}
 
 
 class FakeTokenizer:
-    """What the publisher needs of a tokenizer. `opaque` makes it impossible to tell without saving whether something has changed."""
+    """The part of a tokenizer that the publisher needs. If it is `opaque`, only saving it shows whether it has changed."""
 
     def __init__(self, *, opaque: bool = False) -> None:
         self.template = "0"
@@ -292,7 +295,7 @@ def test_ranks_that_publish_together_take_the_tokenizer_as_it_is() -> None:
 
 
 class TemplatedTokenizer:
-    """Saves its chat template only if it has one, as tokenizers do."""
+    """A tokenizer that saves its chat template only if it has one, as real tokenizers do."""
 
     template: str | None = "old"
 
@@ -304,7 +307,7 @@ class TemplatedTokenizer:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_chat_template_that_the_tokenizer_has_no_more_does_not_stay(resumed: bool) -> None:
-    """What did not come from a tokenizer stays."""
+    """Files that did not come from a tokenizer stay."""
     store, tokenizer, weights = MemoryStore(), TemplatedTokenizer(), states(2)
     others = {"README.md": b"text", "vocab.txt": b"words"}
     with Publisher(store, attachments={**others, "chat_template.jinja": b"older"}, options=OPTIONS) as publisher:
@@ -425,7 +428,7 @@ def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has
         version = publisher.publish(weights[3])
         assert version.kind == "delta"  # type: ignore[union-attr]
     assert read_model_files(store).files == files
-    if resume_from == 2:  # going back made a version of its own, which must be whole as well
+    if resume_from == 2:  # the resume made a new version, which must be whole too
         commit = ChainLog(store).read(opened_at)
         assert commit is not None
         assert tokenizer.key not in {entry.key for entry in commit.attachments or ()}
@@ -445,8 +448,9 @@ def test_a_publisher_without_the_bytes_of_a_damaged_attachment_fences_nobody(opt
         with pytest.raises(DataDamaged, match=r"config\.json, a file of version [12] in .*damaged"):
             Publisher(store, **options, options=OPTIONS)
         assert [info.key for info in store.list(keys.EPOCHS)] == [keys.epoch_key(1)]
-        publisher.publish(weights[2])  # it is not fenced off
-    with Publisher(store, attachments={"config.json": NEW}, options=OPTIONS) as publisher:  # what replaces the damaged file goes on
+        publisher.publish(weights[2])  # the first publisher is not fenced off
+    # a publisher that replaces the damaged file can continue
+    with Publisher(store, attachments={"config.json": NEW}, options=OPTIONS) as publisher:
         publisher.publish(weights[0])
     assert read_model_files(store).files == {"config.json": NEW}
 
@@ -512,7 +516,7 @@ def first_digest() -> Any:
 
 
 def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> None:
-    """The files of its anchors are what its versions have; the first new version names them, and they are uploaded again."""
+    """The versions of the chain have the files of its anchors. The first new version names them, and the publisher uploads them again."""
     store = MemoryStore()
     chain = ToyChain(store)
     chain.anchor(first_state(), extra={"tokenizer.json": b"[]"})
@@ -534,7 +538,7 @@ def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> No
         reader.sync()
         assert files_in(reader.path) == {"config.json": NEW}
     pull(store, tmp_path / "pulled", options=ReaderOptions(pin=False))
-    assert files_in(tmp_path / "pulled") == {"config.json": NEW}  # and not those of the checkpoint that its weights come from
+    assert files_in(tmp_path / "pulled") == {"config.json": NEW}  # and not the files of the checkpoint that its weights come from
     assert bits_of(Checkpoint(tmp_path / "pulled")) == bits_of(next_state(chain.state, 8))
 
 
@@ -545,7 +549,7 @@ def test_no_attachment_has_the_name_of_a_mirror_s_record(tmp_path: Path, monkeyp
     folder = write(tmp_path / "slot", config_json=OLD, deltawire_json=b"of a mirror")
     with Publisher(store, attachments=folder, options=OPTIONS) as publisher:
         assert set(publisher.publish(first_state()).attachments) == {"config.json"}
-    monkeypatch.setattr("deltawire.publish.attachments.read_files.MIRROR_RECORD_FILE", "-")  # as earlier releases did
+    monkeypatch.setattr("deltawire.publish.attachments.read_files.MIRROR_RECORD_FILE", "-")  # earlier releases behaved like this
     with Publisher(store, attachments={"config.json": OLD, "deltawire.json": NEW}, options=OPTIONS) as publisher:
         publisher.publish(next_state(first_state(), 1))
     with Subscriber(store, tmp_path / "mirror") as subscriber:

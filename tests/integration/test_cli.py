@@ -1,4 +1,4 @@
-"""The commands for delta files, as real processes with real safetensors files."""
+"""Run the commands for delta files as real processes on real safetensors files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def succeed(*arguments: object) -> dict[str, Any]:
 
 
 def fail(*arguments: object, kind: str) -> str:
-    """Run with and without --json: one red line on stderr, exit code 1, and the error as JSON on stdout only if asked for."""
+    """Run a command that must fail, with and without --json.
+
+    It must print one red line to stderr, exit with code 1, and print the error as JSON to stdout only with --json.
+    """
     plain, asked = run(*arguments), run(*arguments, "--json")
     for done in (plain, asked):
         assert done.returncode == 1, done.stdout + done.stderr
@@ -104,7 +107,10 @@ def halves(tensors: Tensors) -> dict[str, Tensors]:
 
 
 def load(path: Path) -> Tensors:
-    """Return the tensors that the safetensors library finds in a file. Its NumPy part cannot load fp8, so the arrays are made here."""
+    """Return the tensors that the safetensors library finds in a file.
+
+    Its NumPy part cannot load fp8, so this function makes the arrays.
+    """
     return {
         name: np.frombuffer(found["data"], dtype_named(found["dtype"]).numpy).reshape(found["shape"])
         for name, found in deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
@@ -347,7 +353,7 @@ def test_version_and_help_do_not_need_the_codec() -> None:
         assert run(command, "--help").returncode == 0
 
 
-# Processes that are stopped, starved or killed on the way. Each runs the real command after a few lines of preparation.
+# Tests in which processes are stopped, starved or killed. Each process runs the real command after a few lines of preparation.
 
 _MAIN = "\nfrom deltawire.cli import main\nmain()\n"
 _PAUSE = "import sys, time\ndef pause(*_, **__):\n    print('paused', flush=True)\n    time.sleep(60)\n"

@@ -52,7 +52,7 @@ def files_below(directory: Path) -> dict[Path, bytes]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints `old` and `new`, and a `chain` with both, of steps 1 and 2."""
+    """Make the checkpoints `old` and `new`, and a `chain` that has both, as steps 1 and 2."""
     place = tmp_path_factory.mktemp("made")
     save(place / "old", model())
     save(place / "new", updated(model()))
@@ -92,7 +92,7 @@ def test_a_dry_run_publishes_nothing_and_predicts_the_version(place: Path) -> No
     copy = shutil.copytree(place / "chain", place / "copy")
     done = ask("publish", other, copy, "--resume-from", 1)
     assert (done["version"], done["kind"]) == (back["version"], back["kind"])
-    # The forecast was right.
+    # The prediction was right.
     done = ask("publish", place / "old", place / "chain")
     assert (done["version"], done["kind"], done["changed"]) == (again["version"], again["kind"], again["changed"])
     assert abs(done["bytes"] - again["bytes"]) < 1000
@@ -134,7 +134,7 @@ def test_wrong_usage_is_reported_as_json_too(arguments: list[str], said: str) ->
 def test_a_pull_names_the_chain_as_others_do_and_counts_only_what_it_fetches(place: Path) -> None:
     pulled = ask("pull", place / "chain", place / "out")
     assert pulled["url"] == ask("log", place / "chain")["url"] == (place / "chain").as_uri()
-    assert pulled["hops"] == 2  # the fence of the second publisher, between the two, has no data
+    assert pulled["hops"] == 2  # the fence of the second publisher is between the two, and has no data
     assert "a full checkpoint and one delta\n" in call("pull", place / "chain", place / "out", "--force")
 
 
@@ -180,7 +180,7 @@ def test_a_layout_that_cannot_be_used_is_passed_over(place: Path, wrong: str) ->
         good["index"] = json.dumps({"weight_map": {name: file for file, text in good["files"].items() for name in json.loads(text)}})
     elif wrong == "outside":
         good["files"] = {f"../{name}": text for name, text in good["files"].items()}
-    elif wrong.startswith("bomb"):  # of a kind that takes 25 times its size in memory
+    elif wrong.startswith("bomb"):  # this pattern takes 25 times its size in memory
         bomb = '{"weight_map":{},"x":[' + "[]," * 100_000 + "[]]}"
         places = {"bomb in index": {"index": bomb}, "bomb in file": {"files": dict.fromkeys(good["files"], bomb)}}
         good |= places.get(wrong, {"x": json.loads(bomb)})
@@ -242,14 +242,14 @@ def test_keys_may_be_in_files(place: Path) -> None:
 def test_a_command_runs_once_for_each_version(place: Path) -> None:
     mirror, journal = place / "mirror", place / "journal"
     write = f'echo "$DELTAWIRE_VERSION $DELTAWIRE_SEQ $DELTAWIRE_STEP $(ls "$DELTAWIRE_PATH" | grep -c config.json)" >> {journal}'
-    for _ in range(2):  # the second finds nothing new
+    for _ in range(2):  # the second call finds nothing new
         call("follow", place / "chain", mirror, "--once", "--exec", write)
     assert journal.read_text() == "2 3 2 1\n"
     call("publish", place / "old", place / "chain")
     failing = f"{write}; exit 7"
     assert "exited with code 7" in call("follow", place / "chain", mirror, "--once", "--exec", failing, code=1)
-    assert_same(loaded(mirror / "current"), model())  # the mirror has the version nevertheless
-    call("follow", place / "chain", mirror, "--once", "--exec", failing, code=1)  # runs again, because it failed
+    assert_same(loaded(mirror / "current"), model())  # the mirror has the version although the command failed
+    call("follow", place / "chain", mirror, "--once", "--exec", failing, code=1)  # the command runs again, because it failed
     assert journal.read_text().splitlines()[1:] == ["3 5  1"] * 2
 
 

@@ -25,7 +25,7 @@ def states(count: int) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints `step-0` and `step-1`, their difference `delta`, a `chain` with a rewind, and one with a `broken` object."""
+    """Make the checkpoints `step-0` and `step-1`, their difference `delta`, a `chain` with a rewind, and one with a `broken` object."""
     place = tmp_path_factory.mktemp("place")
     versions = states(7)
     for number, state in enumerate(versions[:2]):
@@ -79,7 +79,7 @@ def test_output_fits_the_terminal_and_breaks_no_words(place: Path, columns: int)
     assert_codes(shown)
     for name, each in shown.items():
         for line in each.lines:
-            # A word that is longer than a line, such as the key of an object, is left to the terminal.
+            # The terminal breaks a word that is longer than a line, such as the key of an object.
             assert cell_len(line) <= columns or " " not in line.strip(), f"{name}: {line!r}"
     words = {word for each in shown.values() for line in each.lines for word in line.split()}
     assert {"checkpoint", "published", "version", "skip"} <= words
@@ -124,7 +124,7 @@ def test_a_terminal_without_unicode_gets_plain_characters(place: Path) -> None:
 def test_damage_is_called_damage_and_counted_by_cause(place: Path) -> None:
     verified, pulled = in_pipe("utf-8", ["verify", "--deep", place / "broken"], ["pull", place / "broken", place / "no", "--at", 1])
     assert "damage found: 1 problem\n" in verified.text
-    assert re.search(r"new readers +cannot reach the newest version", verified.text)  # which is a consequence
+    assert re.search(r"new readers +cannot reach the newest version", verified.text)  # this follows from the damage
     assert verified.text.count(" is damaged: ") == 1
     assert re.search(r"noticed at: version 1 \(commit 1\), .*version 2 \(commit 2\)", verified.text)
     assert re.search(r"error: data/\S+ in \S+ is damaged: ", pulled.text)

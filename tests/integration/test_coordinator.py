@@ -1,4 +1,4 @@
-"""The trainer's side of a fleet over real stores, with members on threads of their own, and the history of a real chain."""
+"""The trainer's side of a fleet over real stores, with members on their own threads and the history of a real chain."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OPTIONS = FleetOptions(lease_seconds=600, poll_seconds=0.02)
 
 
 def patient() -> Scheduler:
-    """Takes no member for a straggler, however slow this machine is: each task is done once."""
+    """Return a scheduler that considers no member a straggler, however slow this machine is. Each task is done once."""
     return Scheduler(straggler=1e6, patience=1e6)
 
 
 class Working:
-    """Members that work until they are told to leave."""
+    """Members that work until the trainer tells them to leave."""
 
     def __init__(self, store: Store, *names: str) -> None:
         self.members = [Member(store, name, ChainLog(store)) for name in names]
@@ -125,7 +125,7 @@ def test_rounds_for_steps_that_are_past_or_too_far_ahead_are_refused() -> None:
         with pytest.raises(ValueError, match="no round"):
             fleet.collect(1)
         first = fleet.open_round(rows_for(1), for_step=1, sampling=SAMPLING)
-        assert fleet.open_round(rows_for(2), for_step=1, sampling=SAMPLING) == first  # it is open already
+        assert fleet.open_round(rows_for(2), for_step=1, sampling=SAMPLING) == first  # the round is already open
         with pytest.raises(FleetTimeout):
             fleet.collect(1, timeout=0)
 
@@ -185,12 +185,12 @@ def test_what_a_rewind_abandoned_is_known_as_such() -> None:
         assert [found.live for version in first if (found := lives.find(version.seq)) is not None] == [True, True, False, False]
         assert [found.live for version in again if (found := lives.find(version.seq)) is not None] == [True, True]
         later = publish(publisher, 4)
-        found = lives.find(later.seq)  # which was not there when it looked first
+        found = lives.find(later.seq)  # this version did not exist at the first look
         assert found is not None
         assert (found.live, found.step, found.digest) == (True, 4, later.digest)
         assert lives.find(later.seq + 1) is None
         assert lives.newest() == found
-        assert lives.find(0) is None  # a fence is no version
+        assert lives.find(0) is None  # a fence is not a version
 
 
 def test_versions_between_a_resumed_one_and_its_anchor_are_abandoned_too() -> None:

@@ -1,4 +1,4 @@
-"""The examples and benchmarks run as they are. `make demo` is tested in tests/demo."""
+"""The examples and benchmarks run as they are. tests/demo tests `make demo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes and real SIGKILLs, at any moment: nothing acknowledged is lost, and nothing torn is ever served."""
+"""Real processes get a real SIGKILL at any moment. No acknowledged version is lost, and no incomplete version is served."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def wait_until(happened: Callable[[], bool], nursery: Nursery, child: int) -> No
     deadline = time.monotonic() + _PATIENCE
     while not happened():
         assert nursery.is_running(child), "the child ended by itself"
-        assert time.monotonic() < deadline, "the child got nothing done"
+        assert time.monotonic() < deadline, "the child made no progress"
         time.sleep(0.002)
 
 
 def kill_publishers(nursery: Nursery, url: str, journal: Path, kills: int) -> None:
-    """One publisher after the other; half of them are killed while they open the run or soon after, the others later."""
+    """Start and kill one publisher after the other. Half of them are killed while they open the run or soon after, the others later."""
     moments = random.Random(1)
     for number in range(kills):
         before = len(lines_of(journal))
@@ -83,7 +83,7 @@ def test_what_killed_publishers_acknowledged_is_in_a_chain_on_s3(tmp_path: Path,
 
 
 def served_step(mirror: Path) -> int:
-    """The step of the version that a mirror serves, all of which is compared with what was published."""
+    """Return the step of the version that a mirror serves, after comparing all of its weights with the published ones."""
     with reading_mirror(mirror) as path:
         record: dict[str, Any] = json.loads(json.loads((path / "deltawire.json").read_text())["record"])
         assert bits_of(Checkpoint(path)) == bits_of(state_of(record["step"]))
@@ -98,7 +98,7 @@ def test_a_mirror_whose_subscribers_are_killed_serves_whole_versions_and_fetches
         engine = nursery.start("load", mirror, loaded)
         for number in range(KILLS):
             child = nursery.start("mirror", store, mirror, events)
-            for _ in range(2):  # no more, so that deltas stay the cheapest way for who is killed too early to keep up
+            for _ in range(2):  # only two, so that deltas stay the cheapest route for a reader that is killed too early to keep up
                 time.sleep(moments.uniform(0.0, 0.06))
                 step += 1
                 newest = publisher.publish(state_of(step), step=step)
@@ -108,26 +108,26 @@ def test_a_mirror_whose_subscribers_are_killed_serves_whole_versions_and_fetches
                 time.sleep(moments.uniform(0.0, 0.03))
             nursery.kill(child)
             if served >= 0 or (mirror / "current").exists():
-                assert served_step(mirror) >= served  # it never goes back
+                assert served_step(mirror) >= served  # the mirror never goes back to an older version
                 served = served_step(mirror)
         assert served > 0
         with Subscriber(store, mirror) as subscriber:
-            assert subscriber.version is not None  # before any sync
+            assert subscriber.version is not None  # there is a version before any sync
             assert subscriber.version.step == served
             head = subscriber.sync()
             assert head == publisher.version
             assert bits_of(subscriber.state) == bits_of(state_of(step))
         assert served_step(mirror) == step
         wait_until(lambda: ["loaded", str(head.seq)] in lines_of(loaded), nursery, engine)
-        nursery.kill(engine)  # which must be running still: it ends when it loads anything but a whole version
+        nursery.kill(engine)  # it must still be running, because it ends if it loads anything but a whole version
     assert_little_was_fetched(lines_of(events))
     assert len(list((mirror / "slots").iterdir())) <= 2
 
 
 def assert_little_was_fetched(events: list[list[str]]) -> None:
-    """The first version comes as a checkpoint, perhaps to several processes in parts, and all others as deltas."""
+    """Check that only the first version was fetched as a checkpoint, perhaps in parts by several processes, and all others as deltas."""
     sizes = [int(size) for name, _, size in events if name == "synced"]
     state_bytes = sum(array.nbytes for array in state_of(0).values())
-    assert len(sizes) >= KILLS // 2  # every other child was waited for
+    assert len(sizes) >= KILLS // 2  # the test waited for every second child
     assert [size for size in sizes[1:] if size > state_bytes // 2] == []
     assert not [event for event in events if event[0] == "resynced"]

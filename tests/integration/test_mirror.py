@@ -1,4 +1,4 @@
-"""A mirror among processes: they are killed at any step, share it, lag behind, and what is served is always one whole version."""
+"""Several processes share a mirror, are killed at any step, or lag behind. The mirror always serves one whole version."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ subscriber.sync()
 
 
 def child(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """A separate Python process."""
+    """Start a separate Python process."""
     return ForkedPopen("light", ["-W", "error", "-c", code, *arguments], text=True, **options)
 
 
@@ -309,7 +309,7 @@ def test_a_directory_that_cannot_be_a_mirror_is_refused(chain: ToyChain, tmp_pat
     with pytest.raises(MirrorError):
         synced(chain, tmp_path / "file")
     with pytest.raises(MirrorError):
-        synced(chain, tmp_path)  # it holds other things
+        synced(chain, tmp_path)  # the directory holds other files
 
 
 def test_a_full_disk_is_an_error_that_heals(chain: ToyChain, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:

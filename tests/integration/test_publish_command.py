@@ -1,4 +1,4 @@
-"""`deltawire publish`: commands as processes, and a directory as the store."""
+"""`deltawire publish`, run as processes with a directory as the store."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_weights_that_are_not_finite_are_refused_before_the_run_is_taken_over(ch
     assert "2 weights are NaN or infinite, in 'w' (2)" in fail("publish", tmp_path / "bad.safetensors", chain, kind="NonFiniteWeights")
     assert sorted(path.name for path in (chain / "commit").iterdir()) == before
     done = succeed("publish", tmp_path / "bad.safetensors", chain, "--allow-nonfinite")
-    assert ["NaN" in warning for warning in done["warnings"]] == [False, True]  # it also warns about float32
+    assert ["NaN" in warning for warning in done["warnings"]] == [False, True]  # the other warning is about float32
 
 
 def test_a_checkpoint_above_the_limits_of_the_run_is_refused_before_the_run_is_taken_over(tmp_path: Path) -> None:

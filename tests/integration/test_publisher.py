@@ -1,4 +1,4 @@
-"""The publisher against stores that work, read back by a plain reader made from docs/protocol.md alone."""
+"""A publisher on stores without faults. A plain reader, written from docs/protocol.md alone, reads the chain back."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_skips_lead_from_version_to_version_bit_for_bit():
 
 
 def test_from_any_version_the_newest_is_a_few_objects_away():
-    """At most three skips of each length up, and three down again; the versions between are hundreds."""
+    """A route has at most three skips of each length, first longer and then shorter ones, across hundreds of versions."""
     store = MemoryStore()
     versions = 4**4 + 3
     with publisher(store, anchor_policy=AnchorPolicy(10**6, None)) as chain:
@@ -204,7 +204,7 @@ def test_segments_leave_while_later_ones_are_still_encoded(monkeypatch):
     began: list[bool] = []
 
     def encode_late(*arguments, **options):
-        if began:  # not the first segment: that must have arrived before another is encoded
+        if began:  # the first segment must have arrived before another one is encoded
             assert store.arrived.wait(300)
         began.append(True)
         return encode(*arguments, **options)
@@ -220,7 +220,7 @@ def test_segments_leave_while_later_ones_are_still_encoded(monkeypatch):
 
 
 class Watched(WrappedStore):
-    """`arrived` is set when the upload of data has ended."""
+    """A store that sets `arrived` when the upload of data has ended."""
 
     def __init__(self, inner):
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Publishing in the background."""
+"""A publisher publishes in the background."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def _no_pauses(monkeypatch):
 
 
 PATIENCE = 120
-"""Seconds until a test that waits for another thread gives up. No test passes or fails by how fast a thread is."""
+"""The number of seconds for which a test waits for another thread. No test passes or fails because of the speed of a thread."""
 
 
 class Gate(FaultyStore):
-    """Commits of the background thread wait until the gate is opened; shortcuts pass."""
+    """A store in which commits of the background thread wait until `open` is set. Shortcuts do not wait."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStore())
@@ -56,7 +56,7 @@ def test_in_the_background_the_newest_state_supersedes_one_that_waits():
         assert store.reached.wait(PATIENCE)
         waiting = [chain.publish(training.step(), step=step) for step in range(1, 5)]
         last = copied(training.state)
-        training.step()  # goes on in place: the snapshot is another memory
+        training.step()  # training goes on in place, because the snapshot has its own memory
         assert not first.done()
         with pytest.raises(TimeoutError):
             chain.flush(timeout=0.01)
@@ -73,7 +73,10 @@ def test_in_the_background_the_newest_state_supersedes_one_that_waits():
 
 
 def test_background_versions_are_bit_for_bit_whatever_the_buffers():
-    """Of every seven states one lands at once, one is being published while the others come, and five supersede each other."""
+    """In each group of seven states, the first is published at once.
+
+    The second is being published while five others supersede each other.
+    """
     store = Gate()
     training = Training()
     states = {}
@@ -81,7 +84,7 @@ def test_background_versions_are_bit_for_bit_whatever_the_buffers():
         handles = []
         for step in range(60):
             state = training.step()
-            handles.append((chain.publish(training.state), state))  # the next step changes it in place
+            handles.append((chain.publish(training.state), state))  # the next step changes the state in place
             if step % 7 == 0:
                 store.open.set()
                 chain.flush(PATIENCE)
@@ -191,7 +194,7 @@ def test_leaving_by_an_error_warns_of_what_could_not_be_published():
         train()
     (told,) = [str(each.message) for each in warned if each.category is VersionsLost]
     assert "because of ZeroDivisionError" in told
-    assert "with Publisher(...)" not in told  # that is what was used
+    assert "with Publisher(...)" not in told  # the program already used it
     assert [event.name for event in events][-1] == "versions-lost"
 
 
@@ -240,7 +243,10 @@ if how == "raise":
 
 @pytest.mark.parametrize("how", ["return", "raise", "full", "hang", "late", "late full"])
 def test_what_was_accepted_is_published_when_the_process_ends(tmp_path, how):
-    """Else the process says so. It ends also if an upload never does; and threads may publish after the main thread has ended."""
+    """If the publication fails, the process reports it.
+
+    The process also ends if an upload never ends. Threads may publish after the main thread has ended.
+    """
     done = finished_python(AT_EXIT, str(tmp_path), how)
     assert done.returncode == {"return": 0, "late": 0, "raise": 1}.get(how, 120), done.stderr
     assert "Exception ignored" not in done.stderr
@@ -255,7 +261,7 @@ def test_what_was_accepted_is_published_when_the_process_ends(tmp_path, how):
 
 
 def test_the_end_of_a_process_waits_for_what_follows_a_version():
-    """Else Python stops a thread that makes skips, in native code, which may abort the process."""
+    """Without this wait, Python would stop a thread that makes skips in native code, which may abort the process."""
     begun, go, tended = threading.Event(), threading.Event(), []
 
     def tend():

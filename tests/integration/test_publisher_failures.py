@@ -1,4 +1,4 @@
-"""The publisher against others of its kind, stores that fail and processes that die."""
+"""A publisher competes with other publishers, and meets stores that fail and processes that die."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_lost_answer_to_a_commit_is_no_lost_version(fault, kind):
 
 
 class Deaf(FaultyStore):
-    """While `deaf`, no answer comes back about commits: they are created or not, but nobody learns of it."""
+    """A store that answers no request about commits while it is `deaf`. With `creates` it still creates them."""
 
     def __init__(self, *, creates: bool) -> None:
         super().__init__(MemoryStore())
@@ -151,7 +151,7 @@ def test_an_open_commit_is_settled_before_the_next(landed, open_seq, background)
             else:
                 assert publish(given).seq == seq
             for array in given.values():
-                array[...] = 0  # what the caller does with its memory afterwards must not matter
+                array[...] = 0  # later changes of the caller's memory must not matter
             states[seq] = state
     assert_chain_holds(store, states)
     for info in store.list("skip/"):
@@ -213,7 +213,7 @@ def test_a_failing_hint_is_no_failure():
 
 
 class Interrupted(dict):
-    """A state that Ctrl-C strikes upon the n-th look at a tensor."""
+    """A state that raises KeyboardInterrupt at the n-th access to a tensor."""
 
     def __init__(self, state, after: int) -> None:
         super().__init__(state)
@@ -286,7 +286,7 @@ def test_a_baseline_that_rots_in_memory_is_rebuilt_from_the_store():
 
 @pytest.mark.parametrize("fault", [Before, After])
 def test_a_process_that_dies_at_any_call_loses_no_version_that_it_acknowledged(fault):
-    """Every call of a whole session, shortcuts included, is the last one once; then another publisher takes over."""
+    """The process dies at each call of a whole session once, shortcuts included. Then another publisher takes over."""
     index = 0
     while True:
         inner = MemoryStore()
@@ -302,7 +302,7 @@ def test_a_process_that_dies_at_any_call_loses_no_version_that_it_acknowledged(f
             pass
         acknowledged |= published(inner, 2, training)
         assert_chain_holds(inner, acknowledged)
-        if index >= len(store.calls):  # it was over before
+        if index >= len(store.calls):  # the session ended before this call
             assert index > 35
             return
         index += 1
@@ -311,7 +311,7 @@ def test_a_process_that_dies_at_any_call_loses_no_version_that_it_acknowledged(f
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_a_bad_store_does_no_acknowledged_version_is_lost(seed, background):
-    """Any call may fail, before or after it was done; whoever published may try on, or give way to another publisher."""
+    """Any call may fail before or after the store performs it. The publisher continues, or another publisher takes over."""
     luck = np.random.default_rng(seed)
     inner = MemoryStore()
 
@@ -343,7 +343,7 @@ def test_whatever_a_bad_store_does_no_acknowledged_version_is_lost(seed, backgro
 
 
 def test_a_signal_handler_may_close_in_the_middle_of_a_publication():
-    """It runs on the thread that publishes, as listeners do."""
+    """The handler runs on the thread that publishes, as listeners do."""
     store = MemoryStore()
     states, training = {}, Training()
 

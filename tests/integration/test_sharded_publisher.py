@@ -1,4 +1,4 @@
-"""Many processes publish one model, played by threads; plain readers follow."""
+"""Several processes publish one model. Threads act as the processes, and plain readers follow."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_anchors_are_ordinary_checkpoints_written_by_all(tmp_path):
 
 
 def publish_through(stores, versions, size=2, failing=1, error=StoreUnavailable):
-    """Publish from ranks with these stores; version number `failing` must fail with this error at all ranks, and is then left out."""
+    """Publish from ranks with these stores. Version number `failing` must fail with this error at all ranks, and is then omitted."""
 
     def work(ranks):
         messages, found = [], []
@@ -198,7 +198,7 @@ def test_what_fails_at_one_rank_fails_at_all_and_nothing_is_published(tmp_path):
 
 
 class SecondUpload:
-    """Strikes at the second upload of data through a store."""
+    """A condition that holds at the second upload of data through a store."""
 
     def __init__(self):
         self.seen = 0
@@ -218,7 +218,7 @@ def test_a_commit_whose_outcome_is_unknown_is_found_out_at_the_next_call(tmp_pat
     messages, found = publish_through(stores, versions, error=CommitOutcomeUnknown)
     assert "rank 0: " in messages[1]
     assert [version.kind for version in found] == ["anchor", "delta", "delta"]
-    assert found[-1].updates == 4  # its own bytes are tried again first, so it lands one way or the other
+    assert found[-1].updates == 4  # the publisher first repeats its own bytes, so the version is published in both cases
     assert follow(tmp_path)[0] == bits_of(versions[3])
     assert verify(open_store(tmp_path), deep=True).problems == []
 

@@ -1,4 +1,4 @@
-"""Many processes take a chain up at an older version, or with other keys than before. Played by threads; plain readers follow."""
+"""Several processes resume a chain from an older version, or with other keys. Threads act as the processes, and plain readers follow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deltawire.store import open_store
 from deltawire.testing import After, Before, FaultyStore, call
 
 OLDER = 2
-"""The version that is gone back to: that of `states()[1]`, since a fence is the first commit."""
+"""The version to resume from. It has `states()[1]`, because the first commit is a fence."""
 
 
 def kinds(url):
@@ -86,7 +86,7 @@ def test_a_damaged_version_is_refused_before_anybody_is_fenced_off(tmp_path):
 
 
 def test_a_chain_whose_newest_version_is_damaged_goes_on_with_a_full_checkpoint(tmp_path, monkeypatch):
-    """Also where the damage is found only by the ranks, since the objects are too large for one process to read."""
+    """This also holds if only the ranks find the damage, because the objects are too large for one process to read."""
     versions = states(4)
     publish_all(tmp_path, 2, versions[:2])
     damage(tmp_path, read_commits(open_store(tmp_path))[1]["files"][0]["key"])
@@ -156,7 +156,7 @@ def test_a_chain_of_an_earlier_key_is_taken_up_by_who_trusts_it(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_signed_checkpoint_that_was_changed_without_changing_its_digest_is_not_taken_up(tmp_path, size):
-    """A delta to such a base would lead readers, who have the right one, to wrong weights with the right digest."""
+    """A delta to such a base would lead readers, which have the right base, to wrong weights with the right digest."""
     key = SigningKey.generate()
     first, second = ({name: np.full(768, value, np.float16) for name in ("a", "b")} for value in (1, 2))
     second["a"] = first["a"].copy()

@@ -1,4 +1,4 @@
-"""Skips that many processes make together, played by threads; plain readers take them."""
+"""Several processes make skips together. Threads act as the processes, and plain readers use the skips."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def skips_in(url):
 
 
 def spans(url):
-    """(target, versions that it spans) of each skip."""
+    """Return the target and the number of versions of each skip."""
     return sorted((skip["target"]["seq"], skip["target"]["seq"] - skip["base"]["seq"]) for skip in skips_in(url))
 
 
@@ -55,7 +55,7 @@ def test_a_late_joiner_reads_few_objects(tmp_path):
     assert follow(store)[0] == bits_of(versions[-1])
     read = {each.key for each in store.calls if each.op == "read_into" and each.key.startswith("data/")}
     checkpoint = {file["key"] for file in read_commits(open_store(tmp_path))[1]["files"]}
-    assert len(read - checkpoint) == 2 * 3  # the files of both ranks, for 64 + 4 + 1 versions
+    assert len(read - checkpoint) == 2 * 3  # both ranks' files, for hops over 64, 4 and 1 versions
 
 
 def test_skips_can_be_left_out_and_are_counted_anew_by_whoever_takes_the_chain_up(tmp_path):
@@ -66,7 +66,8 @@ def test_skips_can_be_left_out_and_are_counted_anew_by_whoever_takes_the_chain_u
     ((target, _),) = spans(tmp_path)
     (skip,) = skips_in(tmp_path)
     commits = read_commits(open_store(tmp_path))
-    assert (commits[target]["step"], commits[skip["base"]["seq"]]["step"]) == (3, 5)  # of the second job, and the last of the first
+    # the skip leads to a version of the second job, from the last version of the first job
+    assert (commits[target]["step"], commits[skip["base"]["seq"]]["step"]) == (3, 5)
     publish_all(tmp_path, 2, versions[12:], anchor_policy=NO_ANCHORS, resume_from=target)
     rewinds = [commit["seq"] for commit in read_commits(open_store(tmp_path)) if commit["kind"] == "rewind"]
     assert [skip["base"]["seq"] for skip in skips_in(tmp_path)[1:]] == rewinds
@@ -92,13 +93,13 @@ def test_a_skip_that_fails_at_one_rank_is_reported_and_publishing_goes_on(tmp_pa
 
     assert run_ranks(2, work) == [None, None]
     assert [event.fields["kind"] for event in events if event.name == "shortcut-failed"] == ["skip"]
-    assert spans(tmp_path) == [(9, 4), (13, 4), (17, 4), (17, 16)]  # not that to the fifth version
+    assert spans(tmp_path) == [(9, 4), (13, 4), (17, 4), (17, 16)]  # the skip to the fifth version is missing
     assert follow(tmp_path)[0] == bits_of(versions[-1])
     assert verify(open_store(tmp_path), deep=True).problems == []
 
 
 class SixthUpload:
-    """Strikes at the sixth upload of data through a store: after one of a checkpoint and those of four deltas, the first of a skip."""
+    """A condition that holds at the sixth upload of data. It is the first of a skip, after one of a checkpoint and four of deltas."""
 
     def __init__(self):
         self.seen = 0
@@ -109,11 +110,11 @@ class SixthUpload:
 
 
 def test_there_is_no_skip_over_what_one_rank_had_to_forget(tmp_path, monkeypatch):
-    monkeypatch.setattr(history, "_LEAST", 0)  # so that what may be kept depends on what a rank has
+    monkeypatch.setattr(history, "_LEAST", 0)  # so the limit depends only on the size of a rank's tensors
     versions = states(9)
     half = versions[0]["embed"].shape[0] // 2
     noise = np.random.default_rng(1).standard_normal((half, 96))
-    for state in versions[2:]:  # with the third version all that the first rank has of the largest tensor is new
+    for state in versions[2:]:  # from the third version on, the whole part of the largest tensor that the first rank has is new
         state["embed"][:half] = noise
     publish_all(tmp_path, 2, versions, anchor_policy=NO_ANCHORS)
     assert spans(tmp_path) == [(9, 4)]

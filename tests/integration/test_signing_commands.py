@@ -29,7 +29,7 @@ def test_readers_accept_only_versions_that_a_trusted_key_signed(checkpoints: lis
     succeed("gc", moved, "--trust", keys[0], "--run", chain.name)
     succeed("verify", moved)
     assert "--run" in fail("verify", moved, "--trust", keys[0], kind="WrongRun")
-    assert "of its own" not in fail("verify", moved, "--run", "other", kind="RunMismatch")  # which is for publishers
+    assert "of its own" not in fail("verify", moved, "--run", "other", kind="RunMismatch")  # that hint is for publishers
 
 
 def test_publishers_go_on_only_with_a_chain_that_is_signed_as_they_sign(checkpoints: list[Path], tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_publishers_go_on_only_with_a_chain_that_is_signed_as_they_sign(checkpoi
     for options in ([], ["--sign", tmp_path / "new"]):
         refused = fail("publish", checkpoints[1], chain, *options, kind="SignatureInvalid")
         assert "`--sign KEYFILE`" in refused
-        assert "Trust the key that the publisher signs with" not in refused  # which is for readers
+        assert "Trust the key that the publisher signs with" not in refused  # that hint is for readers
     not_a_key = checkpoints[0] / "config.json"
     for command in (["publish", checkpoints[1], chain, "--sign", not_a_key], ["keygen", "--public", not_a_key]):
         done = run(*command)

@@ -1,4 +1,4 @@
-"""A subscriber on a chain, in memory and with a mirror: it gets to every version bit for bit, and stays at a whole one when it cannot."""
+"""A subscriber in memory and with a mirror reaches every version bit for bit. If it cannot, it keeps a whole version."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def chain() -> ToyChain:
 
 @pytest.fixture(params=["memory", "mirror"])
 def subscribe(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subscribe]:
-    """Makes subscribers of one kind; all that have a mirror share it."""
+    """Return a function that opens subscribers of one kind. All that have a mirror share it."""
     made: list[Subscriber] = []
 
     def make(chain: ToyChain | Store, **options: Any) -> Subscriber:
@@ -79,7 +79,7 @@ def data_reads(store: CountingStore) -> list[str]:
 
 
 class CountingStore(MemoryStore):
-    """Remembers what was read, and fails when told to."""
+    """A store that records what was read. It fails if `failure` or `put_failure` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def test_a_store_that_went_back_is_noticed(chain: ToyChain, subscribe: Subscribe
     subscriber.sync()
     good = bits_of(subscriber.state)
     chain.store.delete([keys.commit_key(4)])
-    subscriber._chain.log._kept.clear()  # as if another process looked
+    subscriber._chain.log._kept.clear()  # now it reads like another process
     with pytest.raises(RollbackDetected):
         subscriber.sync()
     assert bits_of(subscriber.state) == good
@@ -432,7 +432,7 @@ def test_a_pin_is_written_renewed_and_removed(chain: ToyChain, subscribe: Subscr
     def pinned() -> int:
         return Pin.parse(chain.store.get(keys.pin_key("member-1"), limit=1 << 16)).seq
 
-    assert pinned() == 0  # so that version 1 stays, the anchor that it began with
+    assert pinned() == 0  # so the collection keeps version 1, the anchor from which the reader started
     now = [10_000.0]
     subscriber._pins._clock = lambda: subscriber._pins._next + now[0]
     subscriber.sync()

@@ -22,7 +22,7 @@ def test_a_sound_chain_passes(chain: Path, deep: list[str]) -> None:
 def test_a_flipped_bit_is_found_and_named(chain: Path) -> None:
     damaged = data_of(chain, 3)[0]
     flip_a_bit(damaged)
-    assert run("verify", chain).returncode == 0  # the sizes are right
+    assert run("verify", chain).returncode == 0  # without reading the data, only the sizes are checked
     for arguments in (["--deep"], ["--deep", "--json"]):
         done = run("verify", chain, *arguments)
         assert (done.returncode, done.stderr) == (3, "")
@@ -70,7 +70,7 @@ def test_lost_data_are_found_and_named(chain: Path) -> None:
 
 def test_collection_says_what_it_would_do_and_does_it(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
     assert succeed("gc", chain)["outcome"] == "nothing"
-    for number in range(2):  # other tensors each time, so that full checkpoints are published
+    for number in range(2):  # each publication has different tensors, so it is a full checkpoint
         tensors = {name: array for name, array in state(0).items() if number or name != "scale"}
         succeed("publish", save_checkpoint(tmp_path / f"other-{number}", tensors), chain)
     before = {path for path in chain.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""Servers for these tests. Their logs are shown with each test that fails."""
+"""Servers for these tests. The logs of the servers are shown with each test that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A failed upload must leave nothing on the service, where it would cost money."""
+"""A failed upload must leave nothing on the service, because it would cost money there."""
 
 from __future__ import annotations
 
