@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from fetch_clock import Waiting
 
 from deltawire.chain.fetch import Fetcher
 from deltawire.store import create_rule
@@ -14,18 +15,6 @@ from deltawire.store import create_rule
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create_rule, "_FIRST_PAUSE", 0.0)
     monkeypatch.setattr(os, "fsync", lambda file: None)
-
-
-class Waiting:
-    """A clock for fetchers. It moves only when they sleep, and it then calls `meanwhile`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.meanwhile = lambda: None
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.meanwhile()
 
 
 @pytest.fixture

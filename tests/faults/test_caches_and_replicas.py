@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from conftest import Waiting
+from fetch_clock import Waiting
 from publications import Ledger, Listener, assert_one_history, bits_at, open_publisher, open_subscriber, published, visible_step
 from support import bits_of
 from toy_chain import ToyChain, first_state

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Waiting
+from fetch_clock import Waiting
 from publications import (
     SESSION,
     At,

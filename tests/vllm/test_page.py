@@ -7,15 +7,18 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from conftest import Run
 from live_server import LiveServer, LiveSidecar, wait_until
 from tiny_checkpoints import TinyModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
 from markdown_blocks import ROOT, blocks
+
+if TYPE_CHECKING:
+    from conftest import Run
 
 PAGES = ("docs/serve.md", "docs/fleet.md")
 
