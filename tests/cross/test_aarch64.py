@@ -1,4 +1,4 @@
-"""The native codec on another processor gives the same bytes. It is cross-compiled and runs under qemu. Skipped without these tools."""
+"""The native codec gives the same bytes on another processor. The test cross-compiles it for qemu, and is skipped without these tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that answers SGLang's weight routes as sglang_contract.json records them, because SGLang does not run on CPUs.
+"""Run a server that answers SGLang's weight routes as sglang_contract.json records them, because SGLang does not run on CPUs.
 
 Every request must match the record exactly: any other route, method, field or type fails the request, and so do answers
 of this server that do not have the recorded shape. The server follows the rules that the record states in words (`rules`).

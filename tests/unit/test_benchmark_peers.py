@@ -1,4 +1,4 @@
-"""The re-implemented peers are exact: a comparison with a method that loses bits would be meaningless."""
+"""The re-implemented peers are exact, because a comparison with a method that loses bits would be meaningless."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import peers
 
 DTYPES = [np.uint16, np.uint8]
-ELEMENTS = 1_500_001  # several slabs in either width, and a tail that is no whole word
+ELEMENTS = 1_500_001  # this makes several slabs in both widths, and a tail that is not a whole word
 
 
 @pytest.fixture(params=peers.PEERS, ids=lambda peer: peer.name)
@@ -28,7 +28,7 @@ def weights(dtype: npt.DTypeLike, size: int = ELEMENTS) -> peers.Bits:
 
 
 def changed_at(base: peers.Bits, where: npt.ArrayLike) -> peers.Bits:
-    """A copy of `base` with another value, any but the old one, at the positions `where`."""
+    """Return a copy of `base` with different values at the positions `where`."""
     new = base.copy()
     where = np.asarray(where, np.int64)
     new[where] ^= np.random.default_rng(8).integers(1, np.iinfo(base.dtype).max, where.size, dtype=base.dtype, endpoint=True)
@@ -62,9 +62,9 @@ def test_round_trip(peer: peers.Peer, dtype: npt.DTypeLike, density: float) -> N
         [ELEMENTS - 1],
         [0, ELEMENTS - 1],
         [0, 1, 2, ELEMENTS - 2, ELEMENTS - 1],
-        # Skipping 65,535 just fits 16 bits; then gaps that need one bridge, exactly two, and more than two.
+        # A gap of 65,535 just fits into 16 bits. The next gaps need one bridge, exactly two, and more than two.
         np.cumsum([0, 65_536, 65_537, 1, 131_072, 131_073, 1, 196_609, 400_000]),
-        # Around the edges of the LEB128 lengths.
+        # These gaps are around the limits of the LEB128 lengths.
         np.cumsum([0, 127, 128, 129, 130, 16_383, 16_384, 16_385, 16_386, 1]),
     ],
     ids=["first", "last", "first and last", "ends", "16-bit gaps", "7-bit gaps"],
@@ -87,7 +87,7 @@ def test_many_blocks(peer: peers.Peer, dtype: npt.DTypeLike, monkeypatch: pytest
     monkeypatch.setattr(peers, "_SLAB_BYTES", 4096)
     monkeypatch.setattr(peers, "_BLOCK_CHANGES", 100)
     base = weights(dtype, 200_000)
-    # Odd counts, so that sections need padding, and a gap over many empty slabs.
+    # The counts are odd, so sections need padding. One gap covers many empty slabs.
     where = np.flatnonzero(np.random.default_rng(9).random(base.size) < 0.037)
     assert_exact(peer, base, changed_at(base, where[(where < 40_000) | (where > 180_000)]))
 
@@ -115,7 +115,7 @@ def test_unequal_tensors_are_no_delta() -> None:
 
 def test_bits_per_change_of_the_uncompressed_methods() -> None:
     base = weights(np.uint16, 1 << 20)
-    new = changed_at(base, np.arange(0, base.size, 64))  # gaps of 63: one byte of LEB128 each
+    new = changed_at(base, np.arange(0, base.size, 64))  # gaps of 63 take one byte of LEB128 each
     changes = base.size // 64
     assert len(peers.Int32Value().encode(base, new)) == pytest.approx(6 * changes, abs=64)
     assert len(peers.Leb128Value().encode(base, new)) == pytest.approx(3 * changes, abs=64)
@@ -131,7 +131,7 @@ def test_leb128_is_the_standard_encoding() -> None:
             number >>= 7
         return bytes([*out, number])
 
-    for last in range(1, len(numbers) + 1):  # each as the largest, since the largest decides the width of the words
+    for last in range(1, len(numbers) + 1):  # each is the largest once, because the largest decides the width of the words
         some = np.array(numbers[:last], np.int64)
         stream = peers.leb128_encode(some)
         assert stream.tobytes() == b"".join(map(reference, numbers[:last]))

@@ -1,4 +1,4 @@
-"""Casting weights to the type that the fleet serves."""
+"""Test casting weights to the type that the fleet serves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def published(base, masters):
 
 
 def test_scalars_are_rounded_separately():
-    """Each becomes a temporary array, and the next one may get the same address."""
+    """Each scalar becomes a temporary array, and the next array may get the same address."""
     names = "abcdef"
     state = published({name: np.zeros((), BF16) for name in names}, {name: np.float32(i + 1) for i, name in enumerate(names)})
     assert [float(state[name]) for name in names] == [1, 2, 3, 4, 5, 6]

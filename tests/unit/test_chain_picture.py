@@ -1,4 +1,4 @@
-"""The picture that `deltawire log` draws, and the commits that it finds void or abandoned."""
+"""Test the picture that `deltawire log` draws, and which commits it marks as void or abandoned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deltawire.store import keys, open_store
 
 @pytest.fixture
 def chain(tmp_path: Path) -> ToyChain:
-    """A fence, a checkpoint, eight deltas; a second writer that goes back to version 7, and two more deltas."""
+    """Return a chain of a fence, a checkpoint and eight deltas. A second writer rewinds to version 7 and adds two deltas."""
     chain = ToyChain(open_store(tmp_path))
     chain.anchor(first_state())
     chain.grow(8)
@@ -86,7 +86,7 @@ def test_the_last_ones_look_the_same_as_in_the_whole(chain: ToyChain, count: int
 def test_a_writer_that_was_fenced_off_leaves_void_commits(chain: ToyChain) -> None:
     chain.epoch = 1
     zombie = chain.delta()
-    del chain.commits[-1], chain.states[-1]  # the new writer passes over it
+    del chain.commits[-1], chain.states[-1]  # the new writer ignores it
     assert [entry.void for entry in read_history(ChainLog(chain.store), 1, by_commits=True).entries] == [True]
     assert [entry.commit.seq for entry in read_history(ChainLog(chain.store), None, by_commits=True).entries if entry.void] == [zombie.seq]
 

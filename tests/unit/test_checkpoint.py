@@ -1,4 +1,4 @@
-"""Reading checkpoints that are right, and refusing those that are not."""
+"""Valid checkpoints are read, and invalid ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copying a checkpoint into one that can be changed, and putting it in its place."""
+"""Test copying a checkpoint to one that can be changed, and moving the copy to its final path."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_replacing_never_deletes_what_is_not_a_checkpoint(base_directory: Path) 
         copy_checkpoint(source, out, replace=True)
     late = base_directory.with_name("late")
     with copy_checkpoint(source, late, replace=True) as state:
-        out.rename(late)  # it was not there at the start
+        out.rename(late)  # the output did not exist when the copy began
         with pytest.raises(CheckpointError, match="would be lost"):
             state.commit()
     late.rename(out)

@@ -1,4 +1,4 @@
-"""Changes that the state digest does not detect, as docs/format.md §2 says, and the hash that detects them."""
+"""The state digest does not detect some changes, as docs/format.md §2 says, but the hash detects them."""
 
 from __future__ import annotations
 

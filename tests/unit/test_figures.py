@@ -1,4 +1,4 @@
-"""Numbers and names as the command line prints them."""
+"""Test how the command line prints numbers and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each layer imports only what stands before it (CONTRIBUTING.md). What a reader can rely on is what a test keeps."""
+"""Each layer imports only the layers before it (CONTRIBUTING.md), and these tests enforce that."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def layer_of(path: Path) -> str:
 
 
 def imported(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Absolute names of imported modules, the line, and whether it is imported as soon as the module is."""
+    """Yield the line of each import, the absolute name, and whether it is imported as soon as the module is."""
     tree = ast.parse(path.read_text())
     package = ["deltawire", *path.relative_to(SOURCE).parent.parts]
     at_once = {id(node) for node in tree.body}
@@ -86,7 +86,7 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_files_of_a_bucket_are_loaded_by_transformers_in_one_place_only():
-    """Which says trust_remote_code=False in every call: the classes that may run a bucket's Python are imported nowhere else."""
+    """Only that module imports the classes that can run a bucket's Python, and all its calls say trust_remote_code=False."""
     users = {
         path.relative_to(SOURCE).as_posix()
         for path in modules()
@@ -116,4 +116,4 @@ def test_benchmarks_and_examples_import_neither_tests_nor_the_command_line(path:
     assert not [name for name in names if name == "deltawire.cli" or name.startswith("deltawire.cli.")]
     assert not [name for name in names if name.partition(".")[0] in {"tests", *TESTS} - own]
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    assert "tests" not in texts, "it builds a path to the tests"
+    assert "tests" not in texts, "the program builds a path to the tests"

@@ -1,4 +1,4 @@
-"""Deltas over parts of tensors (docs/format.md §6), which processes write that hold only their own shards."""
+"""Processes that hold only their own shards write deltas of parts of tensors (docs/format.md §6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users can rely on: the exported names, the tree of errors, and what an import brings along."""
+"""Users can rely on the exported names, the tree of errors, and the modules that an import loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltawire import errors
 
 
 def test_exported_names_are_exactly_those_listed():
-    for name in deltawire.__all__:  # some are imported only when they are asked for
+    for name in deltawire.__all__:  # some names are imported only when they are used
         getattr(deltawire, name)
     public = {name for name, value in vars(deltawire).items() if not name.startswith("_") and not inspect.ismodule(value)}
     assert public == set(deltawire.__all__)
@@ -66,7 +66,7 @@ def test_every_error_says_what_to_do():
         assert error.__doc__
         assert len(error.__bases__) == 1
         leaf = not error.__subclasses__()
-        if leaf and error not in (errors.CheckpointError, errors.MirrorError):  # whose remedies differ, and stand in its messages
+        if leaf and error not in (errors.CheckpointError, errors.MirrorError):  # their messages contain the remedies, which differ
             assert error.hint.endswith((".", "?")), error
             assert str(error("It is so.")).endswith(error.hint)
         assert issubclass(error, deltawire.DeltawireError)
@@ -76,7 +76,7 @@ HEAVY = {"obstore", "cryptography", "httpx", "anyio", "typer", "click", "rich", 
 
 
 def imported_by(code: str) -> set[str]:
-    """The top-level modules that a fresh interpreter has after running this."""
+    """Return the top-level modules that a fresh interpreter has after it runs this code."""
     return set(run_python(f"{code}\nimport sys\nprint(*(name.split('.')[0] for name in sys.modules))").split())
 
 

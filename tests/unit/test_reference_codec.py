@@ -1,4 +1,4 @@
-"""The reference codec against docs/format.md: examples worked by hand, and every rule that a reader enforces."""
+"""The reference codec follows docs/format.md: tests check examples worked out by hand, and every rule that a reader enforces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAME, CODED, RAW = range(3)
 UNIT, RUNS, DIRECT, SYMBOLS = range(4)
 
 
-# A second, naive writer: bits are the characters "0" and "1" in stream order.
+# A second, naive writer, whose bits are the characters "0" and "1" in stream order.
 
 
 def bits(value: int, length: int) -> str:
@@ -159,7 +159,7 @@ def naive_digest(data: bytes, seed: int) -> tuple[int, ...]:
 def test_mix_is_splitmix64():
     golden = 0x9E3779B97F4A7C15
     outputs = digest.mix(np.array([golden, 2 * golden % 2**64], np.uint64)).tolist()
-    assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]  # the generator's first two from state 0
+    assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]  # the first two outputs of the generator from state 0
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 511, 512, 513, 1025, 4001])
@@ -254,7 +254,7 @@ def test_contexts():
     assert terms.exponents(np.array([2**64 - 1, 1], np.uint64), F64).tolist() == [2047, 0]
 
 
-# §5: whole bodies by hand
+# §5: whole bodies, written by hand
 
 
 def test_two_steps_in_a_byte_tensor():
@@ -282,7 +282,7 @@ def test_contexts_have_their_own_lines():
     head = bits(127, 11) + "0"
     first = count(2) + "0" + bits(3, 5) + bits(DIRECT, 2) + bits(0, 6)
     second = count(1) + "0" + bits(0, 5) + bits(UNIT, 2)
-    streams = lr(3, 3, 15) + "00" + lr(0, 0, 1) + lr(0, 0) + "1"  # element 5 is not on the line of element 20
+    streams = lr(3, 3, 15) + "00" + lr(0, 0, 1) + lr(0, 0) + "1"  # element 5 has another context, so element 20's gap leaves it out
     assert naive_k([3, 15], 24) == 3
     assert joined(encode(base, new, BF16)) == payload(BF16, chunk(32, CODED, pack(head, first, second, count(0) * 14, streams)))
     check_round_trip(base, new, BF16)
@@ -378,7 +378,7 @@ def test_all_value_modes_appear_in_one_chunk():
     assert value_modes(split(data)[0][2], F32) == {UNIT, RUNS, DIRECT, SYMBOLS}
 
 
-# §5: the rules once more, in plain integers and on text
+# §5: the same rules again, on plain integers and text
 
 
 def naive_gaps(marks: list[bool]) -> list[int]:
@@ -387,7 +387,7 @@ def naive_gaps(marks: list[bool]) -> list[int]:
 
 
 def naive_body(base: list[int], new: list[int], dtype) -> str:
-    """The body of the only chunk of a tensor, as text."""
+    """Return the body of the only chunk of a tensor, as text."""
     w, has_exponent = dtype.width, bool(dtype.exponent_bits)
 
     def ordered(x: int) -> int:
@@ -466,7 +466,7 @@ def test_bodies_agree_with_the_rules_in_plain_integers(dtype):
         else:
             base = rng.integers(0, 2**dtype.width, size, dtype.bits.type)
         chosen = rng.random(size) < rng.choice([0.01, 0.1, 0.5, 0.7, 0.98])
-        kept = dtype.bits.type(rng.integers(0, dtype.width))  # how many of the noise's top bits are cleared
+        kept = dtype.bits.type(rng.integers(0, dtype.width))  # this many top bits of the noise are cleared
         step = (noise >> kept) + dtype.bits.type(1)
         new = np.where(chosen, base ^ step if trial % 2 else base + step, base)
         if (new == base).all():
@@ -497,8 +497,8 @@ def test_chunks_end_where_changes_reach_a_tile():
     tile = 2**14
     base = np.zeros(6 * tile + 1, np.uint32)
     new = base.copy()
-    new[: tile - 1] = 1  # one short
-    new[tile : 2 * tile] = 1  # so that the first chunk holds 2^15 − 1
+    new[: tile - 1] = 1  # one element less than a tile
+    new[tile : 2 * tile] = 1  # now the first chunk has 2^15 − 1 changes
     new[2 * tile : 4 * tile : 2] = 1
     new[-1] = 1
     chunks = split(check_round_trip(base, new, U32))
@@ -520,14 +520,14 @@ def test_top_is_sampled():
     assert encoder.choose_top(base([3]), BF16) == 3
     assert encoder.choose_top(base(np.arange(63)), BF16) == 62
     assert encoder.choose_top(base(np.arange(64)[::-1]), BF16) == 62
-    many = np.arange(1025) // 5  # every second: 513 of them, so the one at 513 − 1 − 8 = 504, element 1008
+    many = np.arange(1025) // 5  # the sample has every second element, 513 in all; sample 513 − 1 − 8 = 504 is element 1008
     assert encoder.choose_top(base(many), BF16) == 1008 // 5
     assert encoder.choose_top(np.full(5, 77, np.uint16), U16) == 0
 
 
 def test_a_body_as_long_as_the_elements_is_replaced():
     base = np.zeros(4, np.uint8)
-    new = np.array([0, 0, 1, 0], np.uint8)  # 11 + 1 + 5 + 1 + 5 + 2 bits and 4 more: 4 bytes
+    new = np.array([0, 0, 1, 0], np.uint8)  # 11 + 1 + 5 + 1 + 5 + 2 bits and 4 more take 4 bytes
     assert joined(encode(base, new, U8)) == payload(U8, chunk(4, RAW, new.tobytes()))
     assert split(joined(encode(np.append(base, base), np.append(new, base), U8)))[0][1] == CODED
 
@@ -591,7 +591,7 @@ def test_round_trip_of_extremes(dtype):
     special = [0, top, 1, top | 1, top - 1, ones, ones - 1, inf, top | inf, inf | 1, inf | quiet, top | inf | 1]
     pairs = np.array([(a, b) for a in special for b in special], dtype.bits)
     check_round_trip(pairs[:, 0], pairs[:, 1], dtype)
-    # Amid elements that do not change, so that the chunk is coded; one pair at a time, so that each meets its own parameters.
+    # The other elements do not change, so the chunk is coded. Each pair is tested alone, so it gets its own parameters.
     for a, b in pairs.tolist():
         base = np.full(300, a, dtype.bits)
         new = base.copy()
@@ -614,13 +614,13 @@ def test_means_are_taken_of_values_cut_at_2_to_the_47():
     new[0] = 2**63
     kv = naive_k([2**63 - 1], 63)
     assert (kv, len(lr(kv, 2**63 - 1))) == (48, 84)
-    # So direct costs 6 + 1 + 84 bits, symbols 1 + 56 and the table 19.
+    # Direct costs 6 + 1 + 84 bits, symbols cost 1 + 56 bits and the table 19 bits.
     header = count(1) + "0" + bits(0, 5) + bits(SYMBOLS, 2)
     body = pack(bits(0, 11), table_of(0x80), header, lr(0, 0), lr(0, 0) + bits(0, 56))
     assert split(check_round_trip(base, new, I64))[0][2] == body
 
 
-# What a reader refuses. `plain` builds the body of a chunk of one context, each part of which can be replaced.
+# Bodies that a reader refuses. `plain` builds the body of a chunk of one context, and tests replace parts of it.
 
 
 PLAIN = {
@@ -737,7 +737,7 @@ def test_reader_refuses_each_padding_bit():
     body = plain(tail="")
     used = 11 + 1 + 6 + 1 + 5 + 2 + 3 + 2
     assert (len(body), used) == (4, 31)
-    body = plain(positions=lr(0, 5, 0), tail="")  # four bits more: 35, so five of padding
+    body = plain(positions=lr(0, 5, 0), tail="")  # four more bits make 35, so five bits are padding
     read_body(body)
     for bit in range(35 - 32, 8):
         with pytest.raises(CorruptDelta, match="left over"):

@@ -1,4 +1,4 @@
-"""Answers of vLLM's route that tells which weights made which token: what is read from them, and what is not believed."""
+"""Test what a client reads from vLLM's route that tells which weights made which token, and which answers it refuses."""
 
 from __future__ import annotations
 

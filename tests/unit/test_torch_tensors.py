@@ -1,4 +1,4 @@
-"""torch tensors in states: every type and every layout on the CPU works. All others are refused with their name."""
+"""States may contain torch tensors of every type and layout on the CPU. All other tensors are refused, and the error names them."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_torch_tensors_are_cast_to_the_same_bits_as_arrays():
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_codecs_of_the_host_refuse_bits_on_a_gpu(codec):
-    bits = DeviceBits(torch.zeros(4, dtype=torch.int16))  # it stands for a CUDA tensor, which this machine may not have
+    bits = DeviceBits(torch.zeros(4, dtype=torch.int16))  # it represents a CUDA tensor, because this machine may have no GPU
     array = np.zeros(4, np.uint16)
     assert on_gpu(bits)
     assert not on_gpu(array)

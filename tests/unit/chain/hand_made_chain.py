@@ -1,4 +1,4 @@
-"""Chains made by hand, record by record, without a publisher: so that they can also be wrong in any way a test likes."""
+"""Build chains record by record without a publisher, so that a test can also make them wrong in any way."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def make_state(seed=0):
 
 
 def step(state, seed):
-    """The next version: a few weights moved a little, in a part of the tensors."""
+    """Return the next version, in which a few weights of some tensors have moved a little."""
     rng = np.random.default_rng(seed)
     new = copied(state)
     for name in list(new)[seed % 2 :: 2]:
@@ -103,7 +103,7 @@ def safetensors_bytes(state):
 
 
 class HandMadeChain:
-    """Appends commits to a store, keeping the state of each version in `states`."""
+    """A chain to which tests append commits. `states` keeps the state of each version."""
 
     def __init__(self, store=None, *, limits=None, sign=lambda record: record):
         self.store = store or ClockedStore()
@@ -116,7 +116,7 @@ class HandMadeChain:
 
     @property
     def newest(self):
-        """The newest commit that is not void."""
+        """Return the newest commit that is not void."""
         top, found = 0, None
         for commit in self.commits:
             if commit.epoch >= top:
@@ -152,7 +152,7 @@ class HandMadeChain:
         return self._version("rewind", self.states[seq], (), base=self.ref(seq))
 
     def train(self, versions, *, parts=2):
-        """So many deltas in a row."""
+        """Append this many deltas."""
         for _ in range(versions):
             last = self.newest
             self.delta(step(self.states[last.seq], last.seq + 1), parts=parts)
@@ -238,7 +238,7 @@ class HandMadeChain:
     def upload(self, data, name, raw, first=None, count=None):
         digest = blake3(data).hexdigest()
         suffix = "safetensors" if name is None or name.endswith(".safetensors") else "file"
-        # No two publications share an object, though tests may publish the same bytes twice.
+        # Two publications never share an object, even if a test publishes the same bytes twice.
         key = keys.data_key(self.epoch, len(self.commits), digest, suffix)
         self.store.put(key, data)
         return FileEntry(key, len(data), raw, digest, name, first, count)
@@ -260,7 +260,7 @@ class HandMadeChain:
 
 
 def trained_chain(versions, **options):
-    """A fence, an anchor (version 1), and this many deltas after it."""
+    """Return a chain of a fence, an anchor (version 1) and this many deltas."""
     chain = HandMadeChain(**options)
     chain.fence()
     chain.anchor(make_state())
@@ -269,7 +269,7 @@ def trained_chain(versions, **options):
 
 
 def replaced(chain, seq, **changes):
-    """Put a changed commit into a slot that was filled before, as only a tampered store can."""
+    """Replace a commit by a changed one. Only a store that was tampered with can contain such a commit."""
     commit = dataclasses.replace(chain.commits[seq], **changes)
     chain.store.put(keys.commit_key(seq), commit.to_bytes())
     return commit

@@ -21,7 +21,7 @@ GRACE = 600.0
 
 @pytest.fixture
 def chain():
-    """Versions 1 … 13, with anchors of 1, 5, 9 and 12 and skips between some."""
+    """Return a chain of versions 1 to 13, with anchors of versions 1, 5, 9 and 12, and skips between some versions."""
     chain = trained_chain(12)
     for seq in (5, 9, 12):
         chain.anchor_shortcut(seq)
@@ -186,7 +186,7 @@ def test_pins_expire_by_the_store_s_clock(chain):
 
 
 def test_a_pin_that_is_dated_far_ahead_does_not_hold(chain):
-    """The store's clock was set back, or someone chose the date. A running reader renews its pin with a correct date."""
+    """The store's clock was set back, or an attacker chose the date. A running reader renews its pin with a correct date."""
     run = ChainLog(chain.store).run
     chain.store.pass_time(10**8)
     put_pin(chain.store, run, "ahead", 3, ttl=100)
@@ -224,7 +224,7 @@ def test_a_new_epoch_during_the_grace_holds_the_mark(chain):
 
 
 def test_a_writer_that_has_not_fenced_yet_holds_every_mark(chain):
-    """The writer before it may still commit what it has uploaded."""
+    """The earlier writer may still commit objects that it has uploaded."""
     chain.claim()
     chain.store.put_if_absent(keys.mark_key(0), Mark(RUN_ID, 0, 2, 9, "b" * 32, 1).to_bytes())
     chain.store.pass_time(GRACE + 1)
@@ -303,7 +303,7 @@ def test_the_data_of_an_anchor_whose_record_a_cache_hides_stay(chain):
                 raise ObjectMissing("not here yet")
             return super().get(key, limit=limit)
 
-    chain.fence()  # so that what the new writer does not refer to is garbage
+    chain.fence()  # now objects to which the new writer does not refer are garbage
     plain = chain.store.__class__
     chain.store.__class__ = Hiding
     _, collected = announce_and_collect(chain)
@@ -328,7 +328,7 @@ def test_a_mark_that_anybody_wrote_deletes_nothing_that_is_needed(chain, floor):
     chain.store.pass_time(1000)
     assert collect(chain.store, grace=60).outcome in {"held", "waiting"}
     assert stored_data(chain) == before
-    if floor > head:  # no collector makes such marks: the next one counts
+    if floor > head:  # collectors never write such marks, so the next mark counts
         chain.store.pass_time(1000)
         assert collect(chain.store, grace=60).outcome == "collected"
     assert can_rebuild(chain, head)

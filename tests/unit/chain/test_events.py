@@ -1,4 +1,4 @@
-"""Listening never endangers the data path."""
+"""Event listeners never affect publishing and reading."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Nothing unchecked is handed out; what is missing is waited for, or known to be gone."""
+"""A fetcher returns only checked data. It waits for missing objects unless it knows that they are gone."""
 
 import dataclasses
 import queue
@@ -112,7 +112,7 @@ def test_fetch_stops_waiting_when_nobody_wants_it_any_more(store):
 
 
 def test_prefetch_that_is_abandoned_leaves_nobody_waiting(store):
-    """Without that, closing it would take as long as the patience of its threads."""
+    """Otherwise closing the prefetch would take as long as its threads are willing to wait."""
     entries = [put(store, bytes([i]) * 100) for i in range(3)]
     store.delete([entries[1].key])
     events = queue.SimpleQueue()

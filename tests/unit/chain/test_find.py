@@ -1,4 +1,4 @@
-"""Versions are found by the numbers that people count them by, and by their steps."""
+"""Users find versions by their number (1, 2, 3, …) and by their step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deltawire.store import keys, open_store
 
 @pytest.fixture
 def chain(tmp_path: Path) -> ToyChain:
-    """As a command line leaves it: a fence before every version, and a rewind; and at the end a void commit."""
+    """Return a chain as the command line writes it, with a fence before each version, a rewind, and a void commit at the end."""
     chain = ToyChain(open_store(tmp_path))
     chain.anchor(first_state())
     for epoch in range(2, 5):
@@ -37,7 +37,7 @@ def test_numbers_count_versions_alone(chain: ToyChain) -> None:
     versions = [commit for commit in chain.commits if commit.kind != "fence"]
     assert [find_version(log, number).seq for number in range(1, 9)] == [commit.seq for commit in versions]
     assert [version_number(log, commit.seq) for commit in versions] == list(range(1, 9))
-    assert len({commit.seq for commit in versions}) < versions[-1].seq  # there are gaps
+    assert len({commit.seq for commit in versions}) < versions[-1].seq  # there are gaps between their seqs
     for number in (0, 9):
         with pytest.raises(VersionUnknown, match="versions 1 to 8"):
             find_version(log, number)
@@ -59,7 +59,7 @@ def test_a_long_chain_is_searched_with_few_reads(tmp_path: Path, monkeypatch: py
 def test_steps_are_those_of_the_history_in_force(tmp_path: Path) -> None:
     chain = ToyChain(open_store(tmp_path))
     chain.anchor(first_state())
-    chain.grow(4)  # all except the first two are abandoned below
+    chain.grow(4)  # the rewind below abandons all versions after the second
     steps = {commit.step: commit for commit in chain.commits if commit.step is not None}
     assert len(steps) >= 4
     log = ChainLog(chain.store)

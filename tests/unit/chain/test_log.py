@@ -1,4 +1,4 @@
-"""The reading side of the chain, on chains made by hand."""
+"""Test reading the chain, on hand-made chains."""
 
 import dataclasses
 
@@ -147,7 +147,7 @@ def test_tail_refuses_a_broken_parent():
 
 
 def chain_with_void_commits():
-    """0 fence, 1 anchor, 2 fence of epoch 2, 3 and 4 void, 5 delta, 6 void."""
+    """Return a chain: 0 fence, 1 anchor, 2 fence of epoch 2, 3 and 4 void, 5 delta, 6 void."""
     chain = trained_chain(0)
     chain.fence()
     for slots in (2, 1):

@@ -1,4 +1,4 @@
-"""A state in memory is at one version, before and after whatever goes wrong."""
+"""A state in memory is always at exactly one version, before and after any failure."""
 
 import dataclasses
 

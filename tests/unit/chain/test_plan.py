@@ -1,4 +1,4 @@
-"""The cheapest way, by tables."""
+"""The planner finds the cheapest route; tables list the cases."""
 
 import itertools
 

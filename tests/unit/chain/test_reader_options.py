@@ -1,4 +1,4 @@
-"""Options that every reader of a chain takes."""
+"""Test the options that every reader of a chain takes."""
 
 from __future__ import annotations
 

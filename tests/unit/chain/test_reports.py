@@ -1,4 +1,4 @@
-"""Reports of engines, as the publisher's side reads them."""
+"""Test how the publisher's side reads the reports of engines."""
 
 from __future__ import annotations
 

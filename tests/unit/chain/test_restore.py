@@ -1,4 +1,4 @@
-"""Routes through chains made by hand, and the states that they lead to."""
+"""Routes through hand-made chains lead to the right states."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ def mark(chain, floor):
 
 
 def cheap_shortcuts(chain):
-    """States here are so small that hops count, not bytes: skips are always worth it."""
+    """Add skips to a chain. These states are so small that only the number of hops counts, so skips are always cheaper."""
     for base, target in [(1, 5), (5, 9), (9, 13), (1, 17), (13, 17)]:
         chain.skip(base, target)
     return chain

@@ -1,4 +1,4 @@
-"""Verification finds what is wrong, says where, and is silent about a sound chain."""
+"""Verification finds every problem, says where it is, and reports nothing for a sound chain."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from deltawire.store import keys
 
 @pytest.fixture
 def chain():
-    """Every kind of commit, a void one, and shortcuts."""
+    """Return a chain with every kind of commit, a void commit, and shortcuts."""
     chain = trained_chain(4)
     chain.anchor_shortcut(4)
     chain.skip(1, 5)
@@ -60,7 +60,7 @@ def test_a_collected_chain_has_no_problems(deep):
     collect(chain.store, grace=0)
     report = verify(chain.store, deep, threads=1)
     assert (report.problems, report.floor) == ([], 5)
-    assert report.rebuilt == (6 if deep else 0)  # the checkpoint that the floor stands on, too
+    assert report.rebuilt == (6 if deep else 0)  # this includes the checkpoint at the floor
 
 
 NO_ROUTE = "no new reader can get to the newest version: nothing that is sound leads there"
@@ -129,7 +129,7 @@ def test_a_missing_and_a_short_file_are_found(chain):
     assert [(where, what.split()[0]) for where, what in found] == [
         (chain.commits[2].describe(), missing.key),
         (chain.commits[11].describe(), short.key),
-        ("version 10 (commit 12)", "no"),  # new reader can get there
+        ("version 10 (commit 12)", "no"),  # no new reader can reach it
     ]
 
 
@@ -143,7 +143,7 @@ def damage(chain, *entries):
 
 @pytest.fixture
 def straight_chain():
-    """One writer, five versions, of which only the first is a checkpoint by itself."""
+    """Return a chain of one writer with five versions. Only the first version is a checkpoint itself."""
     chain = trained_chain(4)
     chain.anchor_shortcut(4)
     chain.skip(1, 5)
@@ -158,7 +158,7 @@ def test_a_flipped_bit_is_found_only_by_going_deep(straight_chain):
         "the skip from commit 1 to 5",
         "version 5 (commit 5)",
         "the full checkpoint of commit 4",
-        "version 5 (commit 5)",  # to which no new reader can get
+        "version 5 (commit 5)",  # no new reader can reach it
     ]
 
 
@@ -189,7 +189,7 @@ def test_damage_to_abandoned_versions_is_superseded(straight_chain):
     report = verify(straight_chain.store, deep=True, threads=1)
     assert report.ok
     assert {where for where, _ in problem_pairs(report.superseded)} == {"version 4 (commit 4)"}
-    damage(straight_chain, straight_chain.commits[2].files[0])  # which leads to what was gone back to
+    damage(straight_chain, straight_chain.commits[2].files[0])  # version 2 is on the route to the rewind's target
     assert not verify(straight_chain.store, deep=True, threads=1).ok
 
 

@@ -1,4 +1,4 @@
-"""The loop that finds a route, takes its hops, and tries another route if one fails. The hops here lead nowhere."""
+"""Test the loop that finds a route, takes its hops, and tries another route if one fails. The hops of these tests do nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deltawire.errors import BaseMismatch, CheckpointError, CorruptDelta, DataDa
 
 
 class Planned:
-    """Offers these routes in turn, and notes what it is told to avoid."""
+    """A planner that returns these routes in turn, and records the hops that it must avoid."""
 
     def __init__(self, *routes: list[Hop]) -> None:
         self.left = list(routes)

@@ -1,4 +1,4 @@
-"""Every transition of the state machine of a swap, with an engine whose steps fail as a script says."""
+"""Test every transition of a swap's state machine, with an engine whose steps fail as the test decides."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_swap_of_a_quarantined_engine(fails: str, steps: str, error: type[Exce
         with pytest.raises(error):
             scene.swap()
     assert [step.split()[0] for step in scene.engine.steps] == steps.split()
-    assert "confirm" not in scene.engine.steps  # only in full
+    assert "confirm" not in scene.engine.steps  # such a swap always confirms in full
     assert scene.controller.state is then
     assert scene.event_names() == events.split()
     assert set(scene.engine.states[:-1]) <= {QUARANTINED}

@@ -1,4 +1,4 @@
-"""Which results are accepted: one test case for each rule of docs/protocol.md §10."""
+"""Test which results are accepted, with one case for each rule of docs/protocol.md §10."""
 
 from __future__ import annotations
 
@@ -193,6 +193,6 @@ def test_all_versions_of_a_result_are_the_chains(changes: dict[int, KnownVersion
     [(5, 3, 1, None), (5, 3, 0, "stale"), (6, 3, 1, "stale"), (5, 4, 1, "stale"), (4, 3, 1, "future"), (5, 2, 9, None)],
 )
 def test_the_oldest_and_the_newest_token_count(for_step: int, oldest_step: int, staleness: int, reason: Reason | None) -> None:
-    """It was made by the versions of steps 3 and 4. Both the round's own bound and this trainer's budget hold."""
+    """The versions of steps 3 and 4 made the result. Both the round's own bound and this trainer's budget apply."""
     demand = Demand(replace(ROUND, for_step=for_step, oldest_step=oldest_step), 1, StalenessBudget(staleness))
     assert judge_versions(GOOD, demand, CHAIN) == reason

@@ -1,4 +1,4 @@
-"""The history of versions, on chains that contradict themselves."""
+"""Test the history of versions on chains that contradict themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long-running commands end on a signal, whatever they wait for, and when their output is closed."""
+"""Long-running commands end when a signal arrives, even while they wait, and when their output is closed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_lost_output_asks_for_the_end_once(error: BaseException) -> None:
             assert asked.wait(300)
             for thread in threads:
                 thread.join()
-            assert signal.getitimer(signal.ITIMER_REAL)[0] > 0  # it would end this process
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 0  # the timer is set, and would end this process
         assert signals == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is record
     finally:

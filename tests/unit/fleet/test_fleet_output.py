@@ -1,4 +1,4 @@
-"""The output of members, and of `deltawire fleet`: every line names its member, lines never mix, and none can harm a terminal."""
+"""Each output line of members and of `deltawire fleet` names its member. Lines never mix, and no line can harm a terminal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_member_s_output_is_read_line_by_line(fake_member: Path, monkeypatch: 
     assert four.wait(300)
     assert member.ending() is None
     assert member._process.stdin is not None
-    member._process.stdin.close()  # as when the process goes that started it
+    member._process.stdin.close()  # this also happens when the parent process ends
     member._process.wait(300)
     for reader in member._readers:
         reader.join(300)
@@ -86,7 +86,7 @@ def test_a_long_line_is_not_broken_in_a_file_and_every_part_is_labelled_in_a_ter
     output.relay("f-0", long, False)
     printed, notices = capsys.readouterr()
     assert printed.splitlines() == notices.splitlines() == [f"f-0  {long}"]
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as if it were a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # the output now behaves as on a terminal
     output.relay("f-0", long, True)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err).splitlines()
     assert len(lines) > 2
@@ -129,7 +129,7 @@ def test_with_json_every_line_is_an_object_with_the_member_s_name(capsys: pytest
 
 
 def test_members_of_a_fleet_do_not_paint_over_each_other_on_a_terminal(tmp_path: Path, fake_member: Path) -> None:
-    """The whole command, on a terminal of 80 columns, with members that are small scripts."""
+    """The test runs the whole command on a terminal of 80 columns, with small scripts as members."""
     script = "import sys; executable, sys.executable = sys.executable, sys.argv.pop(1)\nfrom deltawire.cli import main\nmain()\n"
     arguments = ["fleet", "3", "--from", str(tmp_path / "store"), "--env", "m:f", "--name", "local"]
     main, terminal = pty.openpty()
@@ -146,14 +146,14 @@ def test_members_of_a_fleet_do_not_paint_over_each_other_on_a_terminal(tmp_path:
         fleet.wait()
         os.close(main)
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.replace("\r", "").splitlines() if line.strip()]
-    assert "\x1b" not in "".join(lines)  # colours are all that there is: nothing moves the cursor or hides it
+    assert "\x1b" not in "".join(lines)  # the output contains colours, but nothing that moves or hides the cursor
     assert {line.split()[0] for line in lines} == {"local-0", "local-1", "local-2"}, lines
     assert sum("starts" in line for line in lines) == 3
     assert sum("joined" in line for line in lines) == 3
 
 
 class Heard:
-    """A view without a terminal, and the events that it got."""
+    """A view without a terminal that records its events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

@@ -1,4 +1,4 @@
-"""Dividing work by weight, and rounding to whole tasks: sums, levels and bounds."""
+"""Test how work is divided by weight and rounded to whole tasks: sums, levels and bounds."""
 
 from __future__ import annotations
 

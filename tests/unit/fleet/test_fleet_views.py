@@ -197,7 +197,7 @@ def test_top_redraws_one_picture_on_a_terminal(run: Run) -> None:
     text = data.decode()
     assert process.wait() == 0, text
     os.close(main)
-    assert text.count("\x1b[1A") >= 2 * 7  # it goes up again by as many lines as it printed
+    assert text.count("\x1b[1A") >= 2 * 7  # the cursor moves up by as many lines as were printed
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.replace("\x1b[1A", "\n")).replace("\r", "\n").splitlines()
     assert "\x1b" not in "".join(lines)
     assert [line for line in lines if cell_len(line) > 80] == []

@@ -1,4 +1,4 @@
-"""When a lease holds, which heartbeats are read, and which attempt is next."""
+"""Test when a lease is valid, which heartbeats are read, and which attempt is next."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def roster(beat: Heartbeat | None, at: float) -> Roster:
         (replace(BEAT, working=((7, 1, 1),)), 150, 161, False),
         (replace(BEAT, state="leaving"), 150, 161, True),
         (replace(BEAT, state="left"), 150, 151, False),
-        (replace(BEAT, state="left"), 90, 151, True),  # it has come back since then
+        (replace(BEAT, state="left"), 90, 151, True),  # the member has joined again since then
         (replace(BEAT, id="00" * 16), 150, 161, False),
         (replace(BEAT, member="b"), 150, 161, False),
     ],
@@ -61,7 +61,7 @@ def test_heartbeats_are_read_when_they_are_new_and_once_more_where_times_are_coa
     assert made.to_read(listed(100), 100) == ["a"]
     made.heard("a", BEAT, 100, 100, 100)
     assert made.to_read(listed(100), 101) == []
-    assert made.to_read(listed(100), 102) == ["a"]  # it may have been written twice in that second
+    assert made.to_read(listed(100), 102) == ["a"]  # the member may have written it twice in that second
     made.heard("a", BEAT, 100, 102, 102)
     assert made.to_read(listed(100), 200) == []
     assert made.to_read(listed(101.5), 200) == ["a"]
@@ -91,11 +91,11 @@ def test_when_all_leases_of_a_task_are_taken_every_offer_is_a_free_attempt_of_it
     assert seen == [first, first, first + 1, first + 1, first + 2]
     task.ended.add(first + 2)
     task.offer_to("b", 5, patience=60)
-    assert task.next_attempt() == first + 3  # what it delivered was refused
+    assert task.next_attempt() == first + 3  # the trainer refused its result
     task.offer_to("b", 66, patience=60)
-    assert task.next_attempt() == first + 4  # it did not take that up
+    assert task.next_attempt() == first + 4  # the member did not take the offer
     assert task.invited == {first: {"a"}, first + 1: {"b"}, first + 2: {"b"}, first + 3: {"b"}, first + 4: {"b"}}
-    for now in range(2000):  # numbers come round again
+    for now in range(2000):  # attempt numbers are reused
         task.offer_to("ab"[now % 2], 100 + now, patience=60)
         task.leases[task.next_attempt()] = HeldLease(LEASE, 0, 0)
         assert first <= task.next_attempt() < fleet_parts.MOST_ATTEMPTS

@@ -1,4 +1,4 @@
-"""What a member does when it is asked for rollouts. The test decides what the engine does."""
+"""Test what a member does when the trainer offers tasks. The test decides what the engine does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NONCE = "0" * 32
 
 
 class FakeGenerator:
-    """Makes two tokens of each prompt, the second by a version after the first."""
+    """A generator that makes two tokens for each prompt. The version `next`, if set, makes the second token."""
 
     def __init__(self) -> None:
         self.version: Version | None = None
@@ -157,7 +157,7 @@ def test_rewards_of_any_scorer_are_bounded(store: Store, publisher: Publisher, e
 def test_tasks_may_fail_but_not_time_after_time(member: Member, publisher: Publisher, engine: FakeGenerator) -> None:
     engine.version = publish(publisher, 0)
     for _ in range(2):
-        with pytest.raises(EngineUnavailable):  # which is tried again, with another task
+        with pytest.raises(EngineUnavailable):  # the member tries again with another task
             member._perform(work(1, 0, answer="no number"))  # type: ignore[arg-type]
     member._perform(work(1, 0))
     for expected in (EngineUnavailable, EngineUnavailable, RewardError):

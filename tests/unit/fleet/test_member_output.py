@@ -1,4 +1,4 @@
-"""What members print becomes events, whatever it is, and is kept in bounded memory."""
+"""Any output of members becomes events, and is kept in bounded memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_lines_that_nobody_takes_are_dropped_and_counted() -> None:
         buffer.add(f"{number:04}", False)
     assert buffer.take(0.0) == (980, [Line(f"{number:04}", False) for number in range(980, 1000)])
     assert buffer.take(0.0) == (0, [])
-    buffer.add("x" * 100, False)  # too long by itself
+    buffer.add("x" * 100, False)  # this line alone exceeds the limit
     assert buffer.take(60.0) == (1, [])
     for _ in range(1000):
         buffer.add("", True)

@@ -1,4 +1,4 @@
-"""How a driver gets the output of a member through Ray, with calls instead of a cluster. `tests/fleet/test_ray.py` has a real one."""
+"""A driver gets a member's output through Ray. These tests replace the cluster by calls; `tests/fleet/test_ray.py` uses a real one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from deltawire.rl.ray_members import RayMember, _EventForwarder, _MemberActor
 
 
 class RayError(Exception):
-    """Stands for the class of that name."""
+    """A replacement for Ray's class of this name."""
 
 
 class Unavailable(RayError):
-    """Stands for `ActorUnavailableError`."""
+    """A replacement for Ray's `ActorUnavailableError`."""
 
 
 class Calls:
-    """Stands for Ray: a call happens when its answer is fetched. `lose` says of each answer, by its number, whether it is lost."""
+    """A replacement for Ray that makes a call when its answer is fetched. `lose` decides by an answer's number whether it is lost."""
 
     exceptions = SimpleNamespace(RayError=RayError, ActorUnavailableError=Unavailable)
 
@@ -45,7 +45,7 @@ class Calls:
 
 
 class Handle:
-    """Stands for the handle of an actor."""
+    """A replacement for an actor's handle."""
 
     def __init__(self, actor: _MemberActor) -> None:
         self._actor = actor

@@ -1,4 +1,4 @@
-"""Shares follow what the trainer measured; newcomers ramp up; members gain nothing by what they say about themselves."""
+"""Shares follow the trainer's measurements, new members start with small shares, and members gain nothing by claims about themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOW = 10_000.0
 
 
 def measured(rates: Mapping[str, float], **options: float) -> Scheduler:
-    """A scheduler that has seen each member deliver at its rate long enough to trust it."""
+    """Return a scheduler that trusts each member, because it has seen the member deliver at its rate for long enough."""
     scheduler = Scheduler(**options)  # type: ignore[arg-type]
     scheduler.note_alive(list(rates), NOW - 1000)
     for name, rate in rates.items():
@@ -99,7 +99,7 @@ def test_a_joiner_holds_one_task_then_two_then_four_then_its_share() -> None:
     for expected in (1, 2, 4, 10):
         assert counts(scheduler, 20, members)["new"] == expected
         scheduler.delivered("new", tokens=1000, offered=NOW, leased=NOW, finished=NOW + 10 * expected)
-        scheduler._records["new"].rate = 100.0  # its speed is not what is looked at here
+        scheduler._records["new"].rate = 100.0  # this test does not depend on its speed
 
 
 def test_a_rejoiner_ramps_up_again_and_its_speed_is_remembered() -> None:
@@ -126,7 +126,7 @@ def test_the_average_is_of_accepted_tokens_over_all_time_since_the_result_before
     scheduler = Scheduler()
     scheduler.delivered("m", tokens=1000, offered=0, leased=0, finished=10)
     assert scheduler.rate("m") == pytest.approx(100)
-    # 10 s of generating after 10 s of syncing to a new version: leased late, but the time before counts.
+    # The member syncs for 10 s and then generates for 10 s. It takes the lease late, but the time before also counts.
     scheduler.delivered("m", tokens=1000, offered=10, leased=20, finished=30)
     assert scheduler.rate("m") == pytest.approx(0.8 * 100 + 0.2 * 50)
 
@@ -139,7 +139,7 @@ def test_waiting_for_work_is_not_held_against_a_member() -> None:
 
 
 def test_results_made_before_the_offer_do_not_make_a_member_fast() -> None:
-    """A liar generates ahead and leases last: the time counts from the result before, or the offer, and not from the lease."""
+    """A dishonest member generates before it takes the lease. Its time counts from its previous result or the offer, not from the lease."""
     scheduler = Scheduler()
     scheduler.delivered("liar", tokens=1000, offered=0, leased=9.9, finished=10)
     assert scheduler.rate("liar") == pytest.approx(100)

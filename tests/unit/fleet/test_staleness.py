@@ -1,4 +1,4 @@
-"""The one budget: what members may start, what is accepted, how far ahead rounds are open."""
+"""One staleness budget decides what members may start, what is accepted, and how far ahead rounds are open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which members are started again, when, and how often. The test sets the clock, and decides how members end."""
+"""Test which members are restarted, when, and how often. The test sets the clock, and decides how members end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hashes take several threads where they are there, and only there."""
+"""A forked child hashes correctly although it does not have the threads of its parent."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def test_a_forked_child_hashes_without_the_threads_of_its_parent():
         assert process.wait(120) == 0
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, 9)  # the child, too, which hangs
+            os.killpg(process.pid, 9)  # this also ends the forked child, which hangs
             process.wait()

@@ -1,4 +1,4 @@
-"""Keys are built and taken apart in one place."""
+"""One module builds and parses all keys."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Signatures over records."""
+"""Test the signatures of records."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""A publisher says when it is given what hardly anybody wants, and what to do instead."""
+"""A publisher warns about input that is probably a mistake, and says what to do instead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = {"config.json": b"{}"}
 
 @contextlib.contextmanager
 def seen():
-    """The categories of the warnings that are given."""
+    """Collect the categories of the warnings that are raised within the context."""
     found: list[type[Warning]] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -88,7 +88,7 @@ def test_missing_attachments_are_reported_unless_the_user_wants_none():
     with pytest.warns(AttachmentsMissing, match=r"Give publish\(\) the model"):
         publish(state, store=store)
     with seen() as found:
-        publish(state, store=store)  # the chain goes on: what is missing was reported when it began
+        publish(state, store=store)  # this continues the chain, and the warning was given when it began
         publish(state, attachments={})
         publish(state, attachments=CONFIG)
     assert found == []
@@ -125,7 +125,7 @@ def test_weights_that_are_not_finite_are_refused_on_demand_and_readers_keep_the_
         else:
             with refused:
                 publisher.publish(BAD, step=2)
-        publisher.publish(good, step=3)  # and the publisher goes on
+        publisher.publish(good, step=3)  # the publisher still works
         publisher.flush()
         assert (publisher.version.step, publisher.version.updates) == (3, 2)
 

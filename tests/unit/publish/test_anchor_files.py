@@ -1,4 +1,4 @@
-"""A state laid out as a Hugging Face checkpoint."""
+"""An anchor's files form a Hugging Face checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an anchor is due, as tables."""
+"""Tables list when an anchor is due."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_anchor_starts_the_count_again_where_it_stands():
     cost.anchored(behind=2)
     assert (cost.versions, cost.replay) == (2, Replay(20, 2))
     cost.add_skip(4, 1)
-    assert cost.replay == Replay(20, 2), "a skip from before the anchor does not lead on from it"
+    assert cost.replay == Replay(20, 2), "a skip that starts before the anchor does not shorten the replay after it"
 
 
 def test_a_resumed_chain_counts_what_came_before():

@@ -1,4 +1,4 @@
-"""The writer of a chain: epochs, fences, and what it does when nobody can say whether a commit landed."""
+"""Test the writer of a chain: its epochs, its fences, and what it does when it cannot know whether a commit landed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def writer(store) -> ChainWriter:
 
 
 def first_version(chain: ChainWriter):
-    """The smallest commit that makes a version: an anchor of one file."""
+    """Return the smallest commit that makes a version: an anchor of one file."""
     content = "0" * 64
     key = f"data/{chain.epoch:010}/{chain.next_seq:020}/{content}.safetensors"
     entry = FileEntry(key, 16, 8, content, "model.safetensors")
@@ -96,7 +96,7 @@ def test_a_stray_commit_of_an_old_writer_after_the_fence_is_stepped_over():
     store = MemoryStore()
     stray = writer(store)
     new = writer(store)
-    stray._head = new._head  # a broken writer that does not look
+    stray._head = new._head  # a broken writer that does not read the chain
     stray.land(first_version(stray))
     attempt = first_version(new)
     before = attempt.commit.nonce
@@ -167,7 +167,7 @@ def test_a_commit_that_stays_open_is_asked_for_again_with_the_same_bytes():
 
 
 def test_a_commit_once_in_doubt_is_not_given_up_for_a_later_failure():
-    """Its bytes may be on their way still: another commit in the same slot would look like another writer's."""
+    """Its bytes may still arrive. Another commit for the same slot would then look like a conflict with another writer."""
     slot = "commit/00000000000000000001"
     puts = [Before(call("put_if_absent", slot), "unknown", times=5), Before(call("put_if_absent", slot), "full", times=10)]
     store = FaultyStore(MemoryStore(), puts)
@@ -189,7 +189,7 @@ def test_a_run_is_begun_once_and_keeps_its_name_and_limits():
         open_run(store, "eight", Limits())
     with pytest.raises(PublishError, match="cannot name a run") as refused:
         open_run(MemoryStore(), "x" * 300, Limits())
-    assert "verify" not in str(refused.value)  # there is no chain yet that could be verified
+    assert "verify" not in str(refused.value)  # there is no chain yet that the user could verify
 
 
 def test_a_writer_keeps_to_the_limits_of_the_run():

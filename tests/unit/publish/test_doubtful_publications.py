@@ -1,4 +1,4 @@
-"""Publications at the edge: closed while they are given, or read back damaged."""
+"""Test rare publications: the publisher is closed while it takes them, or reads them back damaged."""
 
 from __future__ import annotations
 
@@ -60,4 +60,4 @@ def test_a_commit_that_was_read_back_damaged_is_asked_for_again(lie: str) -> Non
             publisher.publish(state(1))
         version = publisher.publish(state(2))
         assert isinstance(version, Version)
-        assert version.updates == 3  # the one in doubt was in the chain
+        assert version.updates == 3  # the commit in doubt had landed

@@ -1,4 +1,4 @@
-"""The way back: which reverse deltas are kept, and that they lead where they should."""
+"""The publisher keeps the right reverse deltas, and they lead back to the right versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ref(seq: int, state=None) -> CommitRef:
 
 
 def advance(history: History, versions: int, *, compose: bool = True) -> None:
-    """So many versions with reverse deltas of one byte, composed as a baseline does."""
+    """Add this many versions with reverse deltas of one byte, and compose them as a baseline does."""
     for _ in range(versions):
         history.advance(ref(history.here.seq + 1), {0: b"x"}, 10)
         level = 1
@@ -59,7 +59,7 @@ def test_a_held_version_stays_within_reach_and_costs_memory_only_while_held():
     way = history.deltas_back(5)
     assert (way[0].end, way[-1].start) == (35, 5)
     assert all(before.start == after.end for before, after in itertools.pairwise(way))
-    assert len(way) < 30, "composed ones are used where they fit"
+    assert len(way) < 30, "the route must use composed deltas where they fit"
     history.release(5)
     assert history.size <= 10
     with pytest.raises(HistoryDropped):

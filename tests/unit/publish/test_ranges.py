@@ -1,4 +1,4 @@
-"""Who publishes which elements, as tables."""
+"""Tables list which process publishes which elements."""
 
 from __future__ import annotations
 

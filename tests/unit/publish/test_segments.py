@@ -1,4 +1,4 @@
-"""Segments: contiguous, bounded in number, never empty."""
+"""Segments are contiguous and never empty, and their number is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The publisher's copies of states."""
+"""Test the publisher's copies of states."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from deltawire.tensors import casting
 
 
 def test_master_weights_are_rounded_one_tensor_at_a_time(monkeypatch):
-    """All of them at once would be one more copy of the model."""
+    """Rounding all of them at once would need one more copy of the model."""
     rounded, live = casting._rounded, []
 
     def counted(bits):
-        assert not any(made() is not None for made in live), "the one before is still held"
+        assert not any(made() is not None for made in live), "the previous rounded tensor is still in memory"
         made = rounded(bits)
         live.append(weakref.ref(made))
         return made

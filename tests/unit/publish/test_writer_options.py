@@ -1,4 +1,4 @@
-"""What `WriterOptions` accepts, and that every writer passes it on."""
+"""Test what `WriterOptions` accepts, and check that every writer passes it on."""
 
 from __future__ import annotations
 

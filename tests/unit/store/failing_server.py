@@ -1,4 +1,4 @@
-"""An HTTP server that fails on purpose, in the language of S3: to hold the client library to what it says about failures."""
+"""Run an HTTP server that fails on purpose with S3's answers, to check what the client library does about failures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Answer = int | tuple[int, str] | str
-"""A status, a status and the service's code for it, or how to misbehave: "hang", "drop" (the connection), "short" or "long" (a body)."""
+"""A status, a status with the service's error code, or a fault: "hang", "drop" (the connection), "short" or "long" (a body)."""
 
 LONG = 64 << 20
-"""Bytes of a long body, or as many as the client lets itself be sent."""
+"""The number of bytes in a long body. The client may close the connection earlier."""
 
 
 class FailingServer:
-    """Gives `answers` in turn, and repeats the last one. Records the methods of all requests, their paths and headers."""
+    """A server that gives `answers` in turn, repeats the last one, and records the methods, paths and headers of all requests."""
 
     def __init__(self, port: int, answers: list[Answer]) -> None:
         self.endpoint = f"http://127.0.0.1:{port}"
@@ -31,12 +31,12 @@ class FailingServer:
     def wait_for_requests(self, count: int) -> None:
         """Return when the server has read this many requests. It may read them after the client has given them up."""
         with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.requests) >= count, 120), f"only {self.requests} came"
+            assert self.arrived.wait_for(lambda: len(self.requests) >= count, 120), f"only these requests came: {self.requests}"
 
 
 @contextlib.contextmanager
 def failing_server(*answers: Answer) -> Iterator[FailingServer]:
-    """A running `FailingServer`."""
+    """Run a `FailingServer` with these answers within the context."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

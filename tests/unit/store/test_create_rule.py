@@ -1,4 +1,4 @@
-"""The rule by which records are created. Publishers run it on a store, fleets as steps: both must behave alike."""
+"""Test the rule by which records are created. Publishers run it on a store and fleets as steps, and both must behave alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store that fails by script does so where it should, and nowhere else."""
+"""A faulty store fails exactly at the calls that the test chose."""
 
 from __future__ import annotations
 

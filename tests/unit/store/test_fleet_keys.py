@@ -1,4 +1,4 @@
-"""Keys of a fleet: what is built is taken apart again, and nothing else is."""
+"""The parsers of fleet keys accept every key that is built, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a store are built in two modules only."""
+"""Only two modules build the keys of a store."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OF_A_STORE = re.compile(r"(epoch|commit|anchor|skip|data|gc|pin|report|probe|fle
 NAMES_KEYS = {
     "store/keys.py",
     "store/fleet_keys.py",
-    "format/records/record_parts.py",  # the form of keys that records may name
+    "format/records/record_parts.py",  # it has patterns of the keys that records may name
     "format/records/fleet_parts.py",
 }
 
 
 def strings_in(path: Path) -> Iterator[str]:
-    """All strings of a module except docstrings and other strings that stand alone."""
+    """Yield all strings of a module except docstrings and other strings that stand alone."""
     tree = ast.parse(path.read_text())
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -33,6 +33,6 @@ def test_keys_are_built_in_one_place_only():
         name = path.relative_to(SOURCE).as_posix()
         found = [text for text in strings_in(path) if OF_A_STORE.match(text)]
         if name in NAMES_KEYS:
-            assert found, f"{name} names no keys any more: take it off the list"
+            assert found, f"{name} no longer names keys: remove it from NAMES_KEYS"
         else:
             assert not found, f"{name} builds a key from {found}: use store/keys.py or store/fleet_keys.py"

@@ -1,4 +1,4 @@
-"""What services and networks do wrong, and the error it becomes."""
+"""Every fault of services and networks becomes the right error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SHORT = 1.5
-"""Seconds after which a request to a server that hangs is given up; other tests never come near their time-out."""
+"""The time-out in seconds of requests to a server that hangs. Other tests have a time-out that they never reach."""
 
 
 def _open(endpoint: str, timeout: float = 120) -> Store:
@@ -84,7 +84,7 @@ def test_failures_of_repeatable_operations(operation: str, answer: Answer, expec
         assert operation.split()[0] in str(raised.value)
         assert "s3://bucket/prefix" in str(raised.value)
         assert raised.value.__cause__ is None
-        if operation != "put in parts":  # where the library repeats as well
+        if operation != "put in parts":  # the library also repeats multipart requests
             assert len(server.requests) == (1 + RETRIES if expected is StoreUnavailable else 1)
 
 
@@ -124,7 +124,7 @@ def test_a_creation_without_an_answer_in_time_is_of_unknown_outcome() -> None:
 
 
 def test_silence_is_repeated_and_then_unavailable() -> None:
-    """All operations at once: each waits for most of its time."""
+    """The test runs all operations at the same time, because each waits for most of its time."""
 
     def silent(operation: str) -> int:
         with failing_server("hang") as server, _open(server.endpoint, timeout=SHORT) as store:
@@ -140,7 +140,7 @@ def test_silence_is_repeated_and_then_unavailable() -> None:
 
 @pytest.mark.parametrize("operation", [*OPERATIONS, "create"])
 def test_nobody_there_is_unavailable(operation: str) -> None:
-    """A creation, too: it was surely not sent."""
+    """This also holds for a creation, because its request was certainly not sent."""
     with _open(f"http://127.0.0.1:{free_port()}") as store, pytest.raises(StoreUnavailable):
         OPERATIONS.get(operation, lambda store: store.put_if_absent("some/key", b""))(store)
 
@@ -174,7 +174,7 @@ def test_a_body_that_does_not_end_is_damage_and_not_taken_into_memory() -> None:
     with failing_server("long") as server, _open(server.endpoint) as store:
         with pytest.raises(DataDamaged, match="more came"):
             OPERATIONS["read"](store)
-        assert server.hung_up.wait(60)  # the server could not get rid of it all
+        assert server.hung_up.wait(60)  # the server could not send the whole body
 
 
 def test_an_operation_succeeds_once_the_service_is_back() -> None:

@@ -1,4 +1,4 @@
-"""The stores that need no server keep every promise."""
+"""The stores that need no server pass the conformance tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TestFaultyStoreWithoutFaults(StoreConformance):
 
 
 class TestRemoteStoreOverMemory(StoreConformance):
-    """The code for remote stores with the library's own memory behind it: what is left to the servers' suites is the services."""
+    """Test the code for remote stores on the library's store in memory. Other suites test it with real services."""
 
     @pytest.fixture
     def open_location(self) -> Callable[[], Store]:

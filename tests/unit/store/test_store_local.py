@@ -1,4 +1,4 @@
-"""The local store: nothing half written is ever seen, whatever kills the writer."""
+"""Readers of the local store never see an object that is half written, even if its writer is killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SIZES = {"HEAD": 3_000_000, "data": 3_000_000, "commit": 60_000}
 
 @pytest.fixture
 def flushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths that are flushed from here on."""
+    """Return a list of the paths that are flushed from now on."""
     paths: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: paths.append(os.readlink(f"/proc/self/fd/{file}")))
     return paths
@@ -77,7 +77,7 @@ def test_a_killed_writer_leaves_whole_objects_only(tmp_path: Path) -> None:
         store.put("cleans", b"up")
         assert _temporaries(tmp_path) == []
         store.delete(["cleans"])
-        # A writer killed between making a folder and filling it leaves the folder, empty; nothing else.
+        # A writer that is killed after it has made a folder may leave the empty folder, and nothing else.
         assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
@@ -147,9 +147,9 @@ def test_a_folder_is_flushed_with_every_name_in_it_and_its_own_name_once(tmp_pat
     assert flushes_of(lambda: store.put("data/1/7/a", b"x")) == ["data/1/7", "data/1", "data", ""]
     assert flushes_of(lambda: store.put("data/1/7/b", b"x")) == ["data/1/7"]
     assert flushes_of(lambda: store.put_if_absent("data/1/8", b"x")) == ["data/1"]
-    store.delete(["data/1/7/a", "data/1/7/b"])  # and the folder, which is then empty
+    store.delete(["data/1/7/a", "data/1/7/b"])  # this also removes the folder, which is now empty
     assert flushes_of(lambda: store.put("data/1/7/a", b"x")) == ["data/1/7", "data/1"]
-    LocalStore(tmp_path).delete(["data/1/7/a"])  # the same, by another process
+    LocalStore(tmp_path).delete(["data/1/7/a"])  # another process does the same
     assert flushes_of(lambda: store.put("data/1/7/a", b"x")) == ["data/1/7", "data/1"]
     assert flushes_of(lambda: LocalStore(tmp_path).put("data/1/7/b", b"x")) == ["data/1/7", "data/1", "data", ""]
 
@@ -164,7 +164,7 @@ def test_a_hint_waits_for_no_disk(tmp_path: Path, flushed: list[str]) -> None:
 
 
 def test_what_exists_counts_only_when_it_was_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first attempt has given the object its name, and then the disk failed: that it is there does not mean that it stays."""
+    """A first attempt has named the object, and then the disk failed. The object exists, but may be lost in a power failure."""
     store = LocalStore(tmp_path)
     store.put("warm", b"up")
 
@@ -178,7 +178,7 @@ def test_what_exists_counts_only_when_it_was_flushed(tmp_path: Path, monkeypatch
                 store.put_if_absent("created", b"x")
         with pytest.raises(StoreUnavailable):
             store.get("created", limit=1)
-        assert LocalStore(tmp_path).get("created", limit=1) == b"x"  # who only reads promises nothing
+        assert LocalStore(tmp_path).get("created", limit=1) == b"x"  # a process that only reads need not flush
     with pytest.raises(ObjectExists):
         store.put_if_absent("created", b"x")
     assert store.get("created", limit=1) == b"x"
@@ -299,7 +299,7 @@ def test_what_is_no_file_is_refused_by_name_and_keeps_nobody_waiting(
 
 @pytest.fixture
 def deep_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with 1,500 folders one inside the other: deeper than any path may be long, and too deep for Python to delete."""
+    """Make 1,500 nested folders. Their path is longer than the system allows, and too deep for Python to delete."""
     monkeypatch.chdir(tmp_path)
     try:
         for _ in range(1500):
@@ -334,7 +334,7 @@ def test_links_that_lead_in_a_circle_are_followed_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [-(2.0**62), -1.0, 0.0, 2.0**36, 2.0**62])
 def test_times_that_no_calendar_has_are_times_all_the_same(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some file systems keep them; `touch --date=@-99999999999` makes one. Here the answers of `stat` are changed."""
+    """Some file systems store such times; `touch --date=@-99999999999` makes one. The test replaces the answers of `stat`."""
     store = LocalStore(tmp_path)
     store.put("a", b"")
     facts = os.stat(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""The probe refuses stores that lie, and does not blame a store for a bad line."""
+"""The probe refuses stores that break their promises, and does not blame a store for a bad connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repetition is bounded, jittered, and only for what may be repeated."""
+"""Retries are bounded and jittered, and only repeat calls that are safe to repeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""URLs name stores, or are refused without being repeated where they hold secrets."""
+"""URLs name stores or are refused. The error does not repeat a URL that contains secrets."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_names_no_store_is_refused(url: str) -> None:
         ("s3. //bucket/x", "s3://bucket/x"),
         ("s3;/bucket/x", "s3://bucket/x"),
         ("s3,bucket", "s3://bucket"),
-        ("s3\uff1a//bucket/x", "s3://bucket/x"),  # a colon of full width
+        ("s3\uff1a//bucket/x", "s3://bucket/x"),  # a full-width colon
         ("s3\u2236//bucket", "s3://bucket"),  # a ratio sign
         ("s33//bucket", "./s33//bucket"),
         ("10.0.0.1:9000/bucket", "AWS_ENDPOINT_URL=http://10.0.0.1:9000 "),

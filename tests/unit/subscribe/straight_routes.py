@@ -1,4 +1,4 @@
-"""Routes along the commits of a toy chain, one by one: what slots are tested on, whatever the real planner thinks of tiny states."""
+"""Plan routes over every commit of a toy chain, because the real planner might choose other routes for tiny states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StraightHop:
 
 
 class StraightRoutes:
-    """Routes from the present state, or the newest anchor, over every commit. No route leads over an avoided hop."""
+    """A planner of routes from the current state, or the newest anchor, over every commit. It never uses an avoided hop."""
 
     def __init__(self, chain: ToyChain) -> None:
         self.chain = chain
@@ -64,7 +64,7 @@ class StraightRoutes:
             yield entry, memoryview(data)
 
     def abandon(self) -> None:
-        """Nothing is ever waited for."""
+        """Do nothing, because these routes never wait."""
 
     def to_file(self, hop: StraightHop, entry: FileEntry, path: Path) -> None:
         for _, data in self.to_memory(hop, [entry]):
@@ -72,7 +72,7 @@ class StraightRoutes:
 
 
 def update(mirror: Mirror, chain: ToyChain, seq: int | None = None, routes: StraightRoutes | None = None) -> HeldSlot:
-    """One update to a version of the chain, the newest if none is named."""
+    """Update the mirror to a version of the chain, by default the newest."""
     target = chain.commits[-1 if seq is None else seq]
     routes = routes or StraightRoutes(chain)
     writer = mirror.try_writer()

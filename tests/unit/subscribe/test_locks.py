@@ -1,4 +1,4 @@
-"""Locks between processes, where processes fork."""
+"""Test locks between processes that fork."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deltawire.subscribe.mirror.locks import FileLock, LifeWatch
 
 
 def forked() -> int:
-    """A child that holds whatever files are open now, and does nothing."""
+    """Fork a child that keeps all open files and does nothing."""
     child = os.fork()
     if child == 0:
         time.sleep(60)
@@ -67,7 +67,7 @@ def test_what_was_shared_stays_so_for_a_child_that_may_read_there(tmp_path: Path
 
 @contextmanager
 def stopped_holder(path: Path) -> Iterator[int]:
-    """A process that took a lock and was stopped (SIGSTOP) with it. It is ended with the context."""
+    """Run a process that takes a lock and is then stopped (SIGSTOP). It is ended at the end of the context."""
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -80,7 +80,7 @@ def stopped_holder(path: Path) -> Iterator[int]:
     try:
         assert os.read(told, 4) == b"held"
         os.kill(child, signal.SIGSTOP)
-        os.waitpid(child, os.WUNTRACED)  # it is stopped
+        os.waitpid(child, os.WUNTRACED)  # wait until the child is stopped
         yield child
     finally:
         end(child)

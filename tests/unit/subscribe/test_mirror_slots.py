@@ -1,4 +1,4 @@
-"""Slots of a mirror: what is served is whole, whoever reads it and whatever fails."""
+"""A mirror always serves a whole version from its slots, with any readers and after any failure."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_who_reads_while_an_update_happens_sees_one_version(chain: ToyChain, mir
 
 
 class Died(BaseException):
-    """A failure that nothing expects."""
+    """A failure that no code expects."""
 
 
 STEPS = ["route-chosen", "slot-made", "slot-copied", "hop-fetched", "file-applied", "digest-checked", "hop-done", "marked-clean"]
@@ -266,7 +266,7 @@ def rot(path: Path) -> None:
 
 
 def reboot(monkeypatch: pytest.MonkeyPatch, boot: str | None = "another boot") -> list[str]:
-    """Pretend that the machine was restarted; returns the list of slots that are read in full from now on."""
+    """Pretend that the machine was restarted. Return a list of the slots that are read in full from now on."""
     scanned: list[str] = []
     intact = mirror_module.Slot.is_intact
     monkeypatch.setattr(mirror_module, "boot_id", lambda: boot)
@@ -410,7 +410,7 @@ def test_an_empty_mirror_serves_nothing(mirror: Mirror) -> None:
 
 
 def test_a_copy_by_hard_links_keeps_its_version(chain: ToyChain, mirror: Mirror, tmp_path: Path) -> None:
-    """`cp --link` shares the files themselves; slots are changed in place, but never one whose files have other names too."""
+    """`cp --link` shares the files themselves. Updates change slots in place, but never a slot whose files have other names too."""
     update(mirror, chain).release()
     with mirror.reading() as path:
         shutil.copytree(path, tmp_path / "copy", copy_function=os.link)
@@ -437,16 +437,16 @@ def test_attachments_may_be_named_like_temporary_files(mirror: Mirror, chain: To
 
 
 class BoundedRoutes(StraightRoutes):
-    """Fails a test that would otherwise never end."""
+    """A planner that fails a test that would otherwise never end."""
 
     def find(self, have: Any, target: Any) -> Any:
         self.finds = getattr(self, "finds", 0) + 1
-        assert self.finds < 20, "the same routes are tried forever"
+        assert self.finds < 20, "the update tries the same routes forever"
         return super().find(have, target)
 
 
 def test_a_hop_that_fails_without_changing_its_slot_is_not_tried_for_ever(chain: ToyChain, mirror: Mirror) -> None:
-    """Readers refuse such a record. If one came through all the same, the first update would leave a second slot behind, clean."""
+    """Readers refuse such a record. If one were accepted, the first update would leave a clean second slot behind."""
     update(mirror, chain).release()
     good = served(mirror)
     chain.commits[-1] = replace(chain.delta(), files=())

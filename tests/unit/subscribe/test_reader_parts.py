@@ -1,4 +1,4 @@
-"""The small parts of a reader: locks, files that are replaced whole, the delta cache, pins, pauses."""
+"""Test the small parts of a reader: locks, files that are replaced whole, the delta cache, pins and pauses."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_pin_is_renewed_at_a_third_of_its_life_and_lowered_at_once() -> None:
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="this system has no clock that counts suspension")
 def test_a_pin_is_renewed_after_the_machine_was_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`time.monotonic` stands still meanwhile; the store's clock, by which the pin expires, does not."""
+    """`time.monotonic` stops while the machine is suspended. The store's clock, by which the pin expires, does not."""
     chain = ToyChain(MemoryStore())
     asleep = [0.0]
     monkeypatch.setattr(time, "clock_gettime", lambda clock: asleep[0] if clock == time.CLOCK_BOOTTIME else 0.0)
@@ -155,7 +155,7 @@ def test_readers_have_names_of_their_own() -> None:
 
 def test_what_was_seen_only_ever_rises(tmp_path: Path) -> None:
     seen = SeenFile(tmp_path)
-    seen.remember(CommitRef(3, "a" * 64, None))  # no mirror there yet
+    seen.remember(CommitRef(3, "a" * 64, None))  # there is no mirror yet
     assert seen.read() is None
     (tmp_path / "locks").mkdir()
     for seq in (5, 3):

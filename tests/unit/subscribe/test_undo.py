@@ -1,4 +1,4 @@
-"""The way back: how far it reaches, and what it may cost."""
+"""Test how far the undo log reaches back, and how much memory it may use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def chain() -> ToyChain:
 
 
 def step(chain: ToyChain, after: int) -> UpdateStep:
-    """A step from one version back to the one before."""
+    """Return the step that leads from a version back to the previous one."""
     update = PreparedUpdate(threads=1)
     for entry in chain.commits[after].files:
         names = sorted(chain.states[after] or {})[entry.first : (entry.first or 0) + (entry.count or 0)]
@@ -48,8 +48,8 @@ def test_there_is_no_steps_back_over_a_gap(chain: ToyChain) -> None:
     steps = [step(chain, seq) for seq in (2, 3, 4)]
     for made in steps:
         log.push(made)
-    assert log.steps_back(chain.commits[5].digest, chain.commits[2]) is None  # the step 4 → 5 was never noted
-    steps[1].update.revert()  # but not taken out
+    assert log.steps_back(chain.commits[5].digest, chain.commits[2]) is None  # the log does not have the step from version 4 to 5
+    steps[1].update.revert()  # the step is reverted, but the log still has it
     assert log.steps_back(chain.commits[4].digest, chain.commits[3]) == [steps[2]]
     assert log.steps_back(chain.commits[4].digest, chain.commits[2]) is None
 
