@@ -1,15 +1,15 @@
-"""Hostile chains whose hashes are right: records of a small sound chain are changed and linked anew, and everything that reads one is run.
+"""Test all readers with hostile chains whose hashes are right. A small sound chain is changed and linked again.
 
     python tests/chain_fuzz.py --seeds 1000          # seeds 0 to 999
     python tests/chain_fuzz.py --first 4711          # one seed, and what it changes
 
-A record that is merely damaged is refused by its hash. Here the hashes of parents, links, bases, targets and files are computed after the
-change, as whoever may write to the store could do on a chain without signatures, so that the change itself is reached. What must hold of
-everything that reads:
+Readers refuse a damaged record because of its hash. Here the hashes of parents, links, bases, targets and files are computed after the
+change, so that readers reach the change itself. Anyone who can write to the store can do that to an unsigned chain. These rules hold for
+every reader:
 
-- It succeeds, and has the weights of the digest that the version has; or it raises a `DeltawireError`. Any other exception is a finding.
-- It ends: the store refuses calls beyond a number that no sound reader comes near (`TooManyCalls`), and a watchdog ends the process.
-- It takes no memory on a record's word: the address space may grow by `MEMORY` only.
+- It succeeds, and has the weights of the version's digest; or it raises a `DeltawireError`. Any other exception is a finding.
+- It ends. The store refuses more calls than any sound reader makes (`TooManyCalls`), and a watchdog ends the process.
+- It allocates no memory only because a record asks for it. The address space may grow by `MEMORY` only.
 - After a publisher has taken such a chain over and published, readers that succeed have what it published.
 """
 
@@ -57,20 +57,20 @@ from deltawire.subscribe import Subscriber
 from deltawire.subscribe.pull import pull
 
 CALLS = 4000
-"""Calls of the store that one reader may make. On the sound chain none makes a tenth of it."""
+"""The number of calls of the store that one reader may make. On the sound chain no reader makes a tenth of them."""
 MEMORY = 2 << 30
 SECONDS = 600
-"""For one seed, on however busy a machine: only what never ends takes that long."""
+"""The number of seconds for one seed, even on a busy machine. Only work that never ends takes that long."""
 
 Record = dict[str, Any]
 
 
 class TooManyCalls(BaseException):
-    """Not an `Exception`, so that nobody retries."""
+    """A reader made too many calls. This is not an `Exception`, so that no code retries it."""
 
 
 class CountingStore(WrappedStore):
-    """Raises when it was called too often."""
+    """A store that raises when it was called too often."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -115,7 +115,7 @@ class CountingStore(WrappedStore):
 
 @dataclass
 class Soup:
-    """A chain as JSON, before it is linked: what mutations change. `commits` stand in the order of their slots."""
+    """A chain as JSON before it is linked, which mutations change. `commits` are in the order of their slots."""
 
     run: Record
     commits: list[Record]
@@ -123,9 +123,9 @@ class Soup:
     """Epochs, shortcuts, marks, pins and HEAD, by key."""
     data: dict[str, bytes]
     done: list[str] = field(default_factory=list)
-    """What was changed, for people."""
+    """Descriptions of the changes, for people."""
     unlinked: bool = False
-    """Whether hashes are left as they are, too."""
+    """Whether the hashes also stay as they are."""
 
 
 def _json(data: bytes) -> Record:
@@ -142,13 +142,13 @@ Template = tuple[dict[str, bytes], dict[str, Any]]
 
 
 def _template(seed: int) -> Template:
-    """Every fourth seed changes a chain that a publisher wrote, the others one that was written by hand."""
+    """Return the chain to change: for every fourth seed one that a publisher wrote, for the others one that was written by hand."""
     return _published() if seed % 4 == 3 else _handmade()
 
 
 @cache
 def _published() -> Template:
-    """A chain of three publishers: the second takes over with other attachments, the third resumes an older version."""
+    """Publish a chain with three publishers. The second takes over with other attachments, and the third resumes from an older version."""
     store = MemoryStore()
     states = [first_state()]
     for number in range(14):
@@ -167,7 +167,7 @@ def _published() -> Template:
 
 @cache
 def _handmade() -> Template:
-    """All kinds of commits and objects."""
+    """Write a chain with all kinds of commits and objects."""
     store = MemoryStore()
     chain = ToyChain(store)
     chain.anchor(first_state())
@@ -198,7 +198,7 @@ def _soup(seed: int) -> Soup:
 
 
 def _store_of(soup: Soup, link: random.Random) -> MemoryStore:
-    """The objects of a soup. Hashes are right, and digests of references mostly, but for what `unlinked` says."""
+    """Write the objects of a soup to a store. All hashes and most digests of references are right, unless the soup is `unlinked`."""
     store = MemoryStore()
     hashes: list[str] = []
     digests: list[Any] = []
@@ -242,12 +242,12 @@ def _number(chance: random.Random, near: Any = None) -> int:
 
 
 def _slot(soup: Soup, chance: random.Random) -> int:
-    """Any slot, often the last: readers that go to the newest version need that commit, and can avoid most others."""
+    """Choose a slot, often the last one. Readers of the newest version need that commit, and can avoid most others."""
     return len(soup.commits) - 1 if chance.random() < 0.4 else chance.randrange(len(soup.commits))
 
 
 def _change_commit(soup: Soup, chance: random.Random) -> str:
-    """One field of a commit, in the form that the field has."""
+    """Change one field of a commit, but keep the field's form."""
     slot = _slot(soup, chance)
     commit = soup.commits[slot]
     name = chance.choice(
@@ -255,7 +255,7 @@ def _change_commit(soup: Soup, chance: random.Random) -> str:
     )
     if name == "kind":
         commit[name] = chance.choice(["fence", "delta", "anchor", "rewind", "delta", "merge"])
-        if chance.random() < 0.5:  # as that kind is
+        if chance.random() < 0.5:  # the other fields then fit that kind
             commit["files"] = commit["files"] if commit[name] in ("delta", "anchor") else []
             commit["base"] = None if commit[name] == "anchor" else {"seq": chance.randrange(max(1, slot)), "commit": "", "digest": None}
             commit["state_seq"] = slot
@@ -267,7 +267,7 @@ def _change_commit(soup: Soup, chance: random.Random) -> str:
 
 
 def _change_base(soup: Soup, chance: random.Random) -> str:
-    """What a commit rests on: anything before it, or itself, or nothing."""
+    """Change the base of a commit to any commit before it, to itself, or to nothing."""
     slot = _slot(soup, chance)
     soup.commits[slot]["base"] = base = chance.choice([None, {"seq": chance.randrange(slot + 2), "commit": "f" * 64, "digest": None}])
     return f"base of commit {slot}: {base}"
@@ -294,7 +294,7 @@ def _any_record(soup: Soup, chance: random.Random) -> tuple[str, Record]:
 
 
 def _inside(record: Any, chance: random.Random) -> tuple[Any, Any]:
-    """Some container within a record, and one of its places."""
+    """Choose a container within a record, and one of its keys or indices."""
     while True:
         place = chance.choice(sorted(record)) if isinstance(record, dict) else chance.randrange(len(record))
         inner = record[place]
@@ -304,7 +304,7 @@ def _inside(record: Any, chance: random.Random) -> tuple[Any, Any]:
 
 
 def _change_any_field(soup: Soup, chance: random.Random) -> str:
-    """Any field of any record, to anything; or it goes, or another comes."""
+    """Change any field of any record to anything, or remove it, or add another."""
     name, record = _any_record(soup, chance)
     container, place = _inside(record, chance)
     way = chance.randrange(6)
@@ -323,7 +323,7 @@ def _change_any_field(soup: Soup, chance: random.Random) -> str:
 
 
 def _change_shortcut(soup: Soup, chance: random.Random) -> str:
-    """Target, base or claims of a shortcut, at its place or at the place of what it now says."""
+    """Change the target, base or claims of a shortcut. Keep its key, or move it to the key that fits its new content."""
     key = chance.choice([key for key in soup.others if key.startswith((keys.ANCHORS, keys.SKIPS))] or [None])
     if key is None:
         return "no shortcut to change"
@@ -346,7 +346,7 @@ def _change_shortcut(soup: Soup, chance: random.Random) -> str:
 
 
 def _change_files(soup: Soup, chance: random.Random) -> str:
-    """The files of a commit or shortcut: others, fewer, twice, in another order, of other sizes, of another commit."""
+    """Change the files of a commit or shortcut: others, fewer, twice, in another order, with other sizes, or of another commit."""
     name, record = _any_record(soup, chance)
     files = record.get("files")
     if not isinstance(files, list) or not files or not all(isinstance(file, dict) for file in files):
@@ -377,7 +377,7 @@ def _change_files(soup: Soup, chance: random.Random) -> str:
 
 
 def _change_data(soup: Soup, chance: random.Random) -> str:
-    """The content of a data object, under its right name wherever a record names it."""
+    """Change the content of a data object. Every record that names the object gets its new, right name."""
     old = chance.choice(sorted(soup.data))
     data, how = _other_content(soup.data[old], chance)
     digest = blake3(data).hexdigest()
@@ -397,7 +397,7 @@ def _other_content(data: bytes, chance: random.Random) -> tuple[bytes, str]:
         return data[:at], f"cut at {at}"
     if way == 1:
         return data + bytes(chance.randrange(1, 40)), "longer"
-    with contextlib.suppress(Exception):  # another way for what is no delta
+    with contextlib.suppress(Exception):  # data that are not a delta are changed in another way
         metadata, changes, payloads = split_delta(data)
         if way == 2:
             metadata[chance.choice(["before", "after"])] = "f" * 32
@@ -422,7 +422,7 @@ def _lose_data(soup: Soup, chance: random.Random) -> str:
 
 
 def _change_order(soup: Soup, chance: random.Random) -> str:
-    """Commits that are missing at the end, twice, swapped, or of an earlier writer; renumbered or not."""
+    """Remove commits at the end, repeat or swap some, or give one to an earlier writer. Renumber them or not."""
     way = chance.randrange(4)
     slot = chance.randrange(1, len(soup.commits))
     if way == 0:
@@ -445,7 +445,7 @@ def _change_order(soup: Soup, chance: random.Random) -> str:
 
 
 def _change_epochs(soup: Soup, chance: random.Random) -> str:
-    """Epochs that resume from anywhere, are missing, or are claimed by nobody who wrote."""
+    """Change epochs: one resumes from any version, is missing, or is claimed although no writer used it."""
     number = chance.choice([1, 2, 3, 3, 3, 4, 5])
     key = keys.epoch_key(number)
     way = chance.randrange(3)
@@ -504,13 +504,14 @@ MUTATIONS: list[tuple[Callable[[Soup, random.Random], str], int]] = [
 
 
 def hostile(seed: int) -> tuple[MemoryStore, list[str]]:
-    """The chain of a seed, and what was changed. Seed 0 is the sound chain."""
+    """Return the chain of a seed, and what was changed. Seed 0 is the sound chain."""
     chance = random.Random(seed)
     soup = copy.deepcopy(_soup(seed))
     mutations, weights = zip(*MUTATIONS, strict=True)
     for _ in range(0 if seed == 0 else chance.choice([1, 1, 1, 2, 2, 3])):
         for mutate in chance.choices(mutations, weights):
-            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # an earlier change left nothing to change
+            # an earlier change removed what this one would change
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
                 soup.done.append(mutate(soup, chance))
     return _store_of(soup, chance), soup.done
 
@@ -519,7 +520,7 @@ def hostile(seed: int) -> tuple[MemoryStore, list[str]]:
 
 
 class WrongWeights(AssertionError):
-    """A reader was given weights that are not those of the version."""
+    """A reader got weights that are not those of the version."""
 
 
 def _check(state: Any, digest: Any, expected: Any = None) -> None:
@@ -592,12 +593,15 @@ def sync_memory(store: Store, folder: Path) -> None:
         for _ in range(2):
             with contextlib.suppress(DeltawireError):
                 _sync(subscriber)
-        if subscriber.version is not None:  # whatever failed, what is at hand is whole
+        if subscriber.version is not None:  # the reader's version is whole, whatever failed
             _check(subscriber.state, subscriber.version.digest)
 
 
 def sync_mirror(store: Store, folder: Path) -> None:
-    """To the newest version from the one before it, and from an early one, twice in a row: the second finds what the first left."""
+    """Sync a mirror twice to the newest version, first from a late version and then from an early one.
+
+    The second sync finds what the first one left.
+    """
     for targets in ((_seqs(store)[-4], None, None), (3, None, None)):
         with Subscriber(store, folder / "mirror", options=ReaderOptions(patience=0.0, reader="mirror")) as subscriber:
             for target in targets:
@@ -617,7 +621,7 @@ def verify_all(store: Store, folder: Path) -> None:
 
 
 def collect_garbage(store: Store, folder: Path) -> None:
-    """Dry, announced, carried out; and whoever syncs then has right weights or an error."""
+    """Collect in a dry run, then announce, then delete. A sync after that ends with the right weights or with an error."""
     with contextlib.suppress(DeltawireError):
         collect(store, grace=0.0, dry_run=True)
     with contextlib.suppress(DeltawireError):
@@ -684,7 +688,7 @@ def _copy_of(store: MemoryStore) -> MemoryStore:
 
 @contextlib.contextmanager
 def bounded_memory() -> Iterator[None]:
-    """The address space may grow by `MEMORY`: what is allocated on a record's word then fails."""
+    """Let the address space grow by `MEMORY` only, so that allocations of sizes from hostile records fail."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, before[1]))
@@ -695,7 +699,7 @@ def bounded_memory() -> Iterator[None]:
 
 
 def try_seed(seed: int, folder: Path, outcomes: dict[str, int] | None = None) -> list[Finding]:
-    """Run everything that reads on the chain of a seed, each on a copy of its own."""
+    """Run every reader on the chain of a seed. Each gets its own copy."""
     store, changes = hostile(seed)
     findings = []
     for reader in READERS:

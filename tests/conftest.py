@@ -1,4 +1,4 @@
-"""One Hypothesis profile for all tests: the same examples on every run, and no failures for want of speed. And Ctrl-C that is heard."""
+"""Set one Hypothesis profile for all tests, with the same examples on every run and no deadlines. Make Ctrl-C work in child processes."""
 
 import signal
 
@@ -14,6 +14,6 @@ settings.register_profile(
 )
 settings.load_profile("deltawire")
 
-# A shell starts what it puts into the background with Ctrl-C ignored, and children would inherit that: tests send it to them.
+# A shell makes its background processes ignore Ctrl-C, and children would inherit that. Tests send Ctrl-C to children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

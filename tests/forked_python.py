@@ -1,14 +1,14 @@
-"""Python scripts as processes that start in milliseconds: a process that has imported what they need forks them.
+"""Run Python scripts as processes that start in milliseconds. A parent process that has imported what they need forks them.
 
     done = forked_run("torch", [script, "an argument"], stdout=subprocess.PIPE, text=True)
     process = ForkedPopen("torch", ["-m", "deltawire.cli", "log", url])
 
-`import torch` and `import transformers` take five seconds of a core, and TRL takes ten, so the tests start a script that needs them from a
-parent that has them. `ForkedPopen` is `subprocess.Popen`: pipes, environment, working directory, signals and exit status are those of a
-real process of its own. Only the imports are shared, so tests of start-up and of warnings during imports start an interpreter instead.
+`import torch` and `import transformers` take five seconds of a core, and TRL takes ten, so tests fork a script that needs them from a
+parent that has imported them. `ForkedPopen` is a `subprocess.Popen`: pipes, environment, working directory, signals and exit status are
+those of a separate, real process. Only the imports are shared, so tests of start-up and of warnings during imports start an interpreter.
 
-Each warm-up has one parent per test process. It ends, and kills what it has forked, when the test process goes away, however it goes. A
-forked process can fork further ones from the same parent. Run as a script this file is the parent.
+Each test process has one parent per warm-up. When the test process ends for any reason, the parent kills what it has forked, and ends. A
+forked process can fork more processes from the same parent. Run as a script, this file is the parent.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _TORCH += ["transformers.models.auto.modeling_auto", "transformers.models.auto.t
 _TORCH += ["deltawire.trainers", "deltawire.rl.*", "deltawire.fleet.*"]
 _TRL = [*_TORCH, "trl.experimental.async_grpo", "datasets"]
 WARM_UPS = {"light": _LIGHT, "torch": _TORCH, "trl": _TRL}
-"""What each parent imports before it forks. A star stands for all modules of a package."""
+"""The modules that each parent imports before it forks. A star means all modules of a package."""
 
 _ADDRESSES = "DELTAWIRE_TEST_PARENTS"
 _LARGEST_REQUEST = 1 << 18
 _FORK_SAFE = "jemalloc_bg_thd"
-"""A thread of pyarrow's allocator, which stops it before a fork and starts it again afterwards."""
+"""The name of a thread of pyarrow's allocator. The allocator stops it before a fork and starts it again afterwards."""
 
 
 class ForkedPopen(subprocess.Popen[Any]):
-    """`subprocess.Popen` of a Python process that is forked from the parent with this warm-up.
+    """A `subprocess.Popen` of a Python process that is forked from the parent with this warm-up.
 
-    Its arguments are a script, `-m` and a module, or `-c` and code, perhaps with `-W error` before them.
+    Its arguments are a script, `-m` and a module, or `-c` and code. `-W error` may come before them.
     """
 
     def __init__(self, warm_up: str, arguments: list[Any], **options: Any) -> None:
@@ -75,7 +75,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         }
         try:
             self.pid = self._parent.ask(request, [own if number == -1 else number for own, number in enumerate(streams)])
-            self._pidfd = os.pidfd_open(self.pid)  # it is reaped when we ask how it ended, and not before
+            self._pidfd = os.pidfd_open(self.pid)  # the process is reaped only when we ask how it ended
             self._child_created = True
         finally:
             devnull = getattr(self, "_devnull", None)
@@ -105,7 +105,7 @@ class ForkedPopen(subprocess.Popen[Any]):
 
 
 def forked_run(warm_up: str, arguments: list[Any], *, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` with text, of a script that is forked from the parent with this warm-up."""
+    """Run a script that is forked from the parent with this warm-up, as `subprocess.run` does with text."""
     with ForkedPopen(warm_up, arguments, text=True, **options) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
@@ -116,7 +116,7 @@ def forked_run(warm_up: str, arguments: list[Any], *, timeout: float = 600, **op
 
 
 class _Parent:
-    """The test's end of the connection to a parent."""
+    """The test's connection to a parent."""
 
     def __init__(self, address: str) -> None:
         self._lock = threading.Lock()
@@ -146,13 +146,13 @@ def _parent(warm_up: str) -> _Parent:
 
 @functools.cache
 def _connected(warm_up: str, _process: int) -> _Parent:
-    """A forked process has a connection of its own to the parent that it comes from."""
+    """Connect to the parent with this warm-up. A forked process makes its own connection to the parent that forked it."""
     addresses = json.loads(os.environ.get(_ADDRESSES, "{}"))
     return _Parent(addresses[warm_up] if warm_up in addresses else _started(warm_up))
 
 
 def _started(warm_up: str) -> str:
-    """Start a parent; returns the address of its socket once it listens."""
+    """Start a parent. Return the address of its socket once it listens."""
     from support import PACKAGE
 
     folder = tempfile.mkdtemp(prefix="deltawire-forks-")
@@ -164,12 +164,12 @@ def _started(warm_up: str) -> str:
     )
 
     def end() -> None:
-        with process:  # closes its input, upon which it kills its children and ends
+        with process:  # closes the parent's input, so that the parent kills its children and ends
             pass
 
     atexit.register(end)
     assert process.stdout is not None
-    assert process.stdout.readline(), f"the process that forks scripts does not start, with {process.wait()}"
+    assert process.stdout.readline(), f"the process that forks scripts does not start, and exited with {process.wait()}"
     return address
 
 
@@ -220,7 +220,7 @@ def _import(name: str) -> None:
 
 
 def _rehearse() -> None:
-    """Typer imports more when it parses the arguments of the first command."""
+    """Parse the arguments of one command, because Typer imports more modules when it does that for the first time."""
     from typer.testing import CliRunner
 
     from deltawire.cli import app
@@ -229,7 +229,7 @@ def _rehearse() -> None:
 
 
 def _answer(connection: socket.socket, children: dict[socket.socket, set[int]]) -> bool:
-    """Do what one request asks for. Returns False if the other side has gone."""
+    """Do what one request asks for. Return False if the other side has closed the connection."""
     try:
         message, streams, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, 3)
     except ConnectionError:
@@ -253,7 +253,7 @@ def _answer(connection: socket.socket, children: dict[socket.socket, set[int]]) 
 
 
 def _end(connections: list[socket.socket], children: dict[socket.socket, set[int]]) -> None:
-    """Kill what was forked for these connections. Nothing of it is reaped, so each id is its own."""
+    """Kill the processes that were forked for these connections. None of them is reaped yet, so their ids are still valid."""
     for connection in connections:
         for child in children.pop(connection):
             os.kill(child, signal.SIGKILL)
@@ -262,7 +262,7 @@ def _end(connections: list[socket.socket], children: dict[socket.socket, set[int
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
-    """In the child: be the script, and end as it does. Does not return."""
+    """Run the script in the child, and exit as the script does. This function does not return."""
     code = 70
     try:
         for own, number in enumerate(streams):
@@ -294,7 +294,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
 
 
 def _reopen_streams() -> None:
-    """Python's own streams remember whether what they were opened for can be rewound, and is a terminal."""
+    """Reopen Python's own streams, because they remember whether their old files were seekable or a terminal."""
     sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", closefd=False)  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", closefd=False)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # type: ignore[misc]

@@ -1,9 +1,9 @@
-"""A training run as a process that can be killed: it goes on from its newest checkpoint, and publishes every step.
+"""A training run as a process that can be killed. It continues from its newest checkpoint, and publishes every step.
 
     python killable_trainer.py MODEL_DIR STORE CHECKPOINTS STEPS [CALL]
 
-With CALL it kills itself, by SIGKILL, just before that call of the store. Training is the same on every run: the weights after a step are
-those that an uninterrupted run has then.
+With CALL, it kills itself by SIGKILL just before that call of the store. Training is deterministic: the weights after a step are those of
+an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deltawire.testing import Before, Call, FaultyStore
 from deltawire.trainers import WeightSource
 
 CHECKPOINT_EVERY = 3
-"""Not every step, so that the chain is ahead of the checkpoint most of the time."""
+"""The number of steps between checkpoints. It is above 1, so that the chain is ahead of the checkpoint most of the time."""
 
 Bits = Mapping[str, torch.Tensor]
 
@@ -52,7 +52,7 @@ def train(
                 optimizer.zero_grad()
             after(step, source.snapshot())
             source.publish(publisher, step=step)
-            publisher.flush()  # or a slow store would make it leave steps out
+            publisher.flush()  # without this, a slow store would make the publisher skip steps
             if step % CHECKPOINT_EVERY == 0:
                 saved.save(step, model, optimizer)
 

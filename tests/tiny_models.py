@@ -1,4 +1,4 @@
-"""Models small enough for tests, of the real classes. Importing this skips the test file where torch or transformers are missing."""
+"""Models of the real classes, small enough for tests. Importing this skips the test file if torch or transformers are missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-torch.set_num_threads(1)  # such models gain nothing by more, and threads that wait for each other are slow on a busy machine
+torch.set_num_threads(1)  # more threads do not help such small models, and threads that wait for each other are slow on a busy machine
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
 
 
 WORDS = ["<eos>", "<unk>", *(f"w{number}" for number in range(SIZES["vocab_size"] - 2))]
-"""What the tokenizer knows."""
+"""The words that the tokenizer knows."""
 
 
 def qwen(seed: int = 0, *, tied: bool = True, dtype: Any = None, **config: Any) -> Any:
@@ -49,7 +49,7 @@ def moe(seed: int = 0, dtype: Any = None) -> Any:
 
 
 def step(module: Any, seed: int, rate: float = 1e-3) -> None:
-    """Something like an optimizer step: every parameter moves a little, so some of the bf16 ones change."""
+    """Simulate an optimizer step. Every parameter changes a little, so some of the bf16 ones change."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -57,12 +57,12 @@ def step(module: Any, seed: int, rate: float = 1e-3) -> None:
 
 
 def clone(state: Any) -> dict[str, Any]:
-    """A copy of a state, in which what was tied still is."""
+    """Copy a state. Tied tensors stay tied."""
     return copy.deepcopy({name: tensor.detach() for name, tensor in state.items()})
 
 
 def new_tokenizer() -> Any:
-    """A tokenizer of as many words as the model knows, with a chat template."""
+    """Make a tokenizer with as many words as the model knows, and a chat template."""
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     words = tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(words)
@@ -78,7 +78,7 @@ def save_tokenizer(folder: Path) -> Path:
 
 
 def bits(state: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Types, shapes and bytes, by way of torch alone."""
+    """Return types, shapes and bytes, computed with torch alone."""
     return {
         name: (str(tensor.dtype), tuple(tensor.shape), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         for name, tensor in state.items()

@@ -1,4 +1,4 @@
-"""A tiny chain, written object by object as docs/protocol.md says: what readers are tested on, without any publisher."""
+"""A tiny chain that is written object by object as docs/protocol.md says. Tests of readers use it, so they need no publisher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = ("a.weight", "b.weight", "c.bias", "d.norm")
 
 
 def first_state(seed: int = 0) -> State:
-    """Four small tensors of three types."""
+    """Return four small tensors of three types."""
     rng = np.random.default_rng(seed)
     return {
         "a.weight": rng.normal(size=(16, 24)).astype(ml_dtypes.bfloat16),
@@ -43,7 +43,7 @@ def first_state(seed: int = 0) -> State:
 
 
 def next_state(state: Mapping[str, Any], seed: int) -> State:
-    """A few elements of each tensor moved by one."""
+    """Return a state in which the bits of a few elements of each tensor, as integers, are one larger."""
     rng = np.random.default_rng(seed)
     new = {name: array.copy() for name, array in state.items()}
     for array in new.values():
@@ -53,7 +53,7 @@ def next_state(state: Mapping[str, Any], seed: int) -> State:
 
 
 class ToyChain:
-    """Appends versions to a store. `commits[seq]` and `states[seq]` are what they should be; a fence is in slot 0."""
+    """Append versions to a store. `commits[seq]` and `states[seq]` are their expected content. Slot 0 holds a fence."""
 
     def __init__(self, store: Store, *, sign: Any = None, shards: int = 2) -> None:
         self.store = store
@@ -67,7 +67,7 @@ class ToyChain:
         self.claim(1)
 
     def claim(self, epoch: int) -> Commit:
-        """A new writer: its epoch and its fence."""
+        """Claim an epoch for a new writer, and append its fence."""
         self.epoch = epoch
         self.store.put_if_absent(keys.epoch_key(epoch), Epoch(self.run.id, epoch, secrets.token_hex(16), 0, None).to_bytes())
         newest = self.newest
@@ -83,7 +83,7 @@ class ToyChain:
 
     @property
     def state(self) -> State:
-        """What is in force."""
+        """Return the current state."""
         assert self.newest is not None
         assert self.newest.state_seq is not None
         state = self.states[self.newest.state_seq]
@@ -94,12 +94,12 @@ class ToyChain:
         return self.commits[seq].ref(record_hash(self.commits[seq].to_bytes()))
 
     def anchor(self, state: State, *, extra: Mapping[str, bytes] | None = None) -> Commit:
-        """A version with all its weights."""
+        """Append a version with all its weights."""
         files = self.checkpoint(state, extra=extra)
         return self._append(state, kind="anchor", base=None, files=files)
 
     def delta(self, state: State | None = None) -> Commit:
-        """A version as a delta to the one in force."""
+        """Append a version as a delta to the current one."""
         assert self.newest is not None
         state = state if state is not None else next_state(self.state, len(self.commits))
         base = self.newest
@@ -110,7 +110,7 @@ class ToyChain:
             self.delta()
 
     def rewind(self, seq: int) -> Commit:
-        """An earlier version is in force again."""
+        """Make an earlier version current again."""
         return self._append(self.states[seq], kind="rewind", base=self.ref(seq))
 
     def add_anchor(self, seq: int) -> Shortcut:

@@ -1,7 +1,7 @@
-"""The processes of a chaos run: publishers, readers, mirrors, collectors. Each says in a journal what it was told by deltawire.
+"""The processes of a chaos run: publishers, readers, mirrors, collectors. Each records in a journal what deltawire reported to it.
 
-An actor ends with 0 when it was asked to, with `FENCED` when another publisher took over, and with 1 when something happened that must not
-happen: it then says what in its log. Errors that deltawire calls retryable are waited out.
+An actor ends with 0 if it was asked to end, with `FENCED` if another publisher took over, and with 1 if something happened that must not
+happen. In that case its log says what happened. Actors repeat what fails with a retryable error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GRACE = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """A chain, and where its actors keep what they have."""
+    """A chain, and the folder in which its actors keep their files."""
 
     url: str
     folder: Path
@@ -57,7 +57,7 @@ class Place:
 
 
 def patiently(work: Callable[[], Any]) -> Any:
-    """Do something again as long as it fails with errors that may heal."""
+    """Repeat some work as long as it fails with retryable errors."""
     while True:
         try:
             return work()
@@ -70,17 +70,20 @@ def patiently(work: Callable[[], Any]) -> Any:
 
 
 def landed(pending: PendingVersion) -> Version:
-    """The version of a publication in the background. One wait may seem long because this process was frozen; many in a row are a hang."""
+    """Wait for a version that is published in the background.
+
+    One wait may seem long because this process was frozen, but many in a row are a hang.
+    """
     for _ in range(60):
         with contextlib.suppress(TimeoutError):
             version = pending.result(5)
-            assert version is not None, "it was superseded, though nothing newer was published"
+            assert version is not None, "it was superseded, although nothing newer was published"
             return version
     raise AssertionError("a publication does not end")
 
 
 def publish(place: Place, name: str, seed: int, last: int | None = None) -> None:
-    """Take the run over, sometimes from an older version, and publish step after step, with the number `last` as the last if given."""
+    """Take the run over, sometimes from an older version, and publish step after step. `last` is the number of the last one, if given."""
     chance = random.Random(seed)
     acknowledged = Journal(place.folder / f"acknowledged-{name}")
 
@@ -128,7 +131,7 @@ def _note(journal: Journal, seq: int, step: int | None, state: Any) -> None:
 
 
 def _follow(subscriber: Subscriber, journal: Journal, until: int | None) -> None:
-    """Note every version, and the one at hand at first: a mirror may have the newest already."""
+    """Record every version. With `until`, also record the version of the first sync, because a mirror may already have the newest."""
     if until is not None:
         version = patiently(subscriber.sync)
         _note(journal, version.seq, version.step, subscriber.state)
@@ -141,14 +144,14 @@ def _follow(subscriber: Subscriber, journal: Journal, until: int | None) -> None
 
 
 def read(place: Place, name: str, seed: int, until: int | None = None) -> None:
-    """Follow the chain in memory, and compare all of every version with its step."""
+    """Follow the chain in memory, and compare all weights of every version with its step."""
     journal = Journal(place.folder / f"read-{name}")
     with Subscriber(place.url, options=ReaderOptions(trusted_keys=place.trusted, reader=name, store=place.options)) as subscriber:
         _follow(subscriber, journal, until)
 
 
 def mirror(place: Place, name: str, seed: int, until: int | None = None) -> None:
-    """Keep a mirror, which others share, at the newest version."""
+    """Keep a mirror, which other processes share, at the newest version."""
     journal = Journal(place.folder / f"read-{name}")
     with Subscriber(
         place.url, place.folder / "mirror", options=ReaderOptions(trusted_keys=place.trusted, reader=name, store=place.options)
@@ -157,7 +160,7 @@ def mirror(place: Place, name: str, seed: int, until: int | None = None) -> None
 
 
 def load(place: Place, name: str, seed: int) -> None:
-    """Load the mirror as an engine does, without deltawire, and compare all of it."""
+    """Load the mirror as an engine does, without deltawire, and compare all weights."""
     journal = Journal(place.folder / f"read-{name}")
     last = -1
     while True:
@@ -179,7 +182,7 @@ def load(place: Place, name: str, seed: int) -> None:
 
 
 def tidy(place: Place, name: str, seed: int) -> None:
-    """Collect what nobody needs, twice, with the grace in between. For while there is no publisher."""
+    """Collect garbage twice, with the grace period in between. It is only used while there is no publisher."""
     with open_store(place.url, options=place.options) as store:
         for pause in (GRACE, 0.0):
             patiently(lambda: collect(store, grace=GRACE, log=ChainLog(store, trusted_keys=place.trusted)))

@@ -1,6 +1,6 @@
-"""What must hold of a chain after chaos, checked from its objects alone, by docs/protocol.md: no reading code of deltawire is used.
+"""Check a chain after chaos from its objects alone, by docs/protocol.md, without any reading code of deltawire.
 
-Only the codec is (`apply_delta`), and what it gives is compared with weights that anyone can recompute from the number of a step.
+The checker uses only the codec (`apply_delta`), and compares its results with weights that can be recomputed from the number of a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import deltawire
 
 Record = dict[str, Any]
 Seen = tuple[int, int]
-"""A version as somebody knows it: its sequence number, and its step."""
+"""A version as a process knows it: its sequence number, and its step."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Verdict:
     commits: int = 0
     void: int = 0
     rebuilt: int = 0
-    """Commits and shortcuts whose data were there and led to the right weights."""
+    """The number of commits and shortcuts whose data exist and lead to the right weights."""
     acknowledged: int = 0
     reads: int = 0
 
@@ -38,7 +38,7 @@ class Verdict:
 def check(
     objects: Mapping[str, bytes], acknowledged: Mapping[str, list[Seen]], reads: Mapping[str, list[Seen]], *, key: str | None = None
 ) -> Verdict:
-    """Compare a chain with what publishers acknowledged and what readers saw, each by the name of the process; `key` signed all of it."""
+    """Compare a chain with what publishers acknowledged and what readers saw, both by the name of the process. `key` signed all records."""
     verdict = Verdict()
     commits = _commits(objects, verdict, key)
     for who, versions in acknowledged.items():
@@ -62,7 +62,7 @@ def _record(objects: Mapping[str, bytes], key: str, verdict: Verdict) -> Record 
 
 
 def _commits(objects: Mapping[str, bytes], verdict: Verdict, key: str | None) -> list[Record]:
-    """All commits; each has `_hash`, and `_void` if a commit before it is of a higher epoch."""
+    """Return all commits. Each has `_hash`, and `_void` if a commit before it has a higher epoch."""
     commits: list[Record] = []
     epoch = 0
     while (commit := _record(objects, f"commit/{len(commits):020}.json", verdict)) is not None:
@@ -88,7 +88,7 @@ def _check_signed(what: str, record: Record, key: str | None, verdict: Verdict) 
 
 
 def _check_history(verb: str, who: str, versions: list[Seen], commits: list[Record], verdict: Verdict) -> None:
-    """Versions that somebody knows are in the chain, as that, and it knew them in the order of the chain."""
+    """Check that the chain has all versions that a process recorded, with the same steps and in the same order."""
     before = -1
     for seq, step in versions:
         if seq >= len(commits) or commits[seq]["_void"] or commits[seq]["kind"] == "fence":
@@ -101,7 +101,7 @@ def _check_history(verb: str, who: str, versions: list[Seen], commits: list[Reco
 
 
 def _check_data(objects: Mapping[str, bytes], commits: list[Record], verdict: Verdict, key: str | None) -> None:
-    """What was not collected leads to the right weights: every commit and shortcut above the floor; and a way to the newest version."""
+    """Check that every commit and shortcut above the floor leads to the right weights, and that a route leads to the newest version."""
     marks = [_record(objects, name, verdict) or {} for name in objects if name.startswith("gc/")]
     floor = max([mark["floor"] for mark in marks], default=-1)
     anchors = _check_shortcuts(objects, commits, verdict, key)
@@ -126,7 +126,7 @@ def _check_data(objects: Mapping[str, bytes], commits: list[Record], verdict: Ve
 
 
 def _check_shortcuts(objects: Mapping[str, bytes], commits: list[Record], verdict: Verdict, key: str | None) -> set[int]:
-    """Shortcuts whose data are there lead to the right weights. Returns the versions that have a whole checkpoint."""
+    """Check that shortcuts whose data exist lead to the right weights. Return the versions that have a full checkpoint."""
     anchors = set()
     for name in sorted(objects):
         if not name.startswith(("anchor/", "skip/")):
@@ -149,7 +149,7 @@ def _check_shortcuts(objects: Mapping[str, bytes], commits: list[Record], verdic
 
 
 def _leads_back(commits: list[Record], head: Record, anchors: set[int], objects: Mapping[str, bytes]) -> bool:
-    """Whether a reader with nothing reaches the head: a checkpoint that is there, and the data of all versions after it."""
+    """Return whether a reader with nothing reaches the head, by an existing checkpoint and the data of all versions after it."""
     commit = head
     while True:
         if commit["seq"] in anchors:
@@ -164,7 +164,7 @@ def _leads_back(commits: list[Record], head: Record, anchors: set[int], objects:
 
 
 def _version_of(commits: list[Record], seq: int) -> Record:
-    """The version that a commit leaves in force."""
+    """Return the version that is current after a commit."""
     commit = commits[seq]
     while commit["kind"] == "fence" and commit["base"] is not None:
         commit = commits[commit["base"]["seq"]]
@@ -174,7 +174,7 @@ def _version_of(commits: list[Record], seq: int) -> Record:
 def _check_files(
     objects: Mapping[str, bytes], what: str, files: list[Record], base: Record | None, target: Record, verdict: Verdict, *, must: bool
 ) -> bool:
-    """Whether files are there, and lead from the weights of a base, or from nothing, to those of the target's step."""
+    """Return whether the files exist, and lead from the weights of the base, or from nothing, to those of the target's step."""
     contents = {file["key"]: objects.get(file["key"]) for file in files}
     if None in contents.values():
         if must:

@@ -2,11 +2,11 @@
 
     python tests/chaos/run.py --minutes 5 --seed 7       # or: make chaos MINUTES=5 SEED=7
 
-Two chains run side by side, one of them signed. On each there are one publisher or two that fight, a reader in memory, two processes that
-share a mirror, and one that loads the mirror as an engine does. Every second or so something happens to one of them, or to the server. In
-the end all that was frozen wakes up, one more publisher publishes, everybody must reach that version, and `checker.py` compares the objects
-in the bucket with all journals. It ends by itself, prints a summary and the seed, and returns 1 if anything is wrong. A seed says what
-happens and when; what the machine makes of it differs from run to run.
+Two chains run in parallel, and one of them is signed. Each has one publisher or two that compete, a reader in memory, two processes that
+share a mirror, and one that loads the mirror as an engine does. About every second, the run disturbs one of them, or the server. At the
+end all frozen processes wake up, one more publisher publishes, all readers must reach that version, and `checker.py` compares the objects
+in the bucket with all journals. The run ends by itself, prints a summary and the seed, and returns 1 if anything is wrong. A seed decides
+what happens and when, but the effect differs from run to run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from deltawire.format.records.signing import SigningKey  # noqa: E402
 
 START_SECONDS = 240
 LAST_SECONDS = 300
-"""For everybody to reach the last version."""
+"""The number of seconds in which all readers must reach the last version."""
 MOST_FROZEN = 6
 READERS = [("reader", "read"), ("mirror-a", "mirror"), ("mirror-b", "mirror"), ("engine", "load")]
 
@@ -79,7 +79,7 @@ class Weed:
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however it ends."""
+    """Ask the kernel to kill this process when its parent ends for any reason."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
@@ -102,7 +102,7 @@ def _act(work: str, log: Path, arguments: tuple[Any, ...], environment: dict[str
 
 
 class Chain:
-    """One chain and its actors. `faults` counts what was done to them; `violations` is what they should not have done."""
+    """One chain and its actors. `faults` counts what was done to them, and `violations` lists what they should not have done."""
 
     def __init__(self, weed: Weed, folder: Path, *, signed: bool) -> None:
         folder.mkdir()
@@ -140,7 +140,7 @@ class Chain:
         self.reap(name, killed=True)
 
     def freeze(self, name: str) -> None:
-        os.kill(self.actors[name].pid, signal.SIGSTOP)  # not reaped yet, so the id is its own
+        os.kill(self.actors[name].pid, signal.SIGSTOP)  # it is not reaped yet, so its id is still valid
         self.frozen.add(name)
 
     def wake(self, name: str) -> None:
@@ -148,18 +148,18 @@ class Chain:
         self.frozen.discard(name)
 
     def reap(self, name: str, *, killed: bool = False) -> int | None:
-        """How an actor ended, after waiting for that; anything but what was to be expected is a violation."""
+        """Wait until an actor has ended, and return its exit code. An unexpected exit code is a violation."""
         process = self.actors.pop(name)
         self.frozen.discard(name)
         process.join()
         code: int | None = process.exitcode
-        fine = code in (0, FENCED) or (killed and code == -signal.SIGKILL)  # it may have ended just before
+        fine = code in (0, FENCED) or (killed and code == -signal.SIGKILL)  # it may have ended just before the kill
         if not fine:
             self.violations.append(f"{self.name}: {name} ended with {code}; its log ends:\n{self.log.read_text(errors='replace')[-3000:]}")
         return code
 
     def reap_the_ended(self) -> None:
-        """Publishers that were fenced, and whoever failed; readers are started again."""
+        """Reap publishers that were fenced off, and actors that failed. Start readers again."""
         for name in [name for name, process in self.actors.items() if process.exitcode is not None]:
             if self.reap(name) == FENCED:
                 self.faults["publishers fenced off"] += 1
@@ -170,7 +170,7 @@ class Chain:
             self.start_publisher()
 
     def disturb(self, chance: random.Random) -> None:
-        """One thing that happens."""
+        """Disturb one actor."""
         self.reap_the_ended()
         publishers = self.running_publishers()
         what = chance.choices(
@@ -210,7 +210,7 @@ class Chain:
             self.faults["collections without a publisher"] += 1
 
     def calm(self) -> None:
-        """Everybody wakes up; a moment later, so that frozen publishers may do harm, publishers are gone."""
+        """Wake all frozen actors, let publishers run for a moment in which they could do harm, and then kill the publishers."""
         for name in sorted(self.frozen):
             self.wake(name)
         time.sleep(2)
@@ -218,7 +218,7 @@ class Chain:
             self.kill(name)
 
     def finish(self) -> None:
-        """One more version, which all readers must reach."""
+        """Publish one more version, which all readers must reach."""
         name = self.start_publisher(-1)
         if self.reap(name) != 0:
             self.violations.append(f"{self.name}: the last publisher could not publish")
@@ -245,7 +245,7 @@ class Chain:
             self.actors[name].join()
 
     def check(self) -> Verdict:
-        """Compare what lies in the bucket with what everybody said."""
+        """Compare the objects in the bucket with what all actors recorded."""
         key = None if self.place.key is None else self.place.key.public
         histories: dict[str, dict[str, list[Seen]]] = {"acknowledged": {}, "read": {}}
         for journal in sorted(self.place.folder.iterdir()):
@@ -259,12 +259,12 @@ class Chain:
 
 
 def _without_starts(versions: list[Seen]) -> list[Seen]:
-    """A reader that was killed may be given the same version again when it starts anew, but never an older one."""
+    """Remove repeated versions. A killed reader may get the same version again after a restart, but never an older one."""
     return [version for number, version in enumerate(versions) if number == 0 or version != versions[number - 1]]
 
 
 def objects_at(endpoint: str, prefix: str) -> dict[str, bytes]:
-    """Everything under a prefix, by a client that deltawire does not use."""
+    """Return all objects under a prefix, read by a client that deltawire does not use."""
     import botocore.session
 
     credentials = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
@@ -289,7 +289,7 @@ def working_folder(keep: Path | None) -> Iterator[Path]:
 
 
 def run(folder: Path, minutes: float, seed: int, most: int) -> dict[str, Any]:
-    """Disturb for so many minutes, or until `most` things have happened, then check; the summary."""
+    """Disturb the chains for this many minutes, or `most` times, then check them. Return the summary."""
     chance = random.Random(seed)
     weed = Weed(folder / "seaweedfs")
     chains = [Chain(weed, folder / name, signed=name == "signed") for name in ("plain", "signed")]

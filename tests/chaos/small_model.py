@@ -1,4 +1,4 @@
-"""A model that anyone can recompute from the number of a training step, and the journals in which processes say what they did."""
+"""A model that any process can recompute from the number of a training step, and the journals that record what processes did."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _BLOCKS, _BLOCK = 16, 32
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """About 20 kB. Successive steps differ in one block of each tensor; some stretches of steps have a tensor more, so that a chain needs
-    whole checkpoints in between."""
+    """Return a state of about 20 kB. Successive steps differ in one block of each tensor.
+
+    Some ranges of steps have one more tensor, so that a chain needs full checkpoints in between.
+    """
     rng = np.random.default_rng(11)
     state = {f"layer.{i}.weight": rng.integers(0, 1 << 16, (48, 64), np.uint16) for i in range(3)}
     state["norm"] = rng.integers(0, 1 << 16, 1024, np.uint16)
@@ -30,7 +32,7 @@ def bits(state: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 class Journal:
-    """Lines that are on disk once `write` returns, whatever kills the process then."""
+    """A file of lines. A line is on disk once `write` returns, even if the process is killed then."""
 
     def __init__(self, path: Path | str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

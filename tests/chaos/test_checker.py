@@ -1,4 +1,4 @@
-"""The checker of `make chaos` finds what must not happen: each violation is planted in a chain that is sound but for it."""
+"""The checker of `make chaos` finds each violation. Each test adds one violation to a chain that is otherwise sound."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from deltawire.store.memory import MemoryStore
 
 Objects = dict[str, bytes]
 LAST = 34
-"""Steps: so many that a tensor appears, and a shortcut of each kind is made."""
+"""The number of steps. It is large enough for a new tensor and a shortcut of each kind."""
 
 
 @pytest.fixture(scope="module")
 def sound() -> tuple[Objects, list[Seen]]:
-    """A chain that two publishers wrote, the second from an older version on; and what they acknowledged."""
+    """Publish a chain by two publishers, the second from an older version on, and return its objects and versions."""
     store = MemoryStore()
     versions: list[Any] = []
     with Publisher(store, options=WriterOptions(segment_bytes=6000, anchor_policy=AnchorPolicy(4, 9))) as publisher:
@@ -50,7 +50,7 @@ def flip(objects: Objects, key: str) -> None:
 
 
 def other_weights(objects: Objects) -> None:
-    """A commit whose data are sound, but those of another step."""
+    """Change the step of the newest commit, so that its data belong to another step."""
     last = max(name for name in objects if name.startswith("commit/"))
     objects[last] = edited(objects[last], step=LAST + 1)
 

@@ -1,4 +1,4 @@
-"""The events of a run of the demo, in which one member is killed during a task, and another joins."""
+"""The events of a run of the demo in which one member is killed during a task, and another member joins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STATE_BYTES = 2 * WEIGHTS
 
 
 def run(steps: int = 20, *, digests: dict[str, str | None] | None = None, published: str = DIGEST) -> list[dict[str, Any]]:
-    """Return all events in order. `digests` are the digests of members that differ from the trainer's; None reports no digest."""
+    """Return all events in order. `digests` are the digests of members that differ from the trainer's; None means that none is reported."""
     clock = itertools.count(0.0, 0.25)
     told: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""The demo in a few steps: it does what `make demo` promises, and leaves no process behind, however it ends."""
+"""The demo with a few steps does what `make demo` promises, and leaves no process behind, however it ends."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_the_page_needs_nothing_else_and_its_plots_are_sound(demo: Any) -> None:
         ElementTree.fromstring(plot)
     assert "nan" not in "".join(plots)
     body = page[page.index("<main>") : page.index("</main>") + len("</main>")]
-    ElementTree.fromstring(body.replace("class=wide", 'class="wide"'))  # every tag is closed, every text escaped
+    ElementTree.fromstring(body.replace("class=wide", 'class="wide"'))  # this checks that every tag is closed and every text is escaped
     assert "a &lt;b&gt;" in body
     assert body.count(DIGEST) >= 5
     assert 'class="proof holds"' in body

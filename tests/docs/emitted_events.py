@@ -1,4 +1,4 @@
-"""The events that the source emits, found in its syntax."""
+"""Find the events that the source emits, by its syntax trees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def emitted(source: Path) -> dict[str, set[str]]:
-    """Return the name of every event that the modules below `source` emit, with the fields that are given by name."""
+    """Return the name of every event that the modules below `source` emit, with its keyword fields."""
     found: dict[str, set[str]] = {}
     for path in sorted(source.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -24,7 +24,7 @@ REASONS = {
     "it needs a Ray cluster": "the Ray lane of the tests starts one",
     "it runs for minutes": "CI would take too long",
 }
-"""Why a block may not be run, and what that means."""
+"""The reasons for which a block may not be run, and what each means."""
 
 _BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<language>[^\n`]*)\n(?P<text>.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
@@ -47,7 +47,7 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether the tests of the pages run it."""
+        """Return whether the tests of the pages run it."""
         return self.language in ("python", "sh") and self.not_run is self.run_by is self.excerpt_of is None
 
 

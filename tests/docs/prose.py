@@ -1,6 +1,6 @@
-"""The prose of our Markdown pages: sentences, and words that readers stumble over.
+"""Find sentences in our Markdown pages, and words that are hard to understand.
 
-`python tests/docs/prose.py` puts every sentence on a line of its own.
+`python tests/docs/prose.py` puts every sentence on a separate line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STUMBLING_BLOCKS = {
     r"\bthat is there\b": "write 'existing'",
     r"\ba way (?:leads|to it)\b|\bother way\b|\bway round\b": "write 'route'",
 }
-"""Patterns that plain English does without, and what to do instead."""
+"""Patterns that plain English does not need, and what to write instead."""
 
 
 def prose(text: str) -> Iterator[tuple[int, str]]:
@@ -59,7 +59,7 @@ def _marker(line: str) -> str:
 
 
 def one_sentence_per_line(text: str) -> str:
-    """Return a page with each sentence of its prose on a line of its own."""
+    """Return a page with each sentence of its prose on a separate line."""
     lines = text.splitlines()
     for number, line in prose(text):
         marker = _marker(line)

@@ -1,4 +1,4 @@
-"""Which parameters of the public API have no line in a docstring.
+"""Find the parameters of the public API that no docstring describes.
 
 `python tests/docs/public_parameters.py [PREFIX]` prints them.
 """
@@ -44,7 +44,7 @@ def documented(docstring: str | None) -> set[str]:
 
 
 def missing(name: str) -> Iterator[str]:
-    """Yield "NAME: PARAMETER" for each parameter of a public class or function, and of the methods of a class, that has no line."""
+    """Yield "NAME: PARAMETER" for each parameter of a public class, method or function that no docstring describes."""
     value = load(name)
     if inspect.isclass(value):
         yield from _missing_of_class(name, value)
@@ -65,7 +65,7 @@ def _missing_of_class(name: str, value: type) -> Iterator[str]:
 
 
 def _is_inherited(value: type, attribute: str) -> bool:
-    """Whether a base has that method too: then the base documents it."""
+    """Return whether a base class has that method too. In that case the base documents it."""
     return any(hasattr(base, attribute) for base in value.__mro__[1:])
 
 
@@ -77,7 +77,7 @@ def _missing_of_function(name: str, function: Callable[..., Any], known: set[str
 
 
 def _described_fields(value: type) -> set[str]:
-    """Return the fields of a class, and of those that it inherits from, that have a docstring of their own below them."""
+    """Return the fields of a class and of its bases that have a docstring below them."""
     found: set[str] = set()
     for base in value.__mro__:
         if base.__module__.startswith("deltawire"):

@@ -1,4 +1,4 @@
-"""Run the blocks of our pages as they are written. A directory stands for the bucket, and tiny models for those of the Hub."""
+"""Run the blocks of our pages as they are written. A directory replaces the bucket, and tiny models replace those of the Hub."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tiny_models import moe, qwen, save_tokenizer, torch
 from deltawire.warnings import DeltawireWarning
 
 SUBSTITUTES = {
-    "s3://bucket/": "./bucket/",  # a directory in place of a bucket
-    "Qwen/Qwen3-0.6B": "./tiny-model",  # a model that is here, and small
+    "s3://bucket/": "./bucket/",  # a directory replaces the bucket
+    "Qwen/Qwen3-0.6B": "./tiny-model",  # a small local model replaces the one of the Hub
     "/dev/shm/": "./",
-    '"cuda"': '"cpu"',  # the same functions take tensors of both
+    '"cuda"': '"cpu"',  # the same functions accept tensors of both devices
 }
 
 
 @contextmanager
 def folder_with_models() -> Iterator[Path]:
-    """A directory of a short name, as paths are printed, with the models that blocks download or read and nothing else."""
+    """Make a directory with a short name, because paths are printed. It holds only the models that blocks download or read."""
     with tempfile.TemporaryDirectory(prefix="dw-", dir="/tmp") as name:
         for place, model in (("tiny-model", qwen(0, dtype=torch.float32)), ("tiny-moe", moe(0, dtype=torch.float32))):
             model.save_pretrained(Path(name, place))
@@ -37,7 +37,7 @@ def folder_with_models() -> Iterator[Path]:
 
 
 def as_run(text: str, substitutes: Mapping[str, str] = SUBSTITUTES) -> str:
-    """Put what is here in place of what a block names. Each text to be replaced must be there, except those of `SUBSTITUTES`."""
+    """Replace what a block names by what exists here. Each text to be replaced must be in the block, except those of `SUBSTITUTES`."""
     for written, meant in substitutes.items():
         assert written in text or written in SUBSTITUTES, f"the block does not say {written!r} any more"
         text = text.replace(written, meant)
@@ -45,7 +45,7 @@ def as_run(text: str, substitutes: Mapping[str, str] = SUBSTITUTES) -> str:
 
 
 def run_block(block: Block, folder: Path, substitutes: Mapping[str, str] = SUBSTITUTES) -> dict[str, Any]:
-    """Run a block of any language in this folder. Returns the names that a program made."""
+    """Run a block of any language in this folder. Return the names that a program defined."""
     if block.language == "python":
         return run_python(block, substitutes)
     if block.language == "sh":
@@ -56,7 +56,7 @@ def run_block(block: Block, folder: Path, substitutes: Mapping[str, str] = SUBST
 
 
 def run_python(block: Block, substitutes: Mapping[str, str] = SUBSTITUTES) -> dict[str, Any]:
-    """Run a block as a program of its own, in which our warnings are errors. Returns its names."""
+    """Run a block as a separate program, in which our warnings are errors. Return the names that it defined."""
     names: dict[str, Any] = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeltawireWarning)

@@ -1,4 +1,4 @@
-"""Commands in a terminal of 80 columns, as a user sees them."""
+"""Run commands in a terminal of 80 columns, as a user sees them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _KEY = re.compile(r"data/\d{10}/\d{20}/[0-9a-f]{64}\.\w+")
 _BEGIN = "deltawire-test-begin-of-command"
 _END = "deltawire-test-end-of-command"
 
-# Imports the command line once. Every command then is a process of its own, with an exit code of its own. Commands of other programs, and
-# those with pipes or redirections, are run by bash.
+# This script imports the command line once. It then runs every command in its own process, with its own exit code. Bash runs the commands
+# of other programs, and those with pipes or redirections.
 _SHELL = f"""
 import os, re, shlex, sys
 import deltawire.cli
@@ -42,7 +42,7 @@ for line in sys.argv[1:]:
 
 
 def run_in_terminal(commands: Sequence[str], folder: Path, *, until: str | None = None) -> list[tuple[int, str]]:
-    """Run commands one after the other. Returns the exit code of each, and what it wrote to the terminal.
+    """Run commands one after the other, and return the exit code and the terminal output of each.
 
     With `until`, the last command gets Ctrl-C as soon as it has written this text.
     """
@@ -68,7 +68,7 @@ def run_in_terminal(commands: Sequence[str], folder: Path, *, until: str | None 
             if until is not None and len(begun) == len(commands) and until.encode() in written[begun[-1].end() :]:
                 os.kill(int(begun[-1][1]), signal.SIGINT)
                 until = None
-    except OSError:  # how Linux says that no process has the other end any more
+    except OSError:  # Linux raises this error when no process has the other end open any more
         pass
     finally:
         os.close(ours)
@@ -80,13 +80,13 @@ def run_in_terminal(commands: Sequence[str], folder: Path, *, until: str | None 
 
 
 def commands_in(text: str) -> list[str]:
-    """Return the commands of a block, one in each line that does not continue the line before. Comments are left out."""
+    """Return the commands of a block, without comments. Each line is a command unless it continues the line before."""
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 def lines_on_screen(written: str) -> list[str]:
-    """What was written, line by line, without colours and cursor movements. What a bar overwrites counts as a line of its own."""
+    """Return the written lines, without colours and cursor movements. Text that a progress bar overwrites counts as a separate line."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[()][A-Z0-9]", "", written)
     return re.split(r"[\r\n]+", plain)
 
@@ -94,7 +94,7 @@ def lines_on_screen(written: str) -> list[str]:
 def misprints(written: str) -> list[str]:
     """Return lines that do not fit the terminal, and lines that end in the middle of a word.
 
-    Progress bars may fill all columns, and an object's key may be longer than a line: it stands on a line of its own.
+    Progress bars may fill all columns. The key of an object may be longer than a line if it is on a separate line.
     """
     lines = lines_on_screen(written)
     wide = [f"{cell_len(line)} columns: {line}" for line in lines if cell_len(line) > COLUMNS and not _KEY.fullmatch(line.strip())]

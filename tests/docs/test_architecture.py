@@ -1,4 +1,4 @@
-"""What the pages say of the source is so."""
+"""The pages describe the source correctly."""
 
 from __future__ import annotations
 

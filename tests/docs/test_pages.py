@@ -1,4 +1,4 @@
-"""Every program and every command on our pages runs as it is written, with a directory for a bucket and tiny models."""
+"""Every program and every command on our pages runs as it is written, with a directory as the bucket and tiny models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import deltawire
 pytest.importorskip("accelerate", reason="the Hugging Face Trainer needs accelerate")
 
 NOT_RUN = 8
-"""How many blocks are marked as not run. Lower it when one of them is run; raise it only for a block that really cannot."""
+"""The number of blocks that are marked as not run. Lower it when one of them is run. Raise it only for a block that cannot run."""
 IN_A_TEST_OF_ITS_OWN = {"README.md", "docs/train.md", "docs/serve.md", "docs/fleet.md"}
 
 
@@ -30,7 +30,7 @@ def models() -> Iterator[Path]:
 
 @pytest.fixture
 def folder(models: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for one page, with the models in it."""
+    """Make an empty folder for one page, with the models in it."""
     folder = models / f"page-{len(list(models.iterdir()))}"
     folder.mkdir()
     for model in ("tiny-model", "tiny-moe", "checkpoint", "next-checkpoint"):
@@ -48,7 +48,7 @@ def to_run(page: str) -> list[Block]:
 
 
 def one_with(text: str, found: list[Block]) -> Block:
-    """Return the one block that holds a text. Takes it off the list, so that a test sees which blocks no test ran."""
+    """Return the one block that contains a text. Remove it from the list, so that a test sees which blocks no test ran."""
     (block,) = [block for block in found if text in block.text]
     found.remove(block)
     return block
@@ -60,7 +60,7 @@ def test_every_block_of_a_page_runs(page: str, folder: Path) -> None:
         run_block(block, folder)
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")  # torch, where there is no GPU
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")  # torch warns about it if there is no GPU
 @pytest.mark.parametrize("model", ["tiny-model", "tiny-moe"])
 def test_train_and_serve(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training, serving = to_run("docs/train.md"), to_run("docs/serve.md")
@@ -93,7 +93,7 @@ def test_fleet(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     member, trainer = one_with("serve(", found), one_with("GrpoTrainer(", found)
 
     serving = threading.Thread(target=run_python, args=(member,), daemon=True)
-    serving.start()  # it waits for the run
+    serving.start()  # the member waits for the run
     smaller = {
         "prompts=16": "prompts=2",
         "num_generations=8, tasks=8": "num_generations=2, tasks=2",
@@ -106,7 +106,7 @@ def test_fleet(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert names["trainer"].step == 2
 
     run_shell(one_with("deltawire members", found), folder)
-    run_shell(one_with("deltawire member ", found), folder)  # the run is over, so they leave at once
+    run_shell(one_with("deltawire member ", found), folder)  # the run is over, so the members leave at once
     run_shell(one_with("deltawire fleet 8", found), folder, SUBSTITUTES | {"fleet 8": "fleet 1"})
     assert found == [], "no test runs these blocks"
 

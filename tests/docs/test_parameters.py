@@ -1,4 +1,4 @@
-"""Every public parameter is documented, in a section Parameters as NumPy writes it, or by a docstring below a field."""
+"""Every public parameter is documented, in a section Parameters in NumPy's style, or by a docstring below a field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Our pages are plain English, as far as a pattern can tell. `python tests/docs/prose.py PAGE` puts each sentence on its own line."""
+"""Our pages are plain English, as far as patterns can check it.
+
+`python tests/docs/prose.py PAGE` puts each sentence on a separate line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README from top to bottom, as it is written, in an empty directory and in a terminal of 80 columns."""
+"""Run the README from top to bottom as it is written, in an empty directory and in a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_block_works_as_written(folder: Path, monkeypatch: pytest.MonkeyPa
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed[:10] if len(line) > COLUMNS] == []
 
-    # What the page says of it.
+    # This is what the page says about the output.
     assert printed[0].startswith("step 0: anchor of ")
     assert [line.split(" of ")[0] for line in printed[1:10]] == [f"step {step}: delta" for step in range(1, 10)]
     assert [line.split("]")[0] for line in printed[10:]] == ["[9"] * 3

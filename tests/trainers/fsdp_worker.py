@@ -1,6 +1,6 @@
-"""One rank of a training job for test_fsdp.py: real gloo, real `fully_shard`.
+"""One rank of a training job for test_fsdp.py, with real gloo and real `fully_shard`.
 
-Trains a tiny model, publishes every step, and, as rank 0, writes what the full model was, to compare with.
+It trains a tiny model and publishes every step. Rank 0 also writes the full model, for comparison.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deltawire.trainers.fsdp import FSDPPublisher
 
 
 class Tied(nn.Module):
-    """Embedding and head are one parameter; sizes are odd, so that shards are uneven and begin anywhere."""
+    """A model whose embedding and head are one parameter. Its sizes are odd, so that shards are uneven and begin anywhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def sharded(mesh_shape: list[int], wrapping: str) -> nn.Module:
 
 
 def train(model: nn.Module, step: int) -> None:
-    """The same at any number of ranks, but for rounding: every rank sees the same tokens."""
+    """Train one step. Every rank sees the same tokens, so the result is the same for any number of ranks, except for rounding."""
     tokens = torch.from_numpy(np.random.default_rng(step).integers(0, 151, (2, 9)))
     nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
     with torch.no_grad():
@@ -68,7 +68,7 @@ def train(model: nn.Module, step: int) -> None:
 
 
 def other_placements() -> dict[str, torch.Tensor]:
-    """Every way that a DTensor can lie on a mesh of two dimensions, and plain tensors."""
+    """Return DTensors with every placement on a mesh of two dimensions, and plain tensors."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
     random = torch.Generator().manual_seed(1)
     kinds = [(Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1)), (Replicate(), Shard(1)),
@@ -99,7 +99,7 @@ def scramble(state: dict[str, torch.Tensor]) -> None:
 
 
 def run(rank: int, size: int, port: int, task: dict[str, object]) -> None:
-    """What a process of the job does. An exception ends up in a file, for the test to read."""
+    """Run one process of the job. It writes an exception to a file, so that the test can read it."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     try:
@@ -134,7 +134,7 @@ def _run(rank: int, task: dict[str, object]) -> None:
             whole = full(state)
             version = publisher.publish(state if model is None else model, step=step)
             if isinstance(version, PendingVersion):
-                scramble(state)  # what becomes of the weights from here on is not published
+                scramble(state)  # later changes of the weights are not published
                 version = version.result(120)
             if rank == 0:
                 np.savez(Path(task["out"]) / f"{version.seq}.npz", **whole)
@@ -143,7 +143,7 @@ def _run(rank: int, task: dict[str, object]) -> None:
 
 
 def load(model: nn.Module, whole: dict[str, np.ndarray]) -> None:
-    """As from a trainer's own checkpoint, which here is simply what was published last."""
+    """Load weights as from a trainer's own checkpoint. Here they are the weights that were published last."""
     state = {}
     for name, tensor in model.state_dict().items():
         new = torch.from_numpy(whole["embed.weight" if name == "head.weight" else name])
@@ -152,7 +152,7 @@ def load(model: nn.Module, whole: dict[str, np.ndarray]) -> None:
 
 
 def kill_at(publisher: FSDPPublisher, upload: int) -> None:
-    """The process is gone in the middle of an upload, and nobody is told."""
+    """Kill this process in the middle of an upload, without a message to the other ranks."""
     store = publisher._publisher._store
     real, seen = store.put, 0
 

@@ -1,4 +1,4 @@
-"""Several sets of weights as one version, LoRA adapters among them."""
+"""Several sets of weights, including LoRA adapters, are published as one version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callback in a real Hugging Face Trainer."""
+"""The callback runs in a real Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltawire.subscribe.model_files import read_model_files
 from deltawire.trainers import DeltaWireCallback
 
 TRAINER_WARNS = pytest.mark.filterwarnings("default", "ignore::deltawire.warnings.DenseUpdates", "ignore::deltawire.warnings.WideWeights")
-"""What the Trainer warns of is not ours. These models are tiny and learn fast, so nearly all of their weights change."""
+"""deltawire does not cause the Trainer's warnings. These models are tiny and learn fast, so nearly all of their weights change."""
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
@@ -69,7 +69,7 @@ def test_a_trainer_publishes_its_steps_and_the_last_one_in_any_case(tmp_path: Pa
 @TRAINER_WARNS
 def test_in_the_background_the_last_step_arrives_before_training_returns(tmp_path: Path) -> None:
     class Renamed(transformers.TrainerCallback):
-        """Changes the configuration in the middle of training."""
+        """Change the configuration during training."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             model.config.rope_note = f"after step {state.global_step}"
@@ -147,7 +147,8 @@ def test_a_tokenizer_that_changes_in_training_is_published_as_it_is() -> None:
         publisher.publish(state)
         files = read_model_files(store).files
         assert b"<new>" in files["tokenizer.json"]
-        tokenizer(["w1", "w1 w2"], padding=True, truncation=True, max_length=5)  # the tokenizer remembers it, but no user changed anything
+        # the tokenizer remembers these settings, but the user changed nothing
+        tokenizer(["w1", "w1 w2"], padding=True, truncation=True, max_length=5)
         publisher.publish(state)
         assert read_model_files(store).files == files
 

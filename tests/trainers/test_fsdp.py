@@ -1,4 +1,4 @@
-"""Real ranks (gloo, `fully_shard`), and plain readers that end bit for bit at the full state dict."""
+"""Real ranks (gloo, `fully_shard`) publish, and plain readers get the full state dict bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ LONGEST = 240
 
 @pytest.fixture(scope="module")
 def job():
-    """Runs a job of so many ranks to its end: (size, task) → exit codes. Processes are forked from one that has imported torch."""
+    """Return a function that runs a job of `size` ranks to its end, and returns their exit codes.
+
+    Processes are forked from one that has imported torch.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGE), str(HERE)]))
         patch.syspath_prepend(str(HERE))
@@ -68,7 +71,7 @@ def train(job):
 
 
 def compare(url, states):
-    """Every version in memory, bit for bit."""
+    """Read every version into memory, and compare it bit for bit."""
     assert states
     with Subscriber(url, options=ReaderOptions(pin=False), threads=1) as subscriber:
         for seq, state in sorted(states.items()):
@@ -140,7 +143,7 @@ def test_a_late_joiner_reads_few_objects_and_has_the_full_state_dict(train, tmp_
         }
     read = {each.key for each in store.calls if each.op == "read_into" and each.key.startswith("data/")}
     checkpoint = ChainLog(open_store(url)).read(1).files
-    assert len(read - {file.key for file in checkpoint}) == 2 * 4  # both ranks' files, for 16 + 16 + 4 + 1 versions
+    assert len(read - {file.key for file in checkpoint}) == 2 * 4  # both ranks' files, for hops over 16, 16, 4 and 1 versions
 
 
 def test_an_older_version_is_taken_up_by_another_number_of_ranks(train, tmp_path):
@@ -170,7 +173,7 @@ def test_a_rank_that_is_killed_in_the_middle_leaves_nothing_behind_and_a_new_job
 
 @pytest.fixture
 def alone():
-    """A job of one rank, in this process."""
+    """Run a job of one rank in this process."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -222,7 +225,7 @@ def test_fused_experts_are_published_as_checkpoints_have_them(tmp_path):
 
 
 def test_leaving_by_an_error_publishes_the_version_that_all_ranks_have_begun(tmp_path: Path) -> None:
-    """One rank, in this process: its thread is held at the commit until the body has raised."""
+    """The job has one rank, in this process. Its thread waits at the commit until the body has raised."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""A trainer is killed, as a process, at several moments. Started again it goes on by itself, and who follows it ends with exact weights."""
+"""A trainer process is killed at several moments. After a restart it continues by itself, and its followers end with exact weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_trainer_that_is_killed_at_any_moment_goes_on_by_itself_and_its_follow
     whole = FaultyStore(MemoryStore())
     killable_trainer.train(model_dir, whole, tmp_path / "undisturbed", STEPS, note)
     calls = len(whole.calls)
-    moments = [3, calls // 4, calls // 2, 9]  # while it takes over, in the middle, later, and while it takes over from one that was killed
+    moments = [3, calls // 4, calls // 2, 9]  # while it takes over, in the middle, later, and while it takes over from a killed trainer
 
     url = str(tmp_path / "store")
     command = [killable_trainer.__file__, str(model_dir), url, str(tmp_path / "checkpoints"), str(STEPS)]
@@ -59,5 +59,5 @@ def test_a_trainer_that_is_killed_at_any_moment_goes_on_by_itself_and_its_follow
         assert bits(published) == bits(last)
         assert verify(store, deep=True).problems == []
         versions = [commit for commit in ChainLog(store).tail(-1) if commit.kind != "fence"]
-        assert len(versions) > STEPS + 1  # some steps were made again, from an older checkpoint
+        assert len(versions) > STEPS + 1  # some steps were trained again, from an older checkpoint
         assert all(commit.digest == digests[commit.step] for commit in versions if commit.step is not None)

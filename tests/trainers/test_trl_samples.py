@@ -1,4 +1,4 @@
-"""Samples of TRL's AsyncGRPO that carry the versions that made them. The server is a double; tests/vllm/test_trl.py has a real one."""
+"""Samples of TRL's AsyncGRPO carry the versions that made them. The server is a double; tests/vllm/test_trl.py has a real one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("TRL's rollouts want vLLM to be installed", allow_module_level=True)
 
-with warnings.catch_warnings():  # TRL warns that what is imported here may change, and of versions of vLLM
+with warnings.catch_warnings():  # TRL warns that the API imported here may change, and about versions of vLLM
     warnings.simplefilter("ignore")
     from deltawire.trainers.trl import DeltaWireTransfer
     from deltawire.trainers.trl_samples import (
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRL currently supports vLLM")
 
 
 class ServerDouble:
-    """Answers with what is in `answers`, one after the other: a status, and labels of tokens."""
+    """A server that answers with the items of `answers` in order. Each item is a status and the labels of tokens."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, list[str]]] = []
@@ -80,7 +80,7 @@ def server() -> Iterator[ServerDouble]:
 
 
 def draw(server: ServerDouble) -> tuple[list[int], list[Any]]:
-    """One turn, by a loop that is made of what a turn needs."""
+    """Run one turn of a loop that has only the attributes that a turn needs."""
     loop = object.__new__(LabellingLoop)
     sampling = {"max_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
     vars(loop).update(sampling, model_name="m", lora_name=None, request_timeout=60, vllm_server_url=server.url, _counters={})
@@ -113,7 +113,7 @@ def test_tokens_carry_the_version_that_the_server_names(server: ServerDouble) ->
 
 
 def test_tokens_of_weights_of_no_known_version_are_drawn_again(server: ServerDouble) -> None:
-    """A server that was restarted has the weights of the start, and calls them "default", until its sidecar has been there."""
+    """A restarted server has the initial weights, and calls them "default", until its sidecar has updated it."""
     server.answers = [(200, ["default", "default"]), (200, ["4", "deltawire-quarantined"]), (503, []), (200, ["5", "5"])]
     assert [logprob.seq for logprob in draw(server)[1]] == [5, 5]
     assert len({request["sampling_params"]["seed"] for request in server.asked}) == 1
@@ -132,7 +132,7 @@ def sample(logprobs: list[float], mask: list[int]) -> RolloutSample:
 
 
 def test_versions_go_along_with_tokens_however_trl_puts_turns_together() -> None:
-    """Two turns that fit, a third whose prompt changed the last answer, a fourth that starts another row."""
+    """Two turns fit together, the prompt of the third changed the last answer, and the fourth starts another row."""
     from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
 
     def drawn(*seqs: int) -> list[float]:
@@ -162,7 +162,7 @@ def test_a_trained_token_without_a_version_is_an_error() -> None:
 
 
 class Trainer:
-    """What `label_samples` touches of a trainer: three versions published since it was resumed at TRL's version 10."""
+    """The attributes of a trainer that `label_samples` uses. Three versions were published since it was resumed at TRL's version 10."""
 
     def __init__(self) -> None:
         self.model_version = 13

@@ -1,4 +1,4 @@
-"""From a module in training to the wire: casts, names, filters, and training that goes on meanwhile."""
+"""A module in training is published: casts, names, filters, and training that continues during a publication."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_published_in_the_background_is_what_it_was_at_the_call() -> Non
         for number in range(4):
             pending: Any = source.publish(publisher, step=number)
             expected = bits({name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
-            step(model, number)  # training goes on at once
+            step(model, number)  # training continues at once
             version = pending.result(60)
             swap.sync()
             assert version.step == number
@@ -78,7 +78,7 @@ def test_what_is_published_in_the_background_is_what_it_was_at_the_call() -> Non
 
 @pytest.mark.parametrize("make", [qwen, moe])
 def test_a_mirror_of_it_loads_with_from_pretrained(make: Any, tmp_path: Any) -> None:
-    """Also where modules have other tensors than checkpoints, as mixtures of experts do: the module's own names are understood too."""
+    """This also holds if modules have other tensors than checkpoints, as mixtures of experts do. The module's own names work too."""
     store = MemoryStore()
     model = make(0)
     model.config.save_pretrained(tmp_path / "config")
@@ -96,7 +96,7 @@ def test_a_mirror_of_it_loads_with_from_pretrained(make: Any, tmp_path: Any) -> 
 
 
 def test_a_model_is_published_as_its_checkpoint_is(tmp_path: Path) -> None:
-    """The trainer's float32 as the bfloat16 that the fleet serves, tied weights once, under the names that `save_pretrained` writes."""
+    """The trainer's float32 is published as the bfloat16 that the fleet serves, tied weights once, with the names of `save_pretrained`."""
     model = qwen(0, dtype=torch.float32, tied=True)
     with Publisher(tmp_path / "chain", dtype=torch.bfloat16) as publisher:
         for step in range(3):
@@ -118,7 +118,7 @@ def test_the_files_of_a_model_say_what_is_published() -> None:
     model = qwen(0, dtype=torch.float32)
     config = json.loads(files_of_model(model, wire_dtype(torch.bfloat16))["config.json"])
     assert (config["torch_dtype"], config["architectures"]) == ("bfloat16", ["Qwen3ForCausalLM"])
-    # As `torch.compile` wraps it.
+    # `torch.compile` wraps a model like this.
     assert json.loads(files_of_model(SimpleNamespace(_orig_mod=model))["config.json"]) == config | {"torch_dtype": "float32"}
     assert files_of_model(model).keys() == {"config.json", "generation_config.json"}
     assert files_of_model(torch.nn.Linear(2, 2)) == {}

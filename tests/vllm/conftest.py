@@ -1,4 +1,4 @@
-"""Real vLLM servers, as their own processes, forked from one that has vLLM imported. Where it is not installed these tests are skipped."""
+"""Real vLLM servers run as processes that are forked from one that has imported vLLM. Without vLLM these tests are skipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = importlib.util.find_spec("vllm")
-    if found is not None and found.origin is not None:  # without an origin it is the folder of these tests
+    if found is not None and found.origin is not None:  # without an origin, the module found is the folder of these tests
         return
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent and item.get_closest_marker("slow"):

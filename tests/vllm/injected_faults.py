@@ -1,4 +1,4 @@
-"""A vLLM plugin for tests: updates fail half-way in the workers of the ranks that the file named by DELTAWIRE_TEST_FAULTS lists."""
+"""A vLLM plugin for tests. Updates fail half-way in the workers of the ranks that the file named by DELTAWIRE_TEST_FAULTS lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real vLLM servers and sidecars as processes."""
+"""Real vLLM servers and sidecars run as processes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def free_port() -> int:
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        assert time.monotonic() < deadline, f"the wait timed out: {what}"
         time.sleep(0.05)
 
 
 def plugin_path(folder: Path) -> str:
-    """Make a directory for PYTHONPATH where vLLM finds our entry point, which an installed package may lack, and those of the tests."""
+    """Make a directory for PYTHONPATH with our entry point, which an installed package may lack, and those of the tests."""
     metadata = folder / "deltawire_test_plugins-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deltawire-test-plugins\nVersion: 0\n")
@@ -64,7 +64,7 @@ def server_environment(folder: Path) -> dict[str, str]:
 class LiveServer:
     """A vLLM server with our backend. `ranks` is its tensor parallelism. It is stopped together with its workers.
 
-    With a `nursery` it is forked there, in seconds; else it is started as a user would.
+    With a `nursery`, the server is forked there in seconds. Otherwise it is started as a user would start it.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LiveServer:
         self._process_id = self._process.pid
 
     def wait(self) -> LiveServer:
-        """Return when it answers."""
+        """Return when the server answers."""
         deadline = time.monotonic() + _BOOT_SECONDS
         while True:
             is_hopeless = not self._is_running() or time.monotonic() > deadline
@@ -135,7 +135,7 @@ class LiveServer:
             return list(json.load(answer)["choices"][0]["token_ids"])
 
     def stream(self, tokens: int, prompt: Sequence[int] = (9, 8), stamps: list[float] | None = None) -> int:
-        """Stream a completion of this length. Returns the number of tokens that arrived; `stamps` gets the time of each."""
+        """Stream a completion of this length, and return the number of tokens that arrived. `stamps` gets the time of each."""
         arrived = 0
         with self._complete(prompt, tokens, stream=True) as answer:
             for line in answer:
@@ -154,7 +154,7 @@ class LiveServer:
         return urllib.request.urlopen(request, timeout=300)
 
     def kill(self) -> None:
-        """Kill it and all of its workers."""
+        """Kill the server and all of its workers."""
         if self._nursery is not None:
             self._nursery.kill(self._process_id)
             return
@@ -167,7 +167,7 @@ class LiveServer:
 
 
 class LiveSidecar:
-    """`deltawire sidecar` as a process."""
+    """Run `deltawire sidecar` as a process."""
 
     def __init__(self, folder: Path, engine: str, source: str, mirror: Path, *arguments: str) -> None:
         self._log_path = folder / f"sidecar-{time.monotonic_ns()}.log"

@@ -1,15 +1,15 @@
-"""vLLM servers in seconds: a process that has vLLM imported forks them, and they run vLLM's own entry point.
+"""Start vLLM servers in seconds. A process that has imported vLLM forks them, and they run vLLM's own entry point.
 
     with ServerNursery(folder) as nursery:
         server = LiveServer(folder, model, nursery=nursery).wait()
 
-Importing takes some ten seconds of a core, and a server on a CPU does it in three processes or more, one after the other. Here engine and
-workers are forked too, as vLLM can do elsewhere; on a CPU it starts them anew, since threads of OpenMP are bound to cores at the start. So
-here they have one thread, and are not bound; and they wait for each other without using up a core. Everything else is as
-`python -m vllm.entrypoints.openai.api_server` has it, which examples/trl_vllm_over_bucket is tested with.
+Importing vLLM takes about ten seconds of a core, and a server on a CPU does it in three or more processes, one after the other. Here the
+engine and the workers are forked too, as vLLM does on other devices. On a CPU, vLLM starts new interpreters instead, because OpenMP binds
+its threads to cores at the start. So the forked processes have one thread, which is not bound, and they wait for each other without using
+a core. Everything else is as in `python -m vllm.entrypoints.openai.api_server`, which the test of examples/trl_vllm_over_bucket uses.
 
-Run as a script it is the other end. It alone reaps its children, so a server's id stays its own until it is killed; and when the test goes
-away, however it goes, so do they, with all of their workers.
+Run as a script, this file is the nursery process. Only this process reaps the servers, so a server's id stays valid until it is killed.
+When the test process ends for any reason, the servers and all of their workers end too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 _SPIN_SECONDS = 0.002
-"""Seconds that processes of a server poll for messages of each other before they sleep. vLLM's value of 1 wastes cores that others need."""
+"""The number of seconds for which processes of a server poll for messages before they sleep. vLLM's default of 1 wastes busy cores."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 class ServerNursery:
-    """The test's side. `environment` applies to all servers; each may add to it."""
+    """The test's connection to the nursery process. `environment` applies to all servers, and each server may add to it."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._log = folder / "nursery.log"
@@ -52,7 +52,7 @@ class ServerNursery:
             )
 
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
-        """Start a server with these arguments; returns its id."""
+        """Start a server with these arguments, and return its id."""
         return self._ask("start", list(arguments), str(log), dict(environment))
 
     def is_running(self, server: int) -> bool:
@@ -66,7 +66,7 @@ class ServerNursery:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._process:  # closes its input, upon which it kills its children and ends
+        with self._process:  # closes the nursery's input, so that the nursery kills its children and ends
             pass
 
     def _ask(self, *command: object) -> int:
@@ -80,11 +80,11 @@ class ServerNursery:
         return int(answer)
 
 
-# The other end
+# The nursery process
 
 
 class _Forking:
-    """Replaces `multiprocessing` where vLLM chooses how to start its processes, so that it starts them as on other devices."""
+    """Replace `multiprocessing` where vLLM chooses how to start its processes, so that it forks them as on other devices."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(multiprocessing, name)
@@ -97,7 +97,7 @@ class _Forking:
 def _start(arguments: list[str], log: str, environment: dict[str, str]) -> int:
     child = os.fork()
     if child:
-        with contextlib.suppress(OSError):  # it may have ended itself
+        with contextlib.suppress(OSError):  # the process may have ended by itself
             os.setpgid(child, child)
         return child
     try:
@@ -138,7 +138,7 @@ def _adopt_orphans() -> None:
 def _nursery() -> None:
     _adopt_orphans()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM logs to the stream of our answers
+    os.dup2(2, 1)  # vLLM logs to stdout, which carries our answers
 
     import vllm.distributed.device_communicators.shm_broadcast
     import vllm.entrypoints.launchers.api_server.entry
@@ -154,7 +154,7 @@ def _nursery() -> None:
     vllm.utils.system_utils.multiprocessing = _Forking()
     spin = vllm.distributed.device_communicators.shm_broadcast.SpinCondition
     spin.__init__ = functools.partialmethod(spin.__init__, busy_loop_s=_SPIN_SECONDS)
-    assert len(os.listdir("/proc/self/task")) == 1, "who has threads must not fork"
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with several threads must not fork"
     children: set[int] = set()
     for line in sys.stdin:
         what, *arguments = json.loads(line)
@@ -169,7 +169,7 @@ def _nursery() -> None:
             children.discard(arguments[0])
         print(answer, file=answers, flush=True)
     for child in children:
-        _kill(child)  # not reaped yet, so the id is its own
+        _kill(child)  # it is not reaped yet, so its id is still valid
 
 
 if __name__ == "__main__":

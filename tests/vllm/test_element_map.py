@@ -1,4 +1,4 @@
-"""Writing elements at mapped positions equals loading them, for all views that a loader makes. Needs torch, not vLLM."""
+"""Writing elements at mapped positions equals loading them, for all views that a loader makes. These tests need torch, but not vLLM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def changed(tensor: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, 
     rng = np.random.default_rng(seed)
     indices = np.sort(rng.choice(tensor.numel(), min(count, tensor.numel()), replace=False)).astype(np.int32)
     bits = tensor.clone().view(torch.int16)
-    bits.view(-1)[torch.from_numpy(indices).long()] ^= 0x7FFF  # NaNs and infinities too
+    bits.view(-1)[torch.from_numpy(indices).long()] ^= 0x7FFF  # this also makes NaNs and infinities
     return bits.view(tensor.dtype), Change(indices, bits.view(-1).numpy()[indices].view(np.uint16))
 
 
@@ -106,10 +106,10 @@ def test_elements_that_were_not_written_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("source", "dtype"),
     [
-        (lambda tensor: tensor, torch.float32),  # cast
-        (lambda tensor: tensor.t().contiguous(), torch.bfloat16),  # computed on the way
+        (lambda tensor: tensor, torch.float32),  # the loader casts
+        (lambda tensor: tensor.t().contiguous(), torch.bfloat16),  # the loader computes a copy
         (lambda tensor: tensor[:1].expand(4, 4), torch.bfloat16),  # one element goes to several positions
-        (lambda tensor: tensor.mul_(-1).abs_(), torch.bfloat16),  # computed in place
+        (lambda tensor: tensor.mul_(-1).abs_(), torch.bfloat16),  # the loader computes in place
     ],
 )
 def test_copies_that_strides_cannot_describe_have_no_position(source: View, dtype: torch.dtype) -> None:

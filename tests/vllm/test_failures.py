@@ -1,4 +1,4 @@
-"""Failures with real servers: sidecars, servers and trainers that are killed, and updates that fail half-way."""
+"""Failures with real servers: sidecars, servers and trainers are killed, and updates fail half-way."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_server_that_is_killed_comes_back_with_the_newest_version(
     wait_until(lambda: is_at(server, version.seq), "the newest version")
     tokens = server.generate()
     server.kill()
-    again = serve(run.checkpoint, port=server.port).wait()  # with the weights that training started from
+    again = serve(run.checkpoint, port=server.port).wait()  # it starts with the weights from before training
     wait_until(lambda: is_at(again, version.seq), "the newest version")
     assert again.routes.checksums() == runtime_hashes(run.state, 1)
     assert again.generate() == tokens
@@ -151,14 +151,14 @@ def test_a_trainer_can_drive_the_routes_and_an_unavailable_version_changes_nothi
     update(version.seq)
     assert routes.checksums() == runtime_hashes(run.state, 2)
 
-    # NaN, and the sign of zero
+    # A NaN and the sign of zero change.
     bits = run.state["model.layers.0.self_attn.o_proj.weight"].reshape(-1).view("u2")
     bits[:4] = [0x7FC1, 0xFF81, 0x8000, 0x0000]
     version = run.publish(changed=False)
     update(version.seq)
     assert routes.checksums() == runtime_hashes(run.state, 2)
     assert [worker["last"]["patched_tensors"] for worker in routes.status()] == [1, 1]
-    update(version.seq - 1)  # an older one
+    update(version.seq - 1)  # this is an older version
     bits[:4] = 0
     with Subscriber(run.store) as reader:
         reader.sync(version.seq - 1)
@@ -168,7 +168,7 @@ def test_a_trainer_can_drive_the_routes_and_an_unavailable_version_changes_nothi
 def test_a_server_has_exact_weights_after_its_trainer_was_killed_several_times(
     tmp_path: Path, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:
-    """Trainer, sidecar and server are processes that share only a store. The server answers requests meanwhile."""
+    """Trainer, sidecar and server are processes that share only a store. The server answers requests during the whole test."""
     steps = 12
     model = DENSE.save(tmp_path / "model", DENSE.state())
     store = str(tmp_path / "store")
@@ -176,7 +176,8 @@ def test_a_server_has_exact_weights_after_its_trainer_was_killed_several_times(
     whole = FaultyStore(MemoryStore())
     killable_trainer.train(model, whole, tmp_path / "undisturbed", steps, lambda step, weights: expected.update(_arrays(weights)))
     calls = len(whole.calls)
-    # The first makes steps, the second dies while it takes over, the others have a checkpoint to go on from, and less left to do.
+    # The first trainer makes steps, and the second dies while it takes over. The others continue from a checkpoint, and have fewer steps
+    # left.
     moments = [calls // 3, 9, calls // 4, 3, calls // 5]
 
     server = serve(model).wait()

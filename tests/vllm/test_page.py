@@ -1,4 +1,4 @@
-"""The commands for vLLM in docs/serve.md and docs/fleet.md work as they are written, with a tiny model and a directory for a bucket."""
+"""The commands for vLLM in docs/serve.md and docs/fleet.md work as written, with a tiny model and a directory as the bucket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGES = ("docs/serve.md", "docs/fleet.md")
 
 
 def commands() -> dict[str, list[str]]:
-    """By page, the command that starts a server, and the one that updates it."""
+    """Return for each page the command that starts a server, and the one that updates it."""
     found = {}
     for page in PAGES:
         (block,) = [block for block in blocks(ROOT / page) if block.run_by == "tests/vllm/test_page.py"]
@@ -40,10 +40,10 @@ def test_a_server_and_a_sidecar_start_as_the_pages_say(
     starts = [shlex.split(lines[0]) for lines in by_page.values()]
     for start in starts:
         assert start[:4] == ["VLLM_SERVER_DEV_MODE=1", "vllm", "serve", "MODEL"]
-    flags = max((start[4:] for start in starts), key=len)  # the page of fleets has all flags of the other one, and one more
+    flags = max((start[4:] for start in starts), key=len)  # the page about fleets has all flags of the other page, and one more
     assert {flag for start in starts for flag in start[4:]} == set(flags)
     at = flags.index("--weight-transfer-config")
-    assert flags[at + 1] == '{"backend": "deltawire"}'  # which `serve` gives to every server
+    assert flags[at + 1] == '{"backend": "deltawire"}'  # `serve` gives this flag to every server
 
     run = start_run(TinyModel("dense"))
     version = run.publish()

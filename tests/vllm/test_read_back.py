@@ -1,4 +1,4 @@
-"""Reading weights back through loaders, on a module that loads as models of vLLM do. Needs torch, not vLLM."""
+"""Weights are read back through loaders, on a module that loads weights as models of vLLM do. These tests need torch, but not vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltawire.engines.vllm.read_back import read_back  # noqa: E402
 
 
 class Fused(torch.nn.Module):
-    """Two projections in one parameter, a vocabulary with padding, and tensors that it does not load."""
+    """A module with two projections in one parameter, a vocabulary with padding, and tensors that it does not load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,21 +60,21 @@ def test_a_single_bit_is_noticed_and_nothing_is_changed(model: Fused, weights: d
     assert readings.different == {"k"}
     assert not readings.mostly_different
     assert torch.equal(model.qk, before)
-    model.words.data[5, 0] = -0.0  # equal to the zero of the padding as a number; padding is never used
+    model.words.data[5, 0] = -0.0  # as a number it equals the zero of the padding, and padding is never used
     assert "words" in read_back(model, weights.items()).equal
 
 
 def test_another_layout_is_mostly_different(model: Fused, weights: dict[str, torch.Tensor]) -> None:
     model.qk.data = model.qk.data.flip(1).contiguous()
     assert read_back(model, weights.items()).mostly_different >= {"q", "k"}
-    model.words = torch.nn.Parameter(torch.empty(0), requires_grad=False)  # packed elsewhere
+    model.words = torch.nn.Parameter(torch.empty(0), requires_grad=False)  # the weights are packed elsewhere
     readings = read_back(model, weights.items())
     assert "words" in readings.mostly_different
     assert readings.absent == {"unused"}
 
 
 class Joined(Fused):
-    """Collects all tensors, and then writes what it computes from them."""
+    """A module that collects all tensors, and then writes what it computes from them."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors = {name: tensor.bfloat16() if name == "unused" else tensor for name, tensor in weights}
@@ -88,7 +88,7 @@ def test_tensors_that_a_loader_joins_are_neither_absent_nor_loaded_one_by_one(we
     model.load_weights(weights.items())
     readings = read_back(model, weights.items())
     assert readings.equal == readings.blocks.keys() == {"words"}
-    assert readings.different == {"q", "k", "unused"}, "used, and nobody knows where the elements went"
+    assert readings.different == {"q", "k", "unused"}, "they are used, but their positions are unknown"
     assert not readings.absent
 
 

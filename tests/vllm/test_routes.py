@@ -15,7 +15,7 @@ from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed, VllmRo
 
 
 class SlowServer(ThreadingHTTPServer):
-    """`health` is its answer to /health. It answers a pause after `looks` such requests, and not before `answers` is set."""
+    """A server that answers /health with `health`. It answers a pause after `looks` such requests, and not before `answers` is set."""
 
     daemon_threads = True
     block_on_close = False

@@ -21,7 +21,7 @@ from deltawire.store import open_store
 
 
 class ServerDouble:
-    """Two workers that answer as real ones would. `failing` names the routes that fail, `lost` those that get no answer."""
+    """A server with two workers that answer as real ones would. `failing` names the routes that fail, `lost` those that get no answer."""
 
     def __init__(self) -> None:
         self.restart()

@@ -1,4 +1,4 @@
-"""Staging: what differs between two versions of a mirror. Needs neither vLLM nor torch."""
+"""Staging finds what differs between two versions of a mirror. These tests need neither vLLM nor torch."""
 
 from __future__ import annotations
 

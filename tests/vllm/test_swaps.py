@@ -1,4 +1,4 @@
-"""A real server under load, a real sidecar, and twenty versions one after the other."""
+"""A real server under load and a real sidecar swap twenty versions, one after the other."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ EVERY_SYNC = bool(os.environ.get("DELTAWIRE_TEST_EVERY_SYNC"))
 
 
 def compared(model: TinyModel) -> list[int]:
-    """Return the syncs after which a fresh server is started for comparison. Each takes seconds.
+    """Return the syncs after which a fresh server is started for comparison. Each comparison takes seconds.
 
-    What a server without experts must have in memory is computed here after every sync, so one comparison at the end is enough for it.
+    For a model without experts, the test computes the expected memory after every sync, so one comparison at the end is enough.
     """
     return list(range(1, SYNCS + 1)) if EVERY_SYNC else [10, SYNCS] if model.experts else [SYNCS]
 
@@ -62,7 +62,7 @@ def test_after_each_of_twenty_swaps_every_tensor_is_that_of_a_fresh_load(
         fresh.kill()
         done = last
     swaps = sidecar.events("swapped")
-    assert len(swaps) == SYNCS or len(swaps) == SYNCS + 1  # the first versions may be taken together
+    assert len(swaps) == SYNCS or len(swaps) == SYNCS + 1  # the first two versions may be swapped together
     if not model.experts:
         assert [swap["loaded_anew"] for swap in swaps[1:]] == [0] * (len(swaps) - 1)
     assert len(ended) >= 2
@@ -77,7 +77,10 @@ def test_after_each_of_twenty_swaps_every_tensor_is_that_of_a_fresh_load(
 def test_experts_that_are_in_place_are_patched_element_by_element(
     ranks: int, start_run: Callable, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:
-    """As on GPUs with Triton kernels. On CPUs experts are packed, so without the plugin for tests they are all loaded anew."""
+    """GPUs with Triton kernels keep experts like this.
+
+    On CPUs experts are packed, so without the plugin for tests they are all reloaded.
+    """
     run = start_run(TinyModel("moe", experts=4))
     run.publish(changed=False)
     environment = {"DELTAWIRE_TEST_UNPACKED_EXPERTS": "1"}
@@ -90,7 +93,7 @@ def test_experts_that_are_in_place_are_patched_element_by_element(
     assert [swap["loaded_anew"] for swap in sidecar.events("swapped")] == [1, *[0] * 5]
     for worker in server.routes.status():
         assert worker["transformed"] == 0
-        assert worker["last"]["patched_tensors"] == len(run.state)  # every tensor has changed, those of all experts too
+        assert worker["last"]["patched_tensors"] == len(run.state)  # every tensor has changed, including those of all experts
     fresh = serve(run.saved(), ranks=ranks, environment=environment).wait()
     assert server.routes.checksums() == fresh.routes.checksums()
     assert server.generate() == fresh.generate()

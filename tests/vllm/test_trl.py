@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPO, a real vLLM server, and our transfer between them: the trainer of examples/trl_vllm_over_bucket."""
+"""TRL's AsyncGRPO, a real vLLM server, and our transfer between them, with the trainer of examples/trl_vllm_over_bucket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl_vllm_over_bucket"
 STEPS = 12
-"""Of these, ten follow the checkpoint that the second trainer begins with."""
+"""The number of steps. Ten of them follow the checkpoint from which the second trainer starts."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(arguments: list[Any]) -> list[dict[str, Any]]:
-    """Run the example's trainer to its end; returns what it printed as JSON."""
+    """Run the example's trainer to its end, and return the JSON that it printed."""
     done = forked_run("trl", [EXAMPLE / "train.py", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
@@ -69,30 +69,31 @@ def test_a_server_has_exact_weights_after_its_trainer_resumed_from_a_checkpoint(
     arguments = [model, store, server.url, STEPS, tmp_path / "checkpoints"]
     with (tmp_path / "killed.log").open("wb") as log:
         killed = ForkedPopen("trl", [EXAMPLE / "train.py", *arguments], stdout=log, stderr=log, start_new_session=True)
-    try:  # between two checkpoints, which are made after even steps
+    try:  # the kill comes between two checkpoints, which are made after even steps
         wait_until(lambda: bool(sidecar.events("swapped")) and sidecar.events("swapped")[-1]["step"] >= 3, "three steps", 600)
     finally:
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait()
     before = sidecar.events("swapped")[-1]["seq"]
-    assert server.generate()  # it still serves
+    assert server.generate()  # the server still serves
 
     lines = trained(arguments)
     steps = [line["step"] for line in lines if "step" in line]
     assert steps == list(range(steps[0], STEPS + 1))
-    assert 3 <= steps[0] < STEPS  # from a checkpoint, which is not the first or the last that there could be
+    assert 3 <= steps[0] < STEPS  # the trainer resumed from a checkpoint, which is neither the first nor the last possible one
     assert [line["ratio"] for line in lines if "ratio" in line] == pytest.approx([1.0] * len(steps), abs=0.05)
     (published,) = [line["published"] for line in lines if "published" in line]
-    assert len(published) == len(steps) + 1  # one before the first step
+    assert len(published) == len(steps) + 1  # one version is published before the first step
     assert published[0] > before
     (samples,) = [line["samples by the versions that made them"] for line in lines if len(line) == 1 and "published" not in line]
     made_by = [[int(seq) for seq in versions.split()] for versions in samples]
     for versions in made_by:  # each sample was made by one version, or by several that were live one after the other
         first = published.index(versions[0])
         assert versions == published[first : first + len(versions)]
-    assert max(map(len, made_by)) > 1  # some were being generated when weights were swapped
+    assert max(map(len, made_by)) > 1  # weights were swapped while some samples were being generated
     assert min(map(len, made_by)) == 1
-    assert [swap["seq"] for swap in sidecar.events("swapped") if swap["seq"] >= published[0]] == published  # each was read back in full
+    # the sidecar read each version back in full
+    assert [swap["seq"] for swap in sidecar.events("swapped") if swap["seq"] >= published[0]] == published
     assert not sidecar.events("quarantined")
     with Subscriber(store) as reader:
         reader.sync()

@@ -1,4 +1,4 @@
-"""Completions from a real vLLM server, each token attributed to the version that made it."""
+"""A real vLLM server makes completions, and each token is attributed to the version that made it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
             is_over = threading.Event()
 
             def publish_now_and_then() -> None:
-                while not is_over.wait(0.3):  # without a pause it would only swap
+                while not is_over.wait(0.3):  # without a pause the server would only swap
                     published.append(run.publish())
 
             trainer = threading.Thread(target=publish_now_and_then)
@@ -82,7 +82,7 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
                 generator.generate(prompts, long, stop=stop.is_set)
 
             assert generator._has_exact_route
-            generator._has_exact_route = False  # as for a server without that route
+            generator._has_exact_route = False  # some servers do not have that route
             plain = generator.generate(prompts, Sampling(samples=2, max_tokens=6))
             assert [each.spans[0].version for each in plain] == [published[-1]] * 4
             assert all(each.logprobs.dtype == np.float32 and (each.logprobs <= 0).all() for each in plain)

@@ -1,6 +1,6 @@
-"""A vLLM plugin for tests: with DELTAWIRE_TEST_UNPACKED_EXPERTS, experts of an MoE stay on the CPU as they were loaded.
+"""A vLLM plugin for tests. With DELTAWIRE_TEST_UNPACKED_EXPERTS, the experts of an MoE stay on the CPU as they were loaded.
 
-That is the layout that they have on GPUs with vLLM's Triton kernels, and on a CPU never. The kernel is a few lines of torch.
+Experts have this layout on GPUs with vLLM's Triton kernels, and never on a CPU. The kernel is a few lines of torch.
 """
 
 from __future__ import annotations
