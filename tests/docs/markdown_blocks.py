@@ -3,8 +3,8 @@
 Every block names its language. Tests run the blocks in `python` and `sh`, parse those in `json`, and leave those in `text` alone (pictures,
 output). A comment right above a block changes what happens to it:
 
-    <!-- not run: REASON -->            nothing here can run it; `Reason` lists the reasons that count
-    <!-- run until: TEXT -->            its last command runs for ever: it is interrupted when it has printed TEXT
+    <!-- not run: REASON -->            nothing here can run it; `REASONS` lists the valid reasons
+    <!-- run until: TEXT -->            its last command never ends, and is interrupted when it has printed TEXT
     <!-- run by: TEST FILE -->          a test in another lane runs it
     <!-- excerpt of: FILE -->           its lines are lines of a program that the tests run
 """

@@ -1,4 +1,4 @@
-"""Options of the commands that work on a chain. Commands run in this process, because starting one takes longer than its work."""
+"""Commands that work on a chain accept many options. They run in this process, because starting one takes longer than its work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of commands in terminals of 80 and of 40 columns, and in terminals that cannot show every character."""
+"""The output of commands fits terminals of 80 and of 40 columns, and terminals that cannot show every character."""
 
 from __future__ import annotations
 

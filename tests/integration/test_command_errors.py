@@ -1,4 +1,4 @@
-"""Errors and help texts of the commands that work on a chain."""
+"""Commands that work on a chain print clear errors and help texts."""
 
 from __future__ import annotations
 

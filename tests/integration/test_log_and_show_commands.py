@@ -1,4 +1,4 @@
-"""`deltawire log` and `deltawire show`."""
+"""`deltawire log` lists the versions of a chain, and `deltawire show` describes one of them."""
 
 from __future__ import annotations
 

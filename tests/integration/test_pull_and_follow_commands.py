@@ -1,4 +1,4 @@
-"""`deltawire pull` and `deltawire follow`."""
+"""`deltawire pull` fetches one version, and `deltawire follow` keeps a mirror at the newest one."""
 
 from __future__ import annotations
 

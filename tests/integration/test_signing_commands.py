@@ -1,4 +1,4 @@
-"""`deltawire keygen`, and commands that sign or check signatures."""
+"""`deltawire keygen` makes keys, and other commands sign or check signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deltawire verify` and `deltawire gc`."""
+"""`deltawire verify` finds damage, and `deltawire gc` deletes what no reader needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How requests to a server end. The server is a double that answers a pause when the test says so, or never."""
+"""Requests to a server end, even if it does not answer. The server is a double that answers a pause when the test says so, or never."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that a sidecar sends, and their order. The server is a double; test_swaps.py and test_failures.py use real ones."""
+"""A sidecar sends requests in the right order. The server is a double; test_swaps.py and test_failures.py use real ones."""
 
 from __future__ import annotations
 
