@@ -62,7 +62,7 @@ def test_every_block_of_a_page_runs(page: str, folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")  # torch warns about it if there is no GPU
 @pytest.mark.parametrize("model", ["tiny-model", "tiny-moe"])
-def test_train_and_serve(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_and_serve(model: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     training, serving = to_run("docs/train.md"), to_run("docs/serve.md")
     substitutes = SUBSTITUTES | {"Qwen/Qwen3-0.6B": f"./{model}"}
 
@@ -77,6 +77,15 @@ def test_train_and_serve(model: str, folder: Path, capsys: pytest.CaptureFixture
     mirrored = run_python(one_with("Subscriber(", serving), substitutes)
     assert bits(mirrored["engine"].state_dict()) == bits(published)
     run_python(one_with("DiskEngine(", serving), substitutes)
+
+    with monkeypatch.context() as torchrun:
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            torchrun.setenv(name, value)
+        sharded = run_python(one_with("fully_shard(", training), substitutes)
+    deltawire.pull("bucket/fsdp", "sharded")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained("sharded", dtype="auto")
+    local = {name: tensor.to_local() for name, tensor in sharded["model"].state_dict().items()}
+    assert bits(loaded.state_dict()) == bits({name: tensor.bfloat16() for name, tensor in local.items()})
 
     named = run_python(one_with("WeightSource(", training), substitutes)
     deltawire.pull("bucket/run-8", "named")

@@ -33,7 +33,7 @@ def test_every_block_works_as_written(folder: Path, monkeypatch: pytest.MonkeyPa
     # This is what the page says about the output.
     assert printed[0].startswith("step 0: anchor of ")
     assert [line.split(" of ")[0] for line in printed[1:10]] == [f"step {step}: delta" for step in range(1, 10)]
-    assert [line.split("]")[0] for line in printed[10:]] == ["[9"] * 3
+    assert [line.split("]")[0] for line in printed[10:]] == ["[9"]  # the trainer has ended, so one completion is enough
     assert {parameter.dtype for parameter in trained["model"].parameters()} == {torch.float32}
     assert bits(served["model"].state_dict()) == bits({name: tensor.bfloat16() for name, tensor in trained["model"].state_dict().items()})
     deltawire.pull("bucket/run-7", "last")
