@@ -219,3 +219,43 @@ def test_the_directory_that_an_engine_serves_from_stays_as_it_is_whatever_others
             assert all((load(paths[0])[name] == served[name]).all() for name in served)
             swap.sync()
             assert load(paths[1]).keys() == served.keys()
+
+
+def test_an_interrupt_while_the_engine_resumes_does_not_mislabel_its_weights(tmp_path: Path) -> None:
+    store = MemoryStore()
+    every = states(3)
+    with Publisher(store, "run") as publisher:
+        versions = [publisher.publish(state) for state in every]
+    loaded: list[Version] = []
+    interrupts: list[BaseException] = []
+
+    def resume() -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    engine = DiskEngine(tmp_path / "mirror", lambda path, version: loaded.append(version), resume=resume)
+    with HotSwap(store, engine) as policy:
+        policy.sync(versions[0].seq)
+        interrupts.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            policy.sync(versions[1].seq)
+        assert policy.version == policy.live == loaded[-1] == versions[1]
+        policy.sync(versions[0].seq)
+        assert policy.version == policy.live == loaded[-1] == versions[0]
+
+
+def test_a_follow_thread_that_an_engine_ends_is_reported(tmp_path: Path) -> None:
+    store = MemoryStore()
+    with Publisher(store, "run") as publisher:
+        version = publisher.publish(first_state())
+
+    def pause(kv_cache: KvCache) -> None:
+        raise SystemExit(3)
+
+    events: list[str] = []
+    engine = DiskEngine(tmp_path / "mirror", lambda path, version: None, pause=pause)
+    with HotSwap(store, engine, on_event=lambda event: events.append(event.name)) as policy:
+        policy.start()
+        with pytest.raises(EngineUnavailable, match="raised SystemExit"):
+            policy.wait_for(version.seq, 300)
+    assert "follow-failed" in events

@@ -11,6 +11,7 @@ from types import TracebackType
 
 from ..chain.reader_options import ReaderOptions
 from ..chain.version import Version
+from ..errors import EngineUnavailable
 from ..events import OnEvent, emit
 from ..store import Store
 from ..subscribe import Subscriber
@@ -157,7 +158,8 @@ class HotSwap:
         clock = self._intervals.clock
         deadline = None if timeout is None else clock() + timeout
         while (version := self.version) is None or version.seq < seq:
-            if self._thread is not None and not self._thread.is_alive() and self.last_error is not None:
+            has_ended = self._thread is not None and not self._thread.is_alive()
+            if has_ended and self.last_error is not None:
                 raise self.last_error
             if self._stop.is_set():
                 raise ValueError(f"the engine is no longer updated, so it will not get commit {seq}")
@@ -216,7 +218,8 @@ class HotSwap:
         try:
             for _ in self.follow(poll=poll):
                 pass
-        except Exception as error:
-            self.last_error = error
-            emit(self._on_event, "follow-failed", engine=self.engine.name, error=type(error).__name__, reason=str(error))
-            logging.getLogger("deltawire").error("%s no longer follows the chain: %s", self.engine.name, error)
+        except BaseException as error:  # an engine's own code may raise SystemExit, and nothing else would report it on this thread
+            name = type(error).__name__
+            self.last_error = error if isinstance(error, Exception) else EngineUnavailable(f"{self.engine.name} raised {name}.")
+            emit(self._on_event, "follow-failed", engine=self.engine.name, error=name, reason=str(error))
+            logging.getLogger("deltawire").error("%s no longer follows the chain: %s", self.engine.name, self.last_error)

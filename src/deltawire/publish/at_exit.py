@@ -112,12 +112,17 @@ def finish_last() -> None:
     finish_all(max(0.0, deadline - time.monotonic()))
     for pool in _of_this_process(_pools):
         pool.wait_until_idle(max(0.0, deadline - time.monotonic()))
-    if _has_lost and sys.stderr is not None:
+    if _has_lost:
         sys.stderr = cast("TextIO", _FailsAtTheEnd(sys.stderr))
 
 
 class _FailsAtTheEnd:
-    """Wraps a stream. The last flush, when Python ends, fails silently, which makes the exit status 120."""
+    """Wraps a stream. The last flush, when Python ends, fails silently, which makes the exit status 120.
+
+    The stream may be None or closed: the exit status is the same.
+    """
+
+    closed = False
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -126,7 +131,8 @@ class _FailsAtTheEnd:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        self._stream.flush()
+        if self._stream is not None and not self._stream.closed:
+            self._stream.flush()
         if sys.is_finalizing():
             raise OSError("versions were lost")
 

@@ -167,7 +167,7 @@ class FleetRolloutWorker:
 
     def _run(self) -> None:
         try:
-            options = ReaderOptions(trusted_keys=self._transfer.publisher.trusted_keys)
+            options = ReaderOptions(run=self._transfer.publisher.run, trusted_keys=self._transfer.publisher.trusted_keys)
             limits = limits_of_files(read_model_files(self._transfer.store, options=options))
             with Coordinator(
                 self._transfer.store,

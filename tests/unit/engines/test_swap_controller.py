@@ -187,6 +187,20 @@ def test_an_interrupted_swap_is_reverted_and_the_interrupt_raised(step: str) -> 
     assert scene.intervals.latest == VERSIONS[0]
 
 
+@pytest.mark.parametrize("state", [SERVING, HALTED, QUARANTINED])
+def test_an_interrupt_in_resume_leaves_the_swap_made_and_is_raised_later(state: SwapState) -> None:
+    scene = Scene(state=state)
+    scene.engine.errors["resume"] = KeyboardInterrupt()
+    scene.swap()
+    assert scene.controller.state is HALTED
+    assert scene.intervals.latest == VERSIONS[1]
+    del scene.engine.errors["resume"]
+    with pytest.raises(KeyboardInterrupt):
+        scene.controller.ensure_running()
+    assert scene.controller.state is SERVING
+    scene.controller.ensure_running()
+
+
 def test_the_first_and_every_third_swap_is_confirmed_in_full() -> None:
     scene = Scene(confirm_every=3)
     for _ in range(5):
@@ -223,6 +237,6 @@ def test_the_message_of_a_quarantine_names_both_failures() -> None:
 def test_the_documented_table_names_every_state() -> None:
     rows = re.findall(r"^ +\| (\w+) +\|.*\| (\w*) +\| \w* +\|$", SwapController.__doc__ or "", re.MULTILINE)
     states = {state.value for state in SwapState} - {"paused"}
-    assert len(rows) == 17
+    assert len(rows) == 19
     assert {row[0] for row in rows} - {"from"} == states
     assert {row[1] for row in rows} - {"to", ""} == states

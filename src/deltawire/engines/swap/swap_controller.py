@@ -75,6 +75,7 @@ class SwapController:
     |-------------|----------------|-----------------------------------------------|-------------|-------------------|
     | serving     | swap           | pause, apply, confirm, resume                 | serving     |                   |
     | serving     | swap           | pause, apply, confirm; resume fails           | halted      |                   |
+    | serving     | swap           | pause, apply, confirm; Ctrl-C in resume       | halted      |                   |
     | serving     | swap           | pause fails; resume                           | serving     | EngineUnavailable |
     | serving     | swap           | pause fails; resume fails                     | halted      | EngineUnavailable |
     | serving     | swap           | apply or confirm fails; revert, resume        | serving     | SwapFailed        |
@@ -83,6 +84,7 @@ class SwapController:
     | halted      | swap           | the same as from serving                      |             |                   |
     | halted      | ensure_running | resume                                        | serving     |                   |
     | halted      | ensure_running | resume fails                                  | halted      | EngineUnavailable |
+    | halted      | ensure_running | resume, if Ctrl-C interrupted it before       | serving     | KeyboardInterrupt |
     | quarantined | swap           | pause, apply, confirm in full, resume         | serving     |                   |
     | quarantined | swap           | pause, apply, confirm in full; resume fails   | halted      |                   |
     | quarantined | swap           | pause fails                                   | quarantined | EngineUnavailable |
@@ -91,8 +93,9 @@ class SwapController:
     | serving     | ensure_running | nothing                                       | serving     |                   |
 
     While a swap from serving or halted runs, the state is paused. An engine that refuses an update without changing anything raises
-    `EngineRefused` in `apply`. It is reverted like other failures, and then raised in place of `SwapFailed`. If Ctrl-C interrupts a step,
-    the swap is reverted and `KeyboardInterrupt` is raised in place of `SwapFailed`.
+    `EngineRefused` in `apply`. It is reverted like other failures, and then raised in place of `SwapFailed`. If Ctrl-C interrupts a step
+    before `resume`, the swap is reverted and `KeyboardInterrupt` is raised in place of `SwapFailed`. If it interrupts `resume`, the swap
+    was made, so `swap` returns. The next `ensure_running` resumes the engine and raises `KeyboardInterrupt`.
 
     Events: `swapped`; `repaired` if the engine was quarantined before; `swap-failed`; `resume-failed`; `engine-quarantined`.
 
@@ -131,7 +134,9 @@ class SwapController:
         self._details = details
         self._on_event = on_event
         self._count = 0
-        self._resume_error: Exception | None = None
+        self._resume_error: BaseException | None = None
+        self._interruption: BaseException | None = None
+        """The Ctrl-C that interrupted `resume`, until `ensure_running` raises it."""
         self.state = SwapState.SERVING
         self.last: SwapRecord | None = None
         """The last successful swap."""
@@ -149,10 +154,12 @@ class SwapController:
 
     def ensure_running(self) -> None:
         """Resume an engine that did not resume after its last swap. Raises `EngineUnavailable` if it still does not."""
-        if self.state is not SwapState.HALTED:
-            return
-        self._resume(self._intervals.latest)
-        if (error := self._resume_error) is not None:
+        if self.state is SwapState.HALTED:
+            self._resume(self._intervals.latest)
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            raise interruption
+        if self.state is SwapState.HALTED and (error := self._resume_error) is not None:
             if isinstance(error, EngineUnavailable):
                 raise error
             raise EngineUnavailable(f"{self._engine.name} is paused and does not resume: {error}") from error
@@ -224,13 +231,18 @@ class SwapController:
         return EngineQuarantined(message)
 
     def _resume(self, version: Version | None) -> None:
-        """Resume with the weights of `version`. A failure only changes the state, because the weights are known."""
+        """Resume with the weights of `version`. A failure only changes the state, because the weights are known.
+
+        This holds for Ctrl-C too. If it were raised here, the caller would take a swap that was made for one that was not.
+        """
         self._intervals.begin(version)
         try:
             self._engine.resume()
             self.state, self._resume_error = SwapState.SERVING, None
-        except Exception as error:
+        except BaseException as error:
             self.state, self._resume_error = SwapState.HALTED, error
+            if not isinstance(error, Exception):
+                self._interruption = error
             emit(self._on_event, "resume-failed", engine=self._engine.name, error=type(error).__name__, reason=str(error))
 
     def _emit(self, name: str, version: Version, **fields: Value) -> None:
