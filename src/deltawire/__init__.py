@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from .delta.background_encode import PendingDelta as PendingDelta
     from .delta.background_encode import start_delta as start_delta
     from .events import Event as Event
+    from .format.records.signing import SigningKey as SigningKey
     from .publish import AnchorPolicy as AnchorPolicy
     from .publish import Publisher as Publisher
     from .publish import WriterOptions as WriterOptions
@@ -40,6 +41,7 @@ __all__ = [
     "Publisher",
     "ReaderOptions",
     "ResolvedPatch",
+    "SigningKey",
     "Subscriber",
     "TensorPatch",
     "Version",
@@ -60,6 +62,7 @@ _LATER = {
     "PendingDelta": ".delta.background_encode",
     "Publisher": ".publish",
     "ReaderOptions": ".chain.reader_options",
+    "SigningKey": ".format.records.signing",
     "Subscriber": ".subscribe",
     "Version": ".chain.version",
     "WriterOptions": ".publish",

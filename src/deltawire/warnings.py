@@ -2,11 +2,13 @@
 
     UserWarning
     └── DeltawireWarning
-        ├── WideWeights         float32 weights are published, and no `dtype` says that the fleet serves float32
+        ├── WideWeights         float32 weights are published, and no `dtype` says that the engines serve float32
         ├── DenseUpdates        nearly all weights change in every version, so deltas save little
         ├── AttachmentsMissing  no config.json is published, so readers get a directory that cannot be loaded
         ├── AttachmentLeftOut   a file of a version has the name of a mirror's own record, so mirrors leave it out
         ├── NonFinitePublished  NaN or infinite weights are published
+        ├── LayoutChanged       a version has other tensors than the version before, as if it were another model
+        ├── StepWentBack        a version has a lower step than the version before, as if training had begun again
         └── VersionsLost        versions that `publish` accepted did not reach the store
 
 Python shows each of them once per line of your code. `warnings.filterwarnings("error", category=...)` turns one into an error,
@@ -57,6 +59,18 @@ class NonFinitePublished(DeltawireWarning):
     """Some weights are NaN or infinite, and are published."""
 
     event = "non-finite-published"
+
+
+class LayoutChanged(DeltawireWarning):
+    """A version has tensors of other names, shapes or types than the version before, so it is published as a full checkpoint."""
+
+    event = "layout-changed"
+
+
+class StepWentBack(DeltawireWarning):
+    """A version has a lower step than the version before, and the publisher was not opened with `resume_from`."""
+
+    event = "step-went-back"
 
 
 class VersionsLost(DeltawireWarning):

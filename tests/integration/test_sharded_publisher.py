@@ -346,3 +346,16 @@ def test_a_rank_that_holds_what_is_not_finite_stops_the_publication_at_all_ranks
             return publisher.publish(shards_of(good, ranks.rank, 2)).updates
 
     assert run_ranks(2, work) == [2, 2]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_first_rank_reports_other_tensors_and_a_lower_step(tmp_path, size):
+    events = []
+    base = first_state()
+    other = {name: array for name, array in base.items() if name != "scale"}
+    publish_all(tmp_path, size, [base, other, other], on_event=events.append)
+    publish_all(tmp_path, size, [other], on_event=events.append)
+    told = [event for event in events if event.name in ("layout-changed", "step-went-back")]
+    assert [event.name for event in told] == ["layout-changed", "step-went-back"]
+    assert ": 1 removed ('scale'). It is published" in told[0].fields["message"]
+    assert (told[1].fields["step"], told[1].fields["newest_step"]) == (0, 2)

@@ -56,6 +56,8 @@ def test_publishers_go_on_only_with_a_chain_that_is_signed_as_they_sign(checkpoi
 def test_a_key_is_never_overwritten_nor_used_if_others_can_read_it(checkpoints: list[Path], tmp_path: Path) -> None:
     done = run("keygen", tmp_path / "key")
     assert re.search(r"public key +[0-9a-f]{64}\n", done.stdout)
+    assert re.search(r"secret key +in the file", done.stdout)
+    assert re.search(r"keep secret +this file, not the public key", done.stdout)
     content = (tmp_path / "key").read_bytes()
     assert "exists already" in fail("keygen", tmp_path / "key", kind="FileExistsError")
     assert (tmp_path / "key").read_bytes() == content

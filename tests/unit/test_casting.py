@@ -1,4 +1,4 @@
-"""Test casting weights to the type that the fleet serves."""
+"""Test casting weights to the type that the engines serve."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_type_may_be_named_in_any_way():
         assert wire_dtype(dtype) == dtype_named("BF16")
     assert wire_dtype(np.float32) == wire_dtype("float32") == dtype_named("F32")
     for dtype in ("int8", "float8_e4m3fn", np.int32, "bf17", 3, None, object()):
-        with pytest.raises(ValueError, match="dtype is the type that the fleet serves"):
+        with pytest.raises(ValueError, match="dtype is the type that the engines serve"):
             wire_dtype(dtype)
 
 

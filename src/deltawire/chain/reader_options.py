@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..format.records.chain_records import Limits
+from ..format.records.signing import check_public_keys
 from ..store.base import Store, StoreOptions
 from .log import ChainLog
 
@@ -54,8 +55,7 @@ class ReaderOptions:
     store: StoreOptions | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.trusted_keys, str):
-            raise TypeError("trusted_keys is a list of keys: pass [key] instead of key")
+        check_public_keys(self.trusted_keys)
 
     def open_log(self, store: Store) -> ChainLog:
         """Open the chain in a store with these options. Reads nothing yet.

@@ -102,7 +102,8 @@ class HotSwap:
         Parameters
         ----------
         target
-            The number of the commit to go to. It may be older than the current one. None means the newest version.
+            The version to go to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. It may be older than the
+            current one. None means the newest version.
         """
         try:
             self._controller.ensure_running()
@@ -151,7 +152,7 @@ class HotSwap:
         Parameters
         ----------
         seq
-            The number of the commit to wait for.
+            The version to wait for: its commit's number, `Version.seq`, not the number that `deltawire log` shows.
         timeout
             Raise `TimeoutError` after this many seconds. None means to wait without limit.
         """

@@ -1,12 +1,13 @@
 """Warnings about publications that users rarely want, with the remedy.
 
-Each warning is given once. Warnings do not change what is published; `refuse_nonfinite` does.
+Each warning is given once, except that other tensors and a lower step are reported each time. Warnings do not change what is published;
+`refuse_nonfinite` does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..chain.version import Version
 from ..dtypes import DType
@@ -14,7 +15,7 @@ from ..errors import NonFiniteWeights
 from ..events import OnEvent
 from ..tensors.bits import State
 from ..tensors.finite import count_nonfinite
-from ..warnings import AttachmentsMissing, DenseUpdates, NonFinitePublished, WideWeights, warn
+from ..warnings import AttachmentsMissing, DenseUpdates, LayoutChanged, NonFinitePublished, StepWentBack, WideWeights, warn
 from .upload.segments import TensorTable
 
 _DENSE_SHARE, _DENSE_VERSIONS = 0.9, 3
@@ -32,7 +33,7 @@ class Advice:
     on_event
         Receives the warnings as events.
     has_dtype
-        Whether the user said which type the fleet serves.
+        Whether the user said which type the engines serve.
     refuse_nonfinite
         Raise an error for weights that are NaN or infinite, instead of a warning.
     threads
@@ -48,9 +49,18 @@ class Advice:
         self._known_bad: set[str] = set()
         self._last: TensorTable | None = None
         self._dense = 0
+        self._table: TensorTable | None = None
+        self._step: int | None = None
 
-    def before(self, table: TensorTable, attachments: Collection[str] | None) -> None:
+    def follows(self, table: TensorTable | None, step: int | None) -> None:
+        """Remember tensors and step of the version that the next one follows. What is None is not known, and stays as it was."""
+        self._table = table or self._table
+        self._step = self._step if step is None else step
+
+    def before(self, table: TensorTable, step: int | None, attachments: Collection[str] | None) -> None:
         """Warn before a version is published. Call it on the user's thread. `attachments` are file names; None if none are needed."""
+        self.check_layout(table)
+        self.check_step(step)
         if self._is_new and not self._has_dtype:
             warn_if_wide(zip(table.dtypes, table.sizes, strict=True), self._on_event)
         if self._is_new and attachments is not None and "config.json" not in attachments:
@@ -62,6 +72,39 @@ class Advice:
                 self._on_event,
             )
         self._is_new = False
+
+    def check_layout(self, table: TensorTable, *, may_raise: bool = True) -> None:
+        """Warn if the next version has other tensors than the one that it follows."""
+        if self._table is None or self._table == table:
+            return
+        added, removed, differing = _differences(self._table, table)
+        told = [("added", added), ("removed", removed), ("of another shape or type", differing)]
+        warn(
+            LayoutChanged,
+            "this state has other tensors than the version before: "
+            f"{'; '.join(f'{len(names)} {how} ({_listed(names)})' for how, names in told if names)}. It is published as a full checkpoint, "
+            "which every reader of this run loads. If it is another model, or a part of one, stop, and publish it as a new run at another "
+            "URL. The version before is still in the chain: resume_from goes back to it.",
+            self._on_event,
+            may_raise=may_raise,
+            added=len(added),
+            removed=len(removed),
+            differing=len(differing),
+        )
+
+    def check_step(self, step: int | None) -> None:
+        """Warn if the next version has a lower step than the one that it follows."""
+        if step is None or self._step is None or step >= self._step:
+            return
+        warn(
+            StepWentBack,
+            f"step {step} is published after step {self._step}, so readers go back. If the trainer was started again, load its own "
+            "checkpoint first. To continue from an older version, pass resume_from to the publisher. For new training, publish a new run "
+            "at another URL.",
+            self._on_event,
+            step=step,
+            newest_step=self._step,
+        )
 
     def check_finite(self, state: State) -> None:
         """Warn of weights that are NaN or infinite, or raise `NonFiniteWeights`. Call it before the state is published."""
@@ -89,7 +132,7 @@ class Advice:
             remedy = (
                 "Is every version a step of the same model, and the learning rate that of fine-tuning?"
                 if self._has_dtype
-                else 'If the trainer holds float32 weights and the fleet serves bfloat16, pass dtype="bfloat16" to the publisher.'
+                else 'If the trainer holds float32 weights and the engines serve bfloat16, pass dtype="bfloat16" to the publisher.'
             )
             warn(
                 DenseUpdates,
@@ -99,6 +142,18 @@ class Advice:
                 changed=changed,
                 elements=elements,
             )
+
+
+def _differences(old: TensorTable, new: TensorTable) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of tensors that were added, those that were removed, and those that have another shape or type, each in order."""
+    before = dict(zip(old.names, zip(old.dtypes, old.shapes, strict=True), strict=True))
+    after = dict(zip(new.names, zip(new.dtypes, new.shapes, strict=True), strict=True))
+    differing = [name for name in new.names if name in before and before[name] != after[name]]
+    return [name for name in new.names if name not in before], [name for name in old.names if name not in after], differing
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
 
 
 def describe_nonfinite(counts: Mapping[str, int]) -> str:
@@ -122,8 +177,8 @@ def warn_if_wide(tensors: Iterable[tuple[DType, int]], on_event: OnEvent | None,
     warn(
         WideWeights,
         f"these weights are {found}, and are published as {found}: nothing is cast unless you ask for it. Nearly all {found} weights "
-        'change at every step, so deltas save little. If the fleet serves bfloat16, pass dtype="bfloat16" to the publisher, and deltas are '
-        f'a small part of the weights. If the fleet serves {found}, pass dtype="{found}".',
+        'change at every step, so deltas save little. If the engines serve bfloat16, pass dtype="bfloat16" to the publisher, and deltas '
+        f'are a small part of the weights. If the engines serve {found}, pass dtype="{found}".',
         on_event,
         may_raise=may_raise,
         dtype=found,

@@ -57,7 +57,7 @@ _STREAMS = 4
 class Publisher:
     """Publishes the states of one model, version by version, as exact deltas to an object store.
 
-    >>> with Publisher("s3://bucket/run-7", dtype=torch.bfloat16) as publisher:  # the type that the fleet serves
+    >>> with Publisher("s3://bucket/run-7", dtype=torch.bfloat16) as publisher:  # the type that the engines serve
     ...     for step in range(steps):
     ...         train(model)
     ...         publisher.publish(model, step=step)
@@ -90,7 +90,7 @@ class Publisher:
         Where copies of weights on a GPU are kept. "host": in pinned memory of the host. "device": on the GPU itself, so that changes are
         found and encoded there and only deltas cross the bus.
     dtype
-        The type that the fleet serves. Weights of type float16, bfloat16, float32 or float64 are published as this type, for example a
+        The type that the engines serve. Weights of type float16, bfloat16, float32 or float64 are published as this type, for example a
         trainer's float32 rounded to bfloat16. It is a torch or NumPy type, its name, or a function of a tensor's name and the tensor. None:
         nothing is cast.
     refuse_nonfinite
@@ -101,13 +101,14 @@ class Publisher:
     tokenizer
         A tokenizer whose files are published with the model.
     resume_from
-        The version (its `seq`) to go back to. Later versions are abandoned. None: the newest.
+        The version to go back to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. Later versions are
+        abandoned. None: the newest.
     starts_full
         Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
     options
         How versions are written: signing key, anchors, skips, garbage collection, threads, store. See `WriterOptions`.
     on_event
-        Called with every event. See docs/operations.md for the list.
+        Called with every event. See docs/events.md for the list.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Publisher:
             if reads_back:
                 self._appender.resume(resume_from, state)
             del state
+            self._follow_newest(has_step=resume_from is None)
             anchors: JobThread | None = None
             if background:  # with a pool of their own, so that uploads of anchors never delay a version
                 uploads = opened.enter_context(UploadPool(2, "deltawire-anchor"))
@@ -225,9 +227,9 @@ class Publisher:
         """
         self._check_open()
         accepted = self._accept(state, step, meta)
-        if self._background is not None:
-            return self._background.submit(accepted)
-        return self._publish_now(accepted)
+        published = self._publish_now(accepted) if self._background is None else self._background.submit(accepted)
+        self._advice.follows(accepted.table, accepted.step)
+        return published
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until every state that was passed to `publish` is in the chain, or superseded. Raises errors as `publish` does.
@@ -285,7 +287,7 @@ class Publisher:
         strings = check_meta(meta)
         check_step(step)
         self._appender.check_limits(table)
-        self._warn(table)
+        self._warn(table, step)
         self._writer.check_fenced()
         return Publication(weights, table, step, strings, self._read_attachments())
 
@@ -300,12 +302,18 @@ class Publisher:
             self._attachments.of_tokenizer = self._tokenizer.read()
         return read_attachments(self._attachments) or {}
 
-    def _warn(self, table: TensorTable) -> None:
+    def _follow_newest(self, *, has_step: bool) -> None:
+        """Compare the next version with the newest one. Its step does not count after `resume_from`, because the user chose to go back."""
+        baseline, version = self._appender.baseline, self._appender.version
+        step = version.step if version is not None and has_step else None
+        self._advice.follows(None if baseline is None else baseline.table, step)
+
+    def _warn(self, table: TensorTable, step: int | None) -> None:
         """Warn of what the user probably does not want, before anything is published."""
         attachments = None
         if self._appender.version is None and not self._wants_no_attachments:
             attachments = self._attachments.keys()
-        self._advice.before(table, attachments)
+        self._advice.before(table, step, attachments)
 
     # Publish in the foreground
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..format.records.chain_records import Limits
-from ..format.records.signing import SigningKey
+from ..format.records.signing import SigningKey, check_public_keys
 from ..store.base import StoreOptions
 from .shortcuts.cadence import AnchorPolicy
 from .upload.checkpoint_files import SHARD_BYTES
@@ -24,9 +24,9 @@ class WriterOptions:
     Parameters
     ----------
     signing_key
-        Every version is signed with this key. A publisher that signs accepts only a chain that was signed from its beginning, by this key
-        or by one of `trusted_keys`; otherwise it raises `SignatureInvalid` before it takes the run over. A publisher without a key raises
-        `SignatureInvalid` for a chain that is signed.
+        Every version is signed with this key. `SigningKey.load` reads it from a file. A publisher that signs accepts only a chain that was
+        signed from its beginning, by this key or by one of `trusted_keys`; otherwise it raises `SignatureInvalid` before it takes the run
+        over. A publisher without a key raises `SignatureInvalid` for a chain that is signed.
     trusted_keys
         Further public keys that may have signed the chain, for example your earlier ones after a change of keys. They need a `signing_key`.
     anchor_policy
@@ -61,8 +61,11 @@ class WriterOptions:
     store: StoreOptions = field(default_factory=StoreOptions)
 
     def __post_init__(self) -> None:
+        if self.signing_key is not None and not isinstance(self.signing_key, SigningKey):
+            raise TypeError(f"signing_key is a {type(self.signing_key).__name__}: load the key with SigningKey.load(path)")
         if self.trusted_keys and self.signing_key is None:
             raise ValueError("trusted_keys are for a publisher that signs: give it a signing_key, too")
+        check_public_keys(self.trusted_keys)
         if self.auto_collect is not None and self.auto_collect < 0:
             raise ValueError("auto_collect is a number of seconds, at least 0")
         if self.segment_bytes < 1 or self.shard_bytes < 1:

@@ -129,8 +129,8 @@ class Subscriber:
         Parameters
         ----------
         target
-            The commit number (`Version.seq`) of the version, which may be older than the present one. None means the newest. In a shared
-            mirror, this moves the mirror for all its users.
+            The version to go to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. It may be older than the
+            present one. None means the newest. In a shared mirror, this moves the mirror for all its users.
         """
         with self._busy:
             if self._closed.is_set():

@@ -1,4 +1,4 @@
-"""Casting weights to the element type that the fleet serves: a trainer that holds float32 publishes the bfloat16 that it rounds to.
+"""Casting weights to the element type that the engines serve: a trainer that holds float32 publishes the bfloat16 that it rounds to.
 
 Weights are cast only if the caller passes `dtype`. Only float16, bfloat16, float32 and float64 are cast, and only to one of these:
 integers are not weights, and 8-bit floats mean nothing without their scales.
@@ -50,7 +50,7 @@ class Casting:
 
     @property
     def is_given(self) -> bool:
-        """Whether the user said what the fleet serves."""
+        """Whether the user said what the engines serve."""
         return self._dtype is not None or self._choose is not None
 
     @property
@@ -100,7 +100,7 @@ def wire_dtype(dtype: DTypeLike) -> DType:
     with contextlib.suppress(TypeError, UnsupportedDtype):
         found = named_dtype(str(dtype).removeprefix("torch.")) or dtype_of_numpy(np.dtype(dtype))
     if dtype is None or found not in _CASTABLE:  # NumPy reads None as float64
-        raise ValueError(f"dtype is the type that the fleet serves: float16, bfloat16, float32 or float64, not {dtype!r}")
+        raise ValueError(f"dtype is the type that the engines serve: float16, bfloat16, float32 or float64, not {dtype!r}")
     return found
 
 

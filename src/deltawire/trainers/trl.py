@@ -63,7 +63,8 @@ class DeltaWireTransfer:
     refuse_nonfinite
         Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
     resume_from
-        The version (its `seq`) to go back to. Later versions are abandoned. None: the newest.
+        The version to go back to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. Later versions are
+        abandoned. None: the newest.
     starts_full
         Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
     options

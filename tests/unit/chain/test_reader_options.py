@@ -20,6 +20,12 @@ def test_one_key_instead_of_a_list_of_keys_is_refused():
         ReaderOptions(trusted_keys="ab" * 32)
 
 
+@pytest.mark.parametrize("key", ["zz", "ab" * 31, "AB" * 32, "ab" * 32 + "\n", "trusted.keys"])
+def test_a_key_that_is_none_is_refused_before_the_chain_is_read(key):
+    with pytest.raises(ValueError, match="is not a public key: that has 64 hexadecimal digits"):
+        ReaderOptions(trusted_keys=["ab" * 32, key])
+
+
 def test_pull_honours_every_option(tmp_path: Path):
     chain = ToyChain(MemoryStore())
     chain.anchor(first_state())

@@ -14,7 +14,7 @@ from deltawire.errors import NonFiniteWeights
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
-from deltawire.warnings import AttachmentsMissing, DenseUpdates, NonFinitePublished, WideWeights
+from deltawire.warnings import AttachmentsMissing, DenseUpdates, LayoutChanged, NonFinitePublished, StepWentBack, WideWeights
 
 BF16 = ml_dtypes.bfloat16
 CONFIG = {"config.json": b"{}"}
@@ -134,3 +134,60 @@ def test_what_becomes_infinite_by_the_cast_is_refused_too():
     state = {"w": np.array([1.0, 1e6], np.float32)}
     with pytest.raises(NonFiniteWeights, match=r"^1 weight is NaN or infinite, in 'w' \(1\)"):
         publish(state, dtype="float16", refuse_nonfinite=True, attachments={})
+
+
+MODEL = {name: np.ones(5, BF16) for name in ("a", "b", "c", "d", "e", "f")}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_another_model_is_published_with_a_warning_that_names_its_tensors(background):
+    events, store = [], MemoryStore()
+    other = {"f": np.ones((5, 1), BF16), "e": np.ones(5, np.float16), "z": np.ones(2, BF16)}
+    told = r"1 added \('z'\); 4 removed \('a', 'b', 'c', …\); 2 of another shape or type \('e', 'f'\)\..* new run at another URL"
+    with Publisher(store, background=background, attachments={}, on_event=events.append) as publisher:
+        publisher.publish(MODEL)
+        with pytest.warns(LayoutChanged, match=told) as caught:
+            publisher.publish(other)
+        assert [caught[0].filename, len(caught)] == [__file__, 1]
+        with seen() as found:
+            publisher.publish(other)
+        assert found == []
+        publisher.flush()
+        assert publisher.version.state_bytes == 24
+    counts = [{**event.fields, "message": ""} for event in events if event.name == "layout-changed"]
+    assert counts == [{"message": "", "added": 1, "removed": 4, "differing": 2}]
+
+
+def test_a_publisher_that_continues_a_run_compares_with_its_newest_version_and_can_be_stopped():
+    store = MemoryStore()
+    publish(MODEL, store=store, attachments={})
+    with Publisher(store, attachments={}) as publisher:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", LayoutChanged)
+            with pytest.raises(LayoutChanged, match=r": 1 removed \('a'\)\. "):
+                publisher.publish({name: MODEL[name] for name in "bcdef"})
+        assert publisher.version.updates == 1
+        with seen() as found:
+            publisher.publish(MODEL)
+        assert found == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_trainer_that_begins_again_is_warned_that_readers_go_back(background):
+    events, store = [], MemoryStore()
+    with Publisher(store, attachments={}) as publisher:
+        with seen() as found:
+            for step in (None, 7, 7, None, 8):
+                last = publisher.publish(MODEL, step=step)
+        assert found == []
+    with Publisher(store, attachments={}, background=background, on_event=events.append) as publisher:
+        with pytest.warns(StepWentBack, match=r"step 0 is published after step 8.* own checkpoint first.* resume_from") as caught:
+            publisher.publish(MODEL, step=0)
+        assert [caught[0].filename, len(caught)] == [__file__, 1]
+        with seen() as found:
+            publisher.publish(MODEL, step=1)
+        assert found == []
+    assert [event.fields["newest_step"] for event in events if event.name == "step-went-back"] == [8]
+    with Publisher(store, attachments={}, resume_from=last.seq) as publisher, seen() as found:
+        publisher.publish(MODEL, step=3)
+    assert found == []

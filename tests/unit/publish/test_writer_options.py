@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+import deltawire
 from deltawire import Publisher, WriterOptions
 from deltawire.format.records.signing import SigningKey
 from deltawire.publish.sharded import ShardedPublisher
@@ -25,6 +26,18 @@ from deltawire.publish.sharded import ShardedPublisher
 def test_options_that_cannot_work_are_refused(given, match):
     with pytest.raises(ValueError, match=match):
         WriterOptions(**given)
+
+
+def test_keys_that_are_none_are_refused_with_the_remedy():
+    key = deltawire.SigningKey.generate()
+    with pytest.raises(TypeError, match=r"signing_key is a str: load the key with SigningKey\.load\(path\)"):
+        WriterOptions(signing_key="trainer.key")
+    with pytest.raises(ValueError, match="trusted_keys holds 'zz', which is not a public key: that has 64 hexadecimal digits"):
+        WriterOptions(signing_key=key, trusted_keys=["zz"])
+    with pytest.raises(TypeError, match=r"pass \[key\]"):
+        WriterOptions(signing_key=key, trusted_keys=key.public)
+    with pytest.raises(TypeError, match="trusted_keys holds a SigningKey"):
+        WriterOptions(signing_key=key, trusted_keys=[key])
 
 
 def test_a_writer_accepts_chains_of_its_own_key_and_of_trusted_keys():

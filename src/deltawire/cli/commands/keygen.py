@@ -39,5 +39,11 @@ def keygen(
             print_line(key.public)
         else:
             print_rows(
-                str(file), [("public key", key.public), ("keep it secret", "everyone who has this file can sign versions in your name")]
+                "a new key",
+                [
+                    ("public key", key.public),
+                    ("for readers", "they need only the public key: --trust PUBKEY"),
+                    ("secret key", f"in the file {file}"),
+                    ("keep secret", "this file, not the public key: everyone who has it can sign versions in your name"),
+                ],
             )

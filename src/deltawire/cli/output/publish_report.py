@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ..publish_check import Forecast
 
 _FILES_ONLY = "files only, no weights changed"
+_WARNINGS = ("wide-weights", "non-finite-published", "layout-changed", "step-went-back")
+"""The publisher's warnings that are printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Published:
     @property
     def warnings(self) -> list[str]:
         """The publisher's warnings."""
-        return [str(event.fields["message"]) for event in self.events if event.name in ("wide-weights", "non-finite-published")]
+        return [str(event.fields["message"]) for event in self.events if event.name in _WARNINGS]
 
     @property
     def files_changed(self) -> list[str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _CONTEXT = b"deltawire-record-v1\n"
 _HEADER = "deltawire ed25519 signing key v1"
 _MOST_KEY_FILE = 1024
+_PUBLIC_KEY = re.compile("[0-9a-f]{64}")
 
 
 class Signable(Protocol):
@@ -43,7 +44,17 @@ _Signed = TypeVar("_Signed", bound=Signable)
 
 
 class SigningKey:
-    """The secret key of a publisher. Give `public` to readers."""
+    """The secret key that a publisher signs versions with. Give `public` to readers. Needs the extra `sign`.
+
+    >>> key = SigningKey.load("trainer.key")  # made by `deltawire keygen trainer.key`, or by SigningKey.generate().save("trainer.key")
+    >>> publisher = Publisher("s3://bucket/run-7", options=WriterOptions(signing_key=key))
+    >>> subscriber = Subscriber("s3://bucket/run-7", options=ReaderOptions(trusted_keys=[key.public]))
+
+    Parameters
+    ----------
+    private
+        The private key of the library `cryptography`. Use `load` or `generate` instead.
+    """
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -58,7 +69,13 @@ class SigningKey:
 
     @classmethod
     def load(cls, path: Path | str) -> SigningKey:
-        """Return the key that `save` wrote. Raises ValueError if the file holds no key, or if other users may read it."""
+        """Return the key that `save` wrote. Raises ValueError if the file holds no key, or if other users may read it.
+
+        Parameters
+        ----------
+        path
+            The file.
+        """
         _require_cryptography()
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -72,7 +89,13 @@ class SigningKey:
         return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(lines[1])))
 
     def save(self, path: Path | str) -> None:
-        """Write the key to a new file that only its owner may read. Raises FileExistsError if the file exists."""
+        """Write the key to a new file that only its owner may read. Raises FileExistsError if the file exists.
+
+        Parameters
+        ----------
+        path
+            The file, which must not exist yet.
+        """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(f"{_HEADER}\n{self._private.private_bytes_raw().hex()}\n")
@@ -85,12 +108,32 @@ class SigningKey:
         return self._private.public_key().public_bytes_raw().hex()
 
     def sign(self, record: _Signed) -> _Signed:
-        """Return the same record with this key's signature, which replaces a previous one."""
+        """Return the same record with this key's signature, which replaces a previous one.
+
+        Parameters
+        ----------
+        record
+            The record.
+        """
         signature = self._private.sign(_signed_bytes(record))
         return dataclasses.replace(record, signature=Signature(self.public, signature.hex()))
 
     def __repr__(self) -> str:
         return f"SigningKey(public={self.public!r})"
+
+
+def check_public_keys(trusted_keys: Collection[str]) -> None:
+    """Raise TypeError or ValueError unless these are public keys, for example because a file's name was given instead."""
+    if isinstance(trusted_keys, str):
+        raise TypeError("trusted_keys is a list of keys: pass [key] instead of key")
+    for key in trusted_keys:
+        if not isinstance(key, str):
+            raise TypeError(f"trusted_keys holds a {type(key).__name__}: pass public keys as text, for example SigningKey.public")
+        if not _PUBLIC_KEY.fullmatch(key):
+            raise ValueError(
+                f"trusted_keys holds {key[:80]!r}, which is not a public key: that has 64 hexadecimal digits (0-9, a-f). "
+                "`deltawire keygen --public FILE` prints the one of a key file"
+            )
 
 
 def check_signature(record: Signable, trusted: Collection[str]) -> None:

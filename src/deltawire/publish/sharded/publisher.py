@@ -81,7 +81,8 @@ class ShardedPublisher:
     refuse_nonfinite
         Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
     resume_from
-        The version (its `seq`) to go back to. Later versions are abandoned once this one is rebuilt. None: the newest.
+        The version to go back to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. Later versions are
+        abandoned once this one is rebuilt. None: the newest.
     starts_full
         Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
     options
@@ -154,6 +155,8 @@ class ShardedPublisher:
         self._reader = PartsReader(ranks, self._store, fetcher, options.threads)
         self._commit = None if opening["commit"] is None else Commit.parse(opening["commit"].encode())
         self._must_rewind: bool = opening["rewind"]
+        if resume_from is None and self._commit is not None:
+            self._advice.follows(None, self._commit.step)
         self._starts_full: bool = opening["full"]
         self._has_skips: bool = opening["skips"]
         self._shortcuts = SharedShortcuts(ranks, self._first, self._location, self._upload_checkpoint)
@@ -205,12 +208,15 @@ class ShardedPublisher:
             check_meta(meta)
             self._advice.check_finite({name: part.elements for name, part in held.items()})
             if self._ranks.rank == 0:
+                self._advice.check_step(step)
                 self._attachments.taken |= files or {}
                 self._attachments.of_tokenizer = dict(self.files_of_tokenizer() if tokenizer_files is None else tokenizer_files)
                 attachments = read_attachments(self._attachments) if self._attachments or self._has_attachments else None
 
         together(self._ranks, check)
         division, parts = self._splitter.split(held)
+        if self._ranks.rank == 0:
+            self._advice.check_layout(division.table, may_raise=False)  # the other processes would wait for ever
         seq = self._settle(division)
         if self._must_rewind:
             seq = self._rewind(division)
@@ -225,6 +231,7 @@ class ShardedPublisher:
         assert self.version is not None
         if self._ranks.rank == 0:
             self._advice.after(self.version, division.table)
+            self._advice.follows(division.table, step)
         seconds = time.perf_counter() - began
         emit(self._on_event, "rank-published", rank=self._ranks.rank, seq=self.version.seq, bytes=sent, seconds=seconds)
         return self.version
