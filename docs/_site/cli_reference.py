@@ -38,7 +38,7 @@ def _exit_codes(group: Any) -> str:
 
 def _section(command: Any) -> str:
     context = command.make_context(command.name, [], resilient_parsing=True)
-    usage = " ".join(command.collect_usage_pieces(context)).replace("{", "").replace("}", "")
+    usage = " ".join(command.collect_usage_pieces(context))
     lines = [f"### deltawire {command.name}", "", "```text", f"deltawire {command.name} {usage}", "```", "", _plain(command.help), ""]
     arguments = [option for option in command.params if option.param_type_name == "argument"]
     options = [option for option in command.params if option.param_type_name == "option" and not option.hidden]
@@ -50,9 +50,15 @@ def _section(command: Any) -> str:
 
 
 def _spelling(option: Any) -> str:
-    value = f" {option.metavar}" if option.metavar else " VALUE" if not option.is_flag else ""
+    value = "" if option.is_flag else f" {option.metavar or '|'.join(_choices(option)) or 'VALUE'}"
     spellings = sorted([*option.opts, *option.secondary_opts], key=len, reverse=True)
-    return ", ".join(f"`{spelling}{value}`" for spelling in spellings).replace("|", "\\|")
+    return ", ".join(f"`{spelling}{value}`" for spelling in spellings)  # a `|` within backticks does not end a cell
+
+
+def _choices(option: Any) -> list[str]:
+    """Return the values that an option accepts; empty if it accepts any."""
+    described = getattr(option, "type_descriptor", None) or option.type  # newer and older releases of typer
+    return [str(getattr(choice, "value", choice)) for choice in getattr(described, "choices", None) or ()]
 
 
 def _table(kind: str, rows: list[tuple[str, Any]]) -> list[str]:
@@ -62,12 +68,22 @@ def _table(kind: str, rows: list[tuple[str, Any]]) -> list[str]:
 
 
 def _meaning(option: Any) -> str:
-    text = " ".join((option.help or "").split()).replace("|", "\\|")
+    text = " ".join((option.help or "").split())
     if option.required:
         text += " Required."
-    elif option.default not in (None, False, True, (), []) and not callable(option.default) and getattr(option, "show_default", True):
-        text += f" Default: `{getattr(option.default, 'value', option.default)}`."
+    elif (default := _default(option)) is not None:
+        text += f" Default: `{default}`."
     return _escape(text)
+
+
+def _default(option: Any) -> str | None:
+    """Return the default as the user would type it; None if there is none to show."""
+    default = option.default
+    if default is None or default in ((), []) or callable(default) or not getattr(option, "show_default", True):
+        return None
+    if isinstance(default, bool):
+        return (option.opts if default else option.secondary_opts)[0] if option.secondary_opts else None
+    return str(getattr(default, "value", default))
 
 
 def _plain(text: str | None) -> str:
@@ -77,6 +93,6 @@ def _plain(text: str | None) -> str:
 
 
 def _escape(text: str) -> str:
-    """Keep words in angle brackets and stars from becoming markup. Code in backticks stays as it is."""
+    """Keep words in angle brackets, stars and bars from becoming markup. Code in backticks stays as it is."""
     pieces = re.split(r"(`[^`]*`)", text)
-    return "".join(piece if piece.startswith("`") else re.sub(r"[<>*]", lambda found: "\\" + found[0], piece) for piece in pieces)
+    return "".join(piece if piece.startswith("`") else re.sub(r"[<>*|]", lambda found: "\\" + found[0], piece) for piece in pieces)

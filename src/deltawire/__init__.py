@@ -55,7 +55,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Imported when they are first asked for: who only wants the codec does not wait for the rest.
+# These names are imported at their first use, so that a program that only uses the codec starts quickly.
 _LATER = {
     "AnchorPolicy": ".publish",
     "Event": ".events",

@@ -362,7 +362,7 @@ class DataMissing(ChainError):
 class VersionUnknown(ChainError):
     """The chain has no such version."""
 
-    hint = "`deltawire log` lists the versions."
+    hint = "`deltawire log` lists the versions; `deltawire log --commits` lists all commits."
 
 
 class VersionGone(ChainError):

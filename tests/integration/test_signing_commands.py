@@ -19,7 +19,7 @@ def test_readers_accept_only_versions_that_a_trusted_key_signed(checkpoints: lis
     assert_same(load_checkpoint(tmp_path / "trusted"), state(0))
     fail("pull", chain, tmp_path / "untrusted", "--trust", keys[1], kind="SignatureInvalid")
     fail("follow", chain, tmp_path / "mirror", "--once", "--trust", keys[1], kind="SignatureInvalid")
-    assert succeed("show", chain)["signature"] == {"is": "right", "key": keys[0]}
+    assert succeed("show", chain)["signature"] == {"is": "valid", "key": keys[0]}
     assert succeed("verify", chain, "--trust", keys[0])["ok"]
     assert run("verify", chain, "--trust", keys[1]).returncode == 3
     assert not (tmp_path / "untrusted").exists()

@@ -86,9 +86,22 @@ def test_collection_says_what_it_would_do_and_does_it(chain: Path, checkpoints: 
     swept = succeed("gc", chain, "--grace", 0)
     assert (swept["outcome"], swept["deleted"], swept["bytes"]) == ("collected", dry["deleted"], dry["bytes"])
     assert not data_of(chain, 1)
-    assert succeed("log", chain)["floor"] == 7
+    listed = succeed("log", chain)
+    assert listed["floor"] == 7
+    assert [(version["version"], version["collected"]) for version in listed["versions"]] == [
+        (5, False),
+        (4, False),  # the floor is its full checkpoint, which stays
+        (3, True),
+        (2, True),
+        (1, True),
+    ]
+    printed = run("log", chain, columns=200).stdout
+    assert printed.count("collected") == 3
+    assert "floor version 4: data that only versions before this one need were deleted" in printed
+    succeed("pull", chain, tmp_path / "kept", "--at", 4)
     assert succeed("verify", chain, "--deep")["ok"]
-    fail("pull", chain, tmp_path / "out", "--at", 2, kind="VersionGone")
+    gone = fail("pull", chain, tmp_path / "out", "--at", 2, kind="VersionGone")
+    assert "version 2 was deleted by garbage collection: " in " ".join(gone.split())
     assert "were deleted by garbage collection" in run("show", chain, 2).stdout
 
 

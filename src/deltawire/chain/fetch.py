@@ -221,7 +221,7 @@ class Fetcher:
                 return read()
             except ObjectMissing:
                 if collected is not None and collected():
-                    raise VersionGone(f"{entry.key} was collected from {self.store.url}.") from None
+                    raise VersionGone(f"{entry.key} is no longer in {self.store.url}.") from None
                 if self._clock() + pause > deadline or self._is_over():
                     raise DataMissing(f"{entry.key} is not in {self.store.url}.") from None
             emit(self._on_event, "retrying", key=entry.key, reason="missing")

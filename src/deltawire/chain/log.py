@@ -196,7 +196,7 @@ class ChainLog(RecordReader):
         Raises `ChainBroken` if a hash does not match, and `DataMissing` if a link leads to an empty slot.
         """
         if not 0 <= seq <= of.seq:
-            raise VersionUnknown(f"commit {seq} is not one of those up to {of.seq}.")
+            raise VersionUnknown(f"the chain has no commit {seq}; the newest is {of.seq}.")
         current = of
         while current.seq > seq:
             target, expected = min(link for link in _links_down(current) if link[0] >= seq)

@@ -40,6 +40,7 @@ from .commands import (
     top,
     verify,
 )
+from .output.help_text import PlainCommand
 from .output.plain_output import never_fail_to_print
 from .process.exit_codes import interrupt_on_termination
 from .process.usage_errors import CommandsWithJsonErrors
@@ -60,23 +61,23 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
-app.command("publish", rich_help_panel=_CHAINS)(publish.publish)
-app.command("pull", rich_help_panel=_CHAINS)(pull.pull)
-app.command("follow", rich_help_panel=_CHAINS)(follow.follow)
-app.command("sidecar", rich_help_panel=_CHAINS)(sidecar.sidecar)
-app.command("log", rich_help_panel=_CHAINS)(log.log)
-app.command("show", rich_help_panel=_CHAINS)(show.show)
-app.command("verify", rich_help_panel=_CHAINS)(verify.verify)
-app.command("gc", rich_help_panel=_CHAINS)(gc.gc)
-app.command("keygen", rich_help_panel=_CHAINS)(keygen.keygen)
-app.command("member", rich_help_panel=_FLEET)(member.member)
-app.command("fleet", rich_help_panel=_FLEET)(fleet.fleet)
-app.command("members", rich_help_panel=_FLEET)(members.members)
-app.command("rollouts", rich_help_panel=_FLEET)(rollouts.rollouts)
-app.command("top", rich_help_panel=_FLEET)(top.top)
-app.command("diff", rich_help_panel=_FILES)(diff.diff)
-app.command("apply", rich_help_panel=_FILES)(apply.apply)
-app.command("inspect", rich_help_panel=_FILES)(inspect.inspect)
+app.command("publish", cls=PlainCommand, rich_help_panel=_CHAINS)(publish.publish)
+app.command("pull", cls=PlainCommand, rich_help_panel=_CHAINS)(pull.pull)
+app.command("follow", cls=PlainCommand, rich_help_panel=_CHAINS)(follow.follow)
+app.command("sidecar", cls=PlainCommand, rich_help_panel=_CHAINS)(sidecar.sidecar)
+app.command("log", cls=PlainCommand, rich_help_panel=_CHAINS)(log.log)
+app.command("show", cls=PlainCommand, rich_help_panel=_CHAINS)(show.show)
+app.command("verify", cls=PlainCommand, rich_help_panel=_CHAINS)(verify.verify)
+app.command("gc", cls=PlainCommand, rich_help_panel=_CHAINS)(gc.gc)
+app.command("keygen", cls=PlainCommand, rich_help_panel=_CHAINS)(keygen.keygen)
+app.command("member", cls=PlainCommand, rich_help_panel=_FLEET)(member.member)
+app.command("fleet", cls=PlainCommand, rich_help_panel=_FLEET)(fleet.fleet)
+app.command("members", cls=PlainCommand, rich_help_panel=_FLEET)(members.members)
+app.command("rollouts", cls=PlainCommand, rich_help_panel=_FLEET)(rollouts.rollouts)
+app.command("top", cls=PlainCommand, rich_help_panel=_FLEET)(top.top)
+app.command("diff", cls=PlainCommand, rich_help_panel=_FILES)(diff.diff)
+app.command("apply", cls=PlainCommand, rich_help_panel=_FILES)(apply.apply)
+app.command("inspect", cls=PlainCommand, rich_help_panel=_FILES)(inspect.inspect)
 
 
 def _print_version(wanted: bool) -> None:

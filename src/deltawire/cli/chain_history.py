@@ -111,12 +111,13 @@ def read_history(log: ChainLog, count: int | None, *, by_commits: bool = False) 
     anchored, bases = set(anchors), defaultdict(list)
     for seq, base in skips:
         bases[seq].append(base)
+    kept = _kept_checkpoint(commits, anchored, void | abandoned, floor)
     entries = [
         Entry(
             commit,
             commit.seq in void,
             commit.seq in abandoned,
-            commit.seq <= floor and commit.kind in ("delta", "anchor"),
+            commit.seq <= floor and commit.kind in ("delta", "anchor") and commit.seq != kept,
             commit.seq in anchored,
             tuple(sorted(bases[commit.seq], reverse=True)),
             tuple(changed_files.get(commit.seq, ())),
@@ -131,6 +132,12 @@ def read_history(log: ChainLog, count: int | None, *, by_commits: bool = False) 
     for seq in {floor, *rewound_to, *(base for entry in shown for base in entry.skips)} - {-1, *numbers}:
         numbers[seq] = version_number(log, min(seq, head.seq))  # keys and marks may be wrong
     return History(shown, floor, log.in_force(head), by_commits, numbers)
+
+
+def _kept_checkpoint(commits: Sequence[Commit], anchored: set[int], out_of_force: set[int], floor: int) -> int | None:
+    """Return the seq of the full checkpoint that collection keeps: the newest one at or below the floor. None if it is not among these."""
+    below = (commit for commit in reversed(commits) if commit.seq <= floor and commit.seq not in out_of_force)
+    return next((commit.seq for commit in below if commit.kind == "anchor" or commit.seq in anchored), None)
 
 
 def _changed_files(versions: Sequence[Commit]) -> dict[int, list[str]]:

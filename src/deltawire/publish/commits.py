@@ -260,7 +260,7 @@ class ChainWriter:
         if other.seq != attempt.commit.seq or other.id != self.run.id:
             raise CorruptRecord(f"the record of commit {attempt.commit.seq} in {self.store.url} is commit {other.seq} of run {other.id}.")
         if other.epoch > self.epoch:
-            self._halt(f"epoch {other.epoch} has taken over from epoch {self.epoch} at commit {other.seq}.")
+            self._halt(f"another publisher (epoch {other.epoch}) has taken over from this one (epoch {self.epoch}).")
         if other.epoch == self.epoch:
             self._halt(f"another publisher has made commit {other.seq} in this publisher's epoch {self.epoch}.")
         check_signature(other, self.log.trusted_keys)

@@ -263,6 +263,18 @@ def as_pieces(data: Buffer | Iterable[Buffer]) -> tuple[memoryview | None, Itera
     return None, (memoryview(piece).cast("B") for piece in data)
 
 
+_VERBS = {
+    "get": "reading",
+    "read": "reading",
+    "head": "looking up",
+    "put": "writing",
+    "create": "creating",
+    "delete": "deleting",
+    "list": "listing",
+}
+"""How error messages name the operations of a store."""
+
+
 def failure(operation: str, key: str, url: str, why: str) -> str:
     """Return the text of a store's error message. All stores use this form."""
-    return f"{operation} of {key!r} in {url} failed: {why}"
+    return f"{_VERBS.get(operation, operation)} {key!r} in {url} failed: {why}"

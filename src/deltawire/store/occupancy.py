@@ -30,7 +30,7 @@ def refuse_occupied(store: Store) -> None:
         pass
     strangers = [info.key for info in itertools.islice(store.list(""), _LOOKED_AT) if not _is_own(info.key)]
     if strangers:
-        raise LocationOccupied(f"{store.url} holds no chain, but other files, such as {strangers[0]}.")
+        raise LocationOccupied(f"{store.url} holds files that are not a chain, such as {strangers[0]}.")
 
 
 def is_chain_directory(path: Path) -> bool:

@@ -90,9 +90,9 @@ class ChainView:
                 raise DataMissing(f"nothing that is left in {self.log.store.url} leads to its newest version, {commit.seq}.")
             try:
                 return attempt(commit)
-            except VersionGone:
+            except VersionGone as error:
                 if seq is not None:
-                    raise
+                    raise VersionGone(f"version {commit.updates} was deleted by garbage collection: {error.message}") from error
                 passed = commit
         raise DataMissing(
             f"{self.log.store.url} is collected faster than this reader fetches: {_ATTEMPTS} newest versions were gone in turn."

@@ -27,6 +27,7 @@ from deltawire.store.retry import Retry
 
 RETRIES = 2
 
+VERBS = {"get": "reading", "head": "looking up", "read": "reading", "put": "writing", "list": "listing", "delete": "deleting"}
 OPERATIONS: dict[str, Callable[[Store], object]] = {
     "get": lambda store: store.get("some/key", limit=100),
     "head": lambda store: store.head("some/key"),
@@ -81,7 +82,8 @@ def test_failures_of_repeatable_operations(operation: str, answer: Answer, expec
         with pytest.raises(expected) as raised:
             OPERATIONS[operation](store)
         assert type(raised.value) is expected
-        assert operation.split()[0] in str(raised.value)
+        verb = str(raised.value).split(" 'some/")[0]
+        assert verb == VERBS[operation.split()[0]]
         assert "s3://bucket/prefix" in str(raised.value)
         assert raised.value.__cause__ is None
         if operation != "put in parts":  # the library also repeats multipart requests

@@ -118,7 +118,7 @@ class _Check:
             return floor
         self._problem(
             keys.MARKS.rstrip("/"),
-            f"the newest mark lets go of everything up to commit {floor}, but the newest commit is {newest}: no collector wrote it",
+            f"the newest mark deletes everything up to commit {floor}, but the newest commit is {newest}: no collector wrote it",
         )
         return -1
 
@@ -291,7 +291,7 @@ class _Check:
                 self._problem(key, "it does not fit the commits of the chain")
                 continue
             if self._is_dangling(shortcut):
-                self._dangling.append((shortcut, Problem(key, "its files are missing: its writer made it after another took over")))
+                self._dangling.append((shortcut, Problem(key, "its files are missing")))
                 continue
             if seq > self._report.floor:
                 self._check_files(shortcut)

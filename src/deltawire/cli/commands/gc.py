@@ -150,5 +150,6 @@ def _rows(swept: Swept) -> list[tuple[str, str]]:
 
 def _why_nothing(swept: Swept) -> str:
     if swept.done.floor is None:
-        return f"there are at most {swept.keep_anchors} full checkpoints, or no data below them"
+        kept = swept.keep_anchors
+        return f"nothing is older than the {'newest full checkpoint' if kept == 1 else f'{kept} newest full checkpoints'}"
     return f"data below version {swept.floor_version} were deleted already"

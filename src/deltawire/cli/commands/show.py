@@ -121,7 +121,7 @@ def _find_route(log: ChainLog, commit: Commit) -> list[Hop] | None:
 
 
 def _signature(commit: Commit) -> str:
-    """Return whether the commit has a signature, and whether it is right. This does not say whose key it is: --trust checks that."""
+    """Return whether the commit has a signature, and whether it is valid. This does not say whose key it is: --trust checks that."""
     from ...errors import SignatureInvalid
     from ...format.records.signing import check_signature
 
@@ -130,8 +130,8 @@ def _signature(commit: Commit) -> str:
     try:
         check_signature(commit, {commit.signature.key})
     except SignatureInvalid:
-        return "wrong"
-    return "right"
+        return "invalid"
+    return "valid"
 
 
 def _as_json(shown: Shown) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _size(commit: Commit) -> str:
 def _signature_text(shown: Shown) -> str:
     if shown.commit.signature is None:
         return "none"
-    return f"{shown.signature}, by the key {shown.commit.signature.key}"
+    return f"{shown.signature}, by key {shown.commit.signature.key}"
 
 
 def _file_text(entry: FileEntry) -> str:

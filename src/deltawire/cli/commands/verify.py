@@ -162,6 +162,22 @@ def remedy_for(causes: list[Cause], url: str) -> str | None:
     return "Delete the named records: they are shortcuts or marks, which publishers and collectors make again." if affected else None
 
 
+def _data(report: Report, deep: bool) -> str:
+    files = f"{report.files:,} file{'' if report.files == 1 else 's'}"
+    return f"{files}, {figures.size(report.bytes)}: {'all were read' if deep else 'their sizes were compared'}"
+
+
+def _superseded(count: int) -> str:
+    return f"{count:,} damaged; no reader of the newest version needs {'it' if count == 1 else 'them'}" if count else ""
+
+
+def _to_be_collected(count: int) -> str:
+    if not count:
+        return ""
+    what, them = ("shortcut", "it") if count == 1 else ("shortcuts", "them")
+    return f"{count:,} {what} without files; `deltawire gc` removes {them} once there are two newer full checkpoints"
+
+
 def _print(url: str, deep: bool, report: Report) -> None:
     causes, superseded = causes_of(report, url)
     rebuilt = f"{report.rebuilt:,} version{'' if report.rebuilt == 1 else 's'}"
@@ -173,14 +189,14 @@ def _print(url: str, deep: bool, report: Report) -> None:
                 f"{report.commits:,}, of which {report.versions:,} made versions" + (f", {report.void:,} void" if report.void else ""),
             ),
             ("shortcuts", f"{report.shortcuts:,}"),
-            ("data", f"{report.files:,} files, {figures.size(report.bytes)}: {'all were read' if deep else 'their sizes were compared'}"),
+            ("data", _data(report, deep)),
             (
                 "rebuilt",
                 f"{rebuilt}, each with the digest of its commit" if deep else "",
             ),
             ("floor", f"commit {report.floor}: data below it may have been deleted" if report.floor >= 0 else ""),
-            ("superseded", f"{len(superseded):,} damaged; no reader of the newest version needs them" if superseded else ""),
-            ("to be collected", f"{len(report.notes):,} shortcuts without a target; `deltawire gc` removes them" if report.notes else ""),
+            ("superseded", _superseded(len(superseded))),
+            ("to be collected", _to_be_collected(len(report.notes))),
             ("new readers", "cannot reach the newest version" if _is_out_of_reach(report) else ""),
             ("result", _result(len(causes), len(superseded))),
         ],

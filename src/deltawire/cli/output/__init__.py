@@ -2,6 +2,7 @@
 
 terminal         lines on stdout and stderr
 progress         progress bars
+help_text        shorter help of commands
 plain_output     output for terminals that cannot show every character
 event_notices    notices about events that several commands report
 figures          numbers and names as people read them

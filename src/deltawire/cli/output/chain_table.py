@@ -59,10 +59,17 @@ def print_history(url: str, run: Run, history: History, *, now: float) -> None:
         texts += [Text(part, style="dim") for part in _note_lines(entry, history, line, texts[-1], console.width)]
     console.print(Text("\n").join(texts), soft_wrap=True)
     if history.floor >= 0:
-        floor = f"{'commit' if history.by_commits else 'version'} {history.label(history.floor)}"
-        print_wrapped(
-            console, f"floor {floor}: data that only versions up to this one need were deleted, or will be", style="dim", indent=2
-        )
+        print_wrapped(console, _floor_text(history), style="dim", indent=2)
+
+
+def _floor_text(history: History) -> str:
+    floor = f"{'commit' if history.by_commits else 'version'} {history.label(history.floor)}"
+    at_floor = next((entry for entry in history.entries if entry.commit.seq == history.floor), None)
+    if at_floor is not None and at_floor.commit.kind in ("anchor", "delta") and not at_floor.collected:
+        return f"floor {floor}: data that only versions before this one need were deleted, or will be"
+    return (
+        f"floor {floor}: data that only versions up to this one need were deleted, or will be, except the newest full checkpoint among them"
+    )
 
 
 def _summary(history: History) -> str:

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
+from ..output.help_text import PlainGroup
 from ..output.terminal import print_json_line
 
 _UsageError: Any = typer.BadParameter.__mro__[1]
 """`UsageError` of click, or of the copy of click that newer releases of typer contain."""
 
 
-class CommandsWithJsonErrors(TyperGroup):
+class CommandsWithJsonErrors(PlainGroup):
     """Prints a JSON object about wrong usage if `--json` is among the arguments. Stderr and the exit code do not change."""
 
     def make_context(self, info_name: str | None, args: list[str], *others: Any, **options: Any) -> Any:

@@ -146,7 +146,7 @@ class Epoch(_Canonical):
 
 @dataclass(frozen=True, slots=True)
 class Commit(_Canonical):
-    """One slot of the chain. docs/protocol.md §2 defines every field.
+    """One position in the chain. docs/protocol.md §2 defines every field.
 
     `run` and `attachments` are None in records of version 1, which do not have these fields.
     """
