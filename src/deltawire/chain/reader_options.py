@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..format.records.chain_records import Limits
-from ..format.records.signing import check_public_keys
+from ..format.records.signing import public_keys
 from ..store.base import Store, StoreOptions
 from .log import ChainLog
 
@@ -55,7 +55,7 @@ class ReaderOptions:
     store: StoreOptions | None = None
 
     def __post_init__(self) -> None:
-        check_public_keys(self.trusted_keys)
+        object.__setattr__(self, "trusted_keys", public_keys(self.trusted_keys))
 
     def open_log(self, store: Store) -> ChainLog:
         """Open the chain in a store with these options. Reads nothing yet.

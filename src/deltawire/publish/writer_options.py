@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..format.records.chain_records import Limits
-from ..format.records.signing import SigningKey, check_public_keys
+from ..format.records.signing import SigningKey, public_keys
 from ..store.base import StoreOptions
 from .shortcuts.cadence import AnchorPolicy
 from .upload.checkpoint_files import SHARD_BYTES
@@ -63,11 +64,11 @@ class WriterOptions:
     def __post_init__(self) -> None:
         if self.signing_key is not None and not isinstance(self.signing_key, SigningKey):
             raise TypeError(f"signing_key is a {type(self.signing_key).__name__}: load the key with SigningKey.load(path)")
+        object.__setattr__(self, "trusted_keys", public_keys(self.trusted_keys))
         if self.trusted_keys and self.signing_key is None:
             raise ValueError("trusted_keys are for a publisher that signs: give it a signing_key, too")
-        check_public_keys(self.trusted_keys)
-        if self.auto_collect is not None and self.auto_collect < 0:
-            raise ValueError("auto_collect is a number of seconds, at least 0")
+        if self.auto_collect is not None and not (math.isfinite(self.auto_collect) and self.auto_collect >= 0):
+            raise ValueError("auto_collect is a finite number of seconds, at least 0")
         if self.segment_bytes < 1 or self.shard_bytes < 1:
             raise ValueError("segment_bytes and shard_bytes must be at least 1")
 

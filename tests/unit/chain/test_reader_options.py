@@ -38,3 +38,8 @@ def test_pull_honours_every_option(tmp_path: Path):
     store = FaultyStore(chain.store)
     deltawire.pull(store, tmp_path / "out", options=ReaderOptions(reader="me"))
     assert keys.pin_key("me") in {call.key for call in store.calls if call.op == "put"}
+
+
+def test_keys_of_an_iterator_are_kept():
+    keys = ["aa" * 32, "bb" * 32]
+    assert ReaderOptions(trusted_keys=iter(keys)).trusted_keys == set(keys)

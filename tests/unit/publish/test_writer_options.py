@@ -17,8 +17,10 @@ from deltawire.publish.sharded import ShardedPublisher
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"trusted_keys": ["ed25519:00"]}, "signing_key"),
+        ({"trusted_keys": ["00" * 32]}, "signing_key"),
         ({"auto_collect": -1.0}, "auto_collect"),
+        ({"auto_collect": float("inf")}, "auto_collect"),
+        ({"auto_collect": float("nan")}, "auto_collect"),
         ({"segment_bytes": 0}, "segment_bytes"),
         ({"shard_bytes": 0}, "shard_bytes"),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -122,11 +122,15 @@ class SigningKey:
         return f"SigningKey(public={self.public!r})"
 
 
-def check_public_keys(trusted_keys: Collection[str]) -> None:
-    """Raise TypeError or ValueError unless these are public keys, for example because a file's name was given instead."""
+def public_keys(trusted_keys: Iterable[str]) -> frozenset[str]:
+    """Return these public keys as a set, so that an iterator is read once and for all.
+
+    Raises TypeError or ValueError unless they are public keys, for example because a file's name was given instead.
+    """
     if isinstance(trusted_keys, str):
         raise TypeError("trusted_keys is a list of keys: pass [key] instead of key")
-    for key in trusted_keys:
+    keys = frozenset(trusted_keys)
+    for key in keys:
         if not isinstance(key, str):
             raise TypeError(f"trusted_keys holds a {type(key).__name__}: pass public keys as text, for example SigningKey.public")
         if not _PUBLIC_KEY.fullmatch(key):
@@ -134,6 +138,7 @@ def check_public_keys(trusted_keys: Collection[str]) -> None:
                 f"trusted_keys holds {key[:80]!r}, which is not a public key: that has 64 hexadecimal digits (0-9, a-f). "
                 "`deltawire keygen --public FILE` prints the one of a key file"
             )
+    return keys
 
 
 def check_signature(record: Signable, trusted: Collection[str]) -> None:
