@@ -228,12 +228,12 @@ def test_memory_that_others_use_is_not_moved() -> None:
     mlp = model.model.layers[0].mlp
     mlp.up_proj.weight.data = mlp.gate_proj.weight.data  # two parameters share one memory, and moving one would separate them
     values = bits(named_weights(model))
-    with pytest.raises(UnsupportedLayout, match="something else uses"):
+    with pytest.raises(UnsupportedLayout, match="also used by others"):
         ModuleEngine(model)
     assert bits(named_weights(model)) == values
     shared = split_mlp(qwen())
     shared.share_memory()
-    with pytest.raises(UnsupportedLayout, match="something else uses"):
+    with pytest.raises(UnsupportedLayout, match="also used by others"):
         ModuleEngine(shared)
 
 
@@ -294,7 +294,7 @@ def test_shards_of_a_transposed_tensor_are_refused() -> None:
     model._weight_conversions = [core.WeightConverter("o_proj.weight", "o_proj.weight", [core.Transpose()])]
     layout = CheckpointLayout(model)
     own = {name: tensor.detach().view(torch.int16).numpy() for name, tensor in layout.own_weights().items()}
-    with pytest.raises(UnsupportedLayout, match="not one run"):
+    with pytest.raises(UnsupportedLayout, match="not one range"):
         layout.split(shards_of(own, 0, 2))
 
 

@@ -21,6 +21,9 @@ def _place(server: Server) -> Callable[[], Store]:
 
 
 class TestMoto(StoreConformance):
+    test_of_sixteen_creators_exactly_one_wins = None
+    """moto checks the condition and writes the object in two steps, so sometimes two creators win. The other servers run this test."""
+
     @pytest.fixture
     def open_location(self, moto: Server) -> Callable[[], Store]:
         return _place(moto)
