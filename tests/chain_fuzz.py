@@ -47,7 +47,8 @@ from deltawire.cli.chain_history import read_history
 from deltawire.errors import DeltawireError
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.format.checkpoints.checkpoint import Checkpoint
-from deltawire.format.records.chain_records import Mark, Pin, link_targets
+from deltawire.format.records.collection_records import Mark, Pin
+from deltawire.format.records.record_parts import link_targets
 from deltawire.publish import AnchorPolicy, Publisher
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import Store, keys

@@ -13,18 +13,9 @@ from blake3 import blake3
 from safetensors.numpy import save
 
 import deltawire
-from deltawire.format.records.chain_records import (
-    Commit,
-    CommitRef,
-    Epoch,
-    FileEntry,
-    Head,
-    Limits,
-    Run,
-    Shortcut,
-    link_targets,
-    record_hash,
-)
+from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, link_targets, record_hash
+from deltawire.format.records.run_records import Epoch, Head, Run
+from deltawire.format.records.version_records import Commit, Shortcut
 from deltawire.store import Store, keys
 
 State = dict[str, np.ndarray[Any, Any]]

@@ -13,7 +13,7 @@ from toy_chain import ToyChain, first_state
 
 from deltawire.chain.log import ChainLog
 from deltawire.errors import CommitOutcomeUnknown, DataMissing, RollbackDetected
-from deltawire.format.records.chain_records import Head
+from deltawire.format.records.run_records import Head
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import FaultyStore, Reading, call

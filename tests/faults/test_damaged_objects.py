@@ -14,7 +14,7 @@ from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import DataDamaged, DataMissing, DeltawireError
-from deltawire.format.records.chain_records import FileEntry
+from deltawire.format.records.record_parts import FileEntry
 from deltawire.publish.publisher import Publisher
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber

@@ -35,8 +35,10 @@ from deltawire.errors import (
 )
 from deltawire.events import Event
 from deltawire.format.checkpoints.checkpoint import Checkpoint
-from deltawire.format.records.chain_records import Commit, Head, Limits, record_hash
+from deltawire.format.records.record_parts import Limits, record_hash
+from deltawire.format.records.run_records import Head
 from deltawire.format.records.signing import SigningKey
+from deltawire.format.records.version_records import Commit
 from deltawire.store import Store, keys
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore

@@ -21,7 +21,7 @@ from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import ChainBroken, DataMissing, RunMismatch, SignatureInvalid, WrongRun
 from deltawire.fleet.chain_versions import ChainVersions
-from deltawire.format.records.chain_records import Epoch
+from deltawire.format.records.run_records import Epoch
 from deltawire.format.records.signing import SigningKey
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.publish.writer_options import WriterOptions

@@ -17,7 +17,7 @@ import deltawire
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.codec import using_codec
 from deltawire.engines import HotSwap, ModuleEngine
-from deltawire.format.records.chain_records import CommitRef
+from deltawire.format.records.record_parts import CommitRef
 from deltawire.publish.background import BackgroundQueue
 from deltawire.publish.baseline import Baseline
 from deltawire.publish.publication import Publication

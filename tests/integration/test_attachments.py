@@ -20,8 +20,8 @@ from deltawire.chain.version import Version
 from deltawire.errors import CheckpointError, CorruptRecord, DataDamaged, DataMissing, LimitExceeded
 from deltawire.events import Event
 from deltawire.format.checkpoints.checkpoint import Checkpoint
-from deltawire.format.records.chain_records import Commit, CommitRef, Limits, Signature, link_targets
-from deltawire.format.records.record_parts import FileEntry
+from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, Signature, link_targets
+from deltawire.format.records.version_records import Commit
 from deltawire.publish.attachments.read_files import MOST_FILES, MOST_NAME_BYTES
 from deltawire.publish.publisher import Publisher
 from deltawire.publish.sharded import ShardedPublisher

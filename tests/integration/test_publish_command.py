@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from test_cli import FIRST, assert_same, fail, load, model, run, succeed, updated
 
 from deltawire.errors import LimitExceeded
-from deltawire.format.records.chain_records import Limits
+from deltawire.format.records.record_parts import Limits
 from deltawire.publish import Publisher
 from deltawire.publish.writer_options import WriterOptions
 

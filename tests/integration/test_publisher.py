@@ -24,7 +24,7 @@ from deltawire.errors import (
     VersionUnknown,
 )
 from deltawire.format.checkpoints.checkpoint import Checkpoint
-from deltawire.format.records.chain_records import Limits
+from deltawire.format.records.record_parts import Limits
 from deltawire.format.records.signing import SigningKey, check_signature
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.publish.upload import data_objects as upload
@@ -324,7 +324,7 @@ def test_garbage_is_collected_after_anchors_if_asked_for():
 
 def test_commits_and_shortcuts_are_signed():
     pytest.importorskip("cryptography")
-    from deltawire.format.records.chain_records import Commit, Shortcut
+    from deltawire.format.records.version_records import Commit, Shortcut
 
     store = MemoryStore()
     key = SigningKey.generate()

@@ -30,7 +30,8 @@ from deltawire.errors import (
     VersionUnknown,
 )
 from deltawire.events import Event
-from deltawire.format.records.chain_records import Limits, Pin
+from deltawire.format.records.collection_records import Pin
+from deltawire.format.records.record_parts import Limits
 from deltawire.format.records.signing import SigningKey
 from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore

@@ -12,21 +12,11 @@ from hypothesis import strategies as st
 
 from deltawire import Digest
 from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
-from deltawire.format.records.chain_records import (
-    MAX_RECORD_BYTES,
-    Commit,
-    CommitRef,
-    Epoch,
-    FileEntry,
-    Head,
-    Limits,
-    Mark,
-    Pin,
-    Run,
-    Shortcut,
-    Signature,
-    link_targets,
-)
+from deltawire.format.records.canonical import MAX_RECORD_BYTES
+from deltawire.format.records.collection_records import Mark, Pin
+from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, Signature, link_targets
+from deltawire.format.records.run_records import Epoch, Head, Run
+from deltawire.format.records.version_records import Commit, Shortcut
 
 ID, HASH, OTHER = "0123456789abcdef" * 2, "ab" * 32, "cd" * 32
 DIGEST = Digest((1, 2, 3, 4))

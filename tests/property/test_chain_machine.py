@@ -44,7 +44,8 @@ from deltawire.errors import (
     VersionGone,
 )
 from deltawire.format.checkpoints.checkpoint import Checkpoint
-from deltawire.format.records.chain_records import Commit, link_targets
+from deltawire.format.records.record_parts import link_targets
+from deltawire.format.records.version_records import Commit
 from deltawire.publish.commits import ChainWriter
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.publish.writer_options import WriterOptions

@@ -20,7 +20,7 @@ from tiny_models import torch
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.verify import verify
 from deltawire.fleet.chain_versions import ChainVersions
-from deltawire.format.records.chain_records import MAX_RECORD_BYTES
+from deltawire.format.records.canonical import MAX_RECORD_BYTES
 from deltawire.format.records.fleet_files import MAX_ACCEPTED_BYTES, Accepted
 from deltawire.format.records.trainer_records import BatchRecord
 from deltawire.format.rollouts import Rollouts

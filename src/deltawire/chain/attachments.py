@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..format.records.chain_records import Commit, FileEntry, holds_weights
+from ..format.records.record_parts import FileEntry, holds_weights
+from ..format.records.version_records import Commit
 from .fetch import Fetcher
 from .log import ChainLog
 from .restore import Hop

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import DataDamaged, DataMissing, LimitExceeded, ObjectMissing, VersionGone
 from ..events import OnEvent, Stopwatch, emit
 from ..format.content_hash import content_hash, new_hash
-from ..format.records.chain_records import FileEntry, Limits
+from ..format.records.record_parts import FileEntry, Limits
 from ..store.base import Progress, Store
 from ..store.keys import check_data_key
 

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import ChainBroken, NoChain, VersionUnknown
-from ..format.records.chain_records import MAX_RECORD_BYTES, Commit, Epoch
+from ..format.records.canonical import MAX_RECORD_BYTES
+from ..format.records.run_records import Epoch
+from ..format.records.version_records import Commit
 from ..store import keys
 from .log import ChainLog
 

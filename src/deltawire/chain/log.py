@@ -12,14 +12,10 @@ from ..errors import (
     VersionUnknown,
 )
 from ..format.records.canonical import MAX_INTEGER
-from ..format.records.chain_records import (
-    Commit,
-    CommitRef,
-    Epoch,
-    Limits,
-    check_same_run,
-)
+from ..format.records.record_parts import CommitRef, Limits
+from ..format.records.run_records import Epoch, check_same_run
 from ..format.records.signing import check_signature
+from ..format.records.version_records import Commit
 from ..store import keys
 from ..store.base import Store
 from .record_reader import RecordReader

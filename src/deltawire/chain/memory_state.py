@@ -14,7 +14,8 @@ from ..delta.prepared import PreparedUpdate
 from ..errors import BaseMismatch, ChainBroken, DataDamaged, LimitExceeded, ResultMismatch
 from ..format.delta_file import DeltaBytes
 from ..format.digest import Digest
-from ..format.records.chain_records import Commit, FileEntry
+from ..format.records.record_parts import FileEntry
+from ..format.records.version_records import Commit
 from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
 from ..store.base import Progress
 from ..tensors.state import state_digest

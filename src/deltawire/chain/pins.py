@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ..errors import CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
-from ..format.records.chain_records import MAX_RECORD_BYTES, Pin, Run
+from ..format.records.canonical import MAX_RECORD_BYTES
+from ..format.records.collection_records import Pin
+from ..format.records.run_records import Run
 from ..store import keys
 from ..store.base import Store
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..format.records.chain_records import Limits
+from ..format.records.record_parts import Limits
 from ..format.records.signing import public_keys
 from ..store.base import Store, StoreOptions
 from .log import ChainLog

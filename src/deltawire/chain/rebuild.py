@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 from ..store.base import Progress
 from .fetch import Fetcher
 from .log import ChainLog

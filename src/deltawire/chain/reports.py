@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
-from ..format.records.canonical import Fields, dump
-from ..format.records.chain_records import MAX_RECORD_BYTES, Run
+from ..format.records.canonical import MAX_RECORD_BYTES, Fields, dump
+from ..format.records.run_records import Run
 from ..store import keys
 from ..store.base import Store
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ..errors import ChainBroken, CorruptRecord, LimitExceeded, RollbackDetected, SignatureInvalid, UnsupportedVersion, VersionGone
 from ..format.digest import Digest
-from ..format.records.chain_records import Commit, CommitRef, FileEntry, Shortcut
+from ..format.records.record_parts import CommitRef, FileEntry
+from ..format.records.version_records import Commit, Shortcut
 from .log import ChainLog
 from .plan import Edge, plan
 

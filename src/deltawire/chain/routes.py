@@ -7,7 +7,8 @@ from typing import Protocol
 
 from ..errors import DataMissing, VersionGone
 from ..events import OnEvent, emit
-from ..format.records.chain_records import Commit, CommitRef
+from ..format.records.record_parts import CommitRef
+from ..format.records.version_records import Commit
 from .log import ChainLog
 from .restore import Hop, HopName, find_route
 from .walk_route import AvoidsHops, HopFailed

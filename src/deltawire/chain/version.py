@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ..errors import VersionUnknown
 from ..format.digest import Digest
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 
 
 @dataclass(frozen=True, slots=True)

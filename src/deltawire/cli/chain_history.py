@@ -14,7 +14,7 @@ from ..chain.find import find_version, version_number
 
 if TYPE_CHECKING:
     from ..chain.log import ChainLog
-    from ..format.records.chain_records import Commit
+    from ..format.records.version_records import Commit
 
 _AT_ONCE = 32
 _WINDOW = 256

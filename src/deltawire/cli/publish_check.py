@@ -19,7 +19,7 @@ from ..delta.encode import encode_with_summary
 from ..errors import NoChain
 from ..events import emit
 from ..format.content_hash import content_hash
-from ..format.records.chain_records import Limits
+from ..format.records.record_parts import Limits
 from ..publish.upload.segments import TensorTable
 from ..store.occupancy import refuse_occupied
 from ..tensors.state import state_digest
@@ -27,7 +27,7 @@ from ..tensors.state import state_digest
 if TYPE_CHECKING:
     from ..events import OnEvent
     from ..format.checkpoints.checkpoint import Checkpoint
-    from ..format.records.chain_records import Commit
+    from ..format.records.version_records import Commit
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ def check_step(step: int | None) -> int | None:
 
 def check_run(run: str | None) -> None:
     """Raise an error about wrong usage if a run cannot have this name."""
-    from ..format.records.chain_records import MAX_RUN_NAME
+    from ..format.records.record_parts import MAX_RUN_NAME
 
     if run is not None and not 1 <= len(run) <= MAX_RUN_NAME:
         raise typer.BadParameter(f"a run's name has 1 to {MAX_RUN_NAME} characters.", param_hint="--run")

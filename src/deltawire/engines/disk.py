@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..chain.version import Version
 from ..errors import EngineQuarantined, SwapFailed
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 from ..subscribe.mirror.mirror import HeldSlot
 from ..subscribe.mirror.mirror_replica import MirrorReplica
 from ..subscribe.prepared_swap import Swap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..chain.log import ChainLog
 from ..errors import NoChain
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 from .rules.staleness import KnownVersion
 
 

@@ -16,7 +16,8 @@ from ..chain.version import Version
 from ..errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltaError, Fenced, PublishError, StateError
 from ..events import OnEvent, emit
 from ..format.digest import Digest
-from ..format.records.chain_records import Commit, CommitRef
+from ..format.records.record_parts import CommitRef
+from ..format.records.version_records import Commit
 from ..tensors.bits import State
 from .attachments.stored_files import AttachedFiles
 from .baseline import Baseline

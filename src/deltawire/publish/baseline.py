@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..delta.encode import encode_delta
 from ..delta.resolve import apply_delta
 from ..format.digest import Digest
-from ..format.records.chain_records import CommitRef
+from ..format.records.record_parts import CommitRef
 from ..tensors.bits import State
 from ..tensors.gpu_handover import GpuHandover, on_side_stream
 from .history import History, budget_for, versions_of

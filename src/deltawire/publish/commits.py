@@ -25,21 +25,11 @@ from ..errors import (
 )
 from ..events import OnEvent, emit
 from ..format.digest import Digest
-from ..format.records.canonical import MAX_INTEGER
-from ..format.records.chain_records import (
-    MAX_RECORD_BYTES,
-    Commit,
-    CommitRef,
-    Epoch,
-    FileEntry,
-    Head,
-    Limits,
-    Run,
-    link_targets,
-    record_hash,
-)
-from ..format.records.record_parts import MAX_EPOCH
+from ..format.records.canonical import MAX_INTEGER, MAX_RECORD_BYTES
+from ..format.records.record_parts import MAX_EPOCH, CommitRef, FileEntry, Limits, link_targets, record_hash
+from ..format.records.run_records import Epoch, Head, Run
 from ..format.records.signing import SigningKey, check_signature
+from ..format.records.version_records import Commit
 from ..store import keys
 from ..store.base import Store
 from ..store.create_rule import create_and_look

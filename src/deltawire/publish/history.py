@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..format.records.chain_records import CommitRef
+from ..format.records.record_parts import CommitRef
 
 FAN = 4
 """How many reverse deltas are composed to one of the next level."""

@@ -15,7 +15,7 @@ from ..chain.routes import Routes
 from ..chain.walk_route import HopFailed, taking, walk_route
 from ..errors import DataMissing, VersionUnknown
 from ..events import OnEvent, emit
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 from .shortcuts.cadence import ChainCost, Replay
 from .snapshots import Arrays
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ..format.records.chain_records import Limits
+from ..format.records.record_parts import Limits
 from ..format.records.signing import SigningKey, public_keys
 from ..store.base import StoreOptions
 from .shortcuts.cadence import AnchorPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..chain.log import ChainLog
 from ..errors import CheckpointError, VersionUnknown
 from ..format.digest import Digest
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 
 
 def resume_point(log: ChainLog, step: int | None, digest: Digest) -> int | None:

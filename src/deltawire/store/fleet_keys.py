@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from ..format.records.chain_records import is_reader_name
 from ..format.records.fleet_parts import AttemptId
+from ..format.records.record_parts import is_reader_name
 
 FLEET = "fleet/"
 BOARD = "fleet/board.json"

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from ..errors import CorruptRecord
-from ..format.records.chain_records import is_data_key, is_reader_name
+from ..format.records.record_parts import is_data_key, is_reader_name
 
 RUN = "run.json"
 HEAD = "HEAD"

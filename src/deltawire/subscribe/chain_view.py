@@ -9,7 +9,7 @@ from typing import TypeVar
 from ..chain.log import ChainLog
 from ..errors import ChainStale, DataMissing, NoChain, VersionGone, VersionUnknown
 from ..events import Stopwatch
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 from .seen import SeenFile
 
 _ATTEMPTS = 8

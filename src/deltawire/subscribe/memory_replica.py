@@ -14,7 +14,7 @@ from ..chain.version import Version
 from ..chain.walk_route import HopFailed, taking, walk_route
 from ..errors import EngineQuarantined
 from ..events import emit
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 from .prepared_swap import PreparedSwap, Swap, apply_directly
 from .replica_weights import ArrayWeights, ReplicaWeights, StepForward, StepsBack
 from .sync_context import RouteFetcher, SyncContext

@@ -23,7 +23,8 @@ from ..dtypes import DType
 from ..errors import DataDamaged, DataMissing, ObjectMissing, VersionGone
 from ..format.checkpoints.checkpoint import check_can_be_written
 from ..format.content_hash import content_hash
-from ..format.records.chain_records import Commit, FileEntry
+from ..format.records.record_parts import FileEntry
+from ..format.records.version_records import Commit
 from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
 from ..store.base import Store
 from .chain_view import ChainView

@@ -13,7 +13,7 @@ from ..chain.restore import Hop
 from ..chain.uptime import uptime
 from ..errors import StoreDenied, StoreError
 from ..events import OnEvent, emit
-from ..format.records.chain_records import Run
+from ..format.records.run_records import Run
 from ..store.base import Store
 from ..store.keys import pin_key
 

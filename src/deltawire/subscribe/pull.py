@@ -16,7 +16,8 @@ from ..events import OnEvent, emit
 from ..format.checkpoints.checkpoint import Checkpoint
 from ..format.checkpoints.shard_layout import restore_layout
 from ..format.checkpoints.staged_output import StagedOutput
-from ..format.records.chain_records import Commit, holds_weights
+from ..format.records.record_parts import holds_weights
+from ..format.records.version_records import Commit
 from ..store import Progress, Store, StoreOptions, open_store
 from ..store.occupancy import misplaced
 from ..tensors.state import state_digest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 from .sync_context import SyncContext
 
 if TYPE_CHECKING:

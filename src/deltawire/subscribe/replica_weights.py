@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..chain.memory_state import MemoryState, Update, UpdateStep
 from ..delta.prepared import PreparedUpdate
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 from .prepared_swap import PreparedSwap
 from .sync_context import SyncContext
 

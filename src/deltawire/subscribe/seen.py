@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ..errors import MirrorError
-from ..format.records.chain_records import CommitRef
+from ..format.records.record_parts import CommitRef
 from .mirror.durable_json import read_json, remove_leftovers, write_json
 from .mirror.locks import FileLock
 from .mirror.mirror_errors import as_mirror_errors

@@ -15,7 +15,8 @@ from ..chain.routes import Routes
 from ..chain.version import Version
 from ..errors import ChainError, ChainStale, DeltawireError
 from ..events import OnEvent, emit
-from ..format.records.chain_records import Commit, Run
+from ..format.records.run_records import Run
+from ..format.records.version_records import Commit
 from ..store import Store, open_store
 from .chain_view import ChainView
 from .follow import follow_chain

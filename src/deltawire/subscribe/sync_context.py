@@ -15,7 +15,7 @@ from ..chain.restore import Hop
 from ..chain.routes import Routes, was_collected
 from ..errors import RollbackDetected
 from ..events import OnEvent
-from ..format.records.chain_records import CommitRef, FileEntry
+from ..format.records.record_parts import CommitRef, FileEntry
 from ..store.base import Progress
 from .sync_report import SyncReport
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from threading import Lock
 
 from ..events import Stopwatch, Value
-from ..format.records.chain_records import FileEntry
+from ..format.records.record_parts import FileEntry
 
 _PHASES = ("find", "fetch", "verify", "wait", "resolve", "apply", "total")
 

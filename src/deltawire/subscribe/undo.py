@@ -6,7 +6,7 @@ from collections import deque
 
 from ..chain.memory_state import UpdateStep
 from ..format.digest import Digest
-from ..format.records.chain_records import Commit
+from ..format.records.version_records import Commit
 
 _DEFAULT_SHARE = 4
 """Without a budget, the kept steps may take the memory of the state divided by this."""

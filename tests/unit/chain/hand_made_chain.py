@@ -12,18 +12,9 @@ from blake3 import blake3
 from support import copied
 
 from deltawire import encode_delta, state_digest
-from deltawire.format.records.chain_records import (
-    Commit,
-    CommitRef,
-    Epoch,
-    FileEntry,
-    Head,
-    Limits,
-    Run,
-    Shortcut,
-    link_targets,
-    record_hash,
-)
+from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, link_targets, record_hash
+from deltawire.format.records.run_records import Epoch, Head, Run
+from deltawire.format.records.version_records import Commit, Shortcut
 from deltawire.format.safetensors_header import build_header, place_in_order
 from deltawire.store import keys
 from deltawire.store.base import ObjectInfo

@@ -13,7 +13,7 @@ from deltawire.chain.memory_state import MemoryState
 from deltawire.chain.pins import lowest_pin, put_pin, read_pins, remove_pin
 from deltawire.chain.rebuild import rebuild
 from deltawire.errors import NoChain, ObjectMissing
-from deltawire.format.records.chain_records import Mark
+from deltawire.format.records.collection_records import Mark
 from deltawire.store import keys
 
 GRACE = 600.0

@@ -11,7 +11,7 @@ from deltawire.chain import fetch
 from deltawire.chain.fetch import Fetcher
 from deltawire.errors import CorruptRecord, DataDamaged, DataMissing, LimitExceeded, VersionGone
 from deltawire.events import Stopwatch
-from deltawire.format.records.chain_records import FileEntry, Limits
+from deltawire.format.records.record_parts import FileEntry, Limits
 from deltawire.store import keys
 
 

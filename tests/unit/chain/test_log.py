@@ -16,7 +16,8 @@ from deltawire.errors import (
     SignatureInvalid,
     VersionUnknown,
 )
-from deltawire.format.records.chain_records import Limits, Mark
+from deltawire.format.records.collection_records import Mark
+from deltawire.format.records.record_parts import Limits
 from deltawire.format.records.signing import SigningKey
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore

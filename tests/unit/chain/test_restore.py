@@ -16,7 +16,8 @@ from deltawire.chain.plan import Edge, plan
 from deltawire.chain.rebuild import rebuild, take_hop
 from deltawire.chain.restore import find_route
 from deltawire.errors import ChainBroken, DataDamaged, DataMissing, RollbackDetected, VersionGone
-from deltawire.format.records.chain_records import FileEntry, Mark
+from deltawire.format.records.collection_records import Mark
+from deltawire.format.records.record_parts import FileEntry
 from deltawire.store import keys
 
 

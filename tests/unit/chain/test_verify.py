@@ -10,7 +10,7 @@ from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import NoChain
-from deltawire.format.records.chain_records import Mark
+from deltawire.format.records.collection_records import Mark
 from deltawire.format.records.signing import SigningKey
 from deltawire.store import keys
 

@@ -8,7 +8,7 @@ from toy_chain import ToyChain, first_state
 from deltawire.chain.log import ChainLog
 from deltawire.errors import ChainBroken
 from deltawire.fleet.chain_versions import ChainVersions
-from deltawire.format.records.chain_records import Epoch
+from deltawire.format.records.run_records import Epoch
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 

@@ -3,7 +3,7 @@
 import pytest
 
 from deltawire.errors import CorruptRecord
-from deltawire.format.records.chain_records import link_targets
+from deltawire.format.records.record_parts import link_targets
 from deltawire.store import keys
 from deltawire.store.base import is_key
 

@@ -7,8 +7,9 @@ import pytest
 
 from deltawire import Digest
 from deltawire.errors import SignatureInvalid
-from deltawire.format.records.chain_records import Commit, CommitRef, FileEntry, Shortcut, Signature
+from deltawire.format.records.record_parts import CommitRef, FileEntry, Signature
 from deltawire.format.records.signing import SigningKey, check_signature
+from deltawire.format.records.version_records import Commit, Shortcut
 
 ID, HASH = "0123456789abcdef" * 2, "ab" * 32
 COMMIT = Commit(ID, 0, 1, ID, "fence", None, (), None, None, 0, None, 0, 0, 0, None, 1, ())

@@ -9,7 +9,7 @@ from plain_reader import read_commits
 import deltawire
 from deltawire.chain.log import ChainLog
 from deltawire.errors import CommitOutcomeUnknown, Fenced, LimitExceeded, PublishError, RunMismatch
-from deltawire.format.records.chain_records import FileEntry, Limits
+from deltawire.format.records.record_parts import FileEntry, Limits
 from deltawire.publish.commits import ChainWriter, check_meta, open_run
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import After, Before, FaultyStore, call

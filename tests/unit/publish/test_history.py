@@ -9,7 +9,7 @@ import pytest
 from support import bits_of, copied
 
 import deltawire
-from deltawire.format.records.chain_records import CommitRef
+from deltawire.format.records.record_parts import CommitRef
 from deltawire.publish.baseline import Baseline
 from deltawire.publish.history import History, HistoryDropped, Reverse
 

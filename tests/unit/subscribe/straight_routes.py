@@ -11,7 +11,8 @@ from toy_chain import ToyChain
 
 from deltawire.chain.walk_route import HopFailed
 from deltawire.errors import ChainError, DataDamaged, DataMissing, MirrorError, ObjectMissing
-from deltawire.format.records.chain_records import Commit, CommitRef, FileEntry
+from deltawire.format.records.record_parts import CommitRef, FileEntry
+from deltawire.format.records.version_records import Commit
 from deltawire.subscribe.mirror.mirror import HeldSlot, Mirror
 from deltawire.subscribe.mirror.mirror_update import MirrorUpdate
 from deltawire.subscribe.sync_report import SyncReport

@@ -10,7 +10,7 @@ from toy_chain import ToyChain
 
 from deltawire.errors import MirrorError, StoreUnavailable
 from deltawire.events import Event
-from deltawire.format.records.chain_records import CommitRef
+from deltawire.format.records.record_parts import CommitRef
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe.follow import pause

@@ -10,7 +10,9 @@ from datetime import datetime, timedelta, timezone
 
 from ...errors import ObjectExists, OutcomeUnknown
 from ...events import OnEvent, emit
-from ...format.records.chain_records import MAX_RECORD_BYTES, Mark, check_same_run
+from ...format.records.canonical import MAX_RECORD_BYTES
+from ...format.records.collection_records import Mark
+from ...format.records.run_records import check_same_run
 from ...store import keys
 from ...store.base import Store
 from ..log import ChainLog

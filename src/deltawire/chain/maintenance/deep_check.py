@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from ...errors import DeltawireError, StoreError, VersionGone
-from ...format.records.chain_records import Commit, Shortcut
+from ...format.records.version_records import Commit, Shortcut
 from ..fetch import Fetcher
 from ..log import ChainLog
 from ..memory_state import MemoryState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ...format.records.chain_records import Commit, Shortcut
+from ...format.records.version_records import Commit, Shortcut
 
 Record = Commit | Shortcut
 

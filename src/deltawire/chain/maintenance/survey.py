@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from ...errors import CorruptRecord, DataDamaged, LimitExceeded, NoChain, ObjectMissing, SignatureInvalid, UnsupportedVersion
-from ...format.records.chain_records import Commit, FileEntry, Shortcut
+from ...format.records.record_parts import FileEntry
+from ...format.records.version_records import Commit, Shortcut
 from ...store import keys
 from ...store.base import ObjectInfo
 from ..log import ChainLog

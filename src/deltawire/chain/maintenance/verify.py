@@ -18,7 +18,8 @@ from ...errors import (
     VersionGone,
     WrongRun,
 )
-from ...format.records.chain_records import Commit, FileEntry, Shortcut
+from ...format.records.record_parts import FileEntry
+from ...format.records.version_records import Commit, Shortcut
 from ...store import keys
 from ...store.base import Store
 from ..fetch import Fetcher

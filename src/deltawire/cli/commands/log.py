@@ -14,7 +14,7 @@ from ..process.exit_codes import exit_codes
 from ..stores.opened import opened
 
 if TYPE_CHECKING:
-    from ...format.records.chain_records import Run
+    from ...format.records.run_records import Run
     from ..chain_history import Entry, History
 
 

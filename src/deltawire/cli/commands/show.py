@@ -19,7 +19,8 @@ from ..stores.opened import opened
 if TYPE_CHECKING:
     from ...chain.log import ChainLog
     from ...chain.restore import Hop
-    from ...format.records.chain_records import Commit, FileEntry, Shortcut
+    from ...format.records.record_parts import FileEntry
+    from ...format.records.version_records import Commit, Shortcut
 
 _HOPS = {"anchor": "full checkpoint", "commit": "delta"}
 """The words for the hops of a route."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ...fleet.overview import FleetReader, SeenFleet
-    from ...format.records.chain_records import Run
+    from ...format.records.run_records import Run
 
 _LONGEST_ENDING = 5.0
 """The command ends at most this many seconds after a signal, also while the store does not answer."""

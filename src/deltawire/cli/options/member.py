@@ -30,7 +30,7 @@ def _check_env(specs: list[str]) -> list[str]:
 
 def check_member_name(name: str | None) -> str | None:
     """Return the name. Raise an error about wrong usage if a member cannot have it."""
-    from ...format.records.chain_records import is_reader_name
+    from ...format.records.record_parts import is_reader_name
 
     if name is not None and not is_reader_name(name):
         raise typer.BadParameter("a name has at most 64 letters, digits, '.', '_' and '-', and does not begin with a dot.")

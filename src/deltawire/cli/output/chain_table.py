@@ -11,7 +11,8 @@ from .tables import lay_out_table
 from .terminal import print_wrapped, result_console
 
 if TYPE_CHECKING:
-    from ...format.records.chain_records import Commit, Run
+    from ...format.records.run_records import Run
+    from ...format.records.version_records import Commit
     from ..chain_history import Entry, History
 
 _VERSION, _SEQ = "version", "seq"

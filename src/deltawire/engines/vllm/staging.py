@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...chain.reader_options import ReaderOptions
 from ...errors import MirrorError
 from ...format.checkpoints.checkpoint import Checkpoint
-from ...format.records.chain_records import CommitRef
+from ...format.records.record_parts import CommitRef
 from ...subscribe import Mirror, Subscriber
 from ...subscribe.mirror.mirror import HeldSlot
 from ...tensors.state import thread_count

@@ -16,7 +16,7 @@ from ...delta.resolve import resolve_delta
 from ...errors import BaseMismatch, CorruptDelta, ResultMismatch
 from ...format.delta_file import DeltaBytes
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit
+from ...format.records.version_records import Commit
 from ...subscribe.prepared_swap import PreparedSwap
 from ...subscribe.sync_context import SyncContext
 from ...tensors.bits import tensor_bits

@@ -15,7 +15,7 @@ from ...delta.prepared import PreparedUpdate
 from ...errors import BaseMismatch, ResultMismatch
 from ...format.delta_file import DeltaBytes
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit
+from ...format.records.version_records import Commit
 from ...subscribe.prepared_swap import PreparedSwap
 from ...subscribe.sync_context import SyncContext
 from ...tensors.bits import tensor_bits

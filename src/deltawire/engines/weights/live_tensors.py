@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ...chain.memory_state import MemoryState
 from ...errors import ResultMismatch
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit
+from ...format.records.version_records import Commit
 from ...subscribe.sync_context import SyncContext
 from ...tensors.module_tensors import tied_names
 from .fit import check_fits

@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from ...errors import CorruptRollouts, DeltawireError, LimitExceeded, ObjectMissing, UnsupportedVersion
 from ...events import emit
-from ...format.records.chain_records import MAX_RECORD_BYTES
+from ...format.records.canonical import MAX_RECORD_BYTES
 from ...format.records.fleet_files import Accepted
 from ...format.records.fleet_parts import AttemptId
 from ...format.records.member_records import Heartbeat, Lease

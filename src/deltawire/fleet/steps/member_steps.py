@@ -21,7 +21,7 @@ from ...errors import (
     UnsupportedVersion,
 )
 from ...events import emit
-from ...format.records.chain_records import MAX_RECORD_BYTES
+from ...format.records.canonical import MAX_RECORD_BYTES
 from ...format.records.fleet_files import MAX_TASKS_BYTES, Row, Tasks
 from ...format.records.fleet_parts import AttemptId
 from ...format.records.member_records import Lease

@@ -9,7 +9,7 @@ from typing import TypeVar
 from blake3 import blake3
 
 from ...errors import CorruptRecord, DeltawireError, LimitExceeded, ObjectMissing, UnsupportedVersion
-from ...format.records.chain_records import MAX_RECORD_BYTES
+from ...format.records.canonical import MAX_RECORD_BYTES
 from ...format.records.fleet_files import MAX_ACCEPTED_BYTES, Accepted
 from ...format.records.fleet_parts import MAX_WHY
 from ...format.records.trainer_records import MAX_REJECTED, BatchRecord, RejectedResult, Rejection, Round

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...errors import Fenced, LimitExceeded, ObjectMissing
 from ...events import OnEvent, emit
-from ...format.records.chain_records import MAX_RECORD_BYTES
+from ...format.records.canonical import MAX_RECORD_BYTES
 from ...format.records.trainer_records import Round
 from ...store import keys
 from ...store.requests import Get

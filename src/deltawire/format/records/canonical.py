@@ -1,23 +1,62 @@
-"""The canonical form of records: JSON with exactly one spelling, read field by field (docs/protocol.md §2)."""
+"""The canonical form of records: JSON with exactly one spelling, read field by field (docs/protocol.md §2).
+
+Reading is strict: each record has exactly one spelling. Every `parse` raises `CorruptRecord`, or `UnsupportedVersion` for a record of
+another version. Every `to_bytes` refuses what `parse` would refuse, and raises `LimitExceeded` if the record is too long, so that a
+writer's mistake is found where it is made.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from ...errors import CorruptRecord, UnsupportedVersion
+from ...errors import CorruptRecord, LimitExceeded, UnsupportedVersion
 
 MAX_RECORD_BYTES = 65536
 MAX_INTEGER = 2**63 - 1
 
 _Value = TypeVar("_Value")
+_Record = TypeVar("_Record", bound="CanonicalRecord")
+
+
+class _Parsed(Protocol):
+    @classmethod
+    def parse(cls, data: bytes) -> object: ...
 
 
 def dump(record: dict[str, Any]) -> bytes:
     """Return the canonical form of a record."""
     return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+
+
+def checked_bytes(kind: type[_Parsed], plain: dict[str, Any], limit: int = MAX_RECORD_BYTES) -> bytes:
+    """Return the canonical bytes of a record. Raises what `parse` raises for them, or `LimitExceeded`."""
+    data = dump(plain)
+    if len(data) > limit:
+        raise LimitExceeded(f"the record has {len(data):,} bytes; {limit:,} are allowed.")
+    kind.parse(data)
+    return data
+
+
+class CanonicalRecord:
+    """The base of a chain's records: conversion from and to bytes."""
+
+    __slots__ = ()
+
+    def to_bytes(self) -> bytes:
+        """Return the record's canonical form."""
+        return checked_bytes(type(self), self.plain())
+
+    def plain(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
+        raise NotImplementedError
+
+    @classmethod
+    def parse(cls: type[_Record], data: bytes) -> _Record:
+        """Return the record with these bytes."""
+        raise NotImplementedError
 
 
 class Fields:

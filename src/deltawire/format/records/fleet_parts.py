@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from ...errors import LimitExceeded
-from .canonical import MAX_RECORD_BYTES, Fields, dump
+from .canonical import Fields
 from .record_parts import HASH, Signature, read_signature
 
 MOST_TASKS, MOST_ATTEMPTS = 10**5, 10**3
@@ -21,11 +20,6 @@ SIGNABLE = (1, 2)
 """Versions of the records that a trainer writes. Since version 2 they can be signed, and boards are numbered."""
 
 _OBJECT_KEY = re.compile(r"fleet/(tasks|accepted)/([0-9]{10})/([0-9a-f]{64})\.json")
-
-
-class _Parsed(Protocol):
-    @classmethod
-    def parse(cls, data: bytes) -> object: ...
 
 
 class AttemptId(NamedTuple):
@@ -106,12 +100,3 @@ def read_attempts(fields: Fields, name: str, values: Any) -> tuple[AttemptId, ..
 def _check_attempt(fields: Fields, attempt: AttemptId) -> None:
     if attempt.round >= 10**10 - 1 or attempt.task >= MOST_TASKS or attempt.attempt >= MOST_ATTEMPTS:
         fields.refuse(f"attempt {attempt.attempt} at task {attempt.task} of round {attempt.round} has no key")
-
-
-def checked_bytes(kind: type[_Parsed], plain: dict[str, Any], limit: int = MAX_RECORD_BYTES) -> bytes:
-    """Return the canonical bytes of a record. Raises what `parse` raises for them, or `LimitExceeded`."""
-    data = dump(plain)
-    if len(data) > limit:
-        raise LimitExceeded(f"the record has {len(data):,} bytes; {limit:,} are allowed.")
-    kind.parse(data)
-    return data

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .canonical import Fields
-from .fleet_parts import MAX_WHY, AttemptId, checked_bytes, read_attempt, read_attempts
+from .canonical import Fields, checked_bytes
+from .fleet_parts import MAX_WHY, AttemptId, read_attempt, read_attempts
 from .record_parts import NONCE, READER
 
 MAX_WORKING = 256

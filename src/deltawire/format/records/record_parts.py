@@ -14,7 +14,7 @@ from ..digest import Digest
 from .canonical import MAX_INTEGER, Fields
 
 if TYPE_CHECKING:
-    from .chain_records import Commit, Shortcut
+    from .version_records import Commit, Shortcut
 
 HASH = re.compile(r"[0-9a-f]{64}")
 NONCE = re.compile(r"[0-9a-f]{32}")
@@ -22,6 +22,7 @@ READER = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
 _DATA_KEY = re.compile(r"data/[0-9]{10}/[0-9]{20}/([0-9a-f]{64})\.(safetensors|file)")
 _MAX_FILE_NAME = 255
+MAX_RUN_NAME = 200
 MAX_EPOCH = 10**10 - 2
 """The highest number of an epoch or mark. This number and the next one both have ten digits."""
 
@@ -155,6 +156,13 @@ def hex_or_none(digest: Digest | None) -> str | None:
 def read_digest(fields: Fields) -> Digest | None:
     text = fields.nullable("digest", lambda name: fields.matching(name, NONCE))
     return None if text is None else Digest.from_hex(text)
+
+
+def read_run_name(fields: Fields) -> str:
+    name = fields.text("run")
+    if not 1 <= len(name) <= MAX_RUN_NAME:
+        fields.refuse(f"a run's name has 1 to {MAX_RUN_NAME} characters")
+    return name
 
 
 def read_short(fields: Fields, name: str) -> int:

@@ -9,7 +9,7 @@ from .canonical import Fields
 from .record_parts import holds_weights, link_targets
 
 if TYPE_CHECKING:
-    from .chain_records import Commit, Shortcut
+    from .version_records import Commit, Shortcut
 
 KINDS = ("fence", "delta", "anchor", "rewind")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from .canonical import Fields
+from .canonical import Fields, checked_bytes
 from .fleet_parts import (
     MAX_WHY,
     MOST_ATTEMPTS,
@@ -18,7 +18,6 @@ from .fleet_parts import (
     SIGNABLE,
     AttemptId,
     ObjectRef,
-    checked_bytes,
     plain_signature,
     read_attempts,
     read_later_signature,

@@ -9,8 +9,7 @@ from pathlib import Path
 from ...errors import CheckpointError, LimitExceeded
 from ...format.checkpoints.checkpoint import MIRROR_RECORD_FILE, is_plain_file_name
 from ...format.checkpoints.checkpoint_copy import WEIGHT_SUFFIXES
-from ...format.records.chain_records import Limits
-from ...format.records.record_parts import holds_weights
+from ...format.records.record_parts import Limits, holds_weights
 
 Attachments = Mapping[str, bytes | Path] | Path | str
 """File names with contents or paths; or a directory, of which weights, hidden files and the record of a mirror are left out."""

@@ -12,7 +12,8 @@ from ...chain.maintenance.survey import is_stored
 from ...errors import DataDamaged, DataMissing, VersionGone
 from ...events import OnEvent, emit
 from ...format.content_hash import content_hash
-from ...format.records.chain_records import Commit, FileEntry
+from ...format.records.record_parts import FileEntry
+from ...format.records.version_records import Commit
 from ..upload.data_objects import DataLocation, Uploads, file_upload
 
 _MOST_READ = 256 << 20

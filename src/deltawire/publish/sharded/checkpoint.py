@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...errors import ResultMismatch
 from ...format.digest import Digest
-from ...format.records.chain_records import FileEntry
+from ...format.records.record_parts import FileEntry
 from ..upload.checkpoint_files import Layout, Shard, lay_out
 from ..upload.data_objects import DataLocation, upload_checkpoint
 from ..upload.segments import cut_segments

@@ -15,7 +15,8 @@ from ...chain.walk_route import HopFailed
 from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltawireError, Fenced
 from ...events import OnEvent, emit
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit, FileEntry
+from ...format.records.record_parts import FileEntry
+from ...format.records.version_records import Commit
 from ...store import Store
 from ..commits import Attempt, emit_published
 from ..history import versions_of

@@ -10,7 +10,7 @@ import numpy as np
 from ...delta.encode import encode_delta
 from ...delta.resolve import apply_delta
 from ...format.digest import Digest
-from ...format.records.chain_records import CommitRef
+from ...format.records.record_parts import CommitRef
 from ...tensors.bits import State
 from ...tensors.state import state_digest
 from ..history import History, Reverse, budget_for

@@ -16,7 +16,8 @@ from ...chain.version import Version
 from ...errors import PublisherClosed, PublishError, RunMismatch
 from ...events import OnEvent, emit
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit, CommitRef, Limits, record_hash
+from ...format.records.record_parts import CommitRef, Limits, record_hash
+from ...format.records.version_records import Commit
 from ...store import Store, open_store
 from ...tensors.bits import TensorPart
 from ...tensors.state import state_digest

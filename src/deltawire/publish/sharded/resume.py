@@ -22,7 +22,8 @@ from ...delta.resolve import apply_delta
 from ...errors import ChainBroken, DataDamaged, DataMissing, DeltawireError, ObjectMissing, StoreError
 from ...format.content_hash import content_hash, new_hash
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit, FileEntry
+from ...format.records.record_parts import FileEntry
+from ...format.records.version_records import Commit
 from ...format.safetensors_header import LENGTH_BYTES, MalformedHeader, TensorEntry, header_length, parse_header
 from ...store.base import Store
 from ...tensors.state import state_digest

@@ -7,7 +7,8 @@ from typing import Any
 
 from ...errors import DeltawireError
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit, FileEntry
+from ...format.records.record_parts import FileEntry
+from ...format.records.version_records import Commit
 from ..shortcuts.compose import Composition
 from ..upload.data_objects import DataLocation, Uploads
 from ..upload.segments import Segment

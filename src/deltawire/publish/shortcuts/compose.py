@@ -8,7 +8,7 @@ from typing import Any
 
 from ...delta.encode import encode_delta, encode_with_summary
 from ...delta.resolve import apply_delta
-from ...format.records.chain_records import CommitRef
+from ...format.records.record_parts import CommitRef
 from ..history import Reverse
 from ..snapshots import copy_of
 from ..upload.data_objects import Segmented

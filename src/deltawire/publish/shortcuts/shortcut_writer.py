@@ -9,7 +9,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ...errors import Fenced, ObjectMissing, ResultMismatch
-from ...format.records.chain_records import CommitRef, FileEntry, Run, Shortcut
+from ...format.records.record_parts import CommitRef, FileEntry
+from ...format.records.run_records import Run
+from ...format.records.version_records import Shortcut
 from ...store import keys
 from ...store.base import Store
 from ...store.create_rule import create_and_look

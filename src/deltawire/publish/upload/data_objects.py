@@ -13,7 +13,7 @@ from ...delta.encode import encode_with_summary
 from ...format.checkpoints.checkpoint import INDEX_FILE
 from ...format.content_hash import content_hash, new_hash
 from ...format.digest import Digest
-from ...format.records.chain_records import FileEntry
+from ...format.records.record_parts import FileEntry
 from ...store.base import Buffer, Store
 from ...store.keys import data_key
 from ...tensors.bits import State

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ...dtypes import DType
 from ...errors import LimitExceeded, PublishError
-from ...format.records.chain_records import Limits
+from ...format.records.record_parts import Limits
 from ...tensors.bits import State, TensorBits, tensor_bits
 from ...tensors.casting import Casting
 

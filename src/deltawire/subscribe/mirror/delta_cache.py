@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from ...format.records.chain_records import FileEntry
+from ...format.records.record_parts import FileEntry
 
 Fetch = Callable[[Sequence[FileEntry]], Iterable[tuple[FileEntry, memoryview]]]
 

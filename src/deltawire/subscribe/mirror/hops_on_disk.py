@@ -16,7 +16,8 @@ from ...errors import DataDamaged, ResultMismatch
 from ...format.checkpoints.checkpoint import Checkpoint, check_can_be_written
 from ...format.checkpoints.staged_output import sync_file
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit, FileEntry, holds_weights
+from ...format.records.record_parts import FileEntry, holds_weights
+from ...format.records.version_records import Commit
 from ..sync_report import SyncReport
 from .checkpoint_in_place import CheckpointInPlace, checkpoint_digest
 from .delta_cache import DeltaCache

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import MirrorError, RunMismatch
-from ...format.records.chain_records import Commit
+from ...format.records.version_records import Commit
 from ...store.occupancy import misplaced
 from .durable_json import read_json, remove_leftovers, write_json
 from .locks import FileLock, LifeWatch

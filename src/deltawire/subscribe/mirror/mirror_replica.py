@@ -10,8 +10,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ...format.checkpoints.checkpoint import Checkpoint
-from ...format.records.chain_records import Commit
 from ...format.records.signing import check_signature
+from ...format.records.version_records import Commit
 from ..seen import SeenFile
 from ..sync_context import SyncContext
 from .locks import FileLock

@@ -16,7 +16,8 @@ from ...chain.routes import FindRoute
 from ...chain.walk_route import HopFailed, walk_route
 from ...errors import CheckpointError, DeltaError, DeltawireError, StateError, TensorError
 from ...events import OnEvent, emit
-from ...format.records.chain_records import Commit, CommitRef, FileEntry
+from ...format.records.record_parts import CommitRef, FileEntry
+from ...format.records.version_records import Commit
 from ...warnings import AttachmentLeftOut, warn
 from ..sync_report import SyncReport
 from .delta_cache import DeltaCache

@@ -14,7 +14,8 @@ from pathlib import Path
 from ...errors import ChainError, CheckpointError, UnsupportedVersion
 from ...format.checkpoints.checkpoint import MIRROR_RECORD_FILE, Checkpoint
 from ...format.digest import Digest
-from ...format.records.chain_records import Commit, CommitRef, record_hash
+from ...format.records.record_parts import CommitRef, record_hash
+from ...format.records.version_records import Commit
 from .checkpoint_in_place import checkpoint_digest
 from .durable_json import read_json, write_json
 from .hops_on_disk import is_complete, stray_files

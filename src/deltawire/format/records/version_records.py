@@ -1,151 +1,33 @@
-"""The records of a chain, in canonical form (docs/protocol.md §2). Reading is strict: each record has exactly one spelling.
-
-Every `parse` raises `CorruptRecord`, or `UnsupportedVersion` for a record of another version. Every `to_bytes` refuses what `parse` would
-refuse, and raises `LimitExceeded` if the record is too long, so that a writer's mistake is found where it is made.
-"""
+"""The records of versions: commits, and the shortcuts to them (docs/protocol.md §2)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from ...errors import CorruptRecord, LimitExceeded
 from ..digest import Digest
-from .canonical import MAX_RECORD_BYTES, Fields, dump
+from .canonical import CanonicalRecord, Fields
 from .record_parts import (
     HASH,
     NONCE,
-    READER,
     CommitRef,
     FileEntry,
-    Limits,
     Signature,
     hex_or_none,
-    holds_weights,
-    is_data_key,
-    is_reader_name,
-    link_targets,
     plain_attachment,
     read_attachments,
     read_digest,
     read_links,
+    read_run_name,
     read_short,
     read_signature,
-    record_hash,
 )
 from .record_rules import check_commit, check_shortcut
 
-__all__ = [
-    "MAX_RECORD_BYTES",
-    "Commit",
-    "CommitRef",
-    "Epoch",
-    "FileEntry",
-    "Head",
-    "Limits",
-    "Mark",
-    "Pin",
-    "Run",
-    "Shortcut",
-    "Signature",
-    "check_same_run",
-    "holds_weights",
-    "is_data_key",
-    "is_reader_name",
-    "link_targets",
-    "record_hash",
-]
-
-MAX_RUN_NAME = 200
-_Record = TypeVar("_Record", bound="_Canonical")
-
-
-class _Canonical:
-    """The base of all records: conversion from and to bytes."""
-
-    __slots__ = ()
-
-    def to_bytes(self) -> bytes:
-        """Return the record's canonical form."""
-        data = dump(self.plain())
-        if len(data) > MAX_RECORD_BYTES:
-            raise LimitExceeded(f"the record has {len(data):,} bytes; {MAX_RECORD_BYTES:,} are allowed.")
-        self.parse(data)
-        return data
-
-    def plain(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    @classmethod
-    def parse(cls: type[_Record], data: bytes) -> _Record:
-        """Return the record with these bytes."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True, slots=True)
-class Run(_Canonical):
-    """Identity and limits of a chain."""
-
-    run: str
-    id: str
-    time: int
-    limits: Limits
-
-    def plain(self) -> dict[str, Any]:
-        limits = {"state_bytes": self.limits.state_bytes, "tensors": self.limits.tensors, "file_bytes": self.limits.file_bytes}
-        return {"deltawire": "run", "version": 1, "run": self.run, "id": self.id, "time": self.time, "limits": limits}
-
-    @classmethod
-    def parse(cls, data: bytes) -> Run:
-        fields = Fields.parse(data, "run")
-        inner = fields.object("limits")
-        limits = Limits(inner.integer("state_bytes"), inner.integer("tensors"), inner.integer("file_bytes"))
-        inner.done()
-        run = cls(_read_run_name(fields), fields.matching("id", NONCE), fields.integer("time"), limits)
-        fields.done()
-        return run
-
-
-@dataclass(frozen=True, slots=True)
-class Epoch(_Canonical):
-    """A writer's claim to be the only writer. Records of `version` 1 have no signature."""
-
-    id: str
-    epoch: int
-    nonce: str
-    time: int
-    resumed_from: int | None
-    signature: Signature | None = None
-    version: int = 2
-
-    def describe(self) -> str:
-        """Return the name of the record for error messages."""
-        return f"the record of epoch {self.epoch}"
-
-    def plain(self) -> dict[str, Any]:
-        own = {"id": self.id, "epoch": self.epoch, "nonce": self.nonce, "time": self.time, "resumed_from": self.resumed_from}
-        signature = {} if self.version == 1 else {"signature": self.signature and self.signature.plain()}
-        return {"deltawire": "epoch", "version": self.version, **own, **signature}
-
-    @classmethod
-    def parse(cls, data: bytes) -> Epoch:
-        fields = Fields.parse(data, "epoch", versions=(1, 2))
-        epoch = cls(
-            id=fields.matching("id", NONCE),
-            epoch=read_short(fields, "epoch"),
-            nonce=fields.matching("nonce", NONCE),
-            time=fields.integer("time"),
-            resumed_from=fields.nullable("resumed_from", fields.integer),
-            signature=None if fields.version == 1 else read_signature(fields),
-            version=fields.version,
-        )
-        fields.done()
-        return epoch
-
-
-@dataclass(frozen=True, slots=True)
-class Commit(_Canonical):
+class Commit(CanonicalRecord):
     """One position in the chain. docs/protocol.md §2 defines every field.
 
     `run` and `attachments` are None in records of version 1, which do not have these fields.
@@ -248,7 +130,7 @@ class Commit(_Canonical):
             files=tuple(FileEntry.of(inner) for inner in fields.objects("files")),
             meta=fields.strings("meta"),
             signature=read_signature(fields),
-            run=None if fields.version == 1 else _read_run_name(fields),
+            run=None if fields.version == 1 else read_run_name(fields),
             attachments=None if fields.version == 1 else read_attachments(fields),
         )
         fields.done()
@@ -257,7 +139,7 @@ class Commit(_Canonical):
 
 
 @dataclass(frozen=True, slots=True)
-class Shortcut(_Canonical):
+class Shortcut(CanonicalRecord):
     """Another route to a version of the chain: a full checkpoint (`base` is None), or one delta from an earlier version."""
 
     id: str
@@ -321,83 +203,3 @@ class Shortcut(_Canonical):
         fields.done()
         check_shortcut(shortcut, fields)
         return shortcut
-
-
-@dataclass(frozen=True, slots=True)
-class Mark(_Canonical):
-    """Announces that data which only versions up to `floor` need will be deleted."""
-
-    id: str
-    mark: int
-    epoch: int
-    floor: int
-    nonce: str
-    time: int
-
-    def plain(self) -> dict[str, Any]:
-        own = {"id": self.id, "mark": self.mark, "epoch": self.epoch, "floor": self.floor, "nonce": self.nonce, "time": self.time}
-        return {"deltawire": "gc", "version": 1, **own}
-
-    @classmethod
-    def parse(cls, data: bytes) -> Mark:
-        fields = Fields.parse(data, "gc")
-        mark = cls(
-            id=fields.matching("id", NONCE),
-            mark=read_short(fields, "mark"),
-            epoch=read_short(fields, "epoch"),
-            floor=fields.integer("floor"),
-            nonce=fields.matching("nonce", NONCE),
-            time=fields.integer("time"),
-        )
-        fields.done()
-        return mark
-
-
-@dataclass(frozen=True, slots=True)
-class Pin(_Canonical):
-    """Says that a reader needs the data which lead from version `seq` on. It holds for `ttl` seconds after it was written."""
-
-    id: str
-    reader: str
-    seq: int
-    ttl: int
-
-    def plain(self) -> dict[str, Any]:
-        return {"deltawire": "pin", "version": 1, "id": self.id, "reader": self.reader, "seq": self.seq, "ttl": self.ttl}
-
-    @classmethod
-    def parse(cls, data: bytes) -> Pin:
-        fields = Fields.parse(data, "pin")
-        pin = cls(fields.matching("id", NONCE), fields.matching("reader", READER), fields.integer("seq"), fields.integer("ttl"))
-        fields.done()
-        return pin
-
-
-@dataclass(frozen=True, slots=True)
-class Head(_Canonical):
-    """A hint: the newest commit number. Readers never trust it."""
-
-    seq: int
-
-    def plain(self) -> dict[str, Any]:
-        return {"deltawire": "head", "version": 1, "seq": self.seq}
-
-    @classmethod
-    def parse(cls, data: bytes) -> Head:
-        fields = Fields.parse(data, "head")
-        head = cls(fields.integer("seq"))
-        fields.done()
-        return head
-
-
-def _read_run_name(fields: Fields) -> str:
-    name = fields.text("run")
-    if not 1 <= len(name) <= MAX_RUN_NAME:
-        fields.refuse(f"a run's name has 1 to {MAX_RUN_NAME} characters")
-    return name
-
-
-def check_same_run(record_id: str, run: Run, what: str) -> None:
-    """Raise `CorruptRecord` unless the record belongs to this run."""
-    if record_id != run.id:
-        raise CorruptRecord(f"{what} is of another run ({record_id}) than the chain it lies in ({run.id}).")
