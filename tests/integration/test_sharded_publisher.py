@@ -249,7 +249,7 @@ def test_a_bit_that_flips_in_a_ranks_own_copy_is_found_and_the_copy_rebuilt(tmp_
         with ShardedPublisher(ranks, tmp_path, options=WriterOptions(threads=1)) as publisher:
             publisher.publish(shards_of(versions[0], ranks.rank, 2))
             if ranks.rank == 1:
-                publisher._baseline.parts["embed"].elements.view(np.uint32)[5] ^= 1
+                publisher._appender.baseline.parts["embed"].elements.view(np.uint32)[5] ^= 1
             for state in versions[1:]:
                 assert publisher.publish(shards_of(state, ranks.rank, 2)).kind == "delta"
 

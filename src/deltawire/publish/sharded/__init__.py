@@ -1,6 +1,7 @@
 """Publishing one model from many processes: each encodes and uploads the parts that it holds, and the first one commits.
 
 - `publisher`: `ShardedPublisher`, which publishes one version after the other
+- `append`: how all processes append a version: they encode, upload, commit, and move their baselines
 - `ranks`: how the processes communicate
 - `ranges` (pure): which elements of a tensor each process publishes
 - `division`: the same for a whole model, and how elements get to the process that publishes them

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any
 
 from ...chain.log import ChainLog
@@ -28,7 +29,24 @@ from ..take_over import TakeOver
 from ..upload.data_objects import DataLocation
 from ..upload.segments import TensorTable
 from ..writer_options import WriterOptions
+from .division import Division, Parts
+from .ranks import Ranks, by_first_rank
 from .resume import plain_hop
+
+
+@dataclass(frozen=True, slots=True)
+class PartsPublication:
+    """One call of `publish`, which will become a version: the parts of this process, and everything that goes with them.
+
+    Only the first process's `step`, `meta` and `attachments` count.
+    """
+
+    division: Division
+    parts: Parts
+    step: int | None
+    meta: Mapping[str, str]
+    attachments: Mapping[str, bytes] | None
+    """The files of the version, by name. None: the version keeps the files of the one before."""
 
 
 class FirstRank:
@@ -136,17 +154,9 @@ class FirstRank:
         )
         return self._land(self._attempt)
 
-    def commit_delta(
-        self,
-        table: TensorTable,
-        files: Sequence[FileEntry],
-        difference: Digest,
-        changed: int,
-        step: int | None,
-        meta: Mapping[str, str],
-        attachments: Mapping[str, bytes] | None,
-    ) -> dict[str, Any]:
+    def commit_delta(self, publication: PartsPublication, files: Sequence[FileEntry], difference: Digest, changed: int) -> dict[str, Any]:
         """Commit a delta over the newest version. Returns its record, and whether an anchor is due."""
+        table = publication.division.table
         assert self._commit is not None
         assert self._commit.digest is not None
         assert not self._must_rewind
@@ -158,22 +168,15 @@ class FirstRank:
             tensors=len(table.names),
             changed=changed,
             files=files,
-            attachments=self._attached.upload(self._location(), attachments),
-            step=step,
-            meta=meta,
+            attachments=self._attached.upload(self._location(), publication.attachments),
+            step=publication.step,
+            meta=publication.meta,
         )
         return self._committed()
 
-    def commit_checkpoint(
-        self,
-        table: TensorTable,
-        files: Sequence[FileEntry],
-        digest: Digest,
-        step: int | None,
-        meta: Mapping[str, str],
-        attachments: Mapping[str, bytes] | None,
-    ) -> dict[str, Any]:
+    def commit_checkpoint(self, publication: PartsPublication, files: Sequence[FileEntry], digest: Digest) -> dict[str, Any]:
         """Commit a full checkpoint. Returns the same as `commit_delta`."""
+        table, attachments = publication.division.table, publication.attachments
         attached = self._attached
         if self._must_rewind:  # it replaces a rewind (see `rewind`), so files of abandoned versions do not stay
             assert self._commit is not None
@@ -188,8 +191,8 @@ class FirstRank:
             tensors=len(table.names),
             files=files,
             attachments=attached.upload(self._location(), attachments, anew=True),
-            step=step,
-            meta=meta,
+            step=publication.step,
+            meta=publication.meta,
         )
         return self._committed()
 
@@ -283,6 +286,16 @@ class FirstRank:
         else:
             self._cost.add_update(commit.stored_bytes)
         emit_published(self._on_event, commit, commit_seconds=seconds)
+
+
+def ask_first_rank(ranks: Ranks, first: FirstRank | None, work: Callable[[FirstRank], Any]) -> Any:
+    """Do something with `first` in the first process, and return the result in all. All processes call it at the same time."""
+
+    def do() -> Any:
+        assert first is not None
+        return work(first)
+
+    return by_first_rank(ranks, do)
 
 
 def _overlaid(base: Mapping[str, bytes], files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -3,53 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ...chain.fetch import Fetcher
 from ...chain.log import ChainLog
 from ...chain.version import Version
 from ...errors import PublisherClosed, PublishError, RunMismatch
 from ...events import OnEvent, emit
-from ...format.digest import Digest
-from ...format.records.record_parts import CommitRef, Limits, record_hash
-from ...format.records.version_records import Commit
 from ...store import Store, open_store
 from ...tensors.bits import TensorPart
-from ...tensors.state import state_digest
 from ..advice import Advice
 from ..attachments.model_files import TokenizerFiles
 from ..attachments.read_files import Attachments, CollectedFiles, read_attachments
 from ..commits import check_meta, check_step
-from ..upload.data_objects import DataLocation, Update, upload_update
 from ..upload.upload_pool import UploadPool
 from ..writer_options import WriterOptions
-from .checkpoint import SharedCheckpoint, upload_together
-from .division import MOST_FILES, Division, Parts, Splitter
-from .first_rank import FirstRank
-from .parts_baseline import PartsBaseline
-from .ranks import Ranks, by_first_rank, together
-from .resume import PartsReader
-from .shortcuts import SharedShortcuts, in_order
+from .append import PartsAppender
+from .division import MOST_FILES, Splitter
+from .first_rank import FirstRank, PartsPublication
+from .ranks import Ranks, together
 
 _STREAMS = 4
 """Number of objects that each process uploads at the same time."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """What is needed to move this process's baseline when the commit in progress lands, perhaps only at the next call."""
-
-    division: Division
-    digest: Digest
-    deltas: Mapping[int, bytes] | None
-    """The deltas by segment. None for a full checkpoint."""
-    parts: Parts | None
-    """The new parts. Those of a delta are the caller's memory, so they are dropped when the call ends."""
 
 
 class ShardedPublisher:
@@ -109,21 +87,18 @@ class ShardedPublisher:
     ) -> None:
         options = options or WriterOptions()
         self._ranks = ranks
-        self._options = options
-        self._threads = options.threads
         self._attachments = CollectedFiles(attachments if ranks.rank == 0 else None)
         self._has_attachments = attachments is not None and ranks.rank == 0
         self._tokenizer = None if tokenizer is None or ranks.rank > 0 else TokenizerFiles(tokenizer)
         self._on_event = on_event
         self._advice = Advice(on_event, has_dtype=True, refuse_nonfinite=refuse_nonfinite, threads=options.threads)
         self._splitter = Splitter(ranks)
-        self._baseline: PartsBaseline | None = None
-        self._pending: _Pending | None = None
-        self._first: FirstRank | None = None
         self._closed = False
+        first: FirstRank | None = None
         with ExitStack() as opened:
 
             def open_all() -> dict[str, Any] | None:
+                nonlocal first
                 if ranks.size > MOST_FILES:
                     raise PublishError(f"{ranks.size} processes cannot publish together, at most {MOST_FILES} can. Pass a smaller group.")
                 self._store = open_store(url, options=options.store, on_event=on_event)
@@ -134,7 +109,7 @@ class ShardedPublisher:
                     return None
                 self._attachments.of_tokenizer = self.files_of_tokenizer()
                 given = read_attachments(self._attachments) or {}  # so that errors in them are raised now, not hours later
-                self._first = FirstRank(
+                first = FirstRank(
                     self._store,
                     self._pool,
                     run,
@@ -145,27 +120,21 @@ class ShardedPublisher:
                     given=given,
                     on_event=on_event,
                 )
-                return {**self._first.opening(), "skips": options.skips, "full": starts_full}
+                return {**first.opening(), "skips": options.skips, "full": starts_full}
 
             opening = together(ranks, open_all)[0]
             together(ranks, lambda: self._require_run(opening["id"]))
             self._opened = opened.pop_all()
         self.epoch: int = opening["epoch"]
         """The number of this job's epoch. Each job that opens the run gets a higher one."""
-        fetcher = Fetcher(self._store, limits=Limits(*opening["limits"]), on_event=on_event)
-        self._reader = PartsReader(ranks, self._store, fetcher, options.threads)
-        self._commit = None if opening["commit"] is None else Commit.parse(opening["commit"].encode())
-        self._must_rewind: bool = opening["rewind"]
-        if resume_from is None and self._commit is not None:
-            self._advice.follows(None, self._commit.step)
-        self._starts_full: bool = opening["full"]
-        self._has_skips: bool = opening["skips"]
-        self._shortcuts = SharedShortcuts(ranks, self._first, self._location, self._upload_checkpoint)
+        self._appender = PartsAppender(ranks, self._store, self._pool, first, opening, options, on_event=on_event)
+        if resume_from is None and self.version is not None:
+            self._advice.follows(None, self.version.step)
 
     @property
     def version(self) -> Version | None:
         """The newest version that is known to be in the chain. None if nothing is published yet. At first, the one of `resume_from`."""
-        return None if self._commit is None else Version.of(self._commit)
+        return self._appender.version
 
     def files_of_tokenizer(self) -> dict[str, bytes]:
         """Read the files of the tokenizer as it is now. Returns none if there is no tokenizer, or this is not the first rank."""
@@ -218,17 +187,7 @@ class ShardedPublisher:
         division, parts = self._splitter.split(held)
         if self._ranks.rank == 0:
             self._advice.check_layout(division.table, may_raise=False)  # the other processes would wait for ever
-        seq = self._settle(division)
-        if self._must_rewind:
-            seq = self._rewind(division)
-        try:
-            is_full = self._must_rewind or self._starts_full
-            sent = None if is_full else self._publish_delta(division, parts, seq, step, meta or {}, attachments)
-            if sent is None:
-                sent = self._publish_checkpoint(division, parts, seq, step, meta or {}, attachments)
-        finally:
-            if self._pending is not None and self._pending.deltas is not None:
-                self._pending.parts = None
+        sent = self._appender.append(PartsPublication(division, parts, step, meta or {}, attachments))
         assert self.version is not None
         if self._ranks.rank == 0:
             self._advice.after(self.version, division.table)
@@ -243,7 +202,7 @@ class ShardedPublisher:
             return
         self._closed = True
         with self._opened:
-            self._settle(None)
+            self._appender.settle(None)
 
     def __enter__(self) -> ShardedPublisher:
         return self
@@ -262,171 +221,3 @@ class ShardedPublisher:
             raise RunMismatch(
                 f"{self._store.url} is not the same location for every process: it holds run {found} here, and run {run_id} at rank 0."
             )
-
-    def _by_first(self, work: Callable[[FirstRank], Any]) -> Any:
-        """Do something in the first process, and return the result in all."""
-
-        def do() -> Any:
-            assert self._first is not None
-            return work(self._first)
-
-        return by_first_rank(self._ranks, do)
-
-    def _settle(self, division: Division | None) -> int:
-        """Find out whether the last commit landed. Returns the seq of the next commit."""
-        answer = self._by_first(lambda first: first.settle(None if division is None else division.table))
-        if answer["landed"] is not None:
-            self._move(answer["landed"])
-        self._pending = None
-        return int(answer["seq"])
-
-    def _rewind(self, division: Division) -> int:
-        """Go back to an older version, if its data are not marked for deletion. Returns the seq of the next commit."""
-        self._sound_baseline(division)  # raises if the version cannot be rebuilt, before the chain is changed
-        record = self._by_first(FirstRank.rewind)
-        if record is not None:
-            self._move(record)
-        return self._settle(division)
-
-    def _publish_delta(
-        self,
-        division: Division,
-        parts: Parts,
-        seq: int,
-        step: int | None,
-        meta: Mapping[str, str],
-        attachments: Mapping[str, bytes] | None,
-    ) -> int | None:
-        """Publish a delta. Returns the bytes that this process uploaded, or None if a full checkpoint is needed instead."""
-        for _ in range(2):
-            baseline = self._sound_baseline(division)
-            if baseline is None:
-                return None
-            update, answers = self._upload(baseline, parts, seq)
-            if any(answer is None for answer in answers):
-                return None
-            if all(answer["sound"] for answer in answers):
-                break
-            self._baseline = None  # a bit in memory has flipped; the store has the right weights, so read them back
-        else:
-            raise PublishError("a process's copy of the last version changed in memory, twice. Check the memory of that machine.")
-        assert update is not None
-        files = in_order([answer["files"] for answer in answers])
-        if sum(entry.size for entry in files) >= division.table.state_bytes:
-            return None
-        difference = Digest()
-        for answer in answers:
-            difference += Digest.from_hex(answer["difference"])
-        changed = sum(answer["changed"] for answer in answers)
-        self._pending = _Pending(division, update.after, update.deltas, parts)
-        answer = self._by_first(lambda first: first.commit_delta(division.table, files, difference, changed, step, meta, attachments))
-        self._finish(answer)
-        return update.size
-
-    def _upload(self, baseline: PartsBaseline, parts: Parts, seq: int) -> tuple[Update | None, list[Any]]:
-        """Encode and upload this process's parts. Returns the update, and what all processes report."""
-        update: Update | None = None
-
-        def encode() -> dict[str, Any] | None:
-            nonlocal update
-            update = upload_update(self._location(seq), baseline, parts, self._threads, limit=baseline.division.table.state_bytes)
-            if update is None:
-                return None
-            if self._first is not None:
-                scanned = sum(segment.raw for segment in baseline.segments)
-                self._first.observe(sent=update.size, seconds=update.upload_seconds, scanned=scanned, scan_seconds=update.encode_seconds)
-            return {
-                "sound": update.before == baseline.digest,
-                "files": [entry.plain() for entry in update.files],
-                "difference": (update.after - update.before).hex(),
-                "changed": update.changed,
-            }
-
-        answers = together(self._ranks, encode)
-        return update, answers
-
-    def _publish_checkpoint(
-        self,
-        division: Division,
-        parts: Parts,
-        seq: int,
-        step: int | None,
-        meta: Mapping[str, str],
-        attachments: Mapping[str, bytes] | None,
-    ) -> int:
-        own: Parts = {}
-
-        def copy() -> str:
-            own.update({name: part.copy() for name, part in parts.items()})
-            return state_digest(own, threads=self._threads).hex()
-
-        digest = division.tags
-        for found in together(self._ranks, copy):
-            digest += Digest.from_hex(found)
-        done = self._upload_checkpoint(division, own, digest, seq)
-        self._pending = _Pending(division, digest, None, own)
-        answer = self._by_first(lambda first: first.commit_checkpoint(division.table, done.files, digest, step, meta, attachments))
-        self._finish(answer)
-        return done.sent
-
-    def _finish(self, answer: Mapping[str, Any]) -> None:
-        self._move(answer["record"])
-        self._pending = None
-        if self._baseline is not None:
-            due = bool(answer["anchor"])
-            if self._has_skips:
-                due = self._shortcuts.make_skips(self._baseline, anchor_due=due)
-            if due:
-                assert self._commit is not None
-                self._shortcuts.make_anchor(self._baseline, self._commit)
-
-    def _move(self, record: str) -> None:
-        """Move the baseline to a commit that has landed."""
-        pending = self._pending
-        self._commit = Commit.parse(record.encode())
-        self._must_rewind = False
-        at = self._here()
-        if pending is None:  # a rewind to the version that was rebuilt before
-            if self._baseline is not None:
-                self._baseline.rename(at)
-        elif pending.deltas is None:
-            assert pending.parts is not None
-            self._starts_full = False
-            self._take(pending.division, pending.parts)
-        elif self._baseline is not None and self._baseline.intact:
-            if pending.parts is not None:
-                self._baseline.move_by_copy(pending.parts, pending.deltas, at, pending.digest)
-            else:
-                self._baseline.move_by_deltas(pending.deltas, at, pending.digest)
-
-    def _sound_baseline(self, division: Division) -> PartsBaseline | None:
-        """Return the baseline, read back from the store unless every process has it. None if the chain has other tensors."""
-        baseline = self._baseline
-        fits = baseline is not None and baseline.intact and baseline.division is division
-        if all(together(self._ranks, lambda: fits)):
-            return self._baseline
-        self._baseline = None
-        if self._commit is None or self._commit.digest is None:
-            return None
-        parts = self._reader.read(self._commit, division, self._by_first)
-        return None if parts is None else self._take(division, parts)
-
-    def _take(self, division: Division, parts: Parts) -> PartsBaseline:
-        segments = division.segments(self._ranks.rank, self._options.segment_bytes)
-        self._baseline = PartsBaseline(division, parts, segments, self._here(), threads=self._threads, remember=self._has_skips)
-        return self._baseline
-
-    def _here(self) -> CommitRef:
-        """Return a reference to the newest version that is known."""
-        assert self._commit is not None
-        return self._commit.ref(record_hash(self._commit.to_bytes()))
-
-    def _upload_checkpoint(self, division: Division, parts: Parts, digest: Digest, seq: int) -> SharedCheckpoint:
-        location = self._location(seq)
-        done = upload_together(self._ranks, location, division, parts, digest, shard_bytes=self._options.shard_bytes, threads=self._threads)
-        if self._first is not None:
-            self._first.observe(sent=done.sent, seconds=done.seconds)
-        return done
-
-    def _location(self, seq: int) -> DataLocation:
-        return DataLocation(self._store, self._pool, self.epoch, seq)

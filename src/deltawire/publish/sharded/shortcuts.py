@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ...errors import DeltawireError
@@ -14,9 +15,9 @@ from ..upload.data_objects import DataLocation, Uploads
 from ..upload.segments import Segment
 from .checkpoint import SharedCheckpoint
 from .division import Division, Parts
-from .first_rank import FirstRank
+from .first_rank import FirstRank, ask_first_rank
 from .parts_baseline import PartsBaseline
-from .ranks import Ranks, by_first_rank, together
+from .ranks import Ranks, together
 
 
 class SharedShortcuts:
@@ -43,6 +44,7 @@ class SharedShortcuts:
     ) -> None:
         self._ranks = ranks
         self._first = first
+        self._by_first = partial(ask_first_rank, ranks, first)
         self._location = location
         self._upload_checkpoint = upload_checkpoint
 
@@ -67,13 +69,6 @@ class SharedShortcuts:
         except DeltawireError as error:
             if self._first is not None:
                 self._first.anchor_failed(error)
-
-    def _by_first(self, work: Callable[[FirstRank], Any]) -> Any:
-        def do() -> Any:
-            assert self._first is not None
-            return work(self._first)
-
-        return by_first_rank(self._ranks, do)
 
 
 def skips_due(ranks: Ranks, baseline: PartsBaseline) -> Iterator[Composition]:

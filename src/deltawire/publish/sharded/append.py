@@ -1,0 +1,258 @@
+"""Append a version together: each process encodes and uploads its parts, the first one commits, and then all move their baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ...chain.fetch import Fetcher
+from ...chain.version import Version
+from ...errors import PublishError
+from ...events import OnEvent
+from ...format.digest import Digest
+from ...format.records.record_parts import CommitRef, Limits, record_hash
+from ...format.records.version_records import Commit
+from ...store import Store
+from ...tensors.state import state_digest
+from ..upload.data_objects import DataLocation, Update, upload_update
+from ..writer_options import WriterOptions
+from .checkpoint import SharedCheckpoint, upload_together
+from .division import Division, Parts
+from .first_rank import FirstRank, PartsPublication, ask_first_rank
+from .parts_baseline import PartsBaseline
+from .ranks import Ranks, together
+from .resume import PartsReader
+from .shortcuts import SharedShortcuts, in_order
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What is needed to move this process's baseline when the commit in progress lands, perhaps only at the next call."""
+
+    division: Division
+    digest: Digest
+    deltas: Mapping[int, bytes] | None
+    """The deltas by segment. None for a full checkpoint."""
+    parts: Parts | None
+    """The new parts. Those of a delta are the caller's memory, so they are dropped when the call ends."""
+
+
+class PartsAppender:
+    """Appends versions to the chain with all processes, and makes the skips and anchors that are due then.
+
+    All processes have one, and call each method at the same time. Every step may fail. The next call then first finds out what the chain
+    holds.
+
+    Parameters
+    ----------
+    ranks
+        The processes.
+    store
+        The location of the chain.
+    pool
+        Uploads data objects.
+    first
+        The first process's part, in the first process.
+    opening
+        The chain as the first process found it (`FirstRank.opening`), the same in all processes.
+    options
+        The options of the writer.
+    on_event
+        Receives the events of this process.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        store: Store,
+        pool: Executor,
+        first: FirstRank | None,
+        opening: Mapping[str, Any],
+        options: WriterOptions,
+        *,
+        on_event: OnEvent | None,
+    ) -> None:
+        self._ranks = ranks
+        self._store = store
+        self._pool = pool
+        self._first = first
+        self._options = options
+        self._threads = options.threads
+        self._epoch: int = opening["epoch"]
+        self._commit = None if opening["commit"] is None else Commit.parse(opening["commit"].encode())
+        self._must_rewind: bool = opening["rewind"]
+        self._starts_full: bool = opening["full"]
+        self._has_skips: bool = opening["skips"]
+        self._pending: _Pending | None = None
+        self._by_first: Callable[[Callable[[FirstRank], Any]], Any] = partial(ask_first_rank, ranks, first)
+        self._reader = PartsReader(ranks, store, Fetcher(store, limits=Limits(*opening["limits"]), on_event=on_event), options.threads)
+        self._shortcuts = SharedShortcuts(ranks, first, self._location, self._upload_checkpoint)
+        self.baseline: PartsBaseline | None = None
+
+    @property
+    def version(self) -> Version | None:
+        """The newest version that is known to be in the chain. None if nothing is published yet."""
+        return None if self._commit is None else Version.of(self._commit)
+
+    def append(self, publication: PartsPublication) -> int:
+        """Append a version, which is `version` then. Returns the bytes that this process uploaded."""
+        division = publication.division
+        seq = self.settle(division)
+        if self._must_rewind:
+            seq = self._rewind(division)
+        try:
+            is_full = self._must_rewind or self._starts_full
+            sent = None if is_full else self._append_delta(publication, seq)
+            return self._append_checkpoint(publication, seq) if sent is None else sent
+        finally:
+            if self._pending is not None and self._pending.deltas is not None:
+                self._pending.parts = None
+
+    def settle(self, division: Division | None) -> int:
+        """Find out whether the last commit landed. Returns the seq of the next commit."""
+        answer = self._by_first(lambda first: first.settle(None if division is None else division.table))
+        if answer["landed"] is not None:
+            self._move(answer["landed"])
+        self._pending = None
+        return int(answer["seq"])
+
+    def _rewind(self, division: Division) -> int:
+        """Go back to an older version, if its data are not marked for deletion. Returns the seq of the next commit."""
+        self._sound_baseline(division)  # raises if the version cannot be rebuilt, before the chain is changed
+        record = self._by_first(FirstRank.rewind)
+        if record is not None:
+            self._move(record)
+        return self.settle(division)
+
+    def _append_delta(self, publication: PartsPublication, seq: int) -> int | None:
+        """Append a delta. Returns the bytes that this process uploaded, or None if a full checkpoint is needed instead."""
+        division, parts = publication.division, publication.parts
+        for _ in range(2):
+            baseline = self._sound_baseline(division)
+            if baseline is None:
+                return None
+            update, answers = self._upload(baseline, parts, seq)
+            if any(answer is None for answer in answers):
+                return None
+            if all(answer["sound"] for answer in answers):
+                break
+            self.baseline = None  # a bit in memory has flipped; the store has the right weights, so read them back
+        else:
+            raise PublishError("a process's copy of the last version changed in memory, twice. Check the memory of that machine.")
+        assert update is not None
+        files = in_order([answer["files"] for answer in answers])
+        if sum(entry.size for entry in files) >= division.table.state_bytes:
+            return None
+        difference = Digest()
+        for answer in answers:
+            difference += Digest.from_hex(answer["difference"])
+        changed = sum(answer["changed"] for answer in answers)
+        self._pending = _Pending(division, update.after, update.deltas, parts)
+        answer = self._by_first(lambda first: first.commit_delta(publication, files, difference, changed))
+        self._finish(answer)
+        return update.size
+
+    def _upload(self, baseline: PartsBaseline, parts: Parts, seq: int) -> tuple[Update | None, list[Any]]:
+        """Encode and upload this process's parts. Returns the update, and what all processes report."""
+        update: Update | None = None
+
+        def encode() -> dict[str, Any] | None:
+            nonlocal update
+            update = upload_update(self._location(seq), baseline, parts, self._threads, limit=baseline.division.table.state_bytes)
+            if update is None:
+                return None
+            if self._first is not None:
+                scanned = sum(segment.raw for segment in baseline.segments)
+                self._first.observe(sent=update.size, seconds=update.upload_seconds, scanned=scanned, scan_seconds=update.encode_seconds)
+            return {
+                "sound": update.before == baseline.digest,
+                "files": [entry.plain() for entry in update.files],
+                "difference": (update.after - update.before).hex(),
+                "changed": update.changed,
+            }
+
+        answers = together(self._ranks, encode)
+        return update, answers
+
+    def _append_checkpoint(self, publication: PartsPublication, seq: int) -> int:
+        """Append a full checkpoint. Returns the bytes that this process uploaded."""
+        division, parts = publication.division, publication.parts
+        own: Parts = {}
+
+        def copy() -> str:
+            own.update({name: part.copy() for name, part in parts.items()})
+            return state_digest(own, threads=self._threads).hex()
+
+        digest = division.tags
+        for found in together(self._ranks, copy):
+            digest += Digest.from_hex(found)
+        done = self._upload_checkpoint(division, own, digest, seq)
+        self._pending = _Pending(division, digest, None, own)
+        answer = self._by_first(lambda first: first.commit_checkpoint(publication, done.files, digest))
+        self._finish(answer)
+        return done.sent
+
+    def _finish(self, answer: Mapping[str, Any]) -> None:
+        self._move(answer["record"])
+        self._pending = None
+        if self.baseline is not None:
+            due = bool(answer["anchor"])
+            if self._has_skips:
+                due = self._shortcuts.make_skips(self.baseline, anchor_due=due)
+            if due:
+                assert self._commit is not None
+                self._shortcuts.make_anchor(self.baseline, self._commit)
+
+    def _move(self, record: str) -> None:
+        """Move the baseline to a commit that has landed."""
+        pending = self._pending
+        self._commit = Commit.parse(record.encode())
+        self._must_rewind = False
+        at = self._here()
+        if pending is None:  # a rewind to the version that was rebuilt before
+            if self.baseline is not None:
+                self.baseline.rename(at)
+        elif pending.deltas is None:
+            assert pending.parts is not None
+            self._starts_full = False
+            self._take(pending.division, pending.parts)
+        elif self.baseline is not None and self.baseline.intact:
+            if pending.parts is not None:
+                self.baseline.move_by_copy(pending.parts, pending.deltas, at, pending.digest)
+            else:
+                self.baseline.move_by_deltas(pending.deltas, at, pending.digest)
+
+    def _sound_baseline(self, division: Division) -> PartsBaseline | None:
+        """Return the baseline, read back from the store unless every process has it. None if the chain has other tensors."""
+        baseline = self.baseline
+        fits = baseline is not None and baseline.intact and baseline.division is division
+        if all(together(self._ranks, lambda: fits)):
+            return self.baseline
+        self.baseline = None
+        if self._commit is None or self._commit.digest is None:
+            return None
+        parts = self._reader.read(self._commit, division, self._by_first)
+        return None if parts is None else self._take(division, parts)
+
+    def _take(self, division: Division, parts: Parts) -> PartsBaseline:
+        segments = division.segments(self._ranks.rank, self._options.segment_bytes)
+        self.baseline = PartsBaseline(division, parts, segments, self._here(), threads=self._threads, remember=self._has_skips)
+        return self.baseline
+
+    def _here(self) -> CommitRef:
+        """Return a reference to the newest version that is known."""
+        assert self._commit is not None
+        return self._commit.ref(record_hash(self._commit.to_bytes()))
+
+    def _upload_checkpoint(self, division: Division, parts: Parts, digest: Digest, seq: int) -> SharedCheckpoint:
+        location = self._location(seq)
+        done = upload_together(self._ranks, location, division, parts, digest, shard_bytes=self._options.shard_bytes, threads=self._threads)
+        if self._first is not None:
+            self._first.observe(sent=done.sent, seconds=done.seconds)
+        return done
+
+    def _location(self, seq: int) -> DataLocation:
+        return DataLocation(self._store, self._pool, self._epoch, seq)
