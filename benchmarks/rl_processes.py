@@ -23,7 +23,8 @@ from deltawire.events import Event
 from deltawire.fleet.generation import Generated, Stop, never
 from deltawire.fleet.member import Member
 from deltawire.fleet.options import FleetOptions
-from deltawire.fleet.rules.scheduler import Candidate, OpenTask, Scheduler
+from deltawire.fleet.rules.assignment import OpenTask
+from deltawire.fleet.rules.scheduler import Candidate, Scheduler
 from deltawire.format.records.trainer_records import Sampling
 from deltawire.publish.append import Appender
 from deltawire.publish.writer_options import WriterOptions

@@ -209,7 +209,7 @@ def test_a_run_whose_poison_was_acknowledged_goes_on_when_it_is_resumed(kind: st
     store = PoisonedStore([token(2**31 - 1) if kind.startswith("refused") else MARKED, reward(1e39)])
     with monkeypatch.context() as patched:  # this trainer checks nothing, as in earlier releases
         patched.setattr(trainer_module, "training_limits", lambda model, prompts: TrainingLimits())
-        patched.setattr(trainer_module.GrpoTrainer, "_learn", dies)
+        patched.setattr(trainer_module.StepTraining, "train", dies)
         patched.setattr("deltawire.fleet.steps.intake_steps.why_untrainable", lambda rollouts, limits: None)
         with members(store), trainer(store, tmp_path) as old, pytest.raises(SystemExit):
             old.train(until=1)

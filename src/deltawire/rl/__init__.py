@@ -1,20 +1,21 @@
 """Reinforcement learning on a fleet. Modules that need torch are imported on first use.
 
-trainer       the GRPO trainer: open rounds, collect, train, publish
-settings      its settings
-preflight     checks before a run begins: model files, rows, lengths
-batches       rollouts as tensors to train on
-grpo          the loss
-update        one update of the policy
-metrics       what each training step reports
-report        the lines that a trainer prints
-checkpoints   the trainer's own checkpoints
-resume_point  where in the chain a restarted trainer continues
-member        a member of the fleet as one function call
-ray_members   members as actors on a Ray cluster
-generation    completions from a transformers model that follows the chain
-sampling      drawing tokens while weights may change between two forward passes
-rewards       reward functions, by TRL's convention
+trainer        the GRPO trainer: open rounds, collect, train, publish
+settings       its settings
+preflight      checks before a run begins: model files, rows, lengths
+batches        rollouts as tensors to train on
+grpo           the loss
+step_training  training on the results of one step, and rejecting those that fail
+update         one update of the policy
+metrics        what each training step reports, and the completions that it shows
+report         the lines that a trainer prints
+checkpoints    the trainer's own checkpoints
+resume_point   where in the chain a restarted trainer continues
+member         a member of the fleet as one function call
+ray_members    members as actors on a Ray cluster
+generation     completions from a transformers model that follows the chain
+sampling       drawing tokens while weights may change between two forward passes
+rewards        reward functions, by TRL's convention
 """
 
 from __future__ import annotations

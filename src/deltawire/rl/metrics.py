@@ -1,10 +1,13 @@
-"""The metrics of a training step."""
+"""The metrics of a training step, and some of its completions to look at."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
+from ..engines.prompts import Prompts
+from ..fleet.steps.batch_steps import Batch
 from .batches import TrainingBatch
 
 _SHOWN = 1000
@@ -28,7 +31,18 @@ def step_metrics(batch: TrainingBatch) -> dict[str, float | None]:
     }
 
 
-def shown(text: Any) -> str:
+def printed_completions(collected: Batch, prompts: Prompts, most: int) -> Iterator[dict[str, Any]]:
+    """Yield the fields of an event for some completions, spread over the step's results: at most one of each result, and `most` in all."""
+    left = most
+    for rows, rollouts in zip(collected.rows, collected.rollouts, strict=True):
+        for one in rollouts.completions[: max(0, min(1, left))]:
+            left -= 1
+            (text,) = prompts.decode([rows[one.prompt]], [one.tokens.tolist()])
+            named = {f"rewards/{name}": reward for name, reward in zip(rollouts.reward_names, one.rewards, strict=True)}
+            yield {"member": rollouts.member, "prompt": _shown(rows[one.prompt]["prompt"]), "completion": _shown(text), **named}
+
+
+def _shown(text: Any) -> str:
     """Return a prompt or a completion as text, shortened if it is long. For a list of messages this is the content of the last one."""
     if isinstance(text, (list, tuple)) and text and isinstance(text[-1], dict):
         text = text[-1].get("content", "")

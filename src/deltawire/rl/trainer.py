@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -32,14 +32,14 @@ from ..publish.snapshots import SnapshotDevice
 from ..store import Store, open_store
 from ..tensors.state import state_digest
 from ..trainers import WeightSource
-from .batches import TrainingBatch
 from .checkpoints import TrainerCheckpoints
-from .metrics import shown, step_metrics
+from .metrics import printed_completions, step_metrics
 from .preflight import check_rows, files_with_tokenizer, read_files, training_limits
 from .report import StepReporter
 from .resume_point import resume_point
 from .settings import GrpoSettings
-from .update import PolicyUpdate, one_line
+from .step_training import StepTraining
+from .update import PolicyUpdate
 
 Evaluate: TypeAlias = Callable[[Any, int], Mapping[str, float]]
 """Called with the model (in evaluation mode, without gradients) and the step. Returns numbers by name."""
@@ -133,13 +133,11 @@ class GrpoTrainer:
         self._model = model
         self._rows = rows
         self._on_event = on_event = on_event or StepReporter()
-        self._own_rate = optimizer is None
         self._optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=self.settings.learning_rate, weight_decay=0.0)
         self._lr_scheduler = lr_scheduler
         self._evaluate = evaluate
         self._source = WeightSource(model)
-        self._update = PolicyUpdate(model, self._optimizer, self.settings, dtype)
-        self._skipped = 0
+        update = PolicyUpdate(model, self._optimizer, self.settings, dtype)
         self._checkpoints = None if checkpoints is None else TrainerCheckpoints(checkpoints)
         self._budget = StalenessBudget(self.settings.max_staleness)
         back = self.settings.save_steps + self.settings.max_staleness + 1
@@ -165,7 +163,7 @@ class GrpoTrainer:
             step = self._checkpoints.load_newest(model, self._optimizer, lr_scheduler) if self._checkpoints else None
             self.step = step or 0
             """The last trained step."""
-            if not self._update.weights_are_finite():
+            if not update.weights_are_finite():
                 raise TrainingFailed("the initial weights are not finite.")
             digest = state_digest(WeightSource(model, dtype=dtype).snapshot())
             rewind = resume_point(ChainLog(self._store), step, digest)
@@ -202,6 +200,15 @@ class GrpoTrainer:
                 on_event=on_event,
             )
             opened.callback(self._coordinator.close)
+            self._training = StepTraining(
+                update,
+                self._coordinator,
+                self._optimizer,
+                lr_scheduler,
+                self.settings,
+                sets_learning_rate=optimizer is None,
+                on_event=on_event,
+            )
             self.version: Version = version
             """The newest published version."""
             self._in_flight: _InFlight | None = None
@@ -279,7 +286,7 @@ class GrpoTrainer:
 
     def _step(self, collected: Batch, *, idle: float) -> None:
         started = time.monotonic()
-        collected, batch, measured = self._learn(collected)
+        collected, batch, measured = self._training.train(collected)
         self.step = collected.step
         if self._checkpoints is not None and self.step % self.settings.save_steps == 0:
             # The checkpoint comes before the version: see resume_point.
@@ -294,71 +301,12 @@ class GrpoTrainer:
         }
         self._settle()  # only one version is in flight, so that none is superseded
         self._in_flight = _InFlight(self._publish(), time.monotonic(), facts)
-        self._tell_completions(collected)
+        for one in printed_completions(collected, self._prompts, self.settings.num_completions_to_print):
+            emit(self._on_event, "completion", step=self.step, **one)
         if self._evaluate is not None and self.step % self.settings.eval_steps == 0:
             self._run_evaluation(self._evaluate)
         if self._budget.newest_open(self.step - 1) == self.step:
             self._settle()  # synchronous: the next round needs this version
-
-    def _learn(self, collected: Batch) -> tuple[Batch, TrainingBatch | None, dict[str, float]]:
-        """Train on the acknowledged results that work. Rejected results are recorded in the store before the others are trained on.
-
-        Raises `TrainingFailed` if too many steps in a row had no usable result, or if the weights are not finite. The rollouts are rejected
-        first in both cases, so that a restarted trainer continues without them.
-        """
-        why = "no result was left"
-        while collected.rollouts:
-            self._set_learning_rate()
-            try:
-                batch = self._update.batch(collected.rollouts, collected.step)
-                updated = self._update.apply(batch)
-            except TrainingFailed as error:
-                self._coordinator.reject(collected, range(len(collected.results)), error.message)
-                raise
-            except Exception as error:
-                why = one_line(error)  # only the text: a traceback would keep the batch in memory
-            else:
-                if self._lr_scheduler is not None:
-                    self._lr_scheduler.step()
-                if updated.skipped is not None:
-                    emit(self._on_event, "iterations-skipped", step=collected.step, why=updated.skipped)
-                self._skipped = 0
-                return collected, batch, updated.measured
-            failing = self._update.failing_alone(collected.rollouts, collected.step)
-            if not failing:
-                failing = dict.fromkeys(range(len(collected.results)), f"training on all results together failed: {why}")
-            collected = self._reject(collected, failing)
-        self._skipped += 1
-        emit(self._on_event, "step-skipped", step=collected.step, why=why)
-        if self._skipped > self.settings.max_skipped_steps:
-            raise TrainingFailed(f"training failed on the rollouts of {self._skipped} steps in a row; the last time: {why}.")
-        return collected, None, {}
-
-    def _reject(self, collected: Batch, failing: Mapping[int, str]) -> Batch:
-        """Record that the step rejects results, given by index and reason. Return the batch without them."""
-        rejected = collected.rejected
-        for why in sorted(set(failing.values())):
-            which = [index for index, each in failing.items() if each == why]
-            rejected = self._coordinator.reject(collected, which, why).rejected
-        return replace(collected.without(failing.keys()), rejected=rejected)
-
-    def _set_learning_rate(self) -> None:
-        if self._own_rate:
-            for group in self._optimizer.param_groups:
-                group["lr"] = self.settings.learning_rate * min(1.0, (self.step + 1) / max(1, self.settings.warmup_steps))
-
-    def _tell_completions(self, collected: Batch) -> None:
-        """Emit some completions as events, spread over the step's results."""
-        left = self.settings.num_completions_to_print
-        for rows, rollouts in zip(collected.rows, collected.rollouts, strict=True):
-            for one in rollouts.completions[: max(0, min(1, left))]:
-                left -= 1
-                (text,) = self._prompts.decode([rows[one.prompt]], [one.tokens.tolist()])
-                named = {f"rewards/{name}": reward for name, reward in zip(rollouts.reward_names, one.rewards, strict=True)}
-                told_prompt, told_text = shown(rows[one.prompt]["prompt"]), shown(text)
-                emit(
-                    self._on_event, "completion", step=self.step, member=rollouts.member, prompt=told_prompt, completion=told_text, **named
-                )
 
     def _run_evaluation(self, evaluate: Evaluate) -> None:
         self._model.eval()

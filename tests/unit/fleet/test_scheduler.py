@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.fleet.rules.scheduler import Candidate, OpenTask, Scheduler
+from deltawire.fleet.rules.assignment import OpenTask
+from deltawire.fleet.rules.scheduler import Candidate, Scheduler
 
 NOW = 10_000.0
 

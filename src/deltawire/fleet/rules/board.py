@@ -8,9 +8,10 @@ from zlib import crc32
 
 from ...format.records.fleet_parts import AttemptId
 from ...format.records.trainer_records import Board
+from .assignment import OpenTask
 from .roster import Roster
 from .round_state import RoundState
-from .scheduler import Candidate, OpenTask, Scheduler
+from .scheduler import Candidate, Scheduler
 from .staleness import KnownVersion
 
 _MOST_PER_MEMBER = 16

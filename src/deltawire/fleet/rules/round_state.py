@@ -14,8 +14,9 @@ from ...format.records.trainer_records import Round
 from ...format.rollouts import Rollouts
 from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
 from .admission import Reason
+from .assignment import OpenTask
 from .roster import Roster
-from .scheduler import OpenTask, Scheduler
+from .scheduler import Scheduler
 
 _MOST_DOUBLINGS = 4
 

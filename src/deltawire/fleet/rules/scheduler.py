@@ -7,11 +7,12 @@ speed is never used.
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+
+from .assignment import OpenTask, assign, divide_work, largest_remainders
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +38,6 @@ class Candidate:
     holding: int = 0
     since: float | None = None
     latest: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OpenTask:
-    """A task that should be offered to a member.
-
-    Parameters
-    ----------
-    task
-        The number of the task in its round.
-    offered_to
-        The member that it is offered to already. The member keeps the offer if that is fair, so that it does not race with others.
-    offered_at
-        When that offer was first made.
-    busy
-        Members that still work on an earlier attempt. They are never offered the task again.
-    failed
-        Members whose attempts expired or were refused. They are offered the task only if no other member can take it.
-    """
-
-    task: int
-    offered_to: str | None = None
-    offered_at: float = 0.0
-    busy: frozenset[str] = frozenset()
-    failed: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -231,7 +207,7 @@ class Scheduler:
                 self._record(one.name).last_busy = now
         unresponsive = self.unresponsive = self._find_unresponsive(tasks, eligible, now)
         counts = self._counts(len(tasks), [one for one in eligible if one.name not in unresponsive] or eligible, now)
-        offers = _assign(tasks, counts, unresponsive)
+        offers = assign(tasks, counts, unresponsive)
         for name in offers.values():
             self._record(name).last_busy = now
         return offers
@@ -354,90 +330,3 @@ class Scheduler:
             richest = max(range(len(counts)), key=lambda other: counts[other])
             counts[richest] -= 1
             counts[index] += 1
-
-
-def _assign(tasks: Sequence[OpenTask], counts: Mapping[str, int], unresponsive: Collection[str]) -> dict[int, str]:
-    """Give each member as many tasks as `counts` says. Return task → member.
-
-    Members keep the offers that they have. No member gets a task that it still works on, and none gets a task that it failed at if another
-    member can take it.
-    """
-    left = dict(counts)
-    assigned: dict[int, str] = {}
-    waiting: list[OpenTask] = []
-    for task in tasks:
-        name = task.offered_to
-        if name is not None and name not in unresponsive and left.get(name, 0) > 0 and name not in task.busy and name not in task.failed:
-            assigned[task.task] = name
-            left[name] -= 1
-        else:
-            waiting.append(task)
-    # Tasks that exclude some members come first, because any member can take the others.
-    waiting.sort(key=lambda task: not (task.busy or task.failed))
-    free = deque(name for name, count in left.items() for _ in range(count))
-    for task in waiting:
-        name = _take(free, task.busy | task.failed) or next((other for other in counts if other not in task.busy | task.failed), None)
-        name = name or _take(free, task.busy) or next((other for other in counts if other not in task.busy), None)
-        if name is not None:
-            assigned[task.task] = name
-    return assigned
-
-
-def _take(free: deque[str], excluded: Collection[str]) -> str | None:
-    """Remove and return the first free member that is not excluded. The others keep their turn."""
-    for index, name in enumerate(free):
-        if name not in excluded:
-            del free[index]
-            return name
-    return None
-
-
-def divide_work(total: float, weights: Sequence[float], held: Sequence[float], rooms: Sequence[float]) -> list[float]:
-    """Divide work in proportion to weights, counting what each member holds already. This is exact water-filling.
-
-    After that, work held divided by weight is the same for all members, except for those that hold too much already or have no room left.
-
-    Parameters
-    ----------
-    total
-        How much work there is. Work that no member has room for is not given out.
-    weights
-        The speed of each member, above 0.
-    held
-        How much each member holds already.
-    rooms
-        How much more each member may get at most.
-    """
-    edges = sorted(
-        [(h / w, w) for w, h, room in zip(weights, held, rooms, strict=True) if room > 0]
-        + [((h + room) / w, -w) for w, h, room in zip(weights, held, rooms, strict=True) if room > 0]
-    )
-    level, width, left = 0.0, 0.0, float(total)
-    for height, change in edges:
-        given = width * (height - level)
-        if given >= left and width > 0:
-            break
-        left -= given
-        level, width = height, width + change
-    else:
-        return [max(0.0, room) for room in rooms]
-    level += left / width
-    return [min(max(0.0, level * w - h), max(0.0, room)) for w, h, room in zip(weights, held, rooms, strict=True)]
-
-
-def largest_remainders(total: int, wanted: Sequence[float]) -> list[int]:
-    """Round to whole numbers that sum up to `total`, each within one of `wanted`. Ties go to the first.
-
-    Parameters
-    ----------
-    total
-        The sum of the result.
-    wanted
-        The numbers to round. They sum up to about `total`.
-    """
-    counts = [math.floor(x + 1e-9) for x in wanted]
-    order = sorted(range(len(wanted)), key=lambda index: counts[index] - wanted[index])
-    missing = total - sum(counts)
-    for index in order[:missing] if missing >= 0 else order[missing:]:
-        counts[index] += 1 if missing > 0 else -1
-    return counts

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.fleet.rules.scheduler import divide_work, largest_remainders
+from deltawire.fleet.rules.assignment import divide_work, largest_remainders
 
 WEIGHTS = st.floats(1e-3, 1e3)
 MEMBERS = st.lists(st.tuples(WEIGHTS, st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12)
