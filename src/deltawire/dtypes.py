@@ -60,8 +60,58 @@ DTYPES: tuple[DType, ...] = tuple(
     )
 )
 
+
+@dataclass(frozen=True, slots=True)
+class PayloadType:
+    """The elements of a group of tensors as a delta codes them (docs/format.md §3): whole elements, or the 4-bit codes packed in them."""
+
+    name: str
+    code: int
+    width: int
+    exponent_shift: int
+    exponent_bits: int
+    dtype: DType
+    """The tensors' own element type."""
+
+    @property
+    def bits(self) -> np.dtype[np.generic]:
+        """The unsigned integer type that can hold one element."""
+        return _BITS[max(self.width, 8)]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several of these elements share one element of the tensor."""
+        return self.width < 8
+
+    @property
+    def per_element(self) -> int:
+        """How many of these elements one element of the tensor holds."""
+        return self.dtype.width // self.width
+
+
 _BY_NAME = {d.name: d for d in DTYPES}
+
+F4_E2M1 = PayloadType("F4_E2M1", 16, 4, 0, 3, _BY_NAME["U8"])
+"""Two 4-bit floats in each byte. Their whole magnitude counts as the exponent, because each magnitude changes at its own rate."""
+U4 = PayloadType("U4", 17, 4, 0, 0, _BY_NAME["I32"])
+"""Eight 4-bit integers in each 32-bit integer."""
+
+PAYLOAD_TYPES: tuple[PayloadType, ...] = (
+    *(PayloadType(d.name, d.code, d.width, d.exponent_shift, d.exponent_bits, d) for d in DTYPES),
+    F4_E2M1,
+    U4,
+)
+
 _BY_NUMPY = {d.numpy: d for d in DTYPES}
+
+
+def payload_type(name: str, dtype: DType) -> PayloadType:
+    """Return how a delta codes the elements of a tensor with this name and type."""
+    if dtype is F4_E2M1.dtype and name.endswith(("weight_packed", "_blocks")):
+        return F4_E2M1
+    if dtype is U4.dtype and name.endswith("weight_packed"):
+        return U4
+    return PAYLOAD_TYPES[dtype.code]
 
 
 def dtype_named(name: str) -> DType:

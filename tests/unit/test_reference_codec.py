@@ -108,7 +108,7 @@ def split(data: bytes) -> list[tuple[int, int, bytes]]:
 def value_modes(body: bytes, dtype) -> set[int]:
     reader = BitReader(body)
     reader.take(11)
-    table, _ = decoder.read_table(reader)
+    table, _ = decoder.read_table(reader, dtype.width)
     headers = [decoder.read_context_header(reader, dtype.width, bool(table), 2**15) for _ in range(terms.context_count(dtype))]
     return {h.mode for h in headers if h.n}
 

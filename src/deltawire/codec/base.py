@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dtypes import DType
+from ..dtypes import DType, PayloadType
 from .bits import Bits, Indices
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -103,6 +103,61 @@ class Outcomes:
     after: Sums
 
 
+@dataclass(slots=True)
+class EncodeGroup:
+    """Tensors of one payload type to encode together, in columns (docs/format.md §3).
+
+    `bases` and `news` are the bits of whole elements, also where the payload type is packed. A base is None for a tensor that is added; it
+    is coded against zeros.
+    """
+
+    type: PayloadType
+    bases: Sequence[Bits | None]
+    news: Sequence[Bits]
+    seeds: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGroup:
+    """The payload of a group in pieces, and what the pass over its tensors found.
+
+    There are no pieces if nothing changes. `changed` are the changed elements of the payload type, by tensor. `before` and `after` are
+    word sums over all tensors of the group; tensors that are added count nothing in `before`.
+    """
+
+    pieces: Sequence[Buffer]
+    changed: NDArray[np.int64]
+    before: Lanes
+    after: Lanes
+
+
+@dataclass(slots=True)
+class ResolveGroup:
+    """Tensors of one payload type to resolve together, in columns.
+
+    `bases` are the bits of whole elements, None for tensors that are added. `counts` are the numbers of their own elements, also where the
+    payload type is packed. `payload` is the range of the group's payload in the data that comes with the groups; None means that nothing
+    changes, so that the tensors are only digested. `writes` says for each tensor, or for all, whether the changes go into the base, as
+    `ResolveJob.write` does.
+    """
+
+    type: PayloadType
+    bases: Sequence[Bits | None]
+    counts: NDArray[np.int64]
+    seeds: NDArray[np.uint64]
+    payload: tuple[int, int] | None
+    writes: Sequence[bool] | bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """The result of resolving a group: the changed elements of the payload type by tensor, and word sums over the whole group."""
+
+    changed: NDArray[np.int64]
+    before: Lanes
+    after: Lanes
+
+
 def sums(lanes: Sequence[Lanes]) -> Sums:
     """Return rows of lanes as an array."""
     return np.array(lanes, np.uint32).reshape(-1, 4)
@@ -175,4 +230,23 @@ class Codec(Protocol):
 
     def write_elements(self, bits: Bits, indices: Indices, values: Bits) -> None:
         """Set `bits.flat[indices] = values`. Raise `IndexError`, before anything is written, if an index is outside the array."""
+        ...
+
+
+class GroupResolution(Resolution, Protocol):
+    """A resolution that also takes groups."""
+
+    def add_groups(self, groups: Sequence[ResolveGroup], data: Buffer) -> Sequence[GroupOutcome]:
+        """Decode and digest groups of tensors. Their tensors are numbered after all earlier ones, group by group.
+
+        Raises `CorruptDelta`. The rules of `add` apply. `changes` returns whole elements, also where the payload type is packed.
+        """
+        ...
+
+
+class GroupCodec(Codec, Protocol):
+    """A codec that also works on groups."""
+
+    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
+        """Encode groups of tensors. The bytes do not depend on the number of threads, or on the other groups."""
         ...

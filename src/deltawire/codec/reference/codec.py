@@ -8,11 +8,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ShapeMismatch
-from ..base import Buffer, Encoded, EncodeJob, Encodings, Outcomes, ResolveJob, Sums, sums
+from ..base import (
+    Buffer,
+    Encoded,
+    EncodedGroup,
+    EncodeGroup,
+    EncodeJob,
+    Encodings,
+    GroupOutcome,
+    Lanes,
+    Outcomes,
+    ResolveGroup,
+    ResolveJob,
+    Sums,
+    sums,
+)
 from ..bits import Bits, HostBits, Indices, in_host_memory
 from .decoder import decode_coded
 from .digest import word_sums
 from .encoder import encode_tensor
+from .groups import decode_group, elements_of, encode_group, tensor_of
 from .payload import CODED, RAW, read_chunks
 
 
@@ -24,6 +39,9 @@ class ReferenceCodec:
 
     def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
         return Encodings.of([encode_job(job) for job in jobs])
+
+    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
+        return [_encode_group(group) for group in groups]
 
     def resolution(self, threads: int, budget: int) -> ReferenceResolution:
         return ReferenceResolution()
@@ -54,6 +72,22 @@ class ReferenceResolution:
         before = sums([word_sums(base, job.seed) for job, (base, _) in zip(jobs, resolved, strict=True)])
         after = sums([word_sums(new, job.seed) for job, (_, new) in zip(jobs, resolved, strict=True)])
         return Outcomes(np.array([np.count_nonzero(new != base) for base, new in resolved], np.int64), before, after)
+
+    def add_groups(self, groups: Sequence[ResolveGroup], data: Buffer) -> Sequence[GroupOutcome]:
+        return [self._add_group(group, data) for group in groups]
+
+    def _add_group(self, group: ResolveGroup, data: Buffer) -> GroupOutcome:
+        dtype, counts = group.type.dtype, group.counts.tolist()
+        old = [np.zeros(count, dtype.bits) if base is None else _flat(base) for base, count in zip(group.bases, counts, strict=True)]
+        bases = [elements_of(base, group.type) for base in old]
+        payload = b"" if group.payload is None else bytes(data[slice(*group.payload)])
+        decoded = decode_group(payload, bases, group.type)
+        changed = np.array([np.count_nonzero(base != new) for base, new in zip(bases, decoded, strict=True)], np.int64)
+        news = [tensor_of(new, group.type) for new in decoded]
+        writes = [group.writes] * len(old) if isinstance(group.writes, bool) else group.writes
+        for base, write, was, new in zip(group.bases, writes, old, news, strict=True):
+            self.tensors.append((in_host_memory(base) if write and base is not None else None, was, new))
+        return GroupOutcome(changed, _total(old, group.seeds), _total(news, group.seeds))
 
     def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], HostBits]]:
         return [self._changes(*self.tensors[tensor][1:]) for tensor in tensors]
@@ -112,6 +146,22 @@ def resolve_job(job: ResolveJob, data: Buffer) -> tuple[HostBits, HostBits]:
         elif mode == RAW:
             new[part] = np.frombuffer(body, job.dtype.bits.newbyteorder("<"))
     return base, new
+
+
+def _encode_group(group: EncodeGroup) -> EncodedGroup:
+    news = [_flat(new) for new in group.news]
+    bases = [np.zeros_like(new) if base is None else _flat(base) for base, new in zip(group.bases, news, strict=True)]
+    old, now = [elements_of(base, group.type) for base in bases], [elements_of(new, group.type) for new in news]
+    changed = np.array([np.count_nonzero(a != b) for a, b in zip(old, now, strict=True)], np.int64)
+    payload = encode_group(old, now, group.type)
+    return EncodedGroup([payload] if payload else [], changed, _total(bases, group.seeds), _total(news, group.seeds))
+
+
+def _total(tensors: Sequence[HostBits], seeds: NDArray[np.uint64]) -> Lanes:
+    """Return the word sums over several tensors."""
+    rows = sums([word_sums(bits, seed) for bits, seed in zip(tensors, seeds.tolist(), strict=True)])
+    a, b, c, d = rows.sum(axis=0, dtype=np.uint32).tolist()
+    return a, b, c, d
 
 
 def _flat(bits: Bits) -> HostBits:

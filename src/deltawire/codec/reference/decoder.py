@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...dtypes import DType
 from ...errors import CorruptDelta
 from ..bits import HostBits
-from .terms import DIRECT, LARGEST_K, MOST_CHANGES, RUNS, SYMBOLS, UNIT, Mask, context_count, contexts, ordered, unordered
+from .terms import DIRECT, LARGEST_K, MOST_CHANGES, RUNS, SYMBOLS, UNIT, Layout, Mask, context_count, contexts, modulo, ordered, unordered
 
 
 class BitReader:
@@ -78,10 +77,12 @@ class ContextHeader:
     kv: int = 0
 
 
-def read_table(reader: BitReader) -> tuple[list[int], int]:
+def read_table(reader: BitReader, width: int) -> tuple[list[int], int]:
     """Read the symbol table and ks. The table is empty if the chunk has none."""
     if not reader.take(1):
         return [], 0
+    if width < 8:
+        raise CorruptDelta("a coded chunk of 4-bit elements has a symbol table.")
     size = reader.take(8) + 1
     ks = reader.take(3)
     table = [reader.take(8) for _ in range(size)]
@@ -144,29 +145,29 @@ def read_xors(reader: BitReader, n: int, table: list[int], ks: int, width: int) 
     return xors
 
 
-def decode_coded(body: bytes, base: HostBits, dtype: DType) -> HostBits:
+def decode_coded(body: bytes, base: HostBits, layout: Layout) -> HostBits:
     """Return the new elements of a coded chunk."""
     reader = BitReader(body)
-    top = reader.at_most((1 << dtype.exponent_bits) - 1, 11, "top")
-    table, ks = read_table(reader)
+    top = reader.at_most((1 << layout.exponent_bits) - 1, 11, "top")
+    table, ks = read_table(reader, layout.width)
     headers: list[ContextHeader] = []
-    for _ in range(context_count(dtype)):
+    for _ in range(context_count(layout)):
         left = MOST_CHANGES - sum(h.n for h in headers)
-        headers.append(read_context_header(reader, dtype.width, bool(table), left))
+        headers.append(read_context_header(reader, layout.width, bool(table), left))
     if not any(h.n for h in headers):
         raise CorruptDelta("a coded chunk changes nothing.")
 
     new = base.copy()
-    context = contexts(base, dtype, top)
+    context = contexts(base, layout, top)
     for c, h in enumerate(headers):
         if not h.n:
             continue
         line = np.flatnonzero(context == c)
         positions = line[read_positions(reader, h, line.size)]
         if h.mode == SYMBOLS:
-            new[positions] ^= np.array(read_xors(reader, h.n, table, ks, dtype.width), base.dtype)
+            new[positions] ^= np.array(read_xors(reader, h.n, table, ks, layout.width), base.dtype)
         else:
-            by = np.array(read_steps(reader, h, dtype.width), base.dtype)
-            new[positions] = unordered(ordered(base[positions], dtype) + by, dtype)
+            by = np.array(read_steps(reader, h, layout.width), base.dtype)
+            new[positions] = unordered(modulo(ordered(base[positions], layout) + by, layout), layout)
     reader.finish()
     return new

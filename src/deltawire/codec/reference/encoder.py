@@ -21,12 +21,14 @@ from .terms import (
     SYMBOLS,
     U64,
     UNIT,
+    Layout,
     Mask,
     context_count,
     contexts,
     exponents,
     lr_code,
     lr_cost,
+    modulo,
     ordered,
 )
 
@@ -129,7 +131,9 @@ def code_positions(changes: Mask) -> Coding:
 def code_values(by: HostBits, width: int) -> Coding:
     """Code steps (modulo 2^w) in mode unit, runs or direct (§5.5). The cost leaves out the two bits of the mode."""
     negative = by >> (width - 1)
-    magnitude = np.where(negative, np.negative(by), by).astype(np.uint64)  # modulo 2^w, so that 2^(w−1) is its own negative
+    magnitude = np.where(negative, np.negative(by), by).astype(np.uint64) & np.uint64(
+        (1 << width) - 1
+    )  # modulo 2^w, so that 2^(w−1) is its own negative
     unit, runs, direct = Coding(mode=UNIT), Coding(mode=RUNS), Coding(mode=DIRECT)
     for c in (unit, runs, direct):
         c.stream.put_each(negative, np.ones(by.size, np.uint64))
@@ -163,7 +167,7 @@ def code_symbols(xors: HostBits, rank: U64, ks: int, width: int) -> Coding:
 def switch_to_symbols(parts: list[ContextCoding], width: int) -> BitWriter:
     """Move contexts to mode symbols if that saves bits (§5.6). Return the bit that says whether there is a table, and the table."""
     header = BitWriter()
-    considered = [p for p in parts if p.values.cost > p.n * (width - 7)]
+    considered = [p for p in parts if p.values.cost > p.n * (width - 7)] if width >= 8 else []
     if considered:
         tops = [(p.xors >> (width - 8)).astype(np.int64) for p in considered]
         frequency = np.bincount(np.concatenate(tops), minlength=256)
@@ -183,23 +187,23 @@ def switch_to_symbols(parts: list[ContextCoding], width: int) -> BitWriter:
     return header
 
 
-def encode_coded(base: HostBits, new: HostBits, dtype: DType, top: int) -> bytes:
+def encode_coded(base: HostBits, new: HostBits, layout: Layout, top: int) -> bytes:
     """Return the body of a coded chunk (§4), with the choices of §5.3–6."""
-    context = contexts(base, dtype, top)
+    context = contexts(base, layout, top)
     parts = []
-    for c in range(context_count(dtype)):
+    for c in range(context_count(layout)):
         line_base, line_new = base[context == c], new[context == c]
         changes = line_base != line_new
         old, now = line_base[changes], line_new[changes]
         if old.size:
-            values = code_values(ordered(now, dtype) - ordered(old, dtype), dtype.width)
+            values = code_values(modulo(ordered(now, layout) - ordered(old, layout), layout), layout.width)
             parts.append(ContextCoding(old.size, old ^ now, code_positions(changes), values))
         else:
             parts.append(ContextCoding(0, old, Coding(), Coding()))
 
     body = BitWriter()
     body.put(top, 11)
-    body.extend(switch_to_symbols(parts, dtype.width))
+    body.extend(switch_to_symbols(parts, layout.width))
     for part in parts:
         body.put_count(part.n)
         if part.n:
@@ -212,11 +216,11 @@ def encode_coded(base: HostBits, new: HostBits, dtype: DType, top: int) -> bytes
     return body.to_bytes()
 
 
-def choose_top(base: HostBits, dtype: DType) -> int:
+def choose_top(base: HostBits, layout: Layout) -> int:
     """Return `top` for the base elements of a block (§5.2)."""
-    if not dtype.exponent_bits:
+    if not layout.exponent_bits:
         return 0
-    sample = np.sort(exponents(base[:: -(-base.size // 1024)], dtype))
+    sample = np.sort(exponents(base[:: -(-base.size // 1024)], layout))
     return int(sample[sample.size - 1 - sample.size // 64])
 
 
@@ -231,12 +235,12 @@ def cut(changes: Mask) -> Iterator[slice]:
             start, pending = end, 0
 
 
-def encode_chunk(base: HostBits, new: HostBits, dtype: DType, top: int) -> bytes:
+def encode_chunk(base: HostBits, new: HostBits, layout: Layout, top: int) -> bytes:
     """Return the header and the body of one chunk (§5.7)."""
     if np.array_equal(base, new):
         mode, body = SAME, b""
     else:
-        mode, body = CODED, encode_coded(base, new, dtype, top)
+        mode, body = CODED, encode_coded(base, new, layout, top)
         if len(body) >= new.nbytes:
             mode, body = RAW, new.astype(new.dtype.newbyteorder("<")).tobytes()
     return struct.pack("<II", new.size | mode << 30, len(body)) + body

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...dtypes import DType
 from ..bits import HostBits
 
 U64: TypeAlias = NDArray[np.uint64]
@@ -19,28 +18,44 @@ LARGEST_K = 24
 ONE = np.uint64(1)
 
 
-def ordered(x: HostBits, dtype: DType) -> HostBits:
+class Layout(Protocol):
+    """What a coded chunk depends on: a `DType` or a `PayloadType`."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def exponent_shift(self) -> int: ...
+    @property
+    def exponent_bits(self) -> int: ...
+
+
+def modulo(x: HostBits, layout: Layout) -> HostBits:
+    """Return integers modulo 2^w. Only 4-bit elements are stored in wider integers."""
+    return x & x.dtype.type((1 << layout.width) - 1)
+
+
+def ordered(x: HostBits, layout: Layout) -> HostBits:
     """Return the ordered integer of each element."""
-    top = x.dtype.type(1 << (dtype.width - 1))
-    return np.where(x & top, ~x, x ^ top) if dtype.exponent_bits else x
+    top = x.dtype.type(1 << (layout.width - 1))
+    return np.where(x & top, modulo(~x, layout), x ^ top) if layout.exponent_bits else x
 
 
-def unordered(x: HostBits, dtype: DType) -> HostBits:
+def unordered(x: HostBits, layout: Layout) -> HostBits:
     """Return the inverse of `ordered`."""
-    top = x.dtype.type(1 << (dtype.width - 1))
-    return np.where(x & top, x ^ top, ~x) if dtype.exponent_bits else x
+    top = x.dtype.type(1 << (layout.width - 1))
+    return np.where(x & top, x ^ top, modulo(~x, layout)) if layout.exponent_bits else x
 
 
-def exponents(x: HostBits, dtype: DType) -> NDArray[np.int64]:
-    return ((x >> dtype.exponent_shift) & ((1 << dtype.exponent_bits) - 1)).astype(np.int64)
+def exponents(x: HostBits, layout: Layout) -> NDArray[np.int64]:
+    return ((x >> layout.exponent_shift) & ((1 << layout.exponent_bits) - 1)).astype(np.int64)
 
 
-def context_count(dtype: DType) -> int:
-    return 16 if dtype.exponent_bits else 1
+def context_count(layout: Layout) -> int:
+    return 16 if layout.exponent_bits else 1
 
 
-def contexts(base: HostBits, dtype: DType, top: int) -> NDArray[np.int64]:
-    return np.clip(top - exponents(base, dtype), 0, context_count(dtype) - 1)
+def contexts(base: HostBits, layout: Layout, top: int) -> NDArray[np.int64]:
+    return np.clip(top - exponents(base, layout), 0, context_count(layout) - 1)
 
 
 def floor_log2(x: U64) -> U64:
