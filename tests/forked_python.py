@@ -17,6 +17,7 @@ import array
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -186,6 +187,8 @@ def _serve(warm_up: str, address: str) -> None:
     _rehearse()
     threads = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     assert len(threads) - threads.count(_FORK_SAFE) == 1, f"a process with several threads must not fork: {threads}"
+    gc.collect()
+    gc.freeze()  # the garbage collector of a forked process need not look through what it inherits, and so does not copy that memory
     os.environ[_ADDRESSES] = json.dumps({**json.loads(os.environ.get(_ADDRESSES, "{}")), warm_up: address})
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -33,6 +35,24 @@ _SPIN_SECONDS = 0.002
 """The number of seconds for which processes of a server poll for messages before they sleep. vLLM's default of 1 wastes busy cores."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""With several ranks, each worker would compile one small function of vLLM by torch.compile, in two seconds. It gives the same results."""
+
+_IMPORTED_LATE = [
+    "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.websockets.websockets_sansio_impl",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.scale_out.derender.api_router",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.entrypoints.serve.profile.api_router",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.async_llm",
+]
+"""Modules that a server imports while it starts, and that take the most time. A version of vLLM that does not have one goes without it."""
 
 
 class ServerNursery:
@@ -44,7 +64,7 @@ class ServerNursery:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
-                env={**os.environ, **environment, **ONE_THREAD},
+                env={**os.environ, **environment, **ONE_THREAD, **NOT_COMPILED},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -151,10 +171,15 @@ def _nursery() -> None:
 
     import deltawire.engines.vllm.backend  # noqa: F401
 
+    for name in _IMPORTED_LATE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     vllm.utils.system_utils.multiprocessing = _Forking()
     spin = vllm.distributed.device_communicators.shm_broadcast.SpinCondition
     spin.__init__ = functools.partialmethod(spin.__init__, busy_loop_s=_SPIN_SECONDS)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with several threads must not fork"
+    gc.collect()
+    gc.freeze()  # each process of a server collects garbage several times while it starts, and need not look through what it inherits
     children: set[int] = set()
     for line in sys.stdin:
         what, *arguments = json.loads(line)
