@@ -64,10 +64,10 @@ def run_python(block: Block, substitutes: Mapping[str, str] = SUBSTITUTES) -> di
     return names
 
 
-def run_shell(block: Block, folder: Path, substitutes: Mapping[str, str] = SUBSTITUTES) -> None:
-    """Run the commands of a block in a terminal. All of them must succeed, and fit the terminal."""
+def run_shell(block: Block, folder: Path, substitutes: Mapping[str, str] = SUBSTITUTES, warm_up: str = "light") -> None:
+    """Run the commands of a block in a terminal. All of them must succeed, and fit the terminal. `warm_up` is as in `forked_python`."""
     commands = commands_in(as_run(block.text, substitutes))
-    results = run_in_terminal(commands, folder, until=block.run_until)
+    results = run_in_terminal(commands, folder, until=block.run_until, warm_up=warm_up)
     for command, (code, written) in zip(commands, results, strict=True):
         expected = 3 if "# exits with 3" in command else 0
         assert code == expected, f"{block}: {command} ended with code {code}\n{written}"

@@ -24,9 +24,14 @@ _END = "deltawire-test-end-of-command"
 
 # This script imports the command line once. It then runs every command in its own process, with its own exit code. Bash runs the commands
 # of other programs, and those with pipes or redirections.
+# Members that a fleet starts are forked too.
 _SHELL = f"""
-import os, re, shlex, sys
+import os, re, shlex, subprocess, sys, types
 import deltawire.cli
+import deltawire.fleet.local_members
+import forked_python
+forked = lambda command, **options: forked_python.ForkedPopen("torch", command[1:], **options)
+deltawire.fleet.local_members.subprocess = types.SimpleNamespace(PIPE=subprocess.PIPE, Popen=forked)
 for line in sys.argv[1:]:
     words = shlex.split(line, comments=True)
     child = os.fork()
@@ -41,8 +46,8 @@ for line in sys.argv[1:]:
 """
 
 
-def run_in_terminal(commands: Sequence[str], folder: Path, *, until: str | None = None) -> list[tuple[int, str]]:
-    """Run commands one after the other, and return the exit code and the terminal output of each.
+def run_in_terminal(commands: Sequence[str], folder: Path, *, until: str | None = None, warm_up: str = "light") -> list[tuple[int, str]]:
+    """Run commands one after the other, and return the exit code and the terminal output of each. `warm_up` is as in `forked_python`.
 
     With `until`, the last command gets Ctrl-C as soon as it has written this text.
     """
@@ -51,7 +56,7 @@ def run_in_terminal(commands: Sequence[str], folder: Path, *, until: str | None 
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CI")}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     shell = ForkedPopen(
-        "light",
+        warm_up,
         ["-c", _SHELL, *commands],
         cwd=folder,
         stdin=theirs,

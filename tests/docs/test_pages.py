@@ -115,8 +115,8 @@ def test_fleet(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert names["trainer"].step == 2
 
     run_shell(one_with("deltawire members", found), folder)
-    run_shell(one_with("deltawire member ", found), folder)  # the run is over, so the members leave at once
-    run_shell(one_with("deltawire fleet 8", found), folder, SUBSTITUTES | {"fleet 8": "fleet 1"})
+    run_shell(one_with("deltawire member ", found), folder, warm_up="torch")  # the run is over, so the members leave at once
+    run_shell(one_with("deltawire fleet 8", found), folder, SUBSTITUTES | {"fleet 8": "fleet 1"}, warm_up="torch")
     assert found == [], "no test runs these blocks"
 
 

@@ -1,4 +1,5 @@
 """Start member processes in milliseconds. A process that has imported torch and transformers forks them, and they run the real command.
+It is itself forked from the parent with these imports (`tests/forked_python.py`).
 
     with MemberNursery(folder) as nursery:
         member = nursery.start("a", "--from", url, "--env", "rewards_for_tests:length")
@@ -22,6 +23,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from forked_python import ForkedPopen
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 120.0
@@ -76,8 +79,9 @@ class MemberNursery:
         path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")]))
         self._folder = folder
         self._count = 0
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
+        self._process = ForkedPopen(
+            "torch",
+            [__file__],
             env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import ForkedPopen
 from member_nursery import HERE, wait_until
 from small_run import SmallRun
 from typer.testing import CliRunner
@@ -19,8 +18,29 @@ from typer.testing import CliRunner
 from deltawire.cli import app
 from deltawire.store import open_store
 
-COMMAND = [sys.executable, "-m", "deltawire.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+WITH_FORKED_MEMBERS = """
+import subprocess, sys
+from types import SimpleNamespace
+
+from forked_python import ForkedPopen
+
+from deltawire.cli import main
+from deltawire.fleet import local_members
+
+
+def start(command, **options):
+    process = ForkedPopen("torch", command[1:], **options)
+    with open(processes, "a") as file:
+        print(command[command.index("--name") + 1], process.pid, file=file, flush=True)
+    return process
+
+
+processes = sys.argv.pop(1)
+local_members.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)
+main()
+"""
+"""The command as it is, except that its members have torch imported when they start, and that a file gets their process ids."""
 
 
 def events(log: Path) -> list[dict[str, Any]]:
@@ -36,16 +56,18 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
 
 
 def test_a_fleet_is_kept_running_and_ends_with_the_run(tmp_path: Path, run: SmallRun) -> None:
-    log = tmp_path / "fleet.log"
-    command = [*COMMAND, "fleet", "2", "--from", str(tmp_path / "store"), "--env", "rewards_for_tests:length", "--name", "local"]
+    log, processes = tmp_path / "fleet.log", tmp_path / "processes"
+    processes.touch()
+    command = ["-c", WITH_FORKED_MEMBERS, str(processes), "fleet", "2", "--name", "local"]
+    command += ["--from", str(tmp_path / "store"), "--env", "rewards_for_tests:length"]
     with log.open("wb") as output:
-        fleet = subprocess.Popen([*command, "--poll", "0.05", "--json"], env=ENVIRONMENT, stdout=output, stderr=output)
+        fleet = ForkedPopen("torch", [*command, "--poll", "0.05", "--json"], env=ENVIRONMENT, stdout=output, stderr=output)
     try:
         run.train()
         wait_until(lambda: (run.open(run.step + 1), run.fleet.poll(), set(run.members()) == {"local-0", "local-1"})[2], log.read_text)
-        victim = _member_process(fleet.pid, "local-0")
+        victim = _member_process(processes, "local-0")
         os.kill(victim, signal.SIGKILL)  # the fleet starts another process for it
-        wait_until(lambda: _died(log) and _member_process(fleet.pid, "local-0") not in (0, victim), log.read_text)
+        wait_until(lambda: _died(log) and _member_process(processes, "local-0") != victim, log.read_text)
         run.train()
         run.check()
         run.fleet.stop()
@@ -88,9 +110,7 @@ def _died(log: Path) -> list[dict[str, Any]]:
     return [event for event in events(log) if event["event"] == "member-died"]
 
 
-def _member_process(parent: int, name: str) -> int:
-    """Return the id of the child process that is the member of this name, or 0 if there is none."""
-    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        if f"--name\0{name}\0" in Path(f"/proc/{child}/cmdline").read_text():
-            return int(child)
-    return 0
+def _member_process(processes: Path, name: str) -> int:
+    """Return the id of the newest process of the member with this name."""
+    started = [line.split() for line in processes.read_text().splitlines()]
+    return [int(process) for member, process in started if member == name][-1]

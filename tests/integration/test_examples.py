@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_python import forked_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,8 +23,9 @@ def test_the_demo_of_the_codec_ends_with_follower_and_trainer_equal(tmp_path: Pa
 
 
 def run_example(name: str, *arguments: str, cwd: Path) -> str:
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
+    """Run an example that needs torch."""
+    command = ["-W", "error", ROOT / "examples" / name, *arguments]
+    done = forked_run("torch", command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,8 +50,7 @@ sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 import publish_overhead
 print(publish_overhead.measure(width=64, layers=1, tokens=128, steps=1, rounds=2).markdown())
 """
-    command = [sys.executable, "-W", "error", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+    done = forked_run("torch", ["-W", "error", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "in the background" in done.stdout
 
