@@ -1,4 +1,4 @@
-"""config.json, tokenizer and chat template belong to every version. Each reader gets exactly the files of its version."""
+"""Test that every version is read with its own attachments: by pull, mirrors and members, also across collections and in old chains."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attached_files import NEW, OLD, OPTIONS, files_in, objects, states, store_has_weights, write
 from support import bits_of
 from threads_as_ranks import run_ranks, shards_of
 from toy_chain import ToyChain, first_state, next_state
@@ -34,34 +35,6 @@ from deltawire.subscribe import Subscriber
 from deltawire.subscribe.model_files import FollowedFiles, read_model_files
 from deltawire.subscribe.pull import pull
 from deltawire.warnings import AttachmentLeftOut
-
-OPTIONS = WriterOptions(segment_bytes=800, threads=1, anchor_policy=AnchorPolicy(min_versions=100, max_versions=100))
-OLD, NEW = b'{"rope": 1}', b'{"rope": 2}'
-
-
-def states(count: int) -> list[Any]:
-    found = [first_state()]
-    for step in range(1, count):
-        found.append(next_state(found[-1], step))
-    return found
-
-
-def files_in(folder: Path | None) -> dict[str, bytes]:
-    """Return the files beside the weights of a checkpoint directory."""
-    assert folder is not None
-    own = ("deltawire.json", "model.safetensors.index.json")
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors" and path.name not in own}
-
-
-def objects(store: Store) -> set[str]:
-    return {info.key for info in store.list(keys.DATA) if info.key.endswith(".file")}
-
-
-def write(folder: Path, **files: bytes) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name, data in files.items():
-        (folder / name.replace("_", ".")).write_bytes(data)
-    return folder
 
 
 @pytest.fixture
@@ -195,10 +168,6 @@ def test_collection_keeps_what_kept_versions_refer_to_wherever_it_lies() -> None
     assert verify(store, deep=True).problems == []
 
 
-def store_has_weights(store: Store, seq: int) -> bool:
-    return any(info.key.endswith(".safetensors") for info in store.list(f"data/0000000001/{seq:020}/"))
-
-
 def test_a_publisher_without_attachments_keeps_those_in_force_and_an_empty_mapping_removes_them(tmp_path: Path) -> None:
     store, weights = MemoryStore(), states(5)
     with Publisher(store, attachments={"config.json": OLD}, options=OPTIONS) as publisher:
@@ -255,93 +224,6 @@ def test_files_that_a_publisher_takes_from_the_model_replace_their_like_and_leav
     assert read_model_files(store).files == {"config.json": NEW, "tokenizer.json": b"[]"}
 
 
-class FakeTokenizer:
-    """The part of a tokenizer that the publisher needs. If it is `opaque`, only saving it shows whether it has changed."""
-
-    def __init__(self, *, opaque: bool = False) -> None:
-        self.template = "0"
-        if opaque:
-            self.backend = object()
-
-    def save_pretrained(self, folder: str) -> None:
-        (Path(folder) / "chat_template.jinja").write_text(self.template)
-
-
-@pytest.mark.parametrize("opaque", [False, True])
-@pytest.mark.parametrize("background", [False, True])
-def test_the_tokenizer_is_taken_as_it_is_at_every_version(tmp_path: Path, opaque: bool, background: bool) -> None:
-    store, tokenizer = MemoryStore(), FakeTokenizer(opaque=opaque)
-    with Publisher(store, tokenizer=tokenizer, background=background, options=OPTIONS) as publisher:
-        for number, state in enumerate(states(3)):
-            tokenizer.template = f"template {number}"
-            publisher.publish(state)
-            tokenizer.template = "not published"
-            publisher.flush()
-            assert read_model_files(store).files == {"chat_template.jinja": f"template {number}".encode()}
-
-
-def test_ranks_that_publish_together_take_the_tokenizer_as_it_is() -> None:
-    store, tokenizer, weights = MemoryStore(), FakeTokenizer(), states(2)
-
-    def work(ranks: Any) -> None:
-        with ShardedPublisher(ranks, store, options=WriterOptions(threads=1), tokenizer=tokenizer) as publisher:
-            for state in weights:
-                publisher.publish(shards_of(state, ranks.rank, ranks.size))
-                if ranks.rank == 0:
-                    tokenizer.template = "new"
-
-    assert run_ranks(2, work) == [None, None]
-    assert read_model_files(store).files == {"chat_template.jinja": b"new"}
-
-
-class TemplatedTokenizer:
-    """A tokenizer that saves its chat template only if it has one, as real tokenizers do."""
-
-    template: str | None = "old"
-
-    def save_pretrained(self, folder: str) -> None:
-        (Path(folder) / "tokenizer_config.json").write_text("{}")
-        if self.template is not None:
-            (Path(folder) / "chat_template.jinja").write_text(self.template)
-
-
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_chat_template_that_the_tokenizer_has_no_more_does_not_stay(resumed: bool) -> None:
-    """Files that did not come from a tokenizer stay."""
-    store, tokenizer, weights = MemoryStore(), TemplatedTokenizer(), states(2)
-    others = {"README.md": b"text", "vocab.txt": b"words"}
-    with Publisher(store, attachments={**others, "chat_template.jinja": b"older"}, options=OPTIONS) as publisher:
-        publisher.publish(weights[0])
-    with Publisher(store, tokenizer=tokenizer, options=OPTIONS) as publisher:
-        if not resumed:
-            publisher.publish(weights[0])
-            assert read_model_files(store).files["chat_template.jinja"] == b"old"
-        tokenizer.template = None
-        publisher.publish(weights[1])
-    assert read_model_files(store).files == {**others, "tokenizer_config.json": b"{}"}
-
-
-def test_ranks_do_not_keep_a_chat_template_that_the_tokenizer_has_no_more() -> None:
-    store, tokenizer, weights = MemoryStore(), TemplatedTokenizer(), states(2)
-
-    def work(ranks: Any) -> None:
-        with ShardedPublisher(ranks, store, options=WriterOptions(threads=1), tokenizer=tokenizer) as publisher:
-            for state in weights:
-                publisher.publish(shards_of(state, ranks.rank, ranks.size))
-                tokenizer.template = None
-
-    assert run_ranks(1, work) == [None]
-    assert read_model_files(store).files == {"tokenizer_config.json": b"{}"}
-
-
-@pytest.mark.parametrize("wrong", ["model", Path("model"), 7])
-def test_what_is_no_tokenizer_is_refused_at_once(wrong: Any) -> None:
-    store = MemoryStore()
-    with pytest.raises(TypeError, match="AutoTokenizer"):
-        Publisher(store, tokenizer=wrong)
-    assert list(store.list("")) == []
-
-
 def test_a_publisher_in_the_background_takes_attachments_as_they_are_when_publish_is_called(tmp_path: Path) -> None:
     store, weights, folder = MemoryStore(), states(3), write(tmp_path / "attached", config_json=OLD)
     with Publisher(store, attachments=folder, background=True, options=OPTIONS) as publisher:
@@ -383,110 +265,6 @@ def test_ranks_that_publish_together_ship_changed_attachments(tmp_path: Path) ->
         pull(tmp_path / "chain", tmp_path / str(seq), at=seq, options=ReaderOptions(pin=False))
         assert files_in(tmp_path / str(seq)) == {"config.json": config}
     assert verify(open_store(tmp_path / "chain"), deep=True).problems == []
-
-
-def test_a_full_checkpoint_can_be_asked_for_and_repairs_a_damaged_chain() -> None:
-    store, weights = MemoryStore(), states(3)
-    with Publisher(store, attachments={"config.json": OLD}, options=OPTIONS) as publisher:
-        for state in weights[:2]:
-            publisher.publish(state)
-    store.delete([info.key for info in store.list(keys.DATA)])
-    with Publisher(store, attachments={"config.json": OLD}, starts_full=True, options=OPTIONS) as publisher:
-        version = publisher.publish(weights[2])
-        assert version.kind == "anchor"  # type: ignore[union-attr]
-        assert publisher.publish(weights[1]).kind == "delta"  # type: ignore[union-attr]
-    assert read_model_files(store).files == {"config.json": OLD}
-    with Subscriber(store, options=ReaderOptions(pin=False, patience=0.0)) as reader:
-        reader.sync()
-        assert bits_of(reader.state) == bits_of(weights[1])
-
-
-def flip(store: Store, key: str) -> None:
-    """Damage one bit of an object. Its size stays the same."""
-    data = bytearray(store.get(key, limit=1 << 20))
-    data[len(data) // 2] ^= 1
-    store.delete([key])
-    store.put(key, bytes(data))
-
-
-@pytest.mark.parametrize("is_lost", [False, True], ids=["damaged", "missing"])
-@pytest.mark.parametrize("resume_from", [None, 2, 3], ids=["newest", "older", "newest by number"])
-def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has_it(resume_from: int | None, is_lost: bool) -> None:
-    store, weights = MemoryStore(), states(4)
-    files = {"config.json": OLD, "tokenizer.json": b"[1, 2]"}
-    with Publisher(store, attachments=files, options=OPTIONS) as publisher:
-        for state in weights[:3]:
-            publisher.publish(state)
-    tokenizer = next(entry for entry in ChainLog(store).read(3).attachments or () if entry.name == "tokenizer.json")  # type: ignore[union-attr]
-    if is_lost:
-        store.delete([tokenizer.key])
-    else:
-        flip(store, tokenizer.key)
-    with Publisher(store, attachments=files, resume_from=resume_from, options=OPTIONS) as publisher:
-        assert publisher.version is not None
-        opened_at = publisher.version.seq
-        version = publisher.publish(weights[3])
-        assert version.kind == "delta"  # type: ignore[union-attr]
-    assert read_model_files(store).files == files
-    if resume_from == 2:  # the resume made a new version, which must be whole too
-        commit = ChainLog(store).read(opened_at)
-        assert commit is not None
-        assert tokenizer.key not in {entry.key for entry in commit.attachments or ()}
-    assert len(objects(store)) == 3 - is_lost
-    assert verify(store, deep=True).problems == []
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"resume_from": 2}, {"starts_full": True}, {"resume_from": 2, "attachments": {"config.json": NEW}}]
-)
-def test_a_publisher_without_the_bytes_of_a_damaged_attachment_fences_nobody(options: Any) -> None:
-    store, weights = MemoryStore(), states(3)
-    with Publisher(store, attachments={"config.json": OLD}, options=OPTIONS) as publisher:
-        for state in weights[:2]:
-            publisher.publish(state)
-        flip(store, next(iter(objects(store))))
-        with pytest.raises(DataDamaged, match=r"config\.json, a file of version [12] in .*damaged"):
-            Publisher(store, **options, options=OPTIONS)
-        assert [info.key for info in store.list(keys.EPOCHS)] == [keys.epoch_key(1)]
-        publisher.publish(weights[2])  # the first publisher is not fenced off
-    # a publisher that replaces the damaged file can continue
-    with Publisher(store, attachments={"config.json": NEW}, options=OPTIONS) as publisher:
-        publisher.publish(weights[0])
-    assert read_model_files(store).files == {"config.json": NEW}
-
-
-def test_going_back_to_a_version_1_whose_attachment_is_damaged_fences_nobody() -> None:
-    store = MemoryStore()
-    chain = ToyChain(store)
-    first = chain.anchor(first_state())
-    chain.grow(2)
-    chain.damage(next(entry for entry in first.files if entry.name == "config.json"))
-    before = {info.key for info in store.list("")}
-    with pytest.raises(DataDamaged):
-        Publisher(store, resume_from=first.seq, attachments={"config.json": NEW}, options=OPTIONS)
-    assert {info.key for info in store.list("")} == before
-
-
-def test_ranks_that_publish_together_upload_a_damaged_attachment_again(tmp_path: Path) -> None:
-    weights, files = states(3), {"config.json": OLD, "tokenizer.json": b"[1, 2]"}
-    store = open_store(tmp_path / "chain")
-
-    def work(attachments: Any, numbers: range) -> Any:
-        def publish(ranks: Any) -> None:
-            own = attachments if ranks.rank == 0 else None
-            with ShardedPublisher(ranks, tmp_path / "chain", options=WriterOptions(threads=1), attachments=own) as publisher:
-                for number in numbers:
-                    publisher.publish(shards_of(weights[number], ranks.rank, ranks.size), step=number)
-
-        return publish
-
-    assert run_ranks(2, work(files, range(2))) == [None, None]
-    for key in objects(store):
-        flip(store, key)
-    assert [type(outcome) for outcome in run_ranks(2, work(None, range(0)))] == [DataDamaged, DataDamaged]
-    assert run_ranks(2, work(files, range(2, 3))) == [None, None]
-    assert read_model_files(store).files == files
-    assert len(list(store.list(keys.EPOCHS))) == 2
 
 
 def test_the_longest_record_has_room_for_all_attachments() -> None:
