@@ -1,110 +1,31 @@
-"""A subscriber in memory and with a mirror reaches every version bit for bit. If it cannot, it keeps a whole version."""
+"""Test where a subscriber gets to: newer, older and rewound versions, and a real publisher. Also its pins, limits and closing."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from counting_store import CountingStore, Subscribe, data_reads, events_of, names_of
 from support import bits_of
 from toy_chain import ToyChain, first_state, next_state
 
-from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import (
-    ChainBroken,
     ChainStale,
-    DataDamaged,
-    DataMissing,
-    DeltawireError,
     LimitExceeded,
     NoChain,
-    RollbackDetected,
     RunMismatch,
     SignatureInvalid,
     StoreDenied,
-    StoreUnavailable,
     VersionUnknown,
 )
-from deltawire.events import Event
 from deltawire.format.records.collection_records import Pin
 from deltawire.format.records.record_parts import Limits
 from deltawire.format.records.signing import SigningKey
-from deltawire.store import Store, keys
+from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
-
-Subscribe = Callable[..., Subscriber]
-
-
-@pytest.fixture
-def chain() -> ToyChain:
-    chain = ToyChain(MemoryStore())
-    chain.anchor(first_state())
-    return chain
-
-
-@pytest.fixture(params=["memory", "mirror"])
-def subscribe(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subscribe]:
-    """Return a function that opens subscribers of one kind. All that have a mirror share it."""
-    made: list[Subscriber] = []
-
-    def make(chain: ToyChain | Store, **options: Any) -> Subscriber:
-        store = chain.store if isinstance(chain, ToyChain) else chain
-        others = {name: options.pop(name) for name in ("mirror", "threads", "on_event", "undo_bytes", "replica") if name in options}
-        if request.param == "mirror":
-            others = {"mirror": tmp_path / "mirror"} | others
-        made.append(Subscriber(store, options=ReaderOptions(**({"patience": 0.0} | options)), **others))
-        return made[-1]
-
-    yield make
-    for subscriber in made:
-        subscriber.close()
-
-
-def events_of(options: dict[str, Any]) -> list[Event]:
-    events: list[Event] = []
-    options["on_event"] = events.append
-    return events
-
-
-def names_of(events: list[Event]) -> list[str]:
-    return [event.name for event in events]
-
-
-def data_reads(store: CountingStore) -> list[str]:
-    return [key for key in store.read if key.startswith("data/")]
-
-
-class CountingStore(MemoryStore):
-    """A store that records what was read. It fails if `failure` or `put_failure` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: list[str] = []
-        self.failure: Exception | None = None
-        self.put_failure: Exception | None = None
-
-    def get(self, key: str, *, limit: int) -> bytes:
-        self._note(key)
-        return super().get(key, limit=limit)
-
-    def read_into(self, key: str, buffer: memoryview, **more: Any) -> None:
-        self._note(key)
-        super().read_into(key, buffer, **more)
-
-    def put(self, key: str, data: Any, **more: Any) -> None:
-        if self.put_failure is not None:
-            raise self.put_failure
-        super().put(key, data, **more)
-
-    def _note(self, key: str) -> None:
-        if self.failure is not None:
-            raise self.failure
-        self.read.append(key)
 
 
 def test_it_gets_to_the_newest_version(chain: ToyChain, subscribe: Subscribe) -> None:
@@ -265,135 +186,6 @@ def test_events_tell_what_a_sync_cost(chain: ToyChain, subscribe: Subscribe) -> 
     assert {f"{phase}_seconds" for phase in ("find", "fetch", "verify", "resolve", "apply", "total")} <= fields.keys()
 
 
-def test_a_failed_sync_leaves_the_last_good_version(subscribe: Subscribe) -> None:
-    chain = ToyChain(CountingStore())
-    chain.anchor(first_state())
-    options: dict[str, Any] = {}
-    events = events_of(options)
-    subscriber = subscribe(chain, **options)
-    version = subscriber.sync()
-    good = bits_of(subscriber.state)
-    chain.delta()
-    chain.store.failure = StoreUnavailable("no answer.")  # type: ignore[attr-defined]
-    with pytest.raises(StoreUnavailable):
-        subscriber.sync()
-    assert subscriber.version == version
-    assert bits_of(subscriber.state) == good
-    assert isinstance(subscriber.last_error, StoreUnavailable)
-    assert names_of(events)[-1] == "sync-failed"
-    chain.store.failure = None  # type: ignore[attr-defined]
-    subscriber.sync()
-    assert subscriber.last_error is None
-    assert bits_of(subscriber.state) == bits_of(chain.state)
-
-
-@pytest.mark.parametrize("harm", ["damage", "lose"])
-def test_a_bad_skip_is_left_aside(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
-    subscriber = subscribe(chain)
-    subscriber.sync()
-    chain.grow(16)
-    getattr(chain, harm)(chain.add_skip(17, 1).files[0])
-    subscriber.sync()
-    assert bits_of(subscriber.state) == bits_of(chain.state)
-
-
-@pytest.mark.parametrize("harm", ["damage", "lose"])
-def test_a_bad_delta_is_got_round_by_an_anchor(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
-    options: dict[str, Any] = {}
-    events = events_of(options)
-    subscriber = subscribe(chain, **options)
-    subscriber.sync()
-    chain.grow(4)
-    getattr(chain, harm)(chain.commits[3].files[1])
-    chain.add_anchor(4)
-    subscriber.sync()
-    assert bits_of(subscriber.state) == bits_of(chain.state)
-    assert "resynced" in names_of(events)
-
-
-@pytest.mark.parametrize("harm", ["damage", "lose"])
-def test_a_bad_delta_is_got_round_by_a_skip(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
-    subscriber = subscribe(chain)
-    subscriber.sync()
-    chain.grow(5)
-    getattr(chain, harm)(chain.commits[4].files[0])
-    chain.add_skip(5, 1)
-    subscriber.sync()
-    assert bits_of(subscriber.state) == bits_of(chain.state)
-
-
-@pytest.mark.parametrize("harm", ["damage", "lose"])
-def test_a_bad_anchor_is_got_round_by_an_older_one(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
-    chain.grow(6)
-    getattr(chain, harm)(chain.add_anchor(6).files[0])
-    subscriber = subscribe(chain)
-    subscriber.sync()
-    assert bits_of(subscriber.state) == bits_of(chain.state)
-
-
-@pytest.mark.parametrize(("harm", "error"), [("damage", DataDamaged), ("lose", DataMissing)])
-def test_when_no_way_is_left_the_error_says_why(chain: ToyChain, subscribe: Subscribe, harm: str, error: type[DeltawireError]) -> None:
-    subscriber = subscribe(chain)
-    subscriber.sync()
-    chain.grow(3)
-    getattr(chain, harm)(chain.commits[3].files[0])
-    with pytest.raises(error):
-        subscriber.sync()
-    version = subscriber.version
-    assert version is not None
-    assert bits_of(subscriber.state) == bits_of(chain.states[version.seq] or {})
-
-
-def test_a_lying_skip_is_left_aside(chain: ToyChain, subscribe: Subscribe) -> None:
-    subscriber = subscribe(chain)
-    subscriber.sync()
-    chain.grow(12)
-    wrong = chain.states[13]
-    chain.states[13] = chain.states[11]
-    chain.add_skip(13, 1)
-    chain.states[13] = wrong
-    subscriber.sync()
-    assert bits_of(subscriber.state) == bits_of(chain.state)
-
-
-def test_rot_in_memory_leads_to_a_resync(chain: ToyChain) -> None:
-    events: list[Event] = []
-    with Subscriber(chain.store, on_event=events.append) as subscriber:
-        subscriber.sync()
-        subscriber._replica._weights.state.writable["b.weight"][3] = 7  # type: ignore[attr-defined]
-        chain.delta()
-        subscriber.sync()
-        assert bits_of(subscriber.state) == bits_of(chain.state)
-        assert "resynced" in names_of(events)
-
-
-def test_a_store_that_went_back_is_noticed(chain: ToyChain, subscribe: Subscribe) -> None:
-    chain.grow(3)
-    subscriber = subscribe(chain)
-    subscriber.sync()
-    good = bits_of(subscriber.state)
-    chain.store.delete([keys.commit_key(4)])
-    subscriber._chain.log._kept.clear()  # now it reads like another process
-    with pytest.raises(RollbackDetected):
-        subscriber.sync()
-    assert bits_of(subscriber.state) == good
-
-
-def test_a_rewritten_history_is_noticed(subscribe: Subscribe) -> None:
-    store = MemoryStore()
-    chain = ToyChain(store)
-    chain.anchor(first_state())
-    subscriber = subscribe(chain)
-    subscriber.sync()
-    chain.commits[1] = replace(chain.commits[1], nonce="0" * 32)
-    store.delete([keys.commit_key(1)])
-    store.put(keys.commit_key(1), chain.commits[1].to_bytes())
-    chain.delta()
-    subscriber._chain.log._kept.clear()
-    with pytest.raises((RollbackDetected, ChainBroken)):
-        subscriber.sync()
-
-
 def test_only_what_a_trusted_key_signed_is_accepted(subscribe: Subscribe) -> None:
     key, other = SigningKey.generate(), SigningKey.generate()
     chain = ToyChain(MemoryStore(), sign=key.sign)
@@ -453,85 +245,6 @@ def test_without_the_right_to_write_there_is_no_pin_and_no_error(subscribe: Subs
     subscriber.sync()
     assert names_of(events).count("pin-failed") == 1
     assert subscribe(chain, pin=False).sync().seq == 1
-
-
-def test_follow_yields_every_version_that_it_reaches(chain: ToyChain, subscribe: Subscribe) -> None:
-    subscriber = subscribe(chain)
-    seen = []
-    for version in subscriber.follow(poll=0.01):
-        seen.append(version.seq)
-        assert bits_of(subscriber.state) == bits_of(chain.state)
-        if version.seq == 5:
-            break
-        chain.delta()
-    assert seen == [1, 2, 3, 4, 5]
-
-
-def test_follow_survives_what_heals_and_raises_what_does_not(subscribe: Subscribe) -> None:
-    chain = ToyChain(CountingStore())
-    store: Any = chain.store
-    healed = threading.Event()
-
-    def on_event(event: Event) -> None:
-        if event.name == "sync-failed" and event.fields["error"] == "NoChain":
-            chain.anchor(first_state())
-            store.failure = StoreUnavailable("no answer.")
-        elif event.name == "sync-failed" and event.fields["error"] == "StoreUnavailable":
-            store.failure = None
-            healed.set()
-
-    subscriber = subscribe(chain, on_event=on_event)
-    versions = subscriber.follow(poll=0.01)
-    assert next(versions).seq == 1
-    assert healed.is_set()
-    chain.delta()
-    store.put(keys.commit_key(2), b"{}")
-    with pytest.raises(DeltawireError) as caught:
-        next(versions)
-    assert not caught.value.retryable
-
-
-def test_follow_with_a_callback_ends_when_it_is_told_to(chain: ToyChain, subscribe: Subscribe) -> None:
-    subscriber = subscribe(chain)
-    stop = threading.Event()
-    seen = []
-
-    def callback(version: Any) -> None:
-        seen.append(version.seq)
-        if len(seen) == 3:
-            stop.set()
-        chain.delta()
-
-    assert list(subscriber.follow(callback, poll=0.01, stop=stop)) == []
-    assert seen == [1, 2, 3]
-
-
-def test_follow_ends_when_the_subscriber_is_closed(chain: ToyChain, subscribe: Subscribe) -> None:
-    subscriber = subscribe(chain)
-    ended = []
-    thread = threading.Thread(target=lambda: ended.extend(subscriber.follow(poll=60.0)))
-    thread.start()
-    while subscriber.version is None:
-        pass
-    subscriber.close()
-    thread.join(300)
-    assert not thread.is_alive()
-
-
-def test_follow_reports_a_silence_once_and_goes_on(chain: ToyChain, subscribe: Subscribe) -> None:
-    options: dict[str, Any] = {}
-    events = events_of(options)
-    subscriber = subscribe(chain, max_silence=60.0, **options)
-    versions = subscriber.follow(poll=0.01)
-    assert next(versions).seq == 1
-    assert [event.fields["error"] for event in events if event.name == "sync-failed"] == ["ChainStale"]
-    events.clear()
-    for _ in range(3):
-        with pytest.raises(ChainStale):
-            subscriber._look()
-    assert events == []
-    chain.delta()
-    assert next(versions).seq == 2
 
 
 def test_a_closed_subscriber_does_not_sync(chain: ToyChain, subscribe: Subscribe) -> None:
