@@ -1,0 +1,300 @@
+"""Changes to a chain that everybody who may write to the store can make. A seed chooses some of them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+from blake3 import blake3
+from chain_drafts import ChainDraft, Record, draft_of, linked_store
+from support import join_delta, split_delta
+
+from deltawire.store import keys
+from deltawire.store.memory import MemoryStore
+
+_NUMBERS = [0, 1, 2, 3, 5, 7, 12, 15, 16, 17, 64, 1000, 2**31, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, -1]
+_ODD: list[Any] = [None, "", "x" * 300, "ÿ\u2028", [], {}, [[]], True, 0.5, "f" * 32, "f" * 64]
+
+
+def _number(chance: random.Random, near: Any = None) -> int:
+    if isinstance(near, int) and chance.random() < 0.6:
+        return near + chance.choice([-2, -1, 1, 2, 3])
+    return chance.choice(_NUMBERS)
+
+
+def _slot(draft: ChainDraft, chance: random.Random) -> int:
+    """Choose a slot, often the last one. Readers of the newest version need that commit, and can avoid most others."""
+    return len(draft.commits) - 1 if chance.random() < 0.4 else chance.randrange(len(draft.commits))
+
+
+def _change_commit(draft: ChainDraft, chance: random.Random) -> str:
+    """Change one field of a commit, but keep the field's form."""
+    slot = _slot(draft, chance)
+    commit = draft.commits[slot]
+    name = chance.choice(
+        ["kind", "kind", "epoch", "epoch", "seq", "state_seq", "updates", "digest", "digest", "state_bytes", "tensors", "changed"]
+    )
+    if name == "kind":
+        commit[name] = chance.choice(["fence", "delta", "anchor", "rewind", "delta", "merge"])
+        if chance.random() < 0.5:  # the other fields then fit that kind
+            commit["files"] = commit["files"] if commit[name] in ("delta", "anchor") else []
+            commit["base"] = None if commit[name] == "anchor" else {"seq": chance.randrange(max(1, slot)), "commit": "", "digest": None}
+            commit["state_seq"] = slot
+    elif name == "digest":
+        commit[name] = chance.choice([None, "f" * 32, chance.choice(draft.commits)["digest"]])
+    else:
+        commit[name] = _number(chance, commit[name])
+    return f"{name} of commit {slot}: {commit[name]!r}"
+
+
+def _change_base(draft: ChainDraft, chance: random.Random) -> str:
+    """Change the base of a commit to any commit before it, to itself, or to nothing."""
+    slot = _slot(draft, chance)
+    draft.commits[slot]["base"] = base = chance.choice([None, {"seq": chance.randrange(slot + 2), "commit": "f" * 64, "digest": None}])
+    return f"base of commit {slot}: {base}"
+
+
+def _delta_without_files(draft: ChainDraft, chance: random.Random) -> str:
+    slot = max(1, _slot(draft, chance))
+    draft.commits[slot] |= {"kind": "delta", "files": [], "changed": 0, "state_seq": slot}
+    draft.commits[slot]["base"] = {"seq": chance.choice([slot - 1, chance.randrange(slot)]), "commit": "", "digest": None}
+    if chance.random() < 0.5:
+        draft.commits[slot]["digest"] = chance.choice(draft.commits)["digest"]
+    return f"commit {slot} is a delta without files"
+
+
+def _any_record(draft: ChainDraft, chance: random.Random) -> tuple[str, Record]:
+    kind = chance.randrange(4)
+    if kind == 0:
+        key = chance.choice(sorted(draft.others))
+        return key, draft.others[key]
+    if kind == 1 and chance.random() < 0.3:
+        return keys.RUN, draft.run
+    slot = _slot(draft, chance)
+    return f"commit {slot}", draft.commits[slot]
+
+
+def _inside(record: Any, chance: random.Random) -> tuple[Any, Any]:
+    """Choose a container within a record, and one of its keys or indices."""
+    while True:
+        place = chance.choice(sorted(record)) if isinstance(record, dict) else chance.randrange(len(record))
+        inner = record[place]
+        if not (isinstance(inner, (dict, list)) and inner) or chance.random() < 0.2:
+            return record, place
+        record = inner
+
+
+def _change_any_field(draft: ChainDraft, chance: random.Random) -> str:
+    """Change any field of any record to anything, or remove it, or add another."""
+    name, record = _any_record(draft, chance)
+    container, place = _inside(record, chance)
+    way = chance.randrange(6)
+    if way == 0:
+        del container[place]
+    elif way == 1 and isinstance(container, dict):
+        container["more"] = chance.choice(_ODD)
+    elif way == 2:
+        container[place] = chance.choice(_ODD)
+    elif isinstance(container[place], int) or way == 3:
+        container[place] = _number(chance, container[place])
+    elif isinstance(container[place], str) and container[place]:
+        at = chance.randrange(len(container[place]))
+        container[place] = container[place][:at] + chance.choice("0f/.-é\0") + container[place][at + 1 :]
+    return f"{name}: {place} {['is gone', 'has company', 'is odd'][way] if way < 3 else 'is ' + repr(container[place])[:60]}"
+
+
+def _change_shortcut(draft: ChainDraft, chance: random.Random) -> str:
+    """Change the target, base or claims of a shortcut. Keep its key, or move it to the key that fits its new content."""
+    key = chance.choice([key for key in draft.others if key.startswith((keys.ANCHORS, keys.SKIPS))] or [None])
+    if key is None:
+        return "no shortcut to change"
+    record = copy.deepcopy(draft.others[key])
+    slots = len(draft.commits)
+    for reference in ("target", "base"):
+        if isinstance(record.get(reference), dict) and chance.random() < 0.6:
+            record[reference]["seq"] = chance.randrange(slots + 2)
+    if chance.random() < 0.4:
+        record["files"] = copy.deepcopy(chance.choice(draft.commits)["files"])
+    target = record["target"]["seq"] if isinstance(record.get("target"), dict) else 0
+    base = record.get("base")
+    if isinstance(target, int) and chance.random() < 0.7:
+        about = draft.commits[target] if target < slots else draft.commits[-1]
+        record |= {"state_bytes": about.get("state_bytes"), "tensors": about.get("tensors")}
+        if 0 <= target < 10**20:
+            key = keys.anchor_key(target) if base is None else keys.skip_key(target, base["seq"]) if isinstance(base, dict) else key
+    draft.others[key] = record
+    return f"{key} leads from {base and base.get('seq')} to {target}"
+
+
+def _change_files(draft: ChainDraft, chance: random.Random) -> str:
+    """Change the files of a commit or shortcut: others, fewer, twice, in another order, with other sizes, or of another commit."""
+    name, record = _any_record(draft, chance)
+    files = record.get("files")
+    if not isinstance(files, list) or not files or not all(isinstance(file, dict) for file in files):
+        return f"{name} has no files to change"
+    way = chance.randrange(8)
+    file = chance.choice(files)
+    if way == 0:
+        files.remove(file)
+    elif way == 1:
+        files.append(copy.deepcopy(file))
+    elif way == 2:
+        chance.shuffle(files)
+    elif way == 3:
+        record["files"] = copy.deepcopy(chance.choice(draft.commits).get("files"))
+    elif way == 4:
+        other = copy.deepcopy(
+            chance.choice([each for commit in draft.commits for each in commit.get("files") or [] if isinstance(each, dict)] or [file])
+        )
+        file |= {field: other.get(field) for field in ("key", "blake3", "size", *(["raw"] if chance.random() < 0.5 else []))}
+    elif way == 5:
+        file["name"] = chance.choice(
+            [None, "../x", "a/b", ".hidden", "MODEL.safetensors", "deltawire.json", "x.tmp", "config.json", "é" * 200]
+        )
+    else:
+        field = chance.choice(["size", "raw", "first", "count"])
+        file[field] = _number(chance, file.get(field))
+    return f"files of {name}, way {way}"
+
+
+def _change_data(draft: ChainDraft, chance: random.Random) -> str:
+    """Change the content of a data object. Every record that names the object gets its new, right name."""
+    old = chance.choice(sorted(draft.data))
+    data, how = _other_content(draft.data[old], chance)
+    digest = blake3(data).hexdigest()
+    new = old.replace(old.split("/")[-1].split(".")[0], digest)
+    draft.data[new] = data
+    for record in [*draft.commits, *draft.others.values()]:
+        for file in record.get("files") or []:
+            if isinstance(file, dict) and file.get("key") == old:
+                file |= {"key": new, "blake3": digest, "size": len(data)}
+    return f"content of {old[-90:-60]}…: {how}"
+
+
+def _other_content(data: bytes, chance: random.Random) -> tuple[bytes, str]:
+    way = chance.randrange(6)
+    if way == 0:
+        at = chance.randrange(len(data) + 1)
+        return data[:at], f"cut at {at}"
+    if way == 1:
+        return data + bytes(chance.randrange(1, 40)), "longer"
+    with contextlib.suppress(Exception):  # data that are not a delta are changed in another way
+        metadata, changes, payloads = split_delta(data)
+        if way == 2:
+            metadata[chance.choice(["before", "after"])] = "f" * 32
+        elif way == 3 and payloads:
+            name = chance.choice(sorted(payloads))
+            at = chance.randrange(len(payloads[name]))
+            payloads[name] = payloads[name][:at] + bytes([chance.randrange(256)]) + payloads[name][at + 1 :]
+        elif way == 4 and payloads:
+            payloads["z.other"] = payloads.pop(chance.choice(sorted(payloads)))
+        if "before" in metadata:
+            return join_delta(metadata, changes, payloads), f"another delta, way {way}"
+    flipped = bytearray(data)
+    for _ in range(chance.randrange(1, 4)):
+        flipped[chance.randrange(min(len(flipped), chance.choice([8, 200, 10**9])))] ^= 1 << chance.randrange(8)
+    return bytes(flipped), "bits flipped"
+
+
+def _lose_data(draft: ChainDraft, chance: random.Random) -> str:
+    key = chance.choice(sorted(draft.data))
+    del draft.data[key]
+    return f"{key[-90:-60]}… is missing"
+
+
+def _change_order(draft: ChainDraft, chance: random.Random) -> str:
+    """Remove commits at the end, repeat or swap some, or give one to an earlier writer. Renumber them or not."""
+    way = chance.randrange(4)
+    slot = chance.randrange(1, len(draft.commits))
+    if way == 0:
+        del draft.commits[slot + 1 :]
+    elif way == 1:
+        draft.commits.insert(slot, copy.deepcopy(chance.choice(draft.commits)))
+    elif way == 2:
+        other = chance.randrange(1, len(draft.commits))
+        draft.commits[slot], draft.commits[other] = draft.commits[other], draft.commits[slot]
+    else:
+        late = copy.deepcopy(draft.commits[slot])
+        late["epoch"] = chance.choice([0, 1, 2, 4])
+        draft.commits.insert(slot, late)
+    if chance.random() < 0.9:
+        for number, commit in enumerate(draft.commits):
+            if commit.get("state_seq") == commit.get("seq"):
+                commit["state_seq"] = number
+            commit["seq"] = number
+    return f"order of commits, way {way} at {slot}"
+
+
+def _change_epochs(draft: ChainDraft, chance: random.Random) -> str:
+    """Change epochs: one resumes from any version, is missing, or is claimed although no writer used it."""
+    number = chance.choice([1, 2, 3, 3, 3, 4, 5])
+    key = keys.epoch_key(number)
+    way = chance.randrange(3)
+    if way == 0:
+        draft.others.pop(key, None)
+    else:
+        template = next((copy.deepcopy(record) for each, record in draft.others.items() if each.startswith(keys.EPOCHS)), None)
+        if template is None:
+            return "no epoch to change"
+        record = draft.others.setdefault(key, template | {"epoch": number})
+        begins = next((slot for slot, commit in enumerate(draft.commits) if commit.get("epoch") == number), 0)
+        record["resumed_from"] = chance.choice([None, begins, begins + 1, chance.randrange(len(draft.commits) + 2), _number(chance)])
+        if way == 2:
+            draft.others[keys.epoch_key(chance.randrange(10**9))] = copy.deepcopy(record)
+    return f"{key}, way {way}: {draft.others.get(key, {}).get('resumed_from', 'gone')}"
+
+
+def _change_marks_and_pins(draft: ChainDraft, chance: random.Random) -> str:
+    way = chance.randrange(4)
+    mark = next((copy.deepcopy(record) for key, record in draft.others.items() if key.startswith(keys.MARKS)), None)
+    if way == 0 and mark is not None:
+        number = chance.choice([0, 2, 3, 10**9])
+        draft.others[keys.mark_key(number)] = mark | {"mark": number, "floor": chance.choice([0, 5, 13, 15, 10**6, 2**62])}
+    elif way == 1:
+        pin = draft.others.get(keys.pin_key("reader"))
+        if pin is not None:
+            pin |= {"seq": _number(chance, pin.get("seq")), "ttl": chance.choice([0, 1, 10**9, 10**15, 2**63 - 1])}
+    elif way == 2 and keys.HEAD in draft.others:
+        draft.others[keys.HEAD]["seq"] = _number(chance, draft.others[keys.HEAD].get("seq"))
+    else:
+        limits = draft.run.get("limits")
+        if isinstance(limits, dict) and limits:
+            limits[chance.choice(sorted(limits))] = chance.choice([0, 1, 3, 4, 100, 1500, 2**40, 2**63 - 1])
+    return f"marks, pins, HEAD and limits, way {way}"
+
+
+def _unlink(draft: ChainDraft, chance: random.Random) -> str:
+    draft.unlinked = True
+    return "hashes are not made right"
+
+
+MUTATIONS: list[tuple[Callable[[ChainDraft, random.Random], str], int]] = [
+    (_change_commit, 6),
+    (_change_base, 3),
+    (_delta_without_files, 2),
+    (_change_any_field, 5),
+    (_change_shortcut, 4),
+    (_change_files, 4),
+    (_change_data, 4),
+    (_lose_data, 2),
+    (_change_order, 3),
+    (_change_epochs, 3),
+    (_change_marks_and_pins, 3),
+    (_unlink, 1),
+]
+
+
+def hostile(seed: int) -> tuple[MemoryStore, list[str]]:
+    """Return the chain of a seed, and what was changed. Seed 0 is the sound chain."""
+    chance = random.Random(seed)
+    draft = copy.deepcopy(draft_of(seed))
+    mutations, weights = zip(*MUTATIONS, strict=True)
+    for _ in range(0 if seed == 0 else chance.choice([1, 1, 1, 2, 2, 3])):
+        for mutate in chance.choices(mutations, weights):
+            # an earlier change removed what this one would change
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+                draft.done.append(mutate(draft, chance))
+    return linked_store(draft, chance), draft.done
