@@ -18,6 +18,7 @@
     │   ├── UnsupportedDtype        the format does not know its element type
     │   ├── UnsupportedTensor       it is neither a NumPy array nor a dense torch tensor on the CPU or a GPU
     │   ├── UnsupportedLayout       a model stores it in a form that cannot be read or written in place
+    │   ├── UnquantisableWeight     a recipe cannot quantise it
     │   └── BadTensorName           its name is not allowed in a safetensors file
     ├── CheckpointError             a checkpoint file or directory cannot be read or written
     ├── StoreError                  a request to an object store failed
@@ -207,6 +208,12 @@ class UnsupportedLayout(TensorError):
     """A model stores the tensors of its checkpoints in a form that cannot be read or written in place."""
 
     hint = "Serve this model with an engine that loads whole checkpoints (DiskEngine, vLLM)."
+
+
+class UnquantisableWeight(TensorError):
+    """A recipe cannot quantise a weight: its shape, its type or its layer does not allow it."""
+
+    hint = "Add the layer to the patterns in `ignore`, so that it is published as it is, or choose another recipe."
 
 
 class BadTensorName(TensorError):

@@ -18,6 +18,7 @@ LAYERS = [
     {"codec"},
     {"format"},
     {"tensors"},
+    {"quantise"},
     {"delta"},
     {"store"},
     {"chain"},

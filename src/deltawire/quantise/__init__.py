@@ -1,0 +1,17 @@
+"""Quantising weights before they are published, so that a delta holds exactly the bytes that engines serve (docs/quantise.md).
+
+recipe      what a recipe is: its name, options and release
+modules     which modules are quantised, and which of them engines join into one layer
+experts     the weights of all experts of a layer in one tensor
+layout      which published tensors a recipe makes of a model
+config      the `quantization_config` that engines read
+scales      fresh scales, and the rule by which previous ones stay
+reference   the definition of codes, in NumPy
+quantise    whole states
+dequantise  the weights that an engine computes with
+"""
+
+from .layout import Output, QuantisedLayout, QuantisedWeight, TensorSpec
+from .recipe import Recipe
+
+__all__ = ["Output", "QuantisedLayout", "QuantisedWeight", "Recipe", "TensorSpec"]

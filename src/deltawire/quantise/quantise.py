@@ -1,0 +1,167 @@
+"""Quantising whole states, or some of the tensors that are published for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..codec.bits import in_host_memory
+from ..errors import DtypeMismatch, ShapeMismatch, TensorMissing
+from ..tensors.bits import State, Tensor, TensorBits, tensor_bits, typed
+from ..tensors.casting import Casts
+from . import reference
+from .layout import KeptDType, Output, QuantisedLayout, QuantisedWeight
+from .recipe import Recipe, RecipeLike
+from .scales import Grid, Scales, choose_scales
+
+
+class Quantiser(Protocol):
+    """The two steps of quantising that read every weight. The reference, native code and GPU code have the same functions."""
+
+    def block_maxima(self, recipe: Recipe, weight: NDArray[Any], first_row: int = 0, name: str = "") -> Grid: ...
+    def encode_codes(self, recipe: Recipe, weight: NDArray[Any], scales: Scales, first_row: int = 0) -> NDArray[Any]: ...
+
+
+def quantise_state(
+    state: State,
+    recipe: RecipeLike,
+    previous: State | None = None,
+    *,
+    dtype: KeptDType = None,
+    out: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Return the tensors that a recipe publishes for a state.
+
+    The same weights and the same previous tensors always give the same bytes. Raise `UnquantisableWeight` if the recipe cannot quantise a
+    weight, and `NonFiniteWeights` if a weight is NaN or infinite.
+
+    Parameters
+    ----------
+    state
+        Names to NumPy arrays or torch tensors.
+    recipe
+        The recipe, or its spelling, such as "fp8-block".
+    previous
+        The tensors that were published last. Their scales stay where the sticky rule allows it. If it is None, all scales are fresh.
+    dtype
+        The type of floating-point tensors that are not quantised; bfloat16 by default.
+    out
+        Tensors to write into, by name. Other tensors are new. Their contents are undefined after an error.
+    """
+    layout = QuantisedLayout.of_state(recipe, state, dtype)
+    return quantise_outputs(layout, layout.outputs, state, previous, out)
+
+
+def quantise_outputs(
+    layout: QuantisedLayout,
+    names: Iterable[str],
+    state: State,
+    previous: State | None = None,
+    out: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Return some of the tensors that are published for a state (`QuantisedLayout.quantise`)."""
+    work = _Work(layout, state, previous)
+    casts = Casts()
+    found: dict[str, Tensor] = {}
+    for name in names:
+        output = layout.output(name)
+        made = work.tensor(output) if output.weight is not None else _kept(output, work.source(name), casts)
+        found[name] = made if out is None or name not in out else _written(output, made, out[name])
+    return found
+
+
+class _Work:
+    """Quantises the weights of one state. It keeps the largest values and scales of each weight, because several tensors need them."""
+
+    def __init__(self, layout: QuantisedLayout, state: State, previous: State | None, quantiser: Quantiser = reference) -> None:
+        self._layout = layout
+        self._state = state
+        self._previous = previous
+        self._quantiser = quantiser
+        self._maxima: dict[str, Grid] = {}
+        self._scales: dict[str, Scales] = {}
+
+    def source(self, name: str) -> TensorBits:
+        if name not in self._state:
+            raise TensorMissing(f"tensor {name!r} is missing in the state that is to be quantised.")
+        tensor = tensor_bits(name, self._state[name])
+        spec = self._layout.specs[name]
+        if tensor.dtype != spec.dtype:
+            raise DtypeMismatch(f"tensor {name!r} has type {tensor.dtype.name}, but the layout was made for {spec.dtype.name}.")
+        if tensor.whole is not None or tensor.shape != spec.shape:
+            raise ShapeMismatch(f"tensor {name!r} has shape {tensor.shape}, but the layout was made for {spec.shape}.")
+        return tensor
+
+    def tensor(self, output: Output) -> Tensor:
+        weight = output.weight
+        assert weight is not None
+        if output.role == "shape":
+            return np.array([weight.rows, weight.columns], np.int64)
+        scales = self.scales(weight)
+        if output.role == "codes":
+            return self._quantiser.encode_codes(self._layout.recipe, self._rows(weight), scales).reshape(output.shape)
+        if output.role == "scale":
+            return scales.scale.reshape(output.shape)
+        assert scales.global_scale is not None
+        return scales.global_scale
+
+    def scales(self, weight: QuantisedWeight) -> Scales:
+        if weight.module not in self._scales:
+            layout = self._layout
+            previous = self._layout.previous_scales(weight, self._previous)
+            shared = None
+            if layout.recipe.shares_scales:
+                group = layout.groups[weight.group]
+                shared = max(float(self.maxima(other).max()) for other in group)
+                previous = agreed(previous, [layout.previous_scales(other, self._previous) for other in group])
+            self._scales[weight.module] = choose_scales(layout.recipe, weight.dtype, self.maxima(weight), previous, shared)
+        return self._scales[weight.module]
+
+    def maxima(self, weight: QuantisedWeight) -> Grid:
+        if weight.module not in self._maxima:
+            self._maxima[weight.module] = self._quantiser.block_maxima(self._layout.recipe, self._rows(weight), name=weight.source)
+        return self._maxima[weight.module]
+
+    def _rows(self, weight: QuantisedWeight) -> NDArray[Any]:
+        return rows_of(weight, typed(in_host_memory(self.source(weight.source).bits), weight.dtype))
+
+
+def rows_of(weight: QuantisedWeight, source: NDArray[Any]) -> NDArray[Any]:
+    """Return a weight as rows and columns, from its source tensor."""
+    rows = source.swapaxes(-1, -2) if weight.is_transposed else source
+    return rows.reshape(-1, weight.columns)[weight.first_row : weight.first_row + weight.rows]
+
+
+def agreed(own: Scales | None, group: list[Scales | None]) -> Scales | None:
+    """Return the previous scales of a weight, or None if the weights of its group do not all have the same scale that is one number."""
+    if own is None:
+        return None
+    mine = own.scale if own.global_scale is None else own.global_scale
+    for other in group:
+        theirs = None if other is None else other.scale if other.global_scale is None else other.global_scale
+        if theirs is None or theirs.dtype != mine.dtype or theirs.tobytes() != mine.tobytes():
+            return None
+    return own
+
+
+def _kept(output: Output, source: TensorBits, casts: Casts) -> Tensor:
+    cast = casts.cast(source, output.dtype)
+    return typed(in_host_memory(cast.bits), output.dtype)
+
+
+def _written(output: Output, made: Tensor, into: Tensor) -> Tensor:
+    target = tensor_bits(output.name, into)
+    check_form(output, target)
+    np.copyto(in_host_memory(target.bits), in_host_memory(tensor_bits(output.name, made).bits))
+    return into
+
+
+def check_form(output: Output, target: TensorBits) -> None:
+    """Raise `DtypeMismatch` or `ShapeMismatch` if a tensor cannot hold an output."""
+    if target.dtype != output.dtype:
+        raise DtypeMismatch(f"tensor {output.name!r} has type {target.dtype.name}, but it is published as {output.dtype.name}.")
+    if target.shape != output.shape:
+        raise ShapeMismatch(f"tensor {output.name!r} has shape {target.shape}, but it is published with shape {output.shape}.")
