@@ -69,7 +69,7 @@ def published_chain() -> Template:
         versions: list[Any] = [publisher.publish(state, step=step) for step, state in enumerate(states[:8])]
     with Publisher(store, attachments={"config.json": b"{}", "chat_template.jinja": b"b"}, options=options) as publisher:
         versions += [publisher.publish(state, step=8 + step) for step, state in enumerate(states[8:11])]
-    with Publisher(store, resume_from=versions[-2].seq, options=options) as publisher:
+    with Publisher(store, resume_from_seq=versions[-2].seq, options=options) as publisher:
         versions += [publisher.publish(state, step=10 + step) for step, state in enumerate(states[11:])]
     store.put(keys.pin_key("reader"), Pin(ChainLog(store).run.id, "reader", 8, 3600).to_bytes())
     weights = {deltawire.state_digest(state).hex(): bits_of(state) for state in states}

@@ -92,7 +92,7 @@ def read_fleet_versions(store: Store, folder: Path) -> None:
 
 
 def _sync(subscriber: Subscriber, target: int | None = None) -> None:
-    version = subscriber.sync(target)
+    version = subscriber.sync(seq=target)
     check_weights(subscriber.state, version.digest)
 
 
@@ -142,8 +142,8 @@ def collect_garbage(store: Store, folder: Path) -> None:
         _sync(subscriber)
 
 
-def _publish(store: Store, resume_from: int | None = None) -> None:
-    with Publisher(store, options=WriterOptions(segment_bytes=500), resume_from=resume_from) as publisher:
+def _publish(store: Store, resume_from_seq: int | None = None) -> None:
+    with Publisher(store, options=WriterOptions(segment_bytes=500), resume_from_seq=resume_from_seq) as publisher:
         for number in range(2):
             state = next_state(first_state(), 1000 + number)
             published = publisher.publish(state, step=1000 + number)
@@ -160,7 +160,7 @@ def resume(store: Store, folder: Path) -> None:
 
 
 def resume_an_older_one(store: Store, folder: Path) -> None:
-    _publish(store, resume_from=4)
+    _publish(store, resume_from_seq=4)
 
 
 READERS: list[Callable[[Store, Path], None]] = [

@@ -68,7 +68,7 @@ class LayoutChanged(DeltawireWarning):
 
 
 class StepWentBack(DeltawireWarning):
-    """A version has a lower step than the version before, and the publisher was not opened with `resume_from`."""
+    """A version has a lower step than the version before, and the publisher was not opened with `resume_from_seq`."""
 
     event = "step-went-back"
 

@@ -88,12 +88,12 @@ def publish(place: Place, name: str, seed: int, last: int | None = None) -> None
     acknowledged = Journal(place.folder / f"acknowledged-{name}")
 
     def take_over() -> Publisher:
-        resume_from = None
+        resume_from_seq = None
         if last is None and chance.random() < 0.15:
             with open_store(place.url, options=place.options) as store, contextlib.suppress(DeltawireError):
                 log = ChainLog(store, trusted_keys=place.trusted)
                 versions = [commit.seq for commit in log.tail(-1) if commit.kind != "fence" and commit.seq > log.floor()]
-                resume_from = chance.choice(versions[-4:]) if versions else None
+                resume_from_seq = chance.choice(versions[-4:]) if versions else None
         return Publisher(
             place.url,
             options=WriterOptions(
@@ -103,7 +103,7 @@ def publish(place: Place, name: str, seed: int, last: int | None = None) -> None
                 signing_key=place.key,
                 store=place.options,
             ),
-            resume_from=resume_from,
+            resume_from_seq=resume_from_seq,
             background=chance.random() < 0.3,
         )
 

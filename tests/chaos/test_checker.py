@@ -26,7 +26,7 @@ def sound() -> tuple[Objects, list[Seen]]:
     versions: list[Any] = []
     with Publisher(store, options=WriterOptions(segment_bytes=6000, anchor_policy=AnchorPolicy(4, 9))) as publisher:
         versions += [publisher.publish(state_of(step), step=step) for step in range(LAST)]
-    with Publisher(store, options=WriterOptions(segment_bytes=6000), resume_from=versions[-2].seq) as publisher:
+    with Publisher(store, options=WriterOptions(segment_bytes=6000), resume_from_seq=versions[-2].seq) as publisher:
         versions += [publisher.publish(state_of(step), step=step) for step in (LAST - 1, LAST)]
     assert any(store.list("anchor/"))
     assert any(store.list("skip/"))

@@ -194,7 +194,7 @@ def test_an_engine_that_was_started_from_the_mirror_is_not_told_to_load_it_again
         publisher.publish(first_state())
         with Subscriber(store, tmp_path / "mirror") as subscriber:
             seq = subscriber.sync().seq
-        engine = DiskEngine(tmp_path / "mirror", lambda path, version: loaded.append(version.seq), loaded=seq)
+        engine = DiskEngine(tmp_path / "mirror", lambda path, version: loaded.append(version.seq), loaded_seq=seq)
         with HotSwap(store, engine) as swap:
             assert swap.sync().seq == seq
             assert loaded == []
@@ -235,12 +235,12 @@ def test_an_interrupt_while_the_engine_resumes_does_not_mislabel_its_weights(tmp
 
     engine = DiskEngine(tmp_path / "mirror", lambda path, version: loaded.append(version), resume=resume)
     with HotSwap(store, engine) as policy:
-        policy.sync(versions[0].seq)
+        policy.sync(seq=versions[0].seq)
         interrupts.append(KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
-            policy.sync(versions[1].seq)
+            policy.sync(seq=versions[1].seq)
         assert policy.version == policy.live == loaded[-1] == versions[1]
-        policy.sync(versions[0].seq)
+        policy.sync(seq=versions[0].seq)
         assert policy.version == policy.live == loaded[-1] == versions[0]
 
 
@@ -257,5 +257,5 @@ def test_a_follow_thread_that_an_engine_ends_is_reported(tmp_path: Path) -> None
     with HotSwap(store, engine, on_event=lambda event: events.append(event.name)) as policy:
         policy.start()
         with pytest.raises(EngineUnavailable, match="raised SystemExit"):
-            policy.wait_for(version.seq, 300)
+            policy.wait_for(seq=version.seq, timeout=300)
     assert "follow-failed" in events

@@ -115,7 +115,7 @@ def test_live_models_are_what_from_pretrained_loads_after_every_sync(
     assert len({str(state) for state in states}) == 4
     assert swaps[0].version is not None
     for swap, model in zip(swaps, (served, on_a_device), strict=True):
-        swap.sync(swaps[0].version.seq - 2 if swap is swaps[0] else None)
+        swap.sync(seq=swaps[0].version.seq - 2 if swap is swaps[0] else None)
         assert bits(named_weights(model)) == states[1 if swap is swaps[0] else 3]
         swap.close()
 

@@ -60,7 +60,7 @@ def test_tied_weights_in_different_segments_stay_tied_and_can_be_reverted(publis
         assert bits(served.state_dict()) == states[-1]
         step(trainer, number)
     assert swap.version is not None
-    swap.sync(swap.version.seq - 2)
+    swap.sync(seq=swap.version.seq - 2)
     assert bits(served.state_dict()) == states[1]
     assert served.lm_head.weight is served.model.embed_tokens.weight
 
@@ -153,7 +153,7 @@ def test_a_module_that_says_which_version_it_was_loaded_from_fetches_only_deltas
     step(trainer, 1)
     second: Any = publisher.publish(trainer.state_dict())
     events: list[Event] = []
-    follow(served, engine={"at": first.seq}, on_event=events.append).sync()
+    follow(served, engine={"loaded_seq": first.seq}, on_event=events.append).sync()
     assert [event.fields["bytes"] for event in events if event.name == "synced"] == [second.bytes]
     assert bits(served.state_dict()) == bits(trainer.state_dict())
 
@@ -163,7 +163,7 @@ def test_a_module_that_is_wrong_about_its_version_gets_a_whole_checkpoint(publis
     first: Any = publisher.publish(trainer.state_dict())
     step(trainer, 1)
     publisher.publish(trainer.state_dict())
-    follow(served, engine={"at": first.seq}).sync()
+    follow(served, engine={"loaded_seq": first.seq}).sync()
     assert bits(served.state_dict()) == bits(trainer.state_dict())
 
 
@@ -274,7 +274,7 @@ def test_going_back_changes_parameters_that_were_replaced(publisher: Publisher, 
         with torch.no_grad():
             trainer.model.norm.weight += 1
     served.model.norm.weight = torch.nn.Parameter(served.model.norm.weight.detach().clone())
-    swap.sync(seqs[1])
+    swap.sync(seq=seqs[1])
     assert bits(served.state_dict()) == states[1]
 
 
@@ -350,11 +350,11 @@ def test_it_follows_on_a_separate_thread(publisher: Publisher, follow: Follow) -
     for number in range(4):
         step(trainer, number)
         newest: Any = publisher.publish(trainer.state_dict())
-        assert swap.wait_for(newest.seq, timeout=300).seq >= newest.seq
+        assert swap.wait_for(seq=newest.seq, timeout=300).seq >= newest.seq
         logits(served)
     swap.close()
     with pytest.raises(ValueError, match="no longer updated"):
-        swap.wait_for(newest.seq + 1)
+        swap.wait_for(seq=newest.seq + 1)
     assert bits(served.state_dict()) == bits(trainer.state_dict())
     assert swap.last_swap is not None
     assert not served._forward_hooks
@@ -366,7 +366,7 @@ def test_an_error_that_ends_following_is_reported(store: MemoryStore, publisher:
     swap = follow(torch.nn.Linear(2, 2), on_event=events.append)
     swap.start(poll=0.01)
     with pytest.raises(EngineRefused):
-        swap.wait_for(1, timeout=300)
+        swap.wait_for(seq=1, timeout=300)
     assert "follow-failed" in [event.name for event in events]
 
 

@@ -64,7 +64,7 @@ def test_a_bad_delta_without_another_way_leaves_the_reader_where_it_is(chain: To
     bad = chain.commits[4].files[1]
     events = Listener()
     with opened(chain, on_event=events) as reader:
-        reader.sync(2)
+        reader.sync(seq=2)
         whole = do_harm(chain, bad, harm, chain.commits[2].files[1])
         with pytest.raises(HARMS[harm]) as caught:
             reader.sync()
@@ -83,7 +83,7 @@ def test_a_bad_delta_without_another_way_leaves_the_reader_where_it_is(chain: To
 def test_a_bad_delta_is_got_round_by_an_anchor(chain: ToyChain, opened: Open, harm: str) -> None:
     events = Listener()
     with opened(chain, on_event=events) as reader:
-        reader.sync(2)
+        reader.sync(seq=2)
         do_harm(chain, chain.commits[3].files[0], harm, chain.commits[2].files[0])
         chain.add_anchor(3)
         assert reader.sync().seq == 4
@@ -95,7 +95,7 @@ def test_a_bad_delta_in_front_of_an_anchor_that_was_confirmed_before_is_got_roun
     """The anchor belongs to the same version as the bad delta."""
     events = Listener()
     with opened(chain, on_event=events) as reader:
-        reader.sync(1)
+        reader.sync(seq=1)
         chain.add_anchor(2)
         do_harm(chain, chain.commits[2].files[1], harm, chain.commits[3].files[1])
         assert reader.sync().seq == 4
@@ -133,7 +133,7 @@ def test_a_bad_skip_is_got_round_by_the_deltas_that_it_stands_for(chain: ToyChai
     do_harm(chain, skip.files[0], harm, chain.commits[2].files[0])
     events = Listener()
     with opened(chain, on_event=events) as reader:
-        reader.sync(1)
+        reader.sync(seq=1)
         assert reader.sync().seq == 16
         assert bits_of(reader.state) == bits_of(chain.state)
     assert "avoiding" in events.names()
@@ -168,7 +168,7 @@ def test_a_chain_that_was_repaired_as_documented_is_sound_again() -> None:
     assert any("commit 3" in problem.where for problem in report.problems)
     with pytest.raises(DataDamaged):
         open_publisher(store)
-    with open_publisher(store, resume_from=2) as publisher:
+    with open_publisher(store, resume_from_seq=2) as publisher:
         ledger.publish(publisher, 2)
         assert_repaired(store, ledger, {bad.files[0].key})
         ledger.publish(publisher, 12)  # this also makes checkpoints

@@ -140,7 +140,7 @@ def test_a_result_by_a_version_that_a_rewind_abandoned_is_refused() -> None:
         trainer.run_to(1)
         abandoned = trainer.steps.newest
     fleet.members.clear()
-    with fleet.publisher(resume_from=1) as publisher:
+    with fleet.publisher(resume_from_seq=1) as publisher:
         trainer = fleet.trainer(publisher)
         assert trainer.steps.newest.step == 0
         record = trainer.open(1)  # this trainer did not look for existing rounds, so it opens a new one

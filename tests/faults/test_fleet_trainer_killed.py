@@ -190,7 +190,7 @@ def test_results_by_versions_that_a_rewind_abandoned_are_not_trained_on_and_olde
         lost = trainer.collect(3)  # this batch is acknowledged, and was made by versions 1 or 2
     made_by = {seq for rollouts in lost.rollouts for seq in rollouts.versions}
     assert made_by == {first[2].seq}
-    with fleet.publisher(resume_from=first[1].seq) as publisher:
+    with fleet.publisher(resume_from_seq=first[1].seq) as publisher:
         trainer = fleet.trainer(publisher)
         adopted = trainer.go(trainer.steps.resume())
         assert [record.for_step for record in adopted] == [2, 3]

@@ -111,7 +111,7 @@ def test_a_follower_goes_on_with_the_newest_wherever_a_collection_passes_it(
     def read(chain: Chain, index: int) -> None:
         with open_subscriber(chain, tmp_path / str(index) if mirrored else None) as reader:
             if not joins:
-                reader.sync(2)
+                reader.sync(seq=2)
             follow_to_the_end(reader, chain)
             assert bits_of(reader.state) == bits_at(chain.newest)
             assert reader.last_error is None

@@ -209,9 +209,9 @@ def test_a_publisher_builds_on_no_chain_that_is_signed_otherwise_than_its_own_co
     signed, ledger = published(6, signing_key=old)
     for store, options in ((unsigned, {"signing_key": new}), (signed, {"signing_key": new}), (signed, {})):
         before = [info.key for info in store.list("")]
-        for resume_from in (None, 1):
+        for resume_from_seq in (None, 1):
             with pytest.raises(SignatureInvalid):
-                open_publisher(store, resume_from=resume_from, **options)
+                open_publisher(store, resume_from_seq=resume_from_seq, **options)
         assert [info.key for info in store.list("")] == before  # no epoch was claimed
     with pytest.raises(ValueError, match="signing_key"):
         open_publisher(unsigned, trusted_keys=[old.public])
@@ -266,7 +266,7 @@ def test_a_shortcut_that_is_not_rightly_signed_is_passed_over() -> None:
     chain.add_anchor(13)
     chain.add_skip(9, 1)
     with open_subscriber(store, trusted_keys=[key.public]) as reader:
-        assert reader.sync(1).seq == 1
+        assert reader.sync(seq=1).seq == 1
         assert reader.sync().seq == 13
         assert bits_of(reader.state) == bits_of(chain.state)
 
@@ -397,7 +397,7 @@ def test_a_pipe_in_place_of_any_object_is_refused_by_name_or_passed_over(tmp_pat
         ledger.publish(publisher, 5)
     refused = set()
     with open_subscriber(store) as reader:
-        reader.sync(2)
+        reader.sync(seq=2)
         for info in list(store.list("")):
             data = store.get(info.key, limit=info.size)
             store.delete([info.key])

@@ -61,7 +61,7 @@ def test_a_result_that_is_rejected_after_its_acknowledgement_is_left_out_for_goo
     told = [event.fields for event in fleet.events if event.name == "rollout-rejected"]
     assert [(one["reason"], one["why"], one["task"], one["member"]) for one in told] == [("untrainable", WHY, 0, whole.results[0].member)]
     assert rejected_in(fleet) == {spoiled}
-    with fleet.publisher(resume_from=1) as publisher:  # from step 0 on, so both steps are trained again
+    with fleet.publisher(resume_from_seq=1) as publisher:  # from step 0 on, so both steps are trained again
         fleet.trainer(publisher).run_to(2)
     again = trained(fleet)
     assert good in again[1]

@@ -82,7 +82,7 @@ def test_an_epoch_that_is_not_rightly_signed_abandons_nothing() -> None:
     key = SigningKey.generate()
     store = signed_run("main", key, 9)
     collect(store, grace=0.0)
-    with open_publisher(store, signing_key=key, resume_from=7) as publisher:
+    with open_publisher(store, signing_key=key, resume_from_seq=7) as publisher:
         assert publisher.version is not None
         assert publisher.version.kind == "anchor"
     good = store.get(keys.epoch_key(2), limit=1 << 20)
@@ -135,7 +135,7 @@ def test_a_publisher_that_cannot_go_on_fences_nobody_off(waiting: Any) -> None:
             failed = run_ranks(1, lambda ranks: ShardedPublisher(ranks, store, options=WriterOptions(threads=1)))
             assert isinstance(failed[0], DataMissing)
             with pytest.raises(DataMissing):
-                open_publisher(store, resume_from=1)
+                open_publisher(store, resume_from_seq=1)
             assert [info.key for info in store.list("")] == before  # no epoch was claimed
             ledger.publish(healthy)  # the first publisher continues
             for key, data in taken.items():

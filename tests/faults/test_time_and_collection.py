@@ -49,13 +49,13 @@ def test_a_reader_slower_than_collection_starts_again_from_an_anchor(mirrored: b
     store, ledger = long_chain()
     events = Listener()
     with open_subscriber(store, tmp_path / "mirror" if mirrored else None, on_event=events) as reader:
-        reader.sync(2)
+        reader.sync(seq=2)
         assert collect(store, grace=0).outcome == "collected"
         assert reader.sync().step == ledger.newest
         assert bits_of(reader.state) == bits_at(12)
         assert "resynced" in events.names()
         with pytest.raises(VersionGone):
-            reader.sync(3)
+            reader.sync(seq=3)
         assert bits_of(reader.state) == bits_at(12)
 
 
@@ -75,7 +75,7 @@ def test_a_collection_at_any_call_of_a_reader_costs_it_a_detour_at_most(
         begins = [10**6]
         store = FaultyStore(inner, [Before(lambda call, begins=begins, inner=inner: collected(call.index == begins[0], inner), "crash")])
         with open_subscriber(store, tmp_path / str(index) if mirrored else None, on_event=events) as reader:
-            reader.sync(2)
+            reader.sync(seq=2)
             begins[0] = len(store.calls) + index
             assert reader.sync().seq == 13
             assert bits_of(reader.state) == bits_of(states[-1])
@@ -97,7 +97,7 @@ def collected(is_due: bool, store: MemoryStore) -> bool:
 def test_data_above_the_floor_that_are_missing_are_an_alarm() -> None:
     store, ledger = long_chain()
     with open_subscriber(store) as reader:
-        reader.sync(10)
+        reader.sync(seq=10)
         collect(store, grace=0)
         log = ChainLog(store)
         commit = log.read(12)
@@ -115,9 +115,9 @@ def test_data_above_the_floor_that_are_missing_are_an_alarm() -> None:
 def test_a_pin_keeps_what_a_slow_reader_needs() -> None:
     store, ledger = long_chain()
     with open_subscriber(store, pin=True) as reader:
-        reader.sync(2)
+        reader.sync(seq=2)
         collect(store, grace=0)
-        assert reader.sync(3).step == 2
+        assert reader.sync(seq=3).step == 2
         assert bits_of(reader.state) == bits_at(2)
         assert reader.sync().step == ledger.newest
 
@@ -134,7 +134,7 @@ def test_a_pin_keeps_what_a_reader_from_nothing_reads_though_it_is_abandoned(mir
 
     def go_on_elsewhere(call: Call) -> bool:
         if call.op == "read_into" and not list(inner.list(keys.MARKS)):
-            with open_publisher(inner, resume_from=3) as publisher:
+            with open_publisher(inner, resume_from_seq=3) as publisher:
                 ledger.publish(publisher, 13)
             assert collect(inner, grace=0).floor == 4
             assert collect(inner, grace=0).outcome == "nothing"
@@ -153,7 +153,7 @@ def test_the_pin_of_a_reader_that_died_expires_and_is_deleted() -> None:
     inner, ledger = long_chain()
     now = [datetime.now(timezone.utc)]
     store = FaultyStore(inner, clock=lambda: now[0])
-    open_subscriber(store, pin=True).sync(2)
+    open_subscriber(store, pin=True).sync(seq=2)
     pins = []
     for hours in (0.5, 1.0, 1.6):  # a pin expires after one hour, and is deleted after three
         now[0] += timedelta(hours=hours)
@@ -201,11 +201,11 @@ def test_a_reader_that_joins_at_any_version_ends_at_the_head_bit_for_bit(
     prefer_deltas(monkeypatch)
     store = MemoryStore()
     states: dict[int, Any] = {}
-    for resume_from, count in ((None, 9), (None, 6), (8, 9)):
-        with open_publisher(store, resume_from=resume_from) as publisher:
-            if resume_from is not None:
+    for resume_from_seq, count in ((None, 9), (None, 6), (8, 9)):
+        with open_publisher(store, resume_from_seq=resume_from_seq) as publisher:
+            if resume_from_seq is not None:
                 assert publisher.version is not None
-                states[publisher.version.seq] = states[resume_from]
+                states[publisher.version.seq] = states[resume_from_seq]
             for _ in range(count):
                 state = wide_state(len(states))
                 states[publisher.publish(state).seq] = state
@@ -214,7 +214,7 @@ def test_a_reader_that_joins_at_any_version_ends_at_the_head_bit_for_bit(
     for seq in versions:
         with open_subscriber(store, tmp_path / str(seq) if mirrored else None) as reader:
             for target in (seq, None, seq):
-                assert reader.sync(target).seq == (target or versions[-1])
+                assert reader.sync(seq=target).seq == (target or versions[-1])
                 assert bits_of(reader.state) == bits_of(states[target or versions[-1]])
     assert ways == {"anchor", "commit", "fence", "rewind", "skip"}
 

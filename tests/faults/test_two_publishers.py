@@ -153,7 +153,7 @@ def test_a_shortcut_made_after_its_data_were_collected_is_got_round_and_removed(
     assert [note.where for note in report.notes] == [keys.anchor_key(9)]
     events = Listener()
     with open_subscriber(inner, tmp_path / "mirror" if mirrored else None, patience=30.0, on_event=events) as reader:
-        assert reader.sync(9).step == 8
+        assert reader.sync(seq=9).step == 8
         assert bits_of(reader.state) == bits_at(8)
         assert "avoiding" in events.names()
         assert waiting.now == 0
@@ -244,7 +244,7 @@ def test_readers_go_back_when_a_run_is_taken_up_from_an_older_version(tmp_path: 
     with open_subscriber(store, on_event=events.append) as memory, open_subscriber(store, tmp_path / "mirror") as mirror:
         for reader in (memory, mirror):
             assert reader.sync().step == 4
-        with open_publisher(store, resume_from=2) as publisher:
+        with open_publisher(store, resume_from_seq=2) as publisher:
             for reader in (memory, mirror):
                 assert reader.sync().step == 1
                 assert bits_of(reader.state) == bits_at(1)

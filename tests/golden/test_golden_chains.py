@@ -59,11 +59,11 @@ def test_every_version_of_a_golden_chain_can_be_read(chain: LocalStore, tmp_path
     with Subscriber(chain, tmp_path / "mirror", options=options) as mirror, Subscriber(chain, options=options) as memory:
         for seq, step in steps.items():
             for reader in (mirror, memory):
-                assert reader.sync(seq).step == step
+                assert reader.sync(seq=seq).step == step
                 assert bits_of(reader.state) == bits_of(state_at(step))
             assert mirror.path is not None
             assert (mirror.path / "config.json").read_bytes() == CONFIG["config.json"]
-            pull(chain, tmp_path / str(seq), at=seq, options=options)
+            pull(chain, tmp_path / str(seq), seq=seq, options=options)
             assert (tmp_path / str(seq) / "config.json").read_bytes() == CONFIG["config.json"]
     assert read_model_files(chain).files == CONFIG
     versions = ChainVersions(ChainLog(chain))

@@ -63,12 +63,12 @@ def test_pull_gives_every_version_its_own_attachments(changing: Any, tmp_path: P
     store, weights, wanted = changing
     assert [commit.kind for commit in ChainLog(store).tail(0)] == ["anchor"] + ["delta"] * 4
     for seq, (state, files) in enumerate(zip(weights, wanted, strict=True), 1):
-        pull(store, tmp_path / str(seq), at=seq, options=ReaderOptions(pin=False))
+        pull(store, tmp_path / str(seq), seq=seq, options=ReaderOptions(pin=False))
         assert files_in(tmp_path / str(seq)) == files
         assert {path.name for path in (tmp_path / str(seq)).iterdir()} == {*files, "model.safetensors"}
-        assert read_model_files(store, at=seq).files == files
+        assert read_model_files(store, seq=seq).files == files
         with Subscriber(store, options=ReaderOptions(pin=False)) as reader:
-            reader.sync(seq)
+            reader.sync(seq=seq)
             assert bits_of(reader.state) == bits_of(state)
     assert read_model_files(store).files == wanted[-1]
     assert verify(store, deep=True).problems == []
@@ -98,7 +98,7 @@ def test_a_mirror_has_the_attachments_of_the_version_that_it_serves(changing: An
     store, _, wanted = changing
     with Subscriber(store, tmp_path / "mirror", options=ReaderOptions(pin=False)) as reader:
         for seq in (1, 2, 3, 4, 5, 4, 3, 1, 5, 2):
-            reader.sync(seq)
+            reader.sync(seq=seq)
             assert files_in(reader.path) == wanted[seq - 1]
             links = {path.name for path in (tmp_path / "mirror").iterdir() if path.is_symlink() and path.suffix not in ("", ".safetensors")}
             assert links == set(wanted[seq - 1]) | {"deltawire.json"}
@@ -112,7 +112,7 @@ def test_a_version_whose_attachment_is_lost_is_not_served_half(changing: Any, tm
     lost = next(entry for entry in commit.attachments if entry.name == "chat.jinja")
     data = store.get(lost.key, limit=100)
     with Subscriber(store, tmp_path / "mirror", options=ReaderOptions(pin=False, patience=0.0)) as reader:
-        reader.sync(3)
+        reader.sync(seq=3)
         for damage, error in (((), DataMissing), ((b"x" * len(data),), DataDamaged)):
             store.delete([lost.key])
             for wrong in damage:
@@ -178,7 +178,7 @@ def test_a_publisher_without_attachments_keeps_those_in_force_and_an_empty_mappi
     with Publisher(store, attachments={}, options=OPTIONS) as publisher:
         publisher.publish(weights[2])
         assert read_model_files(store).files == {}
-    with Publisher(store, resume_from=1, options=OPTIONS) as publisher:
+    with Publisher(store, resume_from_seq=1, options=OPTIONS) as publisher:
         assert read_model_files(store).files == {"config.json": OLD}  # these files belong to the version that it resumed from
         publisher.publish(weights[3])
     assert read_model_files(store).files == {"config.json": OLD}
@@ -198,7 +198,7 @@ def test_going_back_to_a_version_leaves_the_files_of_abandoned_ones_behind(is_ma
     if is_marked:
         assert collect(store, grace=1e9, keep_anchors=1).floor == 4
     if not is_sharded:
-        with Publisher(store, resume_from=2, options=OPTIONS) as publisher:
+        with Publisher(store, resume_from_seq=2, options=OPTIONS) as publisher:
             assert publisher.version is not None
             assert publisher.version.kind == ("anchor" if is_marked else "rewind")
             assert read_model_files(store).files == {"config.json": OLD, "tokenizer.json": b"[]"}
@@ -206,7 +206,7 @@ def test_going_back_to_a_version_leaves_the_files_of_abandoned_ones_behind(is_ma
     else:
 
         def work(ranks: Any) -> None:
-            with ShardedPublisher(ranks, store, options=WriterOptions(threads=1), resume_from=2) as publisher:
+            with ShardedPublisher(ranks, store, options=WriterOptions(threads=1), resume_from_seq=2) as publisher:
                 publisher.publish(shards_of(weights[3], 0, 1), files={"config.json": b"model's"})
 
         run_ranks(1, work)
@@ -231,7 +231,7 @@ def test_a_publisher_in_the_background_takes_attachments_as_they_are_when_publis
             handle = publisher.publish(state)
             write(folder, config_json=b"%d" % number)
             assert handle.result(30) is not None  # type: ignore[union-attr]
-    found = [read_model_files(store, at=seq).files["config.json"] for seq in (1, 2, 3)]
+    found = [read_model_files(store, seq=seq).files["config.json"] for seq in (1, 2, 3)]
     assert found == [OLD, b"0", b"1"]
 
 
@@ -262,7 +262,7 @@ def test_ranks_that_publish_together_ship_changed_attachments(tmp_path: Path) ->
 
     assert run_ranks(2, work) == [None, None]
     for seq, config in ((1, OLD), (2, NEW), (3, NEW)):
-        pull(tmp_path / "chain", tmp_path / str(seq), at=seq, options=ReaderOptions(pin=False))
+        pull(tmp_path / "chain", tmp_path / str(seq), seq=seq, options=ReaderOptions(pin=False))
         assert files_in(tmp_path / str(seq)) == {"config.json": config}
     assert verify(open_store(tmp_path / "chain"), deep=True).problems == []
 

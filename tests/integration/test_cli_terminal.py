@@ -34,7 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with deltawire.Publisher(place / "chain") as publisher:
         for step, state in enumerate(versions):
             publisher.publish(state, step=10**6 + step, meta={"note": "a note that is far too long for one line of a terminal"})
-    with deltawire.Publisher(place / "chain", resume_from=3) as publisher:
+    with deltawire.Publisher(place / "chain", resume_from_seq=3) as publisher:
         publisher.publish(versions[5], step=10**6 + 3)
     shutil.copytree(place / "chain", place / "broken")
     damaged = next((place / "broken").glob(f"data/*/{1:020}/*.safetensors"))

@@ -179,7 +179,7 @@ def test_what_a_rewind_abandoned_is_known_as_such() -> None:
     store = MemoryStore()
     with open_publisher(store) as publisher:
         first = [publish(publisher, step) for step in range(4)]
-    with open_publisher(store, resume_from=first[1].seq) as publisher:
+    with open_publisher(store, resume_from_seq=first[1].seq) as publisher:
         again = [publish(publisher, step) for step in (2, 3)]
         lives = ChainVersions(ChainLog(store))
         assert [found.live for version in first if (found := lives.find(version.seq)) is not None] == [True, True, False, False]
@@ -200,7 +200,7 @@ def test_versions_between_a_resumed_one_and_its_anchor_are_abandoned_too() -> No
         first = [publish(publisher, step) for step in range(14)]
     floor = ChainLog(store).floor()
     resumed = next(version for version in first if version.seq > floor)
-    with open_publisher(store, resume_from=resumed.seq) as publisher:
+    with open_publisher(store, resume_from_seq=resumed.seq) as publisher:
         assert publisher.version is not None
         assert publisher.version.kind == "anchor"
         lives = ChainVersions(ChainLog(store))

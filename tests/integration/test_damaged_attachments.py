@@ -41,8 +41,8 @@ def test_a_full_checkpoint_can_be_asked_for_and_repairs_a_damaged_chain() -> Non
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["damaged", "missing"])
-@pytest.mark.parametrize("resume_from", [None, 2, 3], ids=["newest", "older", "newest by number"])
-def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has_it(resume_from: int | None, is_lost: bool) -> None:
+@pytest.mark.parametrize("resume_from_seq", [None, 2, 3], ids=["newest", "older", "newest by number"])
+def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has_it(resume_from_seq: int | None, is_lost: bool) -> None:
     store, weights = MemoryStore(), states(4)
     files = {"config.json": OLD, "tokenizer.json": b"[1, 2]"}
     with Publisher(store, attachments=files, options=OPTIONS) as publisher:
@@ -53,13 +53,13 @@ def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has
         store.delete([tokenizer.key])
     else:
         flip(store, tokenizer.key)
-    with Publisher(store, attachments=files, resume_from=resume_from, options=OPTIONS) as publisher:
+    with Publisher(store, attachments=files, resume_from_seq=resume_from_seq, options=OPTIONS) as publisher:
         assert publisher.version is not None
         opened_at = publisher.version.seq
         version = publisher.publish(weights[3])
         assert version.kind == "delta"  # type: ignore[union-attr]
     assert read_model_files(store).files == files
-    if resume_from == 2:  # the resume made a new version, which must be whole too
+    if resume_from_seq == 2:  # the resume made a new version, which must be whole too
         commit = ChainLog(store).read(opened_at)
         assert commit is not None
         assert tokenizer.key not in {entry.key for entry in commit.attachments or ()}
@@ -68,7 +68,7 @@ def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"resume_from": 2}, {"starts_full": True}, {"resume_from": 2, "attachments": {"config.json": NEW}}]
+    "options", [{}, {"resume_from_seq": 2}, {"starts_full": True}, {"resume_from_seq": 2, "attachments": {"config.json": NEW}}]
 )
 def test_a_publisher_without_the_bytes_of_a_damaged_attachment_fences_nobody(options: Any) -> None:
     store, weights = MemoryStore(), states(3)
@@ -94,7 +94,7 @@ def test_going_back_to_a_version_1_whose_attachment_is_damaged_fences_nobody() -
     chain.damage(next(entry for entry in first.files if entry.name == "config.json"))
     before = {info.key for info in store.list("")}
     with pytest.raises(DataDamaged):
-        Publisher(store, resume_from=first.seq, attachments={"config.json": NEW}, options=OPTIONS)
+        Publisher(store, resume_from_seq=first.seq, attachments={"config.json": NEW}, options=OPTIONS)
     assert {info.key for info in store.list("")} == before
 
 

@@ -382,7 +382,7 @@ def test_pull_writes_any_version_as_a_plain_checkpoint(any_chain: ToyChain, tmp_
     assert (tmp_path / "newest" / "tokenizer.json").read_bytes() == b"{}"
     planned = next(event for event in events if event.name == "planned")
     assert sum(fetched) == planned.fields["bytes"]
-    assert pull(any_chain.store, tmp_path / "older", at=3).seq == 3
+    assert pull(any_chain.store, tmp_path / "older", seq=3).seq == 3
     assert bits_of(Checkpoint(tmp_path / "older")) == bits_of(any_chain.states[3] or {})
     names = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
     assert set(os.listdir(tmp_path / "older")) == {*names, "config.json", "tokenizer.json"}
@@ -400,7 +400,7 @@ def test_pull_takes_attachments_of_any_name(tmp_path: Path) -> None:
 
 
 def test_pull_does_not_overwrite_unless_it_is_told_to(any_chain: ToyChain, tmp_path: Path) -> None:
-    pull(any_chain.store, tmp_path / "out", at=2)
+    pull(any_chain.store, tmp_path / "out", seq=2)
     with pytest.raises(CheckpointError, match="exists"):
         pull(any_chain.store, tmp_path / "out")
     assert bits_of(Checkpoint(tmp_path / "out")) == bits_of(any_chain.states[2] or {})
@@ -417,7 +417,7 @@ def test_pull_finds_another_way_round_damage(any_chain: ToyChain, tmp_path: Path
 
 def test_pull_that_fails_leaves_nothing(any_chain: ToyChain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(VersionUnknown):
-        pull(any_chain.store, tmp_path / "out", at=77)
+        pull(any_chain.store, tmp_path / "out", seq=77)
 
     def unavailable(*_: object, **__: object) -> None:
         raise StoreUnavailable("no answer.")

@@ -152,14 +152,14 @@ def test_mistakes_in_the_arguments_show_before_anybody_is_fenced(tmp_path):
         chain.publish(Training().state)
         for wrong, error in [
             ({"run": "eight"}, RunMismatch),
-            ({"resume_from": 5}, VersionUnknown),
-            ({"resume_from": 0}, VersionUnknown),
+            ({"resume_from_seq": 5}, VersionUnknown),
+            ({"resume_from_seq": 0}, VersionUnknown),
             ({"attachments": tmp_path / "missing"}, CheckpointError),
         ]:
             with pytest.raises(error):
                 publisher(store, **wrong)
         with pytest.raises(VersionUnknown):
-            publisher(MemoryStore(), resume_from=1)
+            publisher(MemoryStore(), resume_from_seq=1)
         chain.publish(Training().state)
 
 

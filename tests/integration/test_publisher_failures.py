@@ -67,14 +67,14 @@ def test_a_run_can_be_taken_up_again_from_an_older_version():
     states = published(store, 5)
     training = Training(seed=9)
     training.state = copied(states[3])
-    with publisher(store, resume_from=3) as chain:
+    with publisher(store, resume_from_seq=3) as chain:
         rewound = chain.version
         assert (rewound.kind, rewound.seq, rewound.updates, rewound.digest) == ("rewind", 7, 6, deltawire.state_digest(states[3]))
         version = chain.publish(training.step())
         assert version.kind == "delta"
     assert_chain_holds(store, states | {7: states[3], 8: training.state})
     assert read_commits(store)[7]["base"]["seq"] == 3
-    with publisher(store, resume_from=8) as chain:
+    with publisher(store, resume_from_seq=8) as chain:
         assert chain.version == version, "the head needs no rewind"
 
 
@@ -86,7 +86,7 @@ def test_going_back_to_what_is_about_to_be_collected_makes_a_checkpoint_of_it():
         for _ in range(9):
             take_step(chain, training, states)
         assert chain.collect(grace=3600.0).outcome == "waiting"
-    with publisher(store, resume_from=2) as chain:
+    with publisher(store, resume_from_seq=2) as chain:
         assert (chain.version.kind, chain.version.digest) == ("anchor", deltawire.state_digest(states[2]))
         states[chain.version.seq] = states[2]
         training.state = copied(states[2])

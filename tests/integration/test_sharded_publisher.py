@@ -86,9 +86,9 @@ def test_readers_get_every_version_bit_for_bit(tmp_path, tmp_path_factory, size)
         Subscriber(tmp_path, mirror_path, options=ReaderOptions(pin=False)) as mirrored,
     ):
         for version, state in zip(found[0], versions, strict=True):
-            assert reader.sync(version.seq).digest == version.digest
+            assert reader.sync(seq=version.seq).digest == version.digest
             assert bits_of(reader.state) == bits_of(state)
-            mirrored.sync(version.seq)
+            mirrored.sync(seq=version.seq)
             assert bits_of({name: np.array(array) for name, array in mirrored.state.items()}) == bits_of(state)
     assert verify(open_store(tmp_path), deep=True).problems == []
     assert [bits_of(state) for _, state in sorted(read_states(open_store(tmp_path)).items())] == [bits_of(state) for state in versions]
@@ -128,7 +128,7 @@ def test_a_chain_is_taken_up_by_any_number_of_ranks(tmp_path):
         assert publisher.publish(versions[8]).kind == "delta"
         rewound = publisher.version.seq
         publisher.publish(versions[3])
-    with Publisher(tmp_path, options=WriterOptions(threads=1), resume_from=rewound):
+    with Publisher(tmp_path, options=WriterOptions(threads=1), resume_from_seq=rewound):
         pass
     assert publish_all(tmp_path, 2, [versions[9]])[0][0].kind == "delta"
     assert follow(tmp_path)[0] == bits_of(versions[9])
@@ -329,7 +329,7 @@ def test_the_files_of_the_model_go_with_every_version_and_what_the_user_attached
 
     run_ranks(2, work)
     for version, theirs in [(1, b"1"), (2, b"2")]:
-        pull(tmp_path / "chain", tmp_path / f"v{version}", at=version)
+        pull(tmp_path / "chain", tmp_path / f"v{version}", seq=version)
         assert (tmp_path / f"v{version}" / "config.json").read_bytes() == b"mine"
         assert (tmp_path / f"v{version}" / "generation_config.json").read_bytes() == theirs
 

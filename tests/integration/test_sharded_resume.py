@@ -37,7 +37,7 @@ def test_an_older_version_is_taken_up_and_those_after_it_are_abandoned(tmp_path,
     publish_all(tmp_path, 2, before)
     with Subscriber(tmp_path, options=ReaderOptions(pin=False), threads=1) as reader:
         reader.sync()
-        ((first, second), *_) = publish_all(tmp_path, size, after, resume_from=OLDER)
+        ((first, second), *_) = publish_all(tmp_path, size, after, resume_from_seq=OLDER)
         assert kinds(tmp_path) == ["fence", "anchor", *["delta"] * 3, "fence", "rewind", "delta", "delta"]
         assert (first.kind, second.kind) == ("delta", "delta")
         reader.sync()
@@ -53,7 +53,7 @@ def test_an_older_version_is_taken_up_and_those_after_it_are_abandoned(tmp_path,
 def test_the_newest_version_needs_no_rewind(tmp_path):
     versions = states(3)
     publish_all(tmp_path, 2, versions[:2])
-    publish_all(tmp_path, 2, versions[2:], resume_from=OLDER)
+    publish_all(tmp_path, 2, versions[2:], resume_from_seq=OLDER)
     assert kinds(tmp_path) == ["fence", "anchor", "delta", "fence", "delta"]
 
 
@@ -62,7 +62,7 @@ def test_a_version_that_does_not_exist_is_refused_before_anybody_is_fenced_off(t
     publish_all(tmp_path, 2, states(3))
     before = kinds(tmp_path)
     with pytest.raises(VersionUnknown):
-        publish_all(tmp_path, 2, states(1), resume_from=seq)
+        publish_all(tmp_path, 2, states(1), resume_from_seq=seq)
     assert kinds(tmp_path) == before
 
 
@@ -71,7 +71,7 @@ def test_a_version_that_cannot_be_rebuilt_is_not_gone_back_to(tmp_path):
     publish_all(tmp_path, 2, versions)
     damage(tmp_path, read_commits(open_store(tmp_path))[OLDER]["files"][0]["key"])
     with pytest.raises(DataDamaged):
-        publish_all(tmp_path, 2, versions[:1], resume_from=OLDER)
+        publish_all(tmp_path, 2, versions[:1], resume_from_seq=OLDER)
     assert "rewind" not in kinds(tmp_path)
 
 
@@ -101,7 +101,7 @@ def test_a_chain_whose_newest_version_is_damaged_goes_on_with_a_full_checkpoint(
 def test_a_full_checkpoint_can_follow_a_rewind(tmp_path):
     versions = states(4)
     publish_all(tmp_path, 1, versions[:3])
-    publish_all(tmp_path, 1, versions[3:], resume_from=OLDER, starts_full=True)
+    publish_all(tmp_path, 1, versions[3:], resume_from_seq=OLDER, starts_full=True)
     assert kinds(tmp_path) == ["fence", "anchor", *["delta"] * 2, "fence", "rewind", "anchor"]
 
 
@@ -109,7 +109,7 @@ def test_the_head_never_rests_on_data_that_are_announced_to_go(tmp_path, monkeyp
     versions = states(4)
     publish_all(tmp_path, 2, versions[:3])
     monkeypatch.setattr(ChainLog, "mark", lambda log: SimpleNamespace(floor=1))
-    publish_all(tmp_path, 2, versions[3:], resume_from=OLDER)
+    publish_all(tmp_path, 2, versions[3:], resume_from_seq=OLDER)
     assert kinds(tmp_path)[-2:] == ["fence", "anchor"]
     assert follow(tmp_path)[0] == bits_of(versions[3])
 
@@ -118,7 +118,7 @@ def test_other_tensors_than_those_of_the_older_version_are_published_as_a_checkp
     versions = states(4)
     publish_all(tmp_path, 2, versions[:3])
     other = {name: array for name, array in versions[3].items() if name != "embed"}
-    publish_all(tmp_path, 2, [other], resume_from=OLDER)
+    publish_all(tmp_path, 2, [other], resume_from_seq=OLDER)
     assert kinds(tmp_path)[-3:] == ["fence", "rewind", "anchor"]
     assert follow(tmp_path)[0] == bits_of(other)
 
@@ -133,7 +133,7 @@ def test_a_rewind_whose_outcome_is_unknown_is_found_out_at_the_next_call(tmp_pat
     stores = [FaultyStore(open_store(tmp_path), [lost, Before(call("get", slot), "unavailable", times=5)]), open_store(tmp_path)]
 
     def work(ranks):
-        with ShardedPublisher(ranks, stores[ranks.rank], options=WriterOptions(threads=1), resume_from=OLDER) as publisher:
+        with ShardedPublisher(ranks, stores[ranks.rank], options=WriterOptions(threads=1), resume_from_seq=OLDER) as publisher:
             with pytest.raises(CommitOutcomeUnknown):
                 publisher.publish(shards_of(versions[3], ranks.rank, 2))
             publisher.publish(shards_of(versions[3], ranks.rank, 2))

@@ -68,7 +68,7 @@ def test_skips_can_be_left_out_and_are_counted_anew_by_whoever_takes_the_chain_u
     commits = read_commits(open_store(tmp_path))
     # the skip leads to a version of the second job, from the last version of the first job
     assert (commits[target]["step"], commits[skip["base"]["seq"]]["step"]) == (3, 5)
-    publish_all(tmp_path, 2, versions[12:], anchor_policy=NO_ANCHORS, resume_from=target)
+    publish_all(tmp_path, 2, versions[12:], anchor_policy=NO_ANCHORS, resume_from_seq=target)
     rewinds = [commit["seq"] for commit in read_commits(open_store(tmp_path)) if commit["kind"] == "rewind"]
     assert [skip["base"]["seq"] for skip in skips_in(tmp_path)[1:]] == rewinds
     assert follow(tmp_path)[0] == bits_of(versions[-1])

@@ -82,7 +82,7 @@ def test_a_skip_that_leads_back_is_passed_over() -> None:
     chain.grow(20)
     chain.store.put(f"{keys.SKIPS}{7:020}-{17:020}.json", b"{}")
     with Subscriber(chain.store, options=ReaderOptions(pin=False)) as subscriber:
-        subscriber.sync(1)
+        subscriber.sync(seq=1)
         assert subscriber.sync().seq == 21
     assert keys.parse_skip_key(keys.skip_key(7, 17)) is None
     assert keys.parse_skip_key(keys.skip_key(17, 7)) == (17, 7)

@@ -128,11 +128,11 @@ class ChainMachine(RuleBasedStateMachine):
     def open_writer(self, number: int, mishap: Mishap | None, back: int | None) -> None:
         """Take over the run with a new process. The process before it is dropped like a lost machine if it was not closed."""
         self._lose_writer(number)
-        resume_from = None if back is None else self._earlier(back)
+        resume_from_seq = None if back is None else self._earlier(back)
         process = Process(self.world.store)
         process.mishap = mishap
-        writer = self.writers[number] = Writer(process, first_state(), began_in=self.world.epoch, resumed_from=resume_from)
-        self._writer_came_to(number, process.do(lambda: self._opened(writer, resume_from)))
+        writer = self.writers[number] = Writer(process, first_state(), began_in=self.world.epoch, resumed_from=resume_from_seq)
+        self._writer_came_to(number, process.do(lambda: self._opened(writer, resume_from_seq)))
 
     @rule(
         number=st.integers(0, 2),
@@ -173,9 +173,9 @@ class ChainMachine(RuleBasedStateMachine):
         assert outcome.error is None or (isinstance(outcome.error, Fenced) and publisher.epoch < self.world.epoch), outcome
         del self.writers[number]
 
-    def _opened(self, writer: Writer, resume_from: int | None) -> None:
+    def _opened(self, writer: Writer, resume_from_seq: int | None) -> None:
         options = WriterOptions(segment_bytes=300, anchor_policy=OFTEN_ANCHORED, threads=1)
-        writer.publisher = Publisher(writer.process.store, resume_from=resume_from, options=options)
+        writer.publisher = Publisher(writer.process.store, resume_from_seq=resume_from_seq, options=options)
 
     def _writer_came_to(self, number: int, outcome: Outcome | None) -> None:
         """Check how a writer's work ended, if it has ended."""
@@ -239,7 +239,7 @@ class ChainMachine(RuleBasedStateMachine):
         reader.target = None if back is None else self._earlier(back)
         subscriber, target = reader.subscriber, reader.target
         assert subscriber is not None
-        self._reader_came_to(number, reader.process.do(lambda: subscriber.sync(target)))
+        self._reader_came_to(number, reader.process.do(lambda: subscriber.sync(seq=target)))
 
     @rule(number=st.integers(0, 3))
     def close_reader(self, number: int) -> None:
@@ -347,7 +347,7 @@ class ChainMachine(RuleBasedStateMachine):
         is_reachable = seq in self.world.reachable()
         with Subscriber(self.world.store, options=ReaderOptions(pin=False, patience=0.0), threads=1) as subscriber:
             try:
-                version = subscriber.sync(seq)
+                version = subscriber.sync(seq=seq)
             except (VersionGone, DataMissing):
                 assert not is_reachable, f"version {seq} can be rebuilt, but the reader did not find a route"
                 assert seq != self.world.head
@@ -444,7 +444,7 @@ def test_collector_that_hung_takes_nothing_that_a_resumed_version_rests_on() -> 
     world.pass_time(GRACE + 1)
     collector = HungCollector(world.store)
     assert collector.do(lambda: collect(collector.store, grace=GRACE)) is None
-    with Publisher(world.store, resume_from=seqs[1]) as publisher:
+    with Publisher(world.store, resume_from_seq=seqs[1]) as publisher:
         outcome = collector.wake()
         assert outcome is not None
         assert outcome.value.outcome == "collected"

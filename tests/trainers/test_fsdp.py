@@ -75,7 +75,7 @@ def compare(url, states):
     assert states
     with Subscriber(url, options=ReaderOptions(pin=False), threads=1) as subscriber:
         for seq, state in sorted(states.items()):
-            subscriber.sync(seq)
+            subscriber.sync(seq=seq)
             assert subscriber.state.keys() == state.keys()
             for name, array in state.items():
                 ours = subscriber.state[name]
@@ -150,7 +150,7 @@ def test_an_older_version_is_taken_up_by_another_number_of_ranks(train, tmp_path
     url = tmp_path / "run"
     states = train(2, url, tmp_path / "first", [0, 3])
     older = sorted(states)[1]
-    states |= train(4, url, tmp_path / "second", [2, 4], load=str(tmp_path / "first" / f"{older}.npz"), resume_from=older)
+    states |= train(4, url, tmp_path / "second", [2, 4], load=str(tmp_path / "first" / f"{older}.npz"), resume_from_seq=older)
     assert kinds(url) == ["fence", "anchor", "delta", "delta", "fence", "rewind", "delta", "delta"]
     compare(url, states)
 

@@ -53,7 +53,7 @@ def test_a_trainer_that_is_killed_at_any_moment_goes_on_by_itself_and_its_follow
         assert forked_run("torch", command).returncode == 0
         newest = ChainLog(store).head()
         assert newest is not None
-        policy.wait_for(newest.seq, timeout=120)
+        policy.wait_for(seq=newest.seq, timeout=120)
         assert newest.step == STEPS
         published = {name: tensor for name, tensor in served.state_dict().items() if name in last}
         assert bits(published) == bits(last)

@@ -161,7 +161,7 @@ def test_a_trainer_can_drive_the_routes_and_an_unavailable_version_changes_nothi
     update(version.seq - 1)  # this is an older version
     bits[:4] = 0
     with Subscriber(run.store) as reader:
-        reader.sync(version.seq - 1)
+        reader.sync(seq=version.seq - 1)
         assert routes.checksums() == runtime_hashes(dict(reader.state), 2)
 
 

@@ -32,7 +32,7 @@ class ServerDouble:
     def restart(self) -> None:
         self.name, self.paused = "default", False
         self.worker: dict[str, Any] = {
-            "version": None,
+            "seq": None,
             "staged": None,
             "staging_error": None,
             "quarantined": False,
@@ -59,9 +59,9 @@ class ServerDouble:
     def initialise(self, info: dict[str, Any]) -> None:
         pass
 
-    def prepare(self, version: int) -> list[dict[str, Any]]:
+    def prepare(self, seq: int) -> list[dict[str, Any]]:
         self._note("prepare")
-        self.worker["staged"] = None if "stage" in self.failing else version
+        self.worker["staged"] = None if "stage" in self.failing else seq
         self.worker["staging_error"] = "no such version" if "stage" in self.failing else None
         return self.status()
 
@@ -77,12 +77,12 @@ class ServerDouble:
     def start_update(self) -> None:
         self._note("start")
 
-    def update(self, version: int, *, anew: bool = False) -> None:
+    def update(self, seq: int, *, anew: bool = False) -> None:
         assert anew or not self.worker["quarantined"]
         if ("load" if anew else "write") in self.failing:
-            self.worker |= {"quarantined": True, "error": "half-way", "version": None}
+            self.worker |= {"quarantined": True, "error": "half-way", "seq": None}
         self._note("load" if anew else "write")
-        self.worker |= {"version": version, "quarantined": False, "error": None}
+        self.worker |= {"seq": seq, "quarantined": False, "error": None}
 
     def finish_update(self, weight_version: str | None) -> None:
         self._note("finish")

@@ -42,8 +42,8 @@ class DiskEngine(Engine):
         Called after `reload`, if the engine was paused.
     confirm
         Must raise unless the engine reports that it has the version. Without it, a `reload` that returns counts as a success.
-    loaded
-        The version that the engine was started with, if it was loaded from the mirror.
+    loaded_seq
+        The `Version.seq` of the version that the engine was started with, if it was loaded from the mirror.
     threads
         Number of threads for updating the mirror. None means one per core.
     name
@@ -58,7 +58,7 @@ class DiskEngine(Engine):
         pause: Callable[[KvCache], Any] = lambda kv_cache: None,
         resume: Callable[[], Any] = lambda: None,
         confirm: Callable[[Version], Any] = lambda version: None,
-        loaded: int | None = None,
+        loaded_seq: int | None = None,
         threads: int | None = None,
         name: str = "disk",
     ) -> None:
@@ -66,12 +66,12 @@ class DiskEngine(Engine):
         self._mirror = Path(mirror)
         self._reload, self._confirm = reload, confirm
         self._pause, self._resume = pause, resume
-        self._loaded = loaded
+        self._loaded_seq = loaded_seq
         self._threads = threads
 
     def replica(self, swap: Swap) -> Replica:
         mirror = MirrorReplica(self._mirror, threads=self._threads)
-        return ReloadingReplica(mirror, self._reload, self._confirm, swap, loaded=self._loaded)
+        return ReloadingReplica(mirror, self._reload, self._confirm, swap, loaded_seq=self._loaded_seq)
 
     def pause(self, kv_cache: KvCache) -> None:
         self._pause(kv_cache)
@@ -93,16 +93,18 @@ class ReloadingReplica:
         Raises unless the engine reports that it has the version.
     swap
         Makes each prepared change.
-    loaded
-        The version that the engine was started with, if it was loaded from the mirror.
+    loaded_seq
+        The `Version.seq` of the version that the engine was started with, if it was loaded from the mirror.
     """
 
-    def __init__(self, mirror: MirrorReplica, reload: Reload, confirm: Callable[[Version], Any], swap: Swap, *, loaded: int | None) -> None:
+    def __init__(
+        self, mirror: MirrorReplica, reload: Reload, confirm: Callable[[Version], Any], swap: Swap, *, loaded_seq: int | None
+    ) -> None:
         self.mirror = mirror
         self._reload, self._confirm, self._swap = reload, confirm, swap
         self._loaded: HeldSlot | None = None
         """The slot that the engine has loaded. Its lock keeps the files as they are."""
-        if mirror.commit is not None and mirror.commit.seq == loaded:
+        if mirror.commit is not None and mirror.commit.seq == loaded_seq:
             self._loaded = mirror.hold()
 
     @property

@@ -94,20 +94,20 @@ class HotSwap:
         """How long the last swap took. None before the first swap."""
         return self._controller.last
 
-    def sync(self, target: int | None = None) -> Version:
-        """Bring the engine to the newest version, or to `target`. Returns the version that it then has.
+    def sync(self, *, seq: int | None = None) -> Version:
+        """Bring the engine to the newest version, or to another one. Returns the version that it then has.
 
         Raises what `Subscriber.sync` raises, or an `EngineError`.
 
         Parameters
         ----------
-        target
-            The version to go to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. It may be older than the
-            current one. None means the newest version.
+        seq
+            The number of the version's commit, `Version.seq`. It is not the version number that `deltawire log` shows. The version may be
+            older than the present one. None means the newest version.
         """
         try:
             self._controller.ensure_running()
-            version = self._subscriber.sync(target)
+            version = self._subscriber.sync(seq=seq)
             if self._intervals.latest != version:  # it had these weights already, perhaps under another number
                 self._intervals.begin(version)
             self._controller.ensure_running()
@@ -144,7 +144,7 @@ class HotSwap:
         self._thread = threading.Thread(target=self._run, args=(poll,), name="deltawire-hot-swap", daemon=True)
         self._thread.start()
 
-    def wait_for(self, seq: int, timeout: float | None = None) -> Version:
+    def wait_for(self, *, seq: int, timeout: float | None = None) -> Version:
         """Wait until the thread of `start` has brought the engine to commit `seq` or a later one. Returns the version that it has.
 
         If the thread has ended, this raises the error that ended it. Raises `ValueError` after `close`.
@@ -152,7 +152,7 @@ class HotSwap:
         Parameters
         ----------
         seq
-            The version to wait for: its commit's number, `Version.seq`, not the number that `deltawire log` shows.
+            The number of the version's commit, `Version.seq`. It is not the version number that `deltawire log` shows.
         timeout
             Raise `TimeoutError` after this many seconds. None means to wait without limit.
         """

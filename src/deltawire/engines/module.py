@@ -51,8 +51,8 @@ class ModuleEngine(Engine):
         Maps names in the module's checkpoints to names in the chain. A function may return None for tensors that the chain does not have.
     bundle
         The bundle to use, if a version has several.
-    at
-        The version that the module was loaded from, if it is known. Then the first sync needs no full checkpoint.
+    loaded_seq
+        The `Version.seq` of the version that the module was loaded from, if it is known. Then the first sync needs no full checkpoint.
     keep_others
         True to allow tensors in the chain that the module does not have. They are kept in memory. If False, such a chain is refused.
     pause_timeout
@@ -72,7 +72,7 @@ class ModuleEngine(Engine):
         *,
         names: NameMap | None = None,
         bundle: str = "",
-        at: int | None = None,
+        loaded_seq: int | None = None,
         keep_others: bool = False,
         pause_timeout: float = 60.0,
         threads: int | None = None,
@@ -83,7 +83,7 @@ class ModuleEngine(Engine):
         self._layout = CheckpointLayout(module, names, bundle=bundle)
         self._layout.weights(in_place=True)
         self._pause_timeout = pause_timeout
-        self._at = at
+        self._loaded_seq = loaded_seq
         self._keep_others = keep_others
         self._threads = threads
         self._undo_bytes = undo_bytes
@@ -104,7 +104,7 @@ class ModuleEngine(Engine):
             undo_bytes = 0
         weights = (InPlaceWeights if _codec_reaches(tensors_now) else HostCopyWeights)(
             self.weights,
-            at=self._at,
+            loaded_seq=self._loaded_seq,
             keep_others=self._keep_others,
             threads=self._threads,
             other_namings=(self._layout.own_weights,) if self._layout.accepts_own_names else (),

@@ -35,8 +35,8 @@ class SglangEngine(DiskEngine):
         The server's key for administrators, if it has one. None means `api_key`.
     timeout
         Seconds that loading a version may take.
-    loaded
-        The version that the server was started with, if it was loaded from the mirror.
+    loaded_seq
+        The `Version.seq` of the version that the server was started with, if it was loaded from the mirror.
     threads
         Number of threads for updating the mirror. None means one per core.
     name
@@ -51,7 +51,7 @@ class SglangEngine(DiskEngine):
         api_key: str | None = None,
         admin_api_key: str | None = None,
         timeout: float = 600.0,
-        loaded: int | None = None,
+        loaded_seq: int | None = None,
         threads: int | None = None,
         name: str = "sglang",
     ) -> None:
@@ -61,7 +61,7 @@ class SglangEngine(DiskEngine):
             pause=self._stop,
             resume=lambda: self._call("/continue_generation", {}),
             confirm=self._check,
-            loaded=loaded,
+            loaded_seq=loaded_seq,
             threads=threads,
             name=name,
         )

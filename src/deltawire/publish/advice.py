@@ -84,7 +84,7 @@ class Advice:
             "this state has other tensors than the version before: "
             f"{'; '.join(f'{len(names)} {how} ({_listed(names)})' for how, names in told if names)}. It is published as a full checkpoint, "
             "which every reader of this run loads. If it is another model, or a part of one, stop, and publish it as a new run at another "
-            "URL. The version before is still in the chain: resume_from goes back to it.",
+            "URL. The version before is still in the chain: resume_from_seq goes back to it.",
             self._on_event,
             may_raise=may_raise,
             added=len(added),
@@ -99,8 +99,8 @@ class Advice:
         warn(
             StepWentBack,
             f"step {step} is published after step {self._step}, so readers go back. If the trainer was started again, load its own "
-            "checkpoint first. To continue from an older version, pass resume_from to the publisher. For new training, publish a new run "
-            "at another URL.",
+            "checkpoint first. To continue from an older version, pass resume_from_seq to the publisher. For new training, publish a new "
+            "run at another URL.",
             self._on_event,
             step=step,
             newest_step=self._step,

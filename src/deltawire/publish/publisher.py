@@ -100,8 +100,8 @@ class Publisher:
         the same names. None: other files of the version before stay. An empty mapping removes them.
     tokenizer
         A tokenizer whose files are published with the model.
-    resume_from
-        The version to go back to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. Later versions are
+    resume_from_seq
+        The `Version.seq` of the version to go back to. It is not the version number that `deltawire log` shows. Later versions are
         abandoned. None: the newest.
     starts_full
         Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
@@ -122,7 +122,7 @@ class Publisher:
         refuse_nonfinite: bool = False,
         attachments: Attachments | None = None,
         tokenizer: Any = None,
-        resume_from: int | None = None,
+        resume_from_seq: int | None = None,
         starts_full: bool = False,
         options: WriterOptions | None = None,
         on_event: OnEvent | None = None,
@@ -147,8 +147,8 @@ class Publisher:
             self._store = open_store(url, options=options.store, on_event=on_event)
             if self._store is not url:
                 opened.callback(self._store.close)
-            chain = TakeOver(self._store, run, options, files=files, keeps_others=attachments is None, resume_from=resume_from)
-            reads_back = resume_from is not None or not starts_full
+            chain = TakeOver(self._store, run, options, files=files, keeps_others=attachments is None, resume_from_seq=resume_from_seq)
+            reads_back = resume_from_seq is not None or not starts_full
             state = None
             if chain.start is not None and reads_back:
                 state = read_state(chain.log, chain.start, threads=options.threads, on_event=on_event)
@@ -158,9 +158,9 @@ class Publisher:
             attached = chain.attached(self._writer, on_event)
             self._appender = Appender(self._writer, attached, uploads, self._memory, options, starts_full=starts_full, on_event=on_event)
             if reads_back:
-                self._appender.resume(resume_from, state)
+                self._appender.resume(resume_from_seq, state)
             del state
-            self._follow_newest(has_step=resume_from is None)
+            self._follow_newest(has_step=resume_from_seq is None)
             anchors: JobThread | None = None
             if background:  # with a pool of their own, so that uploads of anchors never delay a version
                 uploads = opened.enter_context(UploadPool(2, "deltawire-anchor"))
@@ -303,7 +303,7 @@ class Publisher:
         return read_attachments(self._attachments) or {}
 
     def _follow_newest(self, *, has_step: bool) -> None:
-        """Compare the next version with the newest one. Its step does not count after `resume_from`, because the user chose to go back."""
+        """Compare the next version with the newest one. With `resume_from_seq`, its step does not count: the user chose to go back."""
         baseline, version = self._appender.baseline, self._appender.version
         step = version.step if version is not None and has_step else None
         self._advice.follows(None if baseline is None else baseline.table, step)

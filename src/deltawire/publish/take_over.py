@@ -32,8 +32,8 @@ class TakeOver:
         The attachments that the writer was given, by name.
     keeps_others
         Whether attachments of the version before stay if the writer is not given files of their names.
-    resume_from
-        The version (its seq) to go back to. None: the newest.
+    resume_from_seq
+        The seq of the version to go back to. None: the newest.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TakeOver:
         *,
         files: Mapping[str, bytes],
         keeps_others: bool,
-        resume_from: int | None,
+        resume_from_seq: int | None,
     ) -> None:
         refuse_occupied(store)
         probe(store)
@@ -53,22 +53,22 @@ class TakeOver:
         self._options = options
         self._files = files
         self._keeps_others = keeps_others
-        self._resume_from = resume_from
+        self._resume_from_seq = resume_from_seq
         self.log = open_log(store, run, options)
         check_sizes(files, self.log.limits)
         self._stored = StoredFiles(self.log, files)
-        self.start = find_start(self.log, resume_from)
+        self.start = find_start(self.log, resume_from_seq)
         """The version to continue from. None if nothing is published yet."""
 
     def require_files(self) -> None:
         """Raise `DataDamaged` or `DataMissing` if the next version needs a stored attachment that is damaged and was not given."""
         if self.start is not None:
             attached = AttachedFiles(self.log, self.start, self._stored, keeps_others=self._keeps_others)
-            attached.require(self._files, rewinds=self._resume_from is not None)
+            attached.require(self._files, rewinds=self._resume_from_seq is not None)
 
     def fence(self) -> ChainWriter:
         """Exclude earlier writers, and return the writer of the new epoch."""
-        return ChainWriter(self._store, self.log, signing_key=self._options.signing_key, resumed_from=self._resume_from)
+        return ChainWriter(self._store, self.log, signing_key=self._options.signing_key, resumed_from=self._resume_from_seq)
 
     def attached(self, writer: ChainWriter, on_event: OnEvent | None) -> AttachedFiles:
         """Return the attachments that are in force when `writer` starts."""

@@ -178,7 +178,7 @@ class GrpoTrainer:
                     dtype=dtype,
                     refuse_nonfinite=refuse_nonfinite,
                     attachments=attachments,
-                    resume_from=rewind,
+                    resume_from_seq=rewind,
                     starts_full=starts_full,
                     options=options,
                     on_event=on_event,

@@ -98,13 +98,13 @@ class FollowedFiles(Generic[_Loaded]):
         """
         with self._lock:
             if version is not None and version.attachments and version.attachments != self._hashes:
-                files = read_model_files(self._store, options=self._options, at=version.seq)
+                files = read_model_files(self._store, options=self._options, seq=version.seq)
                 self._loaded = self._load(files)
                 self._hashes = dict(version.attachments)
             return self._loaded
 
 
-def read_model_files(store: Store, *, at: int | None = None, options: ReaderOptions | None = None) -> ModelFiles:
+def read_model_files(store: Store, *, seq: int | None = None, options: ReaderOptions | None = None) -> ModelFiles:
     """Read the files of one version. Raises the errors of `Subscriber.sync`, such as `NoChain` before the first version.
 
     Of the weights, only the header of each file is fetched.
@@ -113,13 +113,13 @@ def read_model_files(store: Store, *, at: int | None = None, options: ReaderOpti
     ----------
     store
         The store that holds the chain.
-    at
-        The commit number of the version. None reads the newest.
+    seq
+        The number of the version's commit, `Version.seq`. None reads the newest.
     options
         Which chain to accept and how to read it.
     """
     chain = ChainView((options or ReaderOptions()).open_log(store))
-    return chain.reach(at, lambda target: _read(chain.log, target))
+    return chain.reach(seq, lambda target: _read(chain.log, target))
 
 
 def _read(log: ChainLog, target: Commit) -> ModelFiles:

@@ -36,7 +36,7 @@ def pull(
     url: str | Path | Store,
     out_dir: Path | str,
     *,
-    at: int | None = None,
+    seq: int | None = None,
     replace: bool = False,
     options: ReaderOptions | None = None,
     threads: int | None = None,
@@ -56,8 +56,9 @@ def pull(
         The location of the chain: a URL, a path, or an open store.
     out_dir
         The directory to write. It must not exist, unless `replace` is set.
-    at
-        The commit number (`Version.seq`) of the version to write. None writes the newest version.
+    seq
+        The number of the version's commit, `Version.seq`. It is not the version number that `deltawire log` shows. None writes the newest
+        version.
     replace
         Whether to replace an existing checkpoint in `out_dir`. A directory that also holds other files than weights and attachments is
         refused all the same.
@@ -107,7 +108,7 @@ def pull(
             return walk_route(routes, lambda: routes.find(None, target), take)
 
         try:
-            target = chain.reach(at, build)
+            target = chain.reach(seq, build)
             chain.check_silence()
             if restore_layout(staged.path) and state_digest(Checkpoint(staged.path), threads=threads) != target.digest:
                 raise CheckpointError(f"{target.describe()} was damaged while it was written to {out}. Are disk and memory sound?")

@@ -121,7 +121,7 @@ class Subscriber:
         commit = self._replica.commit
         return head.updates - (commit.updates if commit is not None else 0)
 
-    def sync(self, target: int | None = None) -> Version:
+    def sync(self, *, seq: int | None = None) -> Version:
         """Bring the replica to the newest version, or to another one. Return the version that it then has.
 
         Raises a `StoreError` or `ChainError` if the version cannot be reached, and `MirrorError` if the directory cannot be used.
@@ -129,9 +129,9 @@ class Subscriber:
 
         Parameters
         ----------
-        target
-            The version to go to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. It may be older than the
-            present one. None means the newest. In a shared mirror, this moves the mirror for all its users.
+        seq
+            The number of the version's commit, `Version.seq`. It is not the version number that `deltawire log` shows. The version may be
+            older than the present one. None means the newest version. In a shared mirror, this moves the mirror for all its users.
         """
         with self._busy:
             if self._closed.is_set():
@@ -140,7 +140,7 @@ class Subscriber:
             before = self._replica.commit
             try:
                 with report.watch.phase("total"):
-                    self._move(target, report)
+                    self._move(seq, report)
                 self._chain.check_silence()
                 self.last_error = None
             except Exception as error:
@@ -196,12 +196,12 @@ class Subscriber:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _move(self, target: int | None, report: SyncReport) -> None:
+    def _move(self, seq: int | None, report: SyncReport) -> None:
         with report.watch.phase("find"):
             run = self._chain.log.run
             if self._mirrored is not None and self._mirrored.run_id is not None:
                 self._mirrored.create(run.id)  # raises an error if the mirror has another run
-        self._chain.reach(target, lambda commit: self._move_to(commit, run, report, newest=target is None), watch=report.watch)
+        self._chain.reach(seq, lambda commit: self._move_to(commit, run, report, newest=seq is None), watch=report.watch)
 
     def _move_to(self, commit: Commit, run: Run, report: SyncReport, *, newest: bool) -> None:
         if self._mirrored is not None and self._mirrored.run_id is None:  # not earlier, because the chain might have been refused

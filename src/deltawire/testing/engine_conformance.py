@@ -87,7 +87,7 @@ class EngineConformance:
         for number in range(3):
             seqs.append(run.publish(number))
             run.swap.sync()
-        assert run.swap.sync(seqs[0]).seq == seqs[0]
+        assert run.swap.sync(seq=seqs[0]).seq == seqs[0]
         run.check_weights(0)
         run.check(2)
         run.resume_training_from(seqs[1])
@@ -203,7 +203,7 @@ class EngineConformance:
         try:
             seqs = [seq for seq, _ in run.published]
             for seq in [*seqs[::-1], *seqs] * 2:
-                run.swap.sync(seq)
+                run.swap.sync(seq=seq)
         finally:
             over.set()
             for thread in threads:
@@ -231,7 +231,7 @@ class Run:
 
     def resume_training_from(self, seq: int) -> None:
         self.publisher.close()
-        self.publisher = Publisher(self.store, resume_from=seq)
+        self.publisher = Publisher(self.store, resume_from_seq=seq)
 
     def check(self, number: int) -> None:
         """Sync, and check that the engine has this state."""

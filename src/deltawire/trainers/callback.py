@@ -57,8 +57,8 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         A tokenizer whose files are published. The default is the trainer's `processing_class`.
     refuse_nonfinite
         Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
-    resume_from
-        The version to go back to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. Later versions are
+    resume_from_seq
+        The `Version.seq` of the version to go back to. It is not the version number that `deltawire log` shows. Later versions are
         abandoned. None: the newest.
     starts_full
         Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
@@ -82,7 +82,7 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         attachments: Attachments | None = None,
         tokenizer: Any = None,
         refuse_nonfinite: bool = False,
-        resume_from: int | None = None,
+        resume_from_seq: int | None = None,
         starts_full: bool = False,
         options: WriterOptions | None = None,
         on_event: OnEvent | None = None,
@@ -101,7 +101,7 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             "snapshot": snapshot,
             "dtype": dtype,
             "refuse_nonfinite": refuse_nonfinite,
-            "resume_from": resume_from,
+            "resume_from_seq": resume_from_seq,
             "starts_full": starts_full,
             "options": options,
             "on_event": on_event,

@@ -76,8 +76,8 @@ class FSDPPublisher:
         A tokenizer whose files are published with the model. Only that of rank 0 counts.
     refuse_nonfinite
         Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
-    resume_from
-        The version to go back to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. Later versions are
+    resume_from_seq
+        The `Version.seq` of the version to go back to. It is not the version number that `deltawire log` shows. Later versions are
         abandoned. None: the newest.
     starts_full
         Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
@@ -99,7 +99,7 @@ class FSDPPublisher:
         attachments: Attachments | None = None,
         tokenizer: Any = None,
         refuse_nonfinite: bool = False,
-        resume_from: int | None = None,
+        resume_from_seq: int | None = None,
         starts_full: bool = False,
         options: WriterOptions | None = None,
         on_event: OnEvent | None = None,
@@ -118,7 +118,7 @@ class FSDPPublisher:
             attachments=attachments,
             tokenizer=tokenizer,
             refuse_nonfinite=refuse_nonfinite,
-            resume_from=resume_from,
+            resume_from_seq=resume_from_seq,
             starts_full=starts_full,
             options=options,
             on_event=on_event,

@@ -88,7 +88,7 @@ def test_it_goes_to_an_older_version_and_back(chain: ToyChain, subscribe: Subscr
     events = events_of(options)
     subscriber = subscribe(chain, **options)
     for seq in (5, 3, 1, 4, 5):
-        assert subscriber.sync(target=seq).seq == seq
+        assert subscriber.sync(seq=seq).seq == seq
         assert bits_of(subscriber.state) == bits_of(chain.states[seq] or {})
     assert [event.fields["seq"] for event in events if event.name == "rolled-back"] == [3, 1]
 
@@ -103,7 +103,7 @@ def test_going_back_in_memory_reads_no_data() -> None:
             subscriber.sync()
         chain.store.read.clear()  # type: ignore[attr-defined]
         for seq in (3, 1):
-            subscriber.sync(target=seq)
+            subscriber.sync(seq=seq)
             assert bits_of(subscriber.state) == bits_of(chain.states[seq] or {})
         assert data_reads(chain.store) == []  # type: ignore[arg-type]
 
@@ -112,7 +112,7 @@ def test_a_version_that_does_not_exist_is_refused(chain: ToyChain, subscribe: Su
     subscriber = subscribe(chain)
     for seq in (0, 2, 99):
         with pytest.raises(VersionUnknown):
-            subscriber.sync(target=seq)
+            subscriber.sync(seq=seq)
 
 
 def test_nothing_published_yet_is_an_error_that_heals(subscribe: Subscribe) -> None:
@@ -289,7 +289,7 @@ def test_it_takes_back_what_a_resumed_publisher_abandoned(tmp_path: Path) -> Non
     with Subscriber(tmp_path / "store") as in_memory, Subscriber(tmp_path / "store", tmp_path / "mirror") as mirrored:
         for subscriber in (in_memory, mirrored):
             assert bits_of((subscriber.sync(), subscriber.state)[1]) == bits_of(states[3])
-        with Publisher(tmp_path / "store", "run", resume_from=seqs[1]) as publisher:
+        with Publisher(tmp_path / "store", "run", resume_from_seq=seqs[1]) as publisher:
             new = next_state(states[1], 99)
             publisher.publish(new, step=2)
         for subscriber in (in_memory, mirrored):

@@ -181,13 +181,13 @@ def test_a_trainer_that_begins_again_is_warned_that_readers_go_back(background):
                 last = publisher.publish(MODEL, step=step)
         assert found == []
     with Publisher(store, attachments={}, background=background, on_event=events.append) as publisher:
-        with pytest.warns(StepWentBack, match=r"step 0 is published after step 8.* own checkpoint first.* resume_from") as caught:
+        with pytest.warns(StepWentBack, match=r"step 0 is published after step 8.* own checkpoint first.* resume_from_seq") as caught:
             publisher.publish(MODEL, step=0)
         assert [caught[0].filename, len(caught)] == [__file__, 1]
         with seen() as found:
             publisher.publish(MODEL, step=1)
         assert found == []
     assert [event.fields["newest_step"] for event in events if event.name == "step-went-back"] == [8]
-    with Publisher(store, attachments={}, resume_from=last.seq) as publisher, seen() as found:
+    with Publisher(store, attachments={}, resume_from_seq=last.seq) as publisher, seen() as found:
         publisher.publish(MODEL, step=3)
     assert found == []

@@ -66,14 +66,14 @@ def test_ctrl_c_while_values_are_written_leaves_one_version_under_its_own_number
 
     with Subscriber(chain.store, undo_bytes=1 << 20) as subscriber:
         for seq in (2, 3, 4):
-            subscriber.sync(target=seq)
+            subscriber.sync(seq=seq)
         with monkeypatch.context() as patch:
             patch.setattr(PreparedUpdate, "_exchange", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                subscriber.sync(target=5 if direction == "forth" else 2)
+                subscriber.sync(seq=5 if direction == "forth" else 2)
         for seq in (None, 2, 3, 5, 4):
             if seq is not None:
-                subscriber.sync(target=seq)
+                subscriber.sync(seq=seq)
             assert subscriber.version is not None
             assert seq is None or subscriber.version.seq == seq
             assert bits_of(subscriber.state) == bits_of(chain.states[subscriber.version.seq] or {})
@@ -108,5 +108,5 @@ def test_there_is_a_most_number_of_steps(chain: ToyChain) -> None:
 def test_a_subscriber_without_undo_goes_back_by_the_store(chain: ToyChain) -> None:
     with Subscriber(chain.store, undo_bytes=0) as subscriber:
         for seq in (5, 2, 4):
-            subscriber.sync(target=seq)
+            subscriber.sync(seq=seq)
             assert bits_of(subscriber.state) == bits_of(chain.states[seq] or {})

@@ -144,7 +144,7 @@ def publish(
                     store,
                     run,
                     attachments=attached,
-                    resume_from=None if base is None else base.seq,
+                    resume_from_seq=None if base is None else base.seq,
                     starts_full=full,
                     options=options,
                     on_event=on_event,

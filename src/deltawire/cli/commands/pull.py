@@ -77,7 +77,7 @@ def pull(
             version = pull_version(
                 store,
                 directory,
-                at=seq,
+                seq=seq,
                 replace=force,
                 options=options,
                 threads=threads,

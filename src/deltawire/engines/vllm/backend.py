@@ -1,10 +1,10 @@
 """The weight-transfer backend `deltawire`: one object in each worker of a vLLM server.
 
     POST /init_weight_transfer_engine {"init_info": {"mirror": DIR, "url": URL, …}}
-    POST /collective_rpc {"method": "deltawire_prepare", "args": [VERSION]}      at any time: stages in the background
+    POST /collective_rpc {"method": "deltawire_prepare", "args": [SEQ]}          at any time: stages in the background
     POST /pause, /start_weight_update
-    POST /update_weights {"update_info": {"version": VERSION}}
-    POST /finish_weight_update {"weight_version": "VERSION"}, /resume
+    POST /update_weights {"update_info": {"seq": SEQ}}
+    POST /finish_weight_update {"weight_version": "SEQ"}, /resume
 
 **What an update writes.** Usually it writes only the elements that changed, at the positions where the model's loaders have put them
 (element_map.py). It loads everything in these cases: it is the first update after the start, because the version that the server loaded is
@@ -80,13 +80,13 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     Parameters
     ----------
-    version
+    seq
         The number of the version's commit.
     anew
         True to load all weights, even if the worker's version is known.
     """
 
-    version: int
+    seq: int
     anew: bool = False
 
 
@@ -147,7 +147,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if failed := _failed_ranks(staged is None):
             if staged is not None:
                 staged.target.release()
-            self._raise(EngineRefused, f"workers {failed} do not have commit {update_info.version}: nothing was changed")
+            self._raise(EngineRefused, f"workers {failed} do not have commit {update_info.seq}: nothing was changed")
             return
         assert staged is not None
         taken = time.perf_counter()
@@ -159,7 +159,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._last["total_ms"] = (time.perf_counter() - began) * 1e3
         if failed := _failed_ranks(self._error is not None):
             self._quarantine(staged)
-            self._raise(EngineQuarantined, f"workers {failed} failed to take commit {update_info.version}")
+            self._raise(EngineQuarantined, f"workers {failed} failed to take commit {update_info.seq}")
             return
         before, self._live, self._is_quarantined = self._live, staged.target, False
         if before is not None:
@@ -182,10 +182,10 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
 
     # /collective_rpc calls the next two methods. They never raise, because that would confuse vLLM's executor (see `_raises_for_all`)
 
-    def prepare(self, version: int) -> dict[str, Any]:
+    def prepare(self, seq: int) -> dict[str, Any]:
         """Begin to stage a version. Returns the status."""
         if self._stager is not None:
-            self._stager.prepare(int(version), self._live)
+            self._stager.prepare(int(seq), self._live)
         return self.status()
 
     def status(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         stager = self._stager
         return {
             "initialised": stager is not None,
-            "version": None if self._live is None else self._live.seq,
+            "seq": None if self._live is None else self._live.seq,
             "staged": None if stager is None else stager.staged,
             "staging_error": None if stager is None else stager.error,
             "quarantined": self._is_quarantined,
@@ -210,7 +210,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             raise EngineError("the weight transfer was not initialised: POST /init_weight_transfer_engine first.")
         if self._is_quarantined and not info.anew:
             raise EngineQuarantined("the last update failed, so only an update that loads everything (`anew`) is accepted.")
-        return self._stager.take(info.version, self._live)
+        return self._stager.take(info.seq, self._live)
 
     def _change(self, staged: StagedUpdate, *, anew: bool) -> None:
         weights, changes = staged.target.weights, staged.changes
@@ -346,8 +346,8 @@ def _add_rpc_methods() -> None:
     def deltawire_status(worker: Any) -> dict[str, Any]:
         return dict(worker.weight_transfer_engine.status())
 
-    def deltawire_prepare(worker: Any, version: int) -> dict[str, Any]:
-        return dict(worker.weight_transfer_engine.prepare(version))
+    def deltawire_prepare(worker: Any, seq: int) -> dict[str, Any]:
+        return dict(worker.weight_transfer_engine.prepare(seq))
 
     def deltawire_settle(worker: Any) -> dict[str, Any]:
         worker._weight_update_active = False

@@ -96,9 +96,9 @@ class VllmRoutes:
         """Tell all workers where versions come from. `InitInfo` in backend.py describes the fields."""
         self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
 
-    def prepare(self, version: int) -> list[dict[str, Any]]:
+    def prepare(self, seq: int) -> list[dict[str, Any]]:
         """Let all workers begin to stage a version. Returns their status."""
-        return self.call_workers("deltawire_prepare", version)
+        return self.call_workers("deltawire_prepare", seq)
 
     def status(self) -> list[dict[str, Any]]:
         """Return the status of each worker."""
@@ -117,9 +117,9 @@ class VllmRoutes:
         """Begin an update of a paused server."""
         self._post("/start_weight_update", None)
 
-    def update(self, version: int, *, anew: bool = False) -> None:
+    def update(self, seq: int, *, anew: bool = False) -> None:
         """Let all workers write a version, and confirm it. With `anew`, they load all weights."""
-        self._post("/update_weights", {"update_info": {"version": version, "anew": anew}})
+        self._post("/update_weights", {"update_info": {"seq": seq, "anew": anew}})
 
     def finish_update(self, weight_version: str | None) -> None:
         """End an update, and give its label to the weights."""

@@ -83,7 +83,7 @@ class ServerUpdate:
 
     def _has_written(self) -> bool:
         """Return whether a worker has new weights, complete or not. The server would serve complete ones under the old label."""
-        return any(worker["quarantined"] or worker["version"] == self._version.seq for worker in self._workers)
+        return any(worker["quarantined"] or worker["seq"] == self._version.seq for worker in self._workers)
 
 
 def label(version: Version) -> str:

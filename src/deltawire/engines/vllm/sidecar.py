@@ -249,4 +249,4 @@ def default_mirror(url: str) -> Path:
 
 
 def _have(workers: Sequence[WorkerStatus], version: Version) -> bool:
-    return all(worker["version"] == version.seq and not worker["quarantined"] for worker in workers)
+    return all(worker["seq"] == version.seq and not worker["quarantined"] for worker in workers)

@@ -136,7 +136,7 @@ class Stager:
         if self.url is not None:
             if self._subscriber is None:
                 self._subscriber = Subscriber(self.url, self.mirror, options=self.options, threads=self.threads)
-            self._subscriber.sync(seq)
+            self._subscriber.sync(seq=seq)
         held = Mirror(self.mirror, threads=self.threads).open_current()
         if held is None:
             raise MirrorError(f"{self.mirror} holds no sound version. Bring it to commit {seq} first.")

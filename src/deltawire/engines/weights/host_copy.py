@@ -40,8 +40,8 @@ class HostCopyWeights:
     ----------
     naming
         Returns the module's tensors by the names of its checkpoints.
-    at
-        The version that the module was loaded from, if it is known.
+    loaded_seq
+        The seq of the version that the module was loaded from, if it is known.
     keep_others
         True to keep tensors of the chain that the module does not have in memory. If False, a chain with such tensors is refused.
     threads
@@ -54,14 +54,14 @@ class HostCopyWeights:
         self,
         naming: Naming,
         *,
-        at: int | None = None,
+        loaded_seq: int | None = None,
         keep_others: bool = False,
         threads: int | None = None,
         other_namings: Sequence[Naming] = (),
     ) -> None:
         self.state = MemoryState(threads=threads)
         """The copy on the host."""
-        self._tensors = LiveTensors(naming, other_namings, at=at, keep_others=keep_others)
+        self._tensors = LiveTensors(naming, other_namings, loaded_seq=loaded_seq, keep_others=keep_others)
         self._threads = threads
         self._is_unknown = False
         """Whether a swap failed and could not be reverted."""

@@ -32,16 +32,16 @@ class LiveTensors:
         Returns the tensors by the names of the module's checkpoints.
     others
         Return the same tensors by other names, which a chain may use instead.
-    at
-        The version that the module was loaded from, if it is known.
+    loaded_seq
+        The seq of the version that the module was loaded from, if it is known.
     keep_others
         True to allow tensors in the chain that the module does not have.
     """
 
-    def __init__(self, naming: Naming, others: Sequence[Naming] = (), *, at: int | None = None, keep_others: bool = False) -> None:
+    def __init__(self, naming: Naming, others: Sequence[Naming] = (), *, loaded_seq: int | None = None, keep_others: bool = False) -> None:
         self._naming = naming
         self._namings = (naming, *others)
-        self._at = at
+        self._loaded_seq = loaded_seq
         self._keep_others = keep_others
 
     def now(self) -> dict[str, torch.Tensor]:
@@ -66,8 +66,8 @@ class LiveTensors:
         Returns the version and its tensors, or None if the module holds neither.
         """
         candidates = [target]
-        if self._at is not None and self._at < target.seq:
-            known = context.log.state_commit(context.log.ancestor(target, self._at))
+        if self._loaded_seq is not None and self._loaded_seq < target.seq:
+            known = context.log.state_commit(context.log.ancestor(target, self._loaded_seq))
             candidates += [] if known is None else [known]
         for naming in self._namings:
             for commit, tensors in _holding(naming(), candidates, digest_of):

@@ -62,8 +62,8 @@ class FirstRank:
         The name of a new run, or the run that must be at the store.
     options
         The options of the writer.
-    resume_from
-        The version (its seq) to go back to. None: the newest.
+    resume_from_seq
+        The seq of the version to go back to. None: the newest.
     starts_full
         The first version is a full checkpoint, so the newest version need not be readable.
     has_attachments
@@ -81,14 +81,14 @@ class FirstRank:
         run: str | None,
         options: WriterOptions,
         *,
-        resume_from: int | None,
+        resume_from_seq: int | None,
         starts_full: bool,
         has_attachments: bool,
         given: Mapping[str, bytes],
         on_event: OnEvent | None,
     ) -> None:
-        chain = TakeOver(store, run, options, files=given, keeps_others=not has_attachments, resume_from=resume_from)
-        if chain.start is not None and (not starts_full or resume_from is not None):
+        chain = TakeOver(store, run, options, files=given, keeps_others=not has_attachments, resume_from_seq=resume_from_seq)
+        if chain.start is not None and (not starts_full or resume_from_seq is not None):
             require_route(chain.log, chain.start)
         chain.require_files()
         self._log = chain.log
@@ -106,11 +106,11 @@ class FirstRank:
         self._cost = ChainCost()
         self._not_before = 0
         self._commit = self._writer.in_force
-        self._must_rewind = resume_from is not None and (self._commit is None or self._commit.seq != resume_from)
+        self._must_rewind = resume_from_seq is not None and (self._commit is None or self._commit.seq != resume_from_seq)
         """Whether `_commit` is an older version than the newest one, so that a rewind must come first."""
         if self._must_rewind:
-            assert resume_from is not None
-            self._commit = version_commit(self._log, self._writer.fence, resume_from)
+            assert resume_from_seq is not None
+            self._commit = version_commit(self._log, self._writer.fence, resume_from_seq)
         self._attached = chain.attached(self._writer, on_event)
 
     def opening(self) -> dict[str, Any]:

@@ -59,8 +59,8 @@ class ShardedPublisher:
         A tokenizer whose files are published with the model. Only that of the first process counts.
     refuse_nonfinite
         Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
-    resume_from
-        The version to go back to: its commit's number, `Version.seq`, not the number that `deltawire log` shows. Later versions are
+    resume_from_seq
+        The `Version.seq` of the version to go back to. It is not the version number that `deltawire log` shows. Later versions are
         abandoned once this one is rebuilt. None: the newest.
     starts_full
         Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
@@ -80,7 +80,7 @@ class ShardedPublisher:
         attachments: Attachments | None = None,
         tokenizer: Any = None,
         refuse_nonfinite: bool = False,
-        resume_from: int | None = None,
+        resume_from_seq: int | None = None,
         starts_full: bool = False,
         options: WriterOptions | None = None,
         on_event: OnEvent | None = None,
@@ -114,7 +114,7 @@ class ShardedPublisher:
                     self._pool,
                     run,
                     options,
-                    resume_from=resume_from,
+                    resume_from_seq=resume_from_seq,
                     starts_full=starts_full,
                     has_attachments=attachments is not None,
                     given=given,
@@ -128,12 +128,12 @@ class ShardedPublisher:
         self.epoch: int = opening["epoch"]
         """The number of this job's epoch. Each job that opens the run gets a higher one."""
         self._appender = PartsAppender(ranks, self._store, self._pool, first, opening, options, on_event=on_event)
-        if resume_from is None and self.version is not None:
+        if resume_from_seq is None and self.version is not None:
             self._advice.follows(None, self.version.step)
 
     @property
     def version(self) -> Version | None:
-        """The newest version that is known to be in the chain. None if nothing is published yet. At first, the one of `resume_from`."""
+        """The newest version that is known to be in the chain. None if nothing is published yet. At first, the one of `resume_from_seq`."""
         return self._appender.version
 
     def files_of_tokenizer(self) -> dict[str, bytes]:
