@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import numpy as np
@@ -10,11 +11,11 @@ from plain_reader import apply_files, read_commits, read_json
 from small_training import Training, assert_chain_holds, publisher
 from support import bits_of, copied, finished_python
 
-from deltawire.errors import Fenced, PublisherClosed, StoreFull
+from deltawire.errors import Fenced, PublisherClosed, PublishError, StoreFull
 from deltawire.publish import PendingVersion
 from deltawire.publish.background import BackgroundQueue
 from deltawire.publish.publication import Publication
-from deltawire.publish.snapshots import SnapshotMemory
+from deltawire.publish.snapshots import SnapshotMemory, copy_tensors
 from deltawire.publish.upload.segments import TensorTable
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
@@ -167,6 +168,59 @@ def test_leaving_by_an_error_publishes_what_was_accepted_and_does_not_hide_the_e
         train()
     assert [handle.result(0).seq for handle in handles] == [1, 2]
     assert_chain_holds(store, {2: training.state})
+
+
+def during_the_next_copy(monkeypatch, act):
+    """Call `act` while the background queue copies the next state: half of it is written."""
+
+    def interrupted(source, target, **options):
+        names = list(source)
+        copy_tensors({name: source[name] for name in names[: len(names) // 2]}, target, **options)
+        act()
+        copy_tensors(source, target, **options)
+
+    monkeypatch.setattr("deltawire.publish.background.copy_tensors", interrupted)
+
+
+def test_a_signal_handler_that_closes_during_publish_loses_no_version(monkeypatch):
+    store, training = Gate(), Training()
+    chain = publisher(store, background=True)
+    usual = signal.signal(signal.SIGUSR1, lambda *_: chain.close())
+    try:
+        states = {1: copied(training.step())}
+        chain.publish(training.state, step=0)
+        assert store.reached.wait(PATIENCE)
+        older = chain.publish(training.step(), step=1)  # accepted, and waits
+        during_the_next_copy(monkeypatch, lambda: (store.open.set(), signal.raise_signal(signal.SIGUSR1)))
+        newer = chain.publish(training.step(), step=2)  # is copied over the older one
+    finally:
+        signal.signal(signal.SIGUSR1, usual)
+    assert (older.result(0), newer.result(0).step) == (None, 2)
+    assert_chain_holds(store, {**states, 2: training.state})
+    with pytest.raises(PublisherClosed):
+        chain.publish(training.state)
+
+
+def test_a_version_whose_memory_a_cut_off_copy_has_overwritten_counts_as_lost(monkeypatch):
+    store, training = Gate(), Training()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    chain = publisher(store, background=True)
+    states = {1: copied(training.step())}
+    chain.publish(training.state, step=0)
+    assert store.reached.wait(PATIENCE)
+    older = chain.publish(training.step(), step=1)
+    during_the_next_copy(monkeypatch, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        chain.publish(training.step(), step=2)
+    store.open.set()
+    with pytest.raises(PublishError, match="step 1 is lost: KeyboardInterrupt stopped the copy"):
+        chain.close()
+    with pytest.raises(PublishError, match="step 1 is lost"):
+        older.result(0)
+    assert_chain_holds(store, states)
 
 
 def test_a_pending_version_says_how_it_stands():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..chain.version import Version
-from ..errors import PublisherClosed
+from ..errors import PublisherClosed, PublishError
 from ..events import OnEvent, emit
 from ..tensors.gpu_handover import GpuHandover
 from .at_exit import finish_at_exit, forget, wait_at_exit
@@ -130,23 +130,29 @@ class BackgroundQueue:
             self._check_open()
             superseded, self._waiting = self._waiting, None  # the newer state is copied into its memory
         try:
-            state, table = publication.weights, publication.table
-            arrays = self._memory.take(table, state, None if superseded is None else dict(superseded.publication.weights))
-            if superseded is not None:
-                superseded.copied.delay_current_streams()  # another stream may still be copying into this memory
-            copy_tensors(state, arrays, wait=False)
-            copy = replace(publication, weights=arrays, is_owned=True)
-            snapshot = _Snapshot(copy, GpuHandover(state), PendingVersion(self._forget_error, publication.step))
+            snapshot = self._copy(publication, superseded)
             with self._changed:
                 self._check_open()  # it may have been closed while the state was copied
                 overtaken, self._waiting = self._waiting, snapshot  # another thread may have submitted one meanwhile
                 self._changed.notify_all()
-            if overtaken is not None:
-                self._supersede(overtaken)
-        finally:  # also if the copy was cut off, because the older state is overwritten then
+        except BaseException as error:
             if superseded is not None:
-                self._supersede(superseded)
+                self._lose(superseded, error)
+            raise
+        for older in (overtaken, superseded):
+            if older is not None:
+                self._supersede(older)
         return snapshot.handle
+
+    def _copy(self, publication: Publication, superseded: _Snapshot | None) -> _Snapshot:
+        """Copy a state, into the memory of the one that it supersedes if that fits."""
+        state, table = publication.weights, publication.table
+        arrays = self._memory.take(table, state, None if superseded is None else dict(superseded.publication.weights))
+        if superseded is not None:
+            superseded.copied.delay_current_streams()  # another stream may still be copying into this memory
+        copy_tensors(state, arrays, wait=False)
+        copy = replace(publication, weights=arrays, is_owned=True)
+        return _Snapshot(copy, GpuHandover(state), PendingVersion(self._forget_error, publication.step))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until every submitted state is published, failed or superseded. Raises TimeoutError, and errors as `submit` does."""
@@ -212,6 +218,14 @@ class BackgroundQueue:
     def _supersede(self, snapshot: _Snapshot) -> None:
         snapshot.handle._resolve()
         emit(self.on_event, "superseded", step=snapshot.publication.step)
+
+    def _lose(self, snapshot: _Snapshot, cause: BaseException) -> None:
+        """Note that an accepted state is lost: a newer one was being copied into its memory, and was cut off. Later calls raise it."""
+        error = PublishError(f"{snapshot.handle.name} is lost: {type(cause).__name__} stopped the copy of a newer state into its memory.")
+        error.__cause__ = cause
+        with self._changed:
+            self._error, self._failed = error, snapshot.handle
+        snapshot.handle._resolve(error=error)
 
     def _forget_error(self, error: BaseException) -> None:
         with self._changed:

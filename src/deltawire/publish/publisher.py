@@ -7,8 +7,8 @@ the version, make shortcuts. Without `background` the calling thread does all of
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -227,7 +227,8 @@ class Publisher:
         """
         self._check_open()
         accepted = self._accept(state, step, meta)
-        published = self._publish_now(accepted) if self._background is None else self._background.submit(accepted)
+        with self._taking_a_turn():
+            published = self._publish_now(accepted) if self._background is None else self._background.submit(accepted)
         self._advice.follows(accepted.table, accepted.step)
         return published
 
@@ -268,17 +269,30 @@ class Publisher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        unpublished = "" if self._background is None else self._background.unpublished()
-        try:
-            # In the foreground, `publish` has raised if a commit's outcome is unknown. Do not ask again: the store may be down.
-            self._close(settle=error is None or self._background is not None)
-        except Exception as lost:
-            if error is None:
-                raise
-            if lost is not error:  # the error of the `with` block is raised, so this one would be lost
-                warn_lost(unpublished or "a version", str(lost), self._on_event, raised=error)
+        self._close_after(error)
 
     # Accept
+
+    @contextmanager
+    def _taking_a_turn(self) -> Iterator[None]:
+        """Let one thread publish at a time. A `close` that interrupts it, from a signal handler, is carried out at the end.
+
+        Such a `close` must not come first: the queue may be copying a state over an older one that it has accepted.
+        """
+        with self._turn:
+            self._check_open()
+            if self._is_publishing:
+                raise PublishError("publish was called in the middle of another publication, by the same thread.")
+            self._is_publishing, error = True, None
+            try:
+                yield
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                self._is_publishing = False
+                if self._close_afterwards:
+                    self._close_after(error)
 
     def _accept(self, state: State | Module, step: int | None, meta: Mapping[str, str] | None) -> Publication:
         """Check everything about a call of `publish` that can be checked at once, and read the attachments."""
@@ -318,19 +332,9 @@ class Publisher:
     # Publish in the foreground
 
     def _publish_now(self, accepted: Publication) -> Version:
-        with self._turn:
-            self._check_open()
-            if self._is_publishing:
-                raise PublishError("publish was called in the middle of another publication, by the same thread.")
-            self._is_publishing, version = True, None
-            try:
-                version = self._versions.write(self._cast(accepted))
-                self._versions.follow_up()
-            finally:
-                self._is_publishing = False
-                if self._close_afterwards:
-                    self._close(settle=version is not None)
-            return version
+        version = self._versions.write(self._cast(accepted))
+        self._versions.follow_up()
+        return version
 
     def _cast(self, accepted: Publication) -> Publication:
         """Return the publication with a copy of its weights in the published type, if they have another type."""
@@ -341,6 +345,18 @@ class Publisher:
         return replace(accepted, weights=arrays, is_owned=True)
 
     # Close
+
+    def _close_after(self, error: BaseException | None) -> None:
+        """Close everything after a block or a publication, which may have ended by an error. That error is raised by the caller."""
+        unpublished = "" if self._background is None else self._background.unpublished()
+        try:
+            # In the foreground, `publish` has raised if a commit's outcome is unknown. Do not ask again: the store may be down.
+            self._close(settle=error is None or self._background is not None)
+        except Exception as lost:
+            if error is None:
+                raise
+            if lost is not error:  # the error of the `with` block is raised, so this one would be lost
+                warn_lost(unpublished or "a version", str(lost), self._on_event, raised=error)
 
     def _close(self, *, settle: bool) -> None:
         """Close everything. `settle` finds out first whether the last commit landed, if that is unknown."""
