@@ -103,11 +103,11 @@ def test_a_version_of_a_publisher_that_was_fenced_off_must_not_be_acknowledged(s
     assert any("does not have" in violation for violation in verdict.violations)
 
 
-def test_what_nobody_signed_is_found_in_a_signed_chain(sound: tuple[Objects, list[Seen]]) -> None:
+def test_the_checker_reports_unsigned_records_in_a_signed_chain(sound: tuple[Objects, list[Seen]]) -> None:
     assert any("is signed by None" in violation for violation in check(sound[0], {}, {}, key="ab" * 32).violations)
 
 
-def test_a_chain_whose_newest_version_nobody_can_reach_is_found(sound: tuple[Objects, list[Seen]]) -> None:
+def test_the_checker_reports_a_newest_version_without_a_route(sound: tuple[Objects, list[Seen]]) -> None:
     objects = {name: data for name, data in sound[0].items() if not name.startswith(("data/", "anchor/", "skip/"))}
     objects["gc/0000000001.json"] = json.dumps({"floor": 10**6}, separators=(",", ":")).encode()
     assert check(objects, {}, {}).violations == ["nothing leads to the newest version"]

@@ -100,7 +100,7 @@ def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "words"), [(["--store", "gibberish://x"], "unknown scheme"), (["--steps", "1"], "at least 2")])
-def test_a_wrong_argument_is_told_of_before_anything_is_begun(tmp_path: Path, wrong: list[str], words: str) -> None:
+def test_a_wrong_argument_is_reported_before_any_work(tmp_path: Path, wrong: list[str], words: str) -> None:
     done = subprocess.run(
         [sys.executable, str(DEMO), "--out", str(tmp_path / "out"), *wrong], capture_output=True, text=True, timeout=300, check=False
     )

@@ -38,7 +38,7 @@ def test_a_killed_members_task_counts_as_taken_over_once_anothers_result_is_acce
     assert told(demo, events[: before + 1]).takeovers == []
 
 
-def test_bytes_densities_and_lags_are_those_that_were_told(demo: Any) -> None:
+def test_the_summary_has_the_reported_bytes_densities_and_lags(demo: Any) -> None:
     story = told(demo, run(20))
     assert story.reduction == pytest.approx(20 * STATE_BYTES / sum(10_000 + step for step in range(1, 21)))
     assert story.densities == [0.01] * 20

@@ -145,7 +145,7 @@ def test_one_api_key_of_an_sglang_is_enough_where_there_is_no_other(tmp_path: Pa
     server.close()
 
 
-def test_an_sglang_that_cannot_load_goes_on_with_the_old_version(server: SglangContract, tmp_path: Path) -> None:
+def test_an_sglang_that_cannot_load_continues_with_the_old_version(server: SglangContract, tmp_path: Path) -> None:
     store = MemoryStore()
     with Publisher(store) as publisher, HotSwap(store, SglangEngine(server.url, tmp_path)) as swap:
         publisher.publish(first_state())

@@ -237,7 +237,7 @@ def test_memory_that_others_use_is_not_moved() -> None:
         ModuleEngine(shared)
 
 
-def test_a_name_with_two_meanings_means_what_a_checkpoint_means_by_it(store: MemoryStore, publisher: Publisher, tmp_path: Path) -> None:
+def test_a_name_with_two_meanings_means_the_tensor_of_the_checkpoint(store: MemoryStore, publisher: Publisher, tmp_path: Path) -> None:
     core = pytest.importorskip("transformers.core_model_loading")
     trainer, served = qwen(), qwen(1)
     for model in (trainer, served):

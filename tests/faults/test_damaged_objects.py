@@ -59,7 +59,7 @@ def do_harm(chain: ToyChain, entry: FileEntry, harm: str, older: FileEntry) -> b
     return whole
 
 
-def test_a_bad_delta_without_another_way_leaves_the_reader_where_it_is(chain: ToyChain, opened: Open, harm: str) -> None:
+def test_a_reader_keeps_its_version_if_a_bad_delta_has_no_other_route(chain: ToyChain, opened: Open, harm: str) -> None:
     chain.grow(1)
     bad = chain.commits[4].files[1]
     events = Listener()
@@ -80,7 +80,7 @@ def test_a_bad_delta_without_another_way_leaves_the_reader_where_it_is(chain: To
         assert bits_of(reader.state) == bits_of(chain.state)
 
 
-def test_a_bad_delta_is_got_round_by_an_anchor(chain: ToyChain, opened: Open, harm: str) -> None:
+def test_a_bad_delta_is_avoided_by_an_anchor(chain: ToyChain, opened: Open, harm: str) -> None:
     events = Listener()
     with opened(chain, on_event=events) as reader:
         reader.sync(seq=2)
@@ -91,7 +91,7 @@ def test_a_bad_delta_is_got_round_by_an_anchor(chain: ToyChain, opened: Open, ha
     assert {"avoiding", "resynced"} <= set(events.names())
 
 
-def test_a_bad_delta_in_front_of_an_anchor_that_was_confirmed_before_is_got_round(chain: ToyChain, opened: Open, harm: str) -> None:
+def test_a_bad_delta_in_front_of_an_anchor_that_was_confirmed_before_is_avoided(chain: ToyChain, opened: Open, harm: str) -> None:
     """The anchor belongs to the same version as the bad delta."""
     events = Listener()
     with opened(chain, on_event=events) as reader:
@@ -103,7 +103,7 @@ def test_a_bad_delta_in_front_of_an_anchor_that_was_confirmed_before_is_got_roun
     assert "avoiding" in events.names()
 
 
-def test_a_bad_anchor_is_got_round_by_an_older_one(chain: ToyChain, opened: Open, harm: str) -> None:
+def test_a_bad_anchor_is_replaced_by_an_older_one(chain: ToyChain, opened: Open, harm: str) -> None:
     shortcut = chain.add_anchor(4)
     do_harm(chain, shortcut.files[0], harm, chain.commits[1].files[0])
     events = Listener()
@@ -113,7 +113,7 @@ def test_a_bad_anchor_is_got_round_by_an_older_one(chain: ToyChain, opened: Open
     assert "avoiding" in events.names()
 
 
-def test_a_bad_anchor_without_another_way_keeps_joiners_out_and_disturbs_nobody_else(chain: ToyChain, opened: Open, harm: str) -> None:
+def test_a_bad_anchor_without_another_route_stops_only_new_readers(chain: ToyChain, opened: Open, harm: str) -> None:
     with opened(chain) as reader:
         reader.sync()
         do_harm(chain, chain.commits[1].files[0], harm, chain.commits[1].files[1])
@@ -127,7 +127,7 @@ def test_a_bad_anchor_without_another_way_keeps_joiners_out_and_disturbs_nobody_
         assert bits_of(reader.state) == bits_of(chain.state)
 
 
-def test_a_bad_skip_is_got_round_by_the_deltas_that_it_stands_for(chain: ToyChain, opened: Open, harm: str) -> None:
+def test_a_bad_skip_is_replaced_by_the_deltas_that_it_stands_for(chain: ToyChain, opened: Open, harm: str) -> None:
     chain.grow(12)
     skip = chain.add_skip(13, 1)
     do_harm(chain, skip.files[0], harm, chain.commits[2].files[0])
@@ -139,7 +139,7 @@ def test_a_bad_skip_is_got_round_by_the_deltas_that_it_stands_for(chain: ToyChai
     assert "avoiding" in events.names()
 
 
-def test_a_publisher_that_resumes_over_bad_data_takes_another_way_or_says_why(chain: ToyChain, harm: str, waiting: object) -> None:
+def test_a_publisher_that_resumes_over_bad_data_takes_another_route_or_says_why(chain: ToyChain, harm: str, waiting: object) -> None:
     whole = do_harm(chain, chain.commits[3].files[0], harm, chain.commits[2].files[0])
     with pytest.raises(HARMS[harm]):
         Publisher(chain.store)
@@ -177,7 +177,7 @@ def test_a_chain_that_was_repaired_as_documented_is_sound_again() -> None:
     assert (report.ok, report.superseded) == (True, [])
 
 
-def test_a_new_checkpoint_repairs_what_lies_below_it() -> None:
+def test_a_new_checkpoint_repairs_a_damaged_chain() -> None:
     """The publisher has the newest version in memory, so damage in the store does not stop it. Its next checkpoint repairs the chain."""
     store, ledger = MemoryStore(), Ledger()
     with open_publisher(store) as publisher:

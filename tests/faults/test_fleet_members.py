@@ -243,11 +243,11 @@ def test_a_member_killed_after_any_call_costs_its_lease_and_nothing_else() -> No
     assert_member_faults_lose_nothing(After, "crash")
 
 
-def test_a_member_whose_call_was_done_but_not_answered_goes_on() -> None:
+def test_a_member_whose_call_was_done_but_not_answered_continues() -> None:
     assert_member_faults_lose_nothing(After, "unknown")
 
 
-def test_a_member_whose_call_was_neither_done_nor_answered_goes_on() -> None:
+def test_a_member_whose_call_was_neither_done_nor_answered_continues() -> None:
     assert_member_faults_lose_nothing(Before, "unknown")
 
 

@@ -43,7 +43,7 @@ def stopped(fleet: Fleet, board: Board) -> list[bool]:
     return [member.ended for member in fleet.members]
 
 
-def test_everything_that_a_trainer_writes_for_its_fleet_is_signed_where_the_chain_is(fleet: Fleet) -> None:
+def test_everything_that_a_trainer_writes_for_its_fleet_is_signed_if_the_chain_is(fleet: Fleet) -> None:
     assert fleet.key is not None
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)

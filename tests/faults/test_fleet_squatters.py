@@ -32,7 +32,7 @@ def squat(fleet: Fleet, record: Round, make: Callable[[Round, int, int], bytes])
 
 
 @pytest.mark.parametrize("make", SQUATTERS.values(), ids=SQUATTERS.keys())
-def test_a_run_goes_on_when_every_lease_of_a_round_is_taken(make: Callable[[Round, int, int], bytes]) -> None:
+def test_a_run_continues_when_every_lease_of_a_round_is_taken(make: Callable[[Round, int, int], bytes]) -> None:
     fleet = Fleet(options=FleetOptions(LEASE, poll_seconds=10, keep_steps=2))
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)

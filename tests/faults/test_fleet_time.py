@@ -70,7 +70,7 @@ def test_a_lease_with_a_date_in_the_future_expires_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("seconds", STEPS)
-def test_a_fleet_goes_on_when_the_store_s_clock_is_set(seconds: float) -> None:
+def test_a_fleet_continues_when_the_store_s_clock_is_set(seconds: float) -> None:
     """The clock is set once in each run, during a different sleep of the trainer each time."""
     moment = 0
     while True:

@@ -97,11 +97,11 @@ def test_a_trainer_killed_after_any_call_loses_no_acknowledged_rollout_and_train
     assert_death_loses_nothing(After)
 
 
-def test_a_fleet_goes_on_when_a_call_of_its_trainer_was_done_but_not_answered() -> None:
+def test_a_fleet_continues_when_a_call_of_its_trainer_was_done_but_not_answered() -> None:
     assert_errors_lose_nothing(After, "unknown")
 
 
-def test_a_fleet_goes_on_when_a_call_of_its_trainer_was_neither_done_nor_answered() -> None:
+def test_a_fleet_continues_when_a_call_of_its_trainer_was_neither_done_nor_answered() -> None:
     assert_errors_lose_nothing(Before, "unknown")
 
 

@@ -105,7 +105,7 @@ def follow_to_the_end(followed: Any, chain: Chain) -> None:
 @pytest.mark.parametrize("apart", [None, 4])
 @pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("joins", [True, False])
-def test_a_follower_goes_on_with_the_newest_wherever_a_collection_passes_it(
+def test_a_follower_continues_with_the_newest_wherever_a_collection_passes_it(
     joins: bool, mirrored: bool, apart: int | None, tmp_path: Path
 ) -> None:
     def read(chain: Chain, index: int) -> None:
@@ -119,7 +119,7 @@ def test_a_follower_goes_on_with_the_newest_wherever_a_collection_passes_it(
     at_every_call(read, apart=apart)
 
 
-def test_an_engine_goes_on_with_the_newest_wherever_a_collection_passes_it(tmp_path: Path) -> None:
+def test_an_engine_continues_with_the_newest_wherever_a_collection_passes_it(tmp_path: Path) -> None:
     def read(chain: Chain, index: int) -> None:
         loaded: list[Any] = []
         engine = DiskEngine(tmp_path / str(index), reload=lambda path, version: loaded.append(bits_of(Checkpoint(path))))

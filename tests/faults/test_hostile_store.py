@@ -281,7 +281,7 @@ def restore(store: Store, copy: dict[str, bytes]) -> None:
         store.put(key, data)
 
 
-def test_a_store_that_was_set_back_to_an_older_copy_is_refused_by_who_saw_the_newer(tmp_path: Path) -> None:
+def test_a_reader_that_saw_newer_versions_refuses_a_store_that_was_set_back(tmp_path: Path) -> None:
     store, ledger = published(2)
     older = copy_of(store)
     with open_publisher(store) as publisher:
@@ -421,7 +421,7 @@ def test_a_pipe_in_place_of_any_object_is_refused_by_name_or_passed_over(tmp_pat
     assert visible_step(store) == ledger.newest
 
 
-def test_another_run_in_the_same_place_is_refused() -> None:
+def test_another_run_at_the_same_location_is_refused() -> None:
     store, _ = published(2, run="ours")
     with pytest.raises(RunMismatch):
         open_publisher(store, run="theirs")

@@ -65,23 +65,23 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     return lambda store: open_subscriber(store, None if request.param == "memory" else tmp_path / str(next(numbers)), pin=True)
 
 
-def test_a_reader_whose_store_is_unavailable_at_any_call_keeps_its_version_and_goes_on(opened: Open) -> None:
+def test_a_reader_whose_store_is_unavailable_at_any_call_keeps_its_version_and_continues(opened: Open) -> None:
     assert_faults_heal(lambda index: Before(index, "unavailable"), StoreUnavailable, opened)
 
 
-def test_a_reader_that_is_told_at_any_call_that_an_object_is_missing_keeps_its_version_and_goes_on(opened: Open) -> None:
+def test_a_reader_that_is_told_at_any_call_that_an_object_is_missing_keeps_its_version_and_continues(opened: Open) -> None:
     assert_faults_heal(lambda index: Reading(index, "missing"), (NoChain, DataMissing, RollbackDetected), opened)
 
 
-def test_a_reader_that_is_given_a_flipped_bit_at_any_call_keeps_its_version_and_goes_on(opened: Open) -> None:
+def test_a_reader_that_is_given_a_flipped_bit_at_any_call_keeps_its_version_and_continues(opened: Open) -> None:
     assert_faults_heal(lambda index: Reading(index, "flip"), CorruptRecord, opened)
 
 
-def test_a_reader_that_is_given_half_an_object_at_any_call_keeps_its_version_and_goes_on(opened: Open) -> None:
+def test_a_reader_that_is_given_half_an_object_at_any_call_keeps_its_version_and_continues(opened: Open) -> None:
     assert_faults_heal(lambda index: Reading(index, "truncate"), CorruptRecord, opened)
 
 
-def test_a_reader_that_is_shown_the_past_at_any_call_keeps_its_version_and_goes_on(opened: Open) -> None:
+def test_a_reader_that_is_shown_the_past_at_any_call_keeps_its_version_and_continues(opened: Open) -> None:
     assert_faults_heal(lambda index: Reading(index, "stale"), DataMissing, opened)
 
 

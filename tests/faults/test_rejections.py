@@ -69,7 +69,7 @@ def test_a_result_that_is_rejected_after_its_acknowledgement_is_left_out_for_goo
     assert spoiled not in again[1]
 
 
-def test_a_step_whose_results_are_all_rejected_is_trained_on_nothing_and_the_run_goes_on() -> None:
+def test_a_step_whose_results_are_all_rejected_is_trained_on_nothing_and_the_run_continues() -> None:
     fleet = small_fleet()
     with fleet.publisher() as publisher:
         trainer = fleet.trainer(publisher)
@@ -102,7 +102,7 @@ def fleets_with(fault: type[Before] | type[After], kind: str) -> Iterator[tuple[
 
 
 @pytest.mark.parametrize("fault", [Before, After])
-def test_a_trainer_killed_at_any_call_of_a_rejection_is_followed_by_one_that_goes_on(fault: type[Before] | type[After]) -> None:
+def test_a_trainer_killed_at_any_call_of_a_rejection_is_followed_by_one_that_continues(fault: type[Before] | type[After]) -> None:
     for fleet, store in fleets_with(fault, "crash"):
         with contextlib.suppress(ProcessDied), fleet.publisher() as publisher:
             trainer = fleet.trainer(publisher, store)

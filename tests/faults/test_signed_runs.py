@@ -97,7 +97,7 @@ def test_an_epoch_that_is_not_rightly_signed_abandons_nothing() -> None:
             trusting().find(8)
 
 
-def test_checkpoints_that_nobody_signed_do_not_count_when_a_signed_chain_is_collected() -> None:
+def test_unsigned_checkpoints_do_not_count_when_a_signed_chain_is_collected() -> None:
     """If they counted, they would be the newest checkpoints, and the data of the signed ones would be deleted."""
     key = SigningKey.generate()
     store = signed_run("main", key, 9)
@@ -121,7 +121,7 @@ def test_checkpoints_that_nobody_signed_do_not_count_when_a_signed_chain_is_coll
         collect(store, grace=0.0)
 
 
-def test_a_publisher_that_cannot_go_on_fences_nobody_off(waiting: Any) -> None:
+def test_a_publisher_that_cannot_continue_does_not_fence_others(waiting: Any) -> None:
     store = MemoryStore("main")
     with open_publisher(store, attachments={"config.json": b"{}"}) as healthy:
         ledger = Ledger()

@@ -49,7 +49,7 @@ def referenced(store: Store) -> set[str]:
     return {entry.key for record in records if record is not None for entry in record.files}
 
 
-def test_of_two_publishers_exactly_one_goes_on_wherever_the_second_comes_in() -> None:
+def test_exactly_one_of_two_publishers_continues_at_whichever_call_the_second_starts() -> None:
     """The second publisher opens the run and publishes at every call of the first publisher's session."""
     events = Listener()
     for index in range(len(calls_of_a_session())):
@@ -86,7 +86,7 @@ def test_of_two_publishers_exactly_one_goes_on_wherever_the_second_comes_in() ->
     assert "fenced" in events.names()
 
 
-def test_a_publisher_that_wakes_up_after_another_took_over_halts_and_its_late_data_are_nobodys() -> None:
+def test_a_publisher_that_wakes_up_after_another_took_over_halts_and_no_version_uses_its_late_data() -> None:
     """The publisher sleeps before an upload, or before a commit, while the other publisher continues."""
     for waiting_for in (call("put", "data/0000000001/00000000000000000003"), call("put_if_absent", keys.commit_key(3))):
         inner, ours, theirs = MemoryStore(), Ledger(), Ledger(OTHERS)
@@ -131,7 +131,7 @@ def asleep(store: Store, prefix: str, meanwhile: Action, op: str = "put_if_absen
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_a_shortcut_made_after_its_data_were_collected_is_got_round_and_removed(mirrored: bool, tmp_path: Path, waiting: Waiting) -> None:
+def test_a_shortcut_made_after_its_data_were_collected_is_avoided_and_removed(mirrored: bool, tmp_path: Path, waiting: Waiting) -> None:
     """The earlier publisher has uploaded an anchor of version 9, and is about to create its record."""
     inner, ours, theirs = MemoryStore(), Ledger(), Ledger(OTHERS)
 

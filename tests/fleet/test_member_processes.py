@@ -63,7 +63,7 @@ def kill_in_mid_generation(members: list[LiveMember]) -> LiveMember:
     return caught[0]
 
 
-def test_a_run_goes_on_while_its_members_are_killed_in_mid_generation(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:
+def test_a_run_continues_while_its_members_are_killed_in_mid_generation(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:
     run = SmallRun(tmp_path, store, tokens=48)
     members = [nursery.start(f"m{number}", *source(store), *LENGTH) for number in range(2)]
     is_over = threading.Event()
@@ -147,7 +147,7 @@ def test_a_member_that_is_told_to_leave_gives_back_its_task_at_once(tmp_path: Pa
     end(run, [other])
 
 
-def test_a_member_leaves_when_the_fleet_that_started_it_is_gone(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:
+def test_a_member_leaves_when_the_fleet_that_started_it_has_ended(tmp_path: Path, store: Store, nursery: MemberNursery) -> None:
     run = SmallRun(tmp_path, store)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

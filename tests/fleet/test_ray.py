@@ -83,7 +83,7 @@ def fleet_command(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes
         fleet.wait()
 
 
-def test_a_fleet_tells_all_and_goes_on_when_a_node_is_lost(tmp_path: Path, run: SmallRun, cluster: Any) -> None:
+def test_a_fleet_reports_a_lost_node_and_continues(tmp_path: Path, run: SmallRun, cluster: Any) -> None:
     """Each node has room for one member, so the two members are on two nodes."""
     log = tmp_path / "fleet.log"
     arguments = ["--ray", "2", "--ray-address", cluster.address, "--json", "--poll", "0.05", "--name", "ray"]
@@ -119,7 +119,7 @@ def test_a_fleet_tells_all_and_goes_on_when_a_node_is_lost(tmp_path: Path, run: 
         assert sorted(event["member"] for event in events(name)) == ["ray-0", "ray-1"]
 
 
-def test_members_on_ray_are_told_of_as_members_of_this_machine_are(tmp_path: Path, connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_on_ray_are_reported_like_members_of_this_machine(tmp_path: Path, connected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--from", str(tmp_path / "store"), "--env", "talking_rewards:reward", "--name", "m"]
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -184,7 +184,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_an_actor_that_is_lost_is_told_of(tmp_path: Path, connected: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_actor_is_reported(tmp_path: Path, connected: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a listener, every line is printed after the member's name."""
     on_ray = RayCluster(cpus=0, environment=ENVIRONMENT)
     member = on_ray.start(talking(tmp_path, "stays-too"))

@@ -200,7 +200,7 @@ def test_python_from_the_bucket_is_never_run(tmp_path: Path, store: Store, polic
     assert not marker.exists()
 
 
-def test_classes_of_transformers_are_taken_where_the_bucket_offers_its_own(tmp_path: Path, policy: TinyPolicy, marker: Path) -> None:
+def test_classes_of_transformers_are_used_instead_of_code_from_the_bucket(tmp_path: Path, policy: TinyPolicy, marker: Path) -> None:
     files = hostile_files(tmp_path / "files", marker, attn_implementation="anybody/kernel", experts_implementation="anybody/kernel")
     model, _ = build_model(ModelFiles(files, {}))
     assert type(model) is type(policy.model)

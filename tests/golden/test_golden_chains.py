@@ -70,7 +70,7 @@ def test_every_version_of_a_golden_chain_can_be_read(chain: LocalStore, tmp_path
     assert [versions.find(seq).live for seq in steps] == [seq < 5 or seq > 7 for seq in steps]
 
 
-def test_a_golden_chain_goes_on(chain: LocalStore, tmp_path: Path) -> None:
+def test_a_golden_chain_continues(chain: LocalStore, tmp_path: Path) -> None:
     if chain.url.endswith("signed"):  # its secret key was not kept
         with pytest.raises(SignatureInvalid):
             Publisher(chain, options=OPTIONS)

@@ -74,7 +74,7 @@ def test_pull_gives_every_version_its_own_attachments(changing: Any, tmp_path: P
     assert verify(store, deep=True).problems == []
 
 
-def test_what_a_member_loads_from_attachments_is_loaded_again_when_they_change(changing: Any) -> None:
+def test_a_member_loads_its_files_again_when_attachments_change(changing: Any) -> None:
     store, _, wanted = changing
     loads: list[dict[str, bytes]] = []
     followed = FollowedFiles(store, lambda files: loads.append(dict(files.files)) or loads[-1])
@@ -134,7 +134,7 @@ def test_a_version_whose_attachment_is_lost_is_not_served_half(changing: Any, tm
         assert files_in(reader.path) == wanted[-1]
 
 
-def test_a_slot_whose_attachments_were_torn_by_a_power_failure_is_made_anew(
+def test_a_slot_whose_attachments_were_damaged_by_a_power_failure_is_rebuilt(
     changing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, _, wanted = changing
@@ -150,7 +150,7 @@ def test_a_slot_whose_attachments_were_torn_by_a_power_failure_is_made_anew(
         assert files_in(reader.path) == wanted[-1]
 
 
-def test_collection_keeps_what_kept_versions_refer_to_wherever_it_lies() -> None:
+def test_collection_keeps_old_attachments_that_kept_versions_refer_to() -> None:
     store, weights = MemoryStore(), states(9)
     options = replace(OPTIONS, anchor_policy=AnchorPolicy(min_versions=3, max_versions=3))
     files = {"config.json": OLD, "old.json": b"gone soon"}
@@ -214,7 +214,7 @@ def test_going_back_to_a_version_leaves_the_files_of_abandoned_ones_behind(is_ma
     assert found == {"config.json": b"model's" if is_sharded else OLD, "tokenizer.json": b"[]"}
 
 
-def test_files_that_a_publisher_takes_from_the_model_replace_their_like_and_leave_others() -> None:
+def test_files_of_the_model_replace_attachments_of_the_same_name_only() -> None:
     store, weights = MemoryStore(), states(2)
     with Publisher(store, attachments={"config.json": OLD, "tokenizer.json": b"[]"}, options=OPTIONS) as publisher:
         publisher.publish(weights[0])
@@ -235,7 +235,7 @@ def test_a_publisher_in_the_background_takes_attachments_as_they_are_when_publis
     assert found == [OLD, b"0", b"1"]
 
 
-def test_a_version_is_told_of_when_its_attachments_change() -> None:
+def test_an_event_reports_changed_attachments() -> None:
     events: list[Event] = []
     files = {"a.json": b"1", "b.json": b"2"}
     with Publisher(MemoryStore(), attachments=files, on_event=events.append, options=OPTIONS) as publisher:
@@ -293,7 +293,7 @@ def first_digest() -> Any:
     return deltawire.state_digest(first_state())
 
 
-def test_a_chain_of_version_1_goes_on_with_its_attachments(tmp_path: Path) -> None:
+def test_a_chain_of_version_1_continues_with_its_attachments(tmp_path: Path) -> None:
     """The versions of the chain have the files of its anchors. The first new version names them, and the publisher uploads them again."""
     store = MemoryStore()
     chain = ToyChain(store)

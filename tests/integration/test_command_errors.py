@@ -95,7 +95,7 @@ def test_a_store_without_credentials_is_one_line(name: str, monkeypatch: pytest.
     assert "az://container/chain" in fail("log", "az://container/chain", kind="StoreDenied")
 
 
-def test_a_file_in_the_place_of_a_directory_is_one_line(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
+def test_a_file_where_a_directory_should_be_gives_a_one_line_error(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert "Errno" not in fail("follow", chain, tmp_path / "file", "--once", kind="MirrorError")
     assert "Errno" not in fail("pull", chain, tmp_path / "file", kind="CheckpointError")

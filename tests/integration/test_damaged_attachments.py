@@ -42,7 +42,7 @@ def test_a_full_checkpoint_can_be_asked_for_and_repairs_a_damaged_chain() -> Non
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["damaged", "missing"])
 @pytest.mark.parametrize("resume_from_seq", [None, 2, 3], ids=["newest", "older", "newest by number"])
-def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has_it(resume_from_seq: int | None, is_lost: bool) -> None:
+def test_a_damaged_attachment_is_uploaded_again_if_the_publisher_has_it(resume_from_seq: int | None, is_lost: bool) -> None:
     store, weights = MemoryStore(), states(4)
     files = {"config.json": OLD, "tokenizer.json": b"[1, 2]"}
     with Publisher(store, attachments=files, options=OPTIONS) as publisher:
@@ -70,7 +70,7 @@ def test_an_attachment_that_is_damaged_is_uploaded_again_where_the_publisher_has
 @pytest.mark.parametrize(
     "options", [{}, {"resume_from_seq": 2}, {"starts_full": True}, {"resume_from_seq": 2, "attachments": {"config.json": NEW}}]
 )
-def test_a_publisher_without_the_bytes_of_a_damaged_attachment_fences_nobody(options: Any) -> None:
+def test_a_publisher_without_the_bytes_of_a_damaged_attachment_does_not_fence_others(options: Any) -> None:
     store, weights = MemoryStore(), states(3)
     with Publisher(store, attachments={"config.json": OLD}, options=OPTIONS) as publisher:
         for state in weights[:2]:
@@ -86,7 +86,7 @@ def test_a_publisher_without_the_bytes_of_a_damaged_attachment_fences_nobody(opt
     assert read_model_files(store).files == {"config.json": NEW}
 
 
-def test_going_back_to_a_version_1_whose_attachment_is_damaged_fences_nobody() -> None:
+def test_resuming_from_a_record_of_version_1_with_a_damaged_attachment_does_not_fence_others() -> None:
     store = MemoryStore()
     chain = ToyChain(store)
     first = chain.anchor(first_state())

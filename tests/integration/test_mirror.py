@@ -93,7 +93,7 @@ STEPS += ["link-made", "served", "files-linked", "tidied"]
 
 
 @pytest.mark.parametrize(("step", "nth"), [*((step, 1) for step in STEPS), ("file-applied", 2), ("hop-done", 2), ("file-applied", 4)])
-def test_a_process_killed_at_any_step_leaves_a_whole_version_and_the_next_goes_on(
+def test_a_process_killed_at_any_step_leaves_a_whole_version_and_the_next_continues(
     chain: ToyChain, mirror: Path, step: str, nth: int
 ) -> None:
     synced(chain, mirror)
@@ -120,7 +120,7 @@ def test_a_process_killed_while_it_changes_the_standby_leaves_the_other_slot(cha
 
 
 @pytest.mark.parametrize("nth", [1, 3])
-def test_a_process_killed_while_the_first_anchor_arrives_leaves_no_version_and_the_next_goes_on(
+def test_a_process_killed_while_the_first_anchor_arrives_leaves_no_version_and_the_next_continues(
     chain: ToyChain, mirror: Path, nth: int
 ) -> None:
     assert child(CHILD, chain.store.url, mirror, "anchor-file-fetched", nth).wait(300) == -signal.SIGKILL
@@ -408,7 +408,7 @@ def test_pull_does_not_overwrite_unless_it_is_told_to(any_chain: ToyChain, tmp_p
     assert bits_of(Checkpoint(tmp_path / "out")) == bits_of(any_chain.state)
 
 
-def test_pull_finds_another_way_round_damage(any_chain: ToyChain, tmp_path: Path) -> None:
+def test_pull_finds_another_route_around_damage(any_chain: ToyChain, tmp_path: Path) -> None:
     any_chain.damage(any_chain.add_anchor(4).files[1])
     any_chain.lose(any_chain.add_skip(5, 1).files[0])
     pull(any_chain.store, tmp_path / "out", options=ReaderOptions(patience=0.0))

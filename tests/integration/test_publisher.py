@@ -232,7 +232,7 @@ class Watched(WrappedStore):
             self.arrived.set()
 
 
-def test_skips_can_be_left_out_and_are_counted_anew_after_an_anchor():
+def test_skips_can_be_left_out_and_are_counted_again_after_an_anchor():
     store = MemoryStore()
     published(store, 9, skips=False)
     assert list(store.list("skip/")) == []
@@ -246,7 +246,7 @@ def test_skips_can_be_left_out_and_are_counted_anew_after_an_anchor():
     assert [info.key[5:-5].split("-") for info in store.list("skip/")] == [[f"{seq:020}", f"{seq - 4:020}"] for seq in (5, 11)]
 
 
-def test_a_failed_shortcut_is_reported_and_publishing_goes_on():
+def test_a_failed_shortcut_is_reported_and_publishing_continues():
     store = FaultyStore(MemoryStore(), [Before(call("put_if_absent", "skip/"), "full"), Before(call("put_if_absent", "anchor/"), "full")])
     events = []
     states = published(store, 9, on_event=events.append, anchor_policy=AnchorPolicy(2, 2))

@@ -125,7 +125,7 @@ def test_background_errors_are_raised_once_by_the_next_call():
     assert_chain_holds(store, {1: final})
 
 
-def test_closing_raises_what_nobody_has_heard_of_yet():
+def test_closing_raises_errors_that_were_not_raised_before():
     store = FaultyStore(MemoryStore(), [Before(call("put", "data/"), "full")])
     chain = publisher(store, background=True)
     chain.publish(Training().state)

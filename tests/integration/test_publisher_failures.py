@@ -51,7 +51,7 @@ def test_a_second_publisher_fences_the_first_for_ever():
     assert_chain_holds(store, states)
 
 
-def test_a_new_publisher_goes_on_with_a_delta_where_the_last_one_ended():
+def test_a_new_publisher_continues_with_a_delta_where_the_last_one_ended():
     store = MemoryStore()
     training = Training()
     states = {}

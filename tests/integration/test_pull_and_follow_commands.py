@@ -52,7 +52,7 @@ def test_damaged_data_are_never_pulled(chain: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["pull", "follow"])
-def test_a_reader_reports_that_it_waits_for_data_and_goes_on_when_they_arrive(command: str, chain: Path, tmp_path: Path) -> None:
+def test_a_reader_reports_that_it_waits_for_data_and_continues_when_they_arrive(command: str, chain: Path, tmp_path: Path) -> None:
     late = data_of(chain, 3)[0]
     content = late.read_bytes()
     late.unlink()
@@ -84,7 +84,7 @@ def test_follow_updates_a_mirror_and_reports_each_version(chain: Path, checkpoin
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_following_goes_on_until_it_is_told_to_end(chain: Path, checkpoints: list[Path], tmp_path: Path, number: signal.Signals) -> None:
+def test_following_continues_until_it_is_stopped(chain: Path, checkpoints: list[Path], tmp_path: Path, number: signal.Signals) -> None:
     with start_following(chain, tmp_path / "mirror") as process:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["version"] == 3

@@ -257,7 +257,7 @@ def test_a_bit_that_flips_in_a_ranks_own_copy_is_found_and_the_copy_rebuilt(tmp_
     assert follow(tmp_path)[0] == bits_of(versions[2])
 
 
-def test_damaged_data_are_got_round_where_there_is_another_way(tmp_path):
+def test_damaged_data_are_avoided_if_there_is_another_route(tmp_path):
     versions = states(5)
     publish_all(tmp_path, 2, versions[:4], anchor_policy=AnchorPolicy(min_versions=2, max_versions=2))
     delta = read_commits(open_store(tmp_path))[-2]
@@ -291,7 +291,7 @@ def test_ranks_that_hold_different_models_are_refused(tmp_path, other):
     assert run_ranks(2, work) == [None, None]
 
 
-def test_tensors_that_nobody_holds_all_of_are_refused(tmp_path):
+def test_tensors_with_elements_that_no_rank_holds_are_refused(tmp_path):
     def work(ranks):
         with ShardedPublisher(ranks, tmp_path) as publisher, pytest.raises(PublishError, match="'x'"):
             publisher.publish({"x": TensorPart(np.zeros(3, np.float32), (10,), 3 * ranks.rank)})

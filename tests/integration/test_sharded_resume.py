@@ -66,7 +66,7 @@ def test_a_version_that_does_not_exist_is_refused_before_anybody_is_fenced_off(t
     assert kinds(tmp_path) == before
 
 
-def test_a_version_that_cannot_be_rebuilt_is_not_gone_back_to(tmp_path):
+def test_a_publisher_does_not_go_back_to_a_version_that_cannot_be_rebuilt(tmp_path):
     versions = states(4)
     publish_all(tmp_path, 2, versions)
     damage(tmp_path, read_commits(open_store(tmp_path))[OLDER]["files"][0]["key"])
@@ -85,7 +85,7 @@ def test_a_damaged_version_is_refused_before_anybody_is_fenced_off(tmp_path):
     assert kinds(tmp_path) == ["fence", "anchor", "delta"]
 
 
-def test_a_chain_whose_newest_version_is_damaged_goes_on_with_a_full_checkpoint(tmp_path, monkeypatch):
+def test_a_chain_whose_newest_version_is_damaged_continues_with_a_full_checkpoint(tmp_path, monkeypatch):
     """This also holds if only the ranks find the damage, because the objects are too large for one process to read."""
     versions = states(4)
     publish_all(tmp_path, 2, versions[:2])
@@ -144,7 +144,7 @@ def test_a_rewind_whose_outcome_is_unknown_is_found_out_at_the_next_call(tmp_pat
     assert verify(open_store(tmp_path), deep=True).problems == []
 
 
-def test_a_chain_of_an_earlier_key_is_taken_up_by_who_trusts_it(tmp_path):
+def test_a_publisher_continues_a_chain_of_an_earlier_key_that_it_trusts(tmp_path):
     old, new = SigningKey.generate(), SigningKey.generate()
     versions = states(3)
     publish_all(tmp_path, 2, versions[:2], signing_key=old)

@@ -58,7 +58,7 @@ def test_a_late_joiner_reads_few_objects(tmp_path):
     assert len(read - checkpoint) == 2 * 3  # both ranks' files, for hops over 64, 4 and 1 versions
 
 
-def test_skips_can_be_left_out_and_are_counted_anew_by_whoever_takes_the_chain_up(tmp_path):
+def test_skips_can_be_left_out_and_are_counted_again_by_the_next_publisher(tmp_path):
     versions = states(16)
     publish_all(tmp_path, 2, versions[:6], anchor_policy=NO_ANCHORS, skips=False)
     assert spans(tmp_path) == []
@@ -76,7 +76,7 @@ def test_skips_can_be_left_out_and_are_counted_anew_by_whoever_takes_the_chain_u
 
 
 @pytest.mark.parametrize(("rank", "fault"), [(0, call("put_if_absent", "skip/")), (1, "upload of a skip")])
-def test_a_skip_that_fails_at_one_rank_is_reported_and_publishing_goes_on(tmp_path, rank, fault):
+def test_a_skip_that_fails_at_one_rank_is_reported_and_publishing_continues(tmp_path, rank, fault):
     versions, events = states(18), []
     if fault == "upload of a skip":
         fault = SixthUpload()
@@ -109,7 +109,7 @@ class SixthUpload:
         return self.seen == 6 and each.op == "put"
 
 
-def test_there_is_no_skip_over_what_one_rank_had_to_forget(tmp_path, monkeypatch):
+def test_there_is_no_skip_over_versions_whose_deltas_one_rank_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(history, "_LEAST", 0)  # so the limit depends only on the size of a rank's tensors
     versions = states(9)
     half = versions[0]["embed"].shape[0] // 2

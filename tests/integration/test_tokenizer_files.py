@@ -67,7 +67,7 @@ class TemplatedTokenizer:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_chat_template_that_the_tokenizer_has_no_more_does_not_stay(resumed: bool) -> None:
+def test_a_chat_template_is_removed_when_the_tokenizer_no_longer_has_it(resumed: bool) -> None:
     """Files that did not come from a tokenizer stay."""
     store, tokenizer, weights = MemoryStore(), TemplatedTokenizer(), states(2)
     others = {"README.md": b"text", "vocab.txt": b"words"}
@@ -82,7 +82,7 @@ def test_a_chat_template_that_the_tokenizer_has_no_more_does_not_stay(resumed: b
     assert read_model_files(store).files == {**others, "tokenizer_config.json": b"{}"}
 
 
-def test_ranks_do_not_keep_a_chat_template_that_the_tokenizer_has_no_more() -> None:
+def test_ranks_remove_a_chat_template_that_the_tokenizer_no_longer_has() -> None:
     store, tokenizer, weights = MemoryStore(), TemplatedTokenizer(), states(2)
 
     def work(ranks: Any) -> None:
@@ -96,7 +96,7 @@ def test_ranks_do_not_keep_a_chat_template_that_the_tokenizer_has_no_more() -> N
 
 
 @pytest.mark.parametrize("wrong", ["model", Path("model"), 7])
-def test_what_is_no_tokenizer_is_refused_at_once(wrong: Any) -> None:
+def test_a_value_that_is_no_tokenizer_is_refused_at_once(wrong: Any) -> None:
     store = MemoryStore()
     with pytest.raises(TypeError, match="AutoTokenizer"):
         Publisher(store, tokenizer=wrong)

@@ -35,7 +35,7 @@ def test_everything_reads_the_sound_chain(tmp_path: Path) -> None:
     assert outcomes == {"succeeded": len(chain_fuzz.READERS)}
 
 
-def test_whoever_reads_a_hostile_chain_has_right_weights_or_a_named_error(tmp_path: Path) -> None:
+def test_every_reader_of_a_hostile_chain_has_right_weights_or_a_named_error(tmp_path: Path) -> None:
     outcomes: dict[str, int] = {}
     findings = [str(finding) for seed in SEEDS for finding in chain_fuzz.try_seed(seed, tmp_path, outcomes)]
     assert not findings, "\n".join(findings)

@@ -321,7 +321,7 @@ class Stubborn(MutableMapping):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("patience", range(4))
-def test_a_mapping_that_refuses_half_way_is_restored(codec, patience):
+def test_a_mapping_that_refuses_some_values_is_restored(codec, patience):
     with using_codec(codec):
         state = Stubborn(base_state(), patience)
         arrays = dict(state)

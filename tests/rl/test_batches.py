@@ -95,7 +95,7 @@ def test_each_reward_has_its_own_mean_and_completions_their_lengths():
     assert step_metrics(batch)["completions/clipped_ratio"] == 0.0
 
 
-def test_nothing_that_was_scored_by_nobody_is_nan():
+def test_metrics_of_completions_without_a_score_are_none():
     batch = training_batch([rollouts([[7]], [completion(0, [1], rewards=(None,))])], for_step=3)
     assert step_metrics(batch)["reward"] is None
     assert step_metrics(batch)["rewards/a/mean"] is None

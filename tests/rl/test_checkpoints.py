@@ -26,7 +26,7 @@ def train(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def test_training_goes_on_bit_for_bit_where_it_was(tmp_path: Path):
+def test_training_continues_bit_for_bit_from_a_checkpoint(tmp_path: Path):
     checkpoints = TrainerCheckpoints(tmp_path / "checkpoints")
     again, its_optimizer = trainer(1)
     train(again, its_optimizer)
@@ -71,7 +71,7 @@ def test_a_file_of_another_model_is_refused_before_anything_is_changed(tmp_path:
 
 
 @pytest.mark.parametrize("damage", ["cut", "foreign", "deep"])
-def test_what_is_no_checkpoint_is_told_of(tmp_path: Path, damage: str):
+def test_a_directory_that_is_no_checkpoint_gives_a_named_error(tmp_path: Path, damage: str):
     from safetensors.torch import save_file
 
     path = TrainerCheckpoints(tmp_path).save(1, *trainer(0))
@@ -115,7 +115,7 @@ def with_momentum(seed: int) -> tuple[Any, Any, Any]:
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
 
 
-def test_any_optimizer_and_scheduler_go_on_where_they_were(tmp_path: Path):
+def test_any_optimizer_and_scheduler_continue_from_a_checkpoint(tmp_path: Path):
     checkpoints = TrainerCheckpoints(tmp_path)
     model, optimizer, schedule = with_momentum(0)
     for _ in range(3):

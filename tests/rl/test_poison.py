@@ -114,7 +114,7 @@ def rejections(store: MemoryStore) -> list[Rejection]:
     return [Rejection.parse(store.get(info.key, limit=1 << 16)) for info in store.list(fleet_keys.REJECTED)]
 
 
-def test_poison_is_refused_on_arrival_by_name_and_the_run_goes_on():
+def test_poison_is_refused_on_arrival_by_name_and_the_run_continues():
     store = PoisonedStore(poison for poison, _ in REFUSED.values())
     events: list[Event] = []
     with members(store), trainer(store, None, on_event=events.append) as learning:
@@ -205,7 +205,7 @@ def dies(self: Any, collected: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["refused by today's checks", "known to no check"])
-def test_a_run_whose_poison_was_acknowledged_goes_on_when_it_is_resumed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_whose_poison_was_acknowledged_continues_when_it_is_resumed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = PoisonedStore([token(2**31 - 1) if kind.startswith("refused") else MARKED, reward(1e39)])
     with monkeypatch.context() as patched:  # this trainer checks nothing, as in earlier releases
         patched.setattr(trainer_module, "training_limits", lambda model, prompts: TrainingLimits())

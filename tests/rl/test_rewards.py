@@ -91,7 +91,7 @@ def test_a_reward_is_found_by_module_and_name():
         ("math:pi", "is not a function but a float"),
     ],
 )
-def test_a_reward_that_is_not_there_is_told_of_plainly(spec: str, message: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_reward_function_gives_a_plain_error(spec: str, message: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "needs_another.py").write_text("import no_such_library\n")
     (tmp_path / "breaks.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)

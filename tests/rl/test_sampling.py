@@ -141,7 +141,7 @@ def test_weights_of_no_version_make_no_rollouts(store: MemoryStore):
         assert [span.version for span in made.spans] == [publisher.version]
 
 
-def test_a_completion_goes_on_across_a_swap_with_the_old_versions_cache(store: MemoryStore):
+def test_a_completion_continues_across_a_swap_with_the_old_versions_cache(store: MemoryStore):
     trainer, served = qwen(0, dtype=torch.float32), qwen(1, dtype=torch.float32)
     with Publisher(store) as publisher, HotSwap(store, ModuleEngine(served), options=ReaderOptions(pin=False)) as policy:
         old = publisher.publish(trainer.state_dict(), step=0)

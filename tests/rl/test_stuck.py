@@ -62,7 +62,7 @@ def failing_member(work: Callable[[threading.Event], None], expected: type[Excep
         (returns_too_much, RewardError, r"returned 1e\+39; rewards must be"),
     ],
 )
-def test_a_reward_that_always_fails_ends_the_run_by_name_and_a_right_one_goes_on(
+def test_a_reward_that_always_fails_ends_the_run_by_name_and_a_right_one_continues(
     reward: Any, error: type[Exception], told: str, tmp_path: Path
 ):
     store = MemoryStore()
@@ -99,7 +99,7 @@ def test_a_member_that_cannot_begin_says_why(tmp_path: Path):
     assert left["member"] == "m"
 
 
-def test_a_member_that_cannot_begin_where_there_is_no_run_only_raises(tmp_path: Path):
+def test_a_member_that_cannot_start_without_a_run_only_raises(tmp_path: Path):
     with pytest.raises(RewardError, match="does not exist"):
         serve(MemberOptions(str(tmp_path), "transformers", ("no_such_module:reward",), name="m"), stop=threading.Event())
     assert not list(tmp_path.iterdir())

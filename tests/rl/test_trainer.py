@@ -245,7 +245,7 @@ def test_a_resumed_trainer_finds_the_files_in_its_chain(store: MemoryStore, tmp_
         assert again.step == 0
 
 
-def test_a_trainer_that_signs_takes_files_from_nobody_else(store: MemoryStore, tmp_path: Path):
+def test_a_trainer_that_signs_takes_only_files_that_it_signed(store: MemoryStore, tmp_path: Path):
     with trainer(store, tmp_path):  # unsigned
         pass
     with pytest.raises(SignatureInvalid):

@@ -80,7 +80,7 @@ def writes_of_a_run(tmp_path: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # all threads of a process die with it
 @pytest.mark.parametrize("fault", [Before, After])
-def test_a_trainer_that_dies_at_any_write_to_the_store_is_followed_by_one_that_goes_on(fault: type[Before], tmp_path: Path):
+def test_a_trainer_that_dies_at_any_write_to_the_store_is_followed_by_one_that_continues(fault: type[Before], tmp_path: Path):
     chance = random.Random(3)
     writes = writes_of_a_run(tmp_path / "whole")
     for number in range(4):
@@ -100,7 +100,7 @@ def test_a_trainer_that_dies_at_any_write_to_the_store_is_followed_by_one_that_g
         assert_consistent(inner, steps=STEPS, staleness=settings.max_staleness)
 
 
-def test_trainers_that_are_killed_outright_are_followed_by_one_that_goes_on(tmp_path: Path):
+def test_trainers_that_are_killed_outright_are_followed_by_one_that_continues(tmp_path: Path):
     with open_store(tmp_path / "store") as store, members(store):
         for lines in (4, 9):  # the events that the trainer reports before it is killed
             with ForkedPopen("torch", [__file__, tmp_path], stdout=subprocess.PIPE, text=True) as child:

@@ -118,7 +118,7 @@ def test_another_number_of_ranks_and_another_wrapping_go_on_with_the_chain(train
     compare(url, states)
 
 
-def test_tensors_may_lie_on_the_mesh_in_any_way(train, tmp_path):
+def test_tensors_may_be_sharded_over_the_mesh_in_any_layout(train, tmp_path):
     states = train(4, tmp_path / "run", tmp_path / "out", [0, 3], mesh="all placements")
     compare(tmp_path / "run", states)
 
@@ -156,7 +156,7 @@ def test_an_older_version_is_taken_up_by_another_number_of_ranks(train, tmp_path
 
 
 @pytest.mark.parametrize(("rank", "background"), [(0, False), (1, True)])
-def test_a_rank_that_is_killed_in_the_middle_leaves_nothing_behind_and_a_new_job_goes_on(job, train, tmp_path, rank, background):
+def test_a_rank_that_is_killed_in_the_middle_leaves_nothing_behind_and_a_new_job_continues(job, train, tmp_path, rank, background):
     url, out = tmp_path / "run", tmp_path / "out"
     out.mkdir()
     codes = job(2, {"url": str(url), "out": str(out), "mesh": [2], "steps": [0, 3], "die": rank, "background": background})

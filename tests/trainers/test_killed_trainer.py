@@ -28,7 +28,7 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_trainer_that_is_killed_at_any_moment_goes_on_by_itself_and_its_follower_is_exact(tmp_path: Path, model_dir: Path) -> None:
+def test_a_trainer_that_is_killed_at_any_moment_continues_by_itself_and_its_follower_is_exact(tmp_path: Path, model_dir: Path) -> None:
     digests: dict[int, Any] = {}
     last: dict[str, Any] = {}
 

@@ -181,7 +181,7 @@ def labelled(*seqs: int) -> LabelledSample:
     return _labelled(sample([0.0, *map(float, seqs)], [0, *[1] * len(seqs)]), [0.0, *(_Drawn(-1.0, seq) for seq in seqs)])
 
 
-def test_trl_is_told_of_the_oldest_version_by_its_own_count() -> None:
+def test_trl_gets_the_oldest_version_in_its_own_count() -> None:
     trainer, seen = Trainer(), []
     label_samples(trainer, seen.append)
     assert trainer.rollout_worker._loop_cls is LabellingLoop

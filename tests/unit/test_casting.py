@@ -43,7 +43,7 @@ def test_the_same_memory_is_rounded_once():
     assert casts.cast(tensor_bits("v", wide), dtype_named("BF16")).bits is casts.cast(tensor_bits("w", wide), dtype_named("BF16")).bits
 
 
-def test_a_type_may_be_named_in_any_way():
+def test_a_dtype_may_be_given_as_a_type_or_a_name():
     for dtype in (BF16, ml_dtypes.bfloat16, "bfloat16", "torch.bfloat16"):
         assert wire_dtype(dtype) == dtype_named("BF16")
     assert wire_dtype(np.float32) == wire_dtype("float32") == dtype_named("F32")

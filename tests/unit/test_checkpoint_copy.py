@@ -240,7 +240,7 @@ def test_an_output_that_appears_meanwhile_is_not_overwritten(base_file: Path) ->
     assert names_beside(out) == {"base.safetensors", "out.safetensors"}
 
 
-def test_replacing_puts_the_new_one_in_place_of_the_old(base_file: Path, base_directory: Path) -> None:
+def test_replacing_puts_the_new_checkpoint_where_the_old_one_was(base_file: Path, base_directory: Path) -> None:
     out_file, out_directory = base_file.with_name("out.safetensors"), base_file.with_name("out")
     out_file.write_text("old")
     out_directory.mkdir()

@@ -75,7 +75,7 @@ TORCHLESS = [
 
 
 @pytest.mark.parametrize("path", TORCHLESS, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_torch_is_not_imported_before_somebody_needs_it(path: Path) -> None:
+def test_torch_is_not_imported_before_it_is_needed(path: Path) -> None:
     for line, name, at_once in imported(path):
         assert not (at_once and name.split(".")[0] in ("torch", "transformers", "vllm", "trl")), f"{path.relative_to(SOURCE)}:{line}"
 
@@ -86,7 +86,7 @@ def test_every_module_has_a_layer() -> None:
     assert folders | files == RANK.keys()
 
 
-def test_files_of_a_bucket_are_loaded_by_transformers_in_one_place_only():
+def test_only_one_module_loads_files_of_a_bucket_with_transformers():
     """Only that module imports the classes that can run a bucket's Python, and all its calls say trust_remote_code=False."""
     users = {
         path.relative_to(SOURCE).as_posix()

@@ -133,7 +133,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     scene.publisher.close()
 
 
-def test_a_version_is_staged_before_the_pause_and_named_before_the_server_goes_on(scene: Scene) -> None:
+def test_a_version_is_staged_before_the_pause_and_named_before_the_server_continues(scene: Scene) -> None:
     seq = scene.publish()
     assert scene.sidecar.step() is not None
     assert scene.server.calls == ["prepare", "pause keep clear", "start", "write", "finish", "resume"]
@@ -151,7 +151,7 @@ def test_a_version_that_cannot_be_staged_never_pauses_the_server(scene: Scene) -
     assert scene.report().state == REFUSED
 
 
-def test_a_server_that_refuses_goes_on_with_what_it_has(scene: Scene) -> None:
+def test_a_server_that_refuses_continues_with_what_it_has(scene: Scene) -> None:
     scene.publish()
     scene.server.failing = {"start"}
     with pytest.raises(EngineRefused):
@@ -160,7 +160,7 @@ def test_a_server_that_refuses_goes_on_with_what_it_has(scene: Scene) -> None:
     assert scene.report().state == REFUSED
 
 
-def test_an_update_that_fails_half_way_is_repaired_before_the_server_goes_on(scene: Scene) -> None:
+def test_an_update_that_fails_half_way_is_repaired_before_the_server_continues(scene: Scene) -> None:
     seq = scene.publish()
     scene.server.failing = {"write"}
     scene.sidecar.step()

@@ -82,7 +82,7 @@ def test_follow_ends_when_the_subscriber_is_closed(chain: ToyChain, subscribe: S
     assert not thread.is_alive()
 
 
-def test_follow_reports_a_silence_once_and_goes_on(chain: ToyChain, subscribe: Subscribe) -> None:
+def test_follow_reports_a_silence_once_and_continues(chain: ToyChain, subscribe: Subscribe) -> None:
     options: dict[str, Any] = {}
     events = events_of(options)
     subscriber = subscribe(chain, max_silence=60.0, **options)

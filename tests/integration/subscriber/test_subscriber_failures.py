@@ -47,7 +47,7 @@ def test_a_failed_sync_leaves_the_last_good_version(subscribe: Subscribe) -> Non
 
 
 @pytest.mark.parametrize("harm", ["damage", "lose"])
-def test_a_bad_skip_is_left_aside(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
+def test_a_bad_skip_is_avoided(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
     subscriber = subscribe(chain)
     subscriber.sync()
     chain.grow(16)
@@ -57,7 +57,7 @@ def test_a_bad_skip_is_left_aside(chain: ToyChain, subscribe: Subscribe, harm: s
 
 
 @pytest.mark.parametrize("harm", ["damage", "lose"])
-def test_a_bad_delta_is_got_round_by_an_anchor(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
+def test_a_bad_delta_is_avoided_by_an_anchor(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
     options: dict[str, Any] = {}
     events = events_of(options)
     subscriber = subscribe(chain, **options)
@@ -71,7 +71,7 @@ def test_a_bad_delta_is_got_round_by_an_anchor(chain: ToyChain, subscribe: Subsc
 
 
 @pytest.mark.parametrize("harm", ["damage", "lose"])
-def test_a_bad_delta_is_got_round_by_a_skip(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
+def test_a_bad_delta_is_avoided_by_a_skip(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
     subscriber = subscribe(chain)
     subscriber.sync()
     chain.grow(5)
@@ -82,7 +82,7 @@ def test_a_bad_delta_is_got_round_by_a_skip(chain: ToyChain, subscribe: Subscrib
 
 
 @pytest.mark.parametrize("harm", ["damage", "lose"])
-def test_a_bad_anchor_is_got_round_by_an_older_one(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
+def test_a_bad_anchor_is_replaced_by_an_older_one(chain: ToyChain, subscribe: Subscribe, harm: str) -> None:
     chain.grow(6)
     getattr(chain, harm)(chain.add_anchor(6).files[0])
     subscriber = subscribe(chain)
@@ -91,7 +91,7 @@ def test_a_bad_anchor_is_got_round_by_an_older_one(chain: ToyChain, subscribe: S
 
 
 @pytest.mark.parametrize(("harm", "error"), [("damage", DataDamaged), ("lose", DataMissing)])
-def test_when_no_way_is_left_the_error_says_why(chain: ToyChain, subscribe: Subscribe, harm: str, error: type[DeltawireError]) -> None:
+def test_when_no_route_is_left_the_error_says_why(chain: ToyChain, subscribe: Subscribe, harm: str, error: type[DeltawireError]) -> None:
     subscriber = subscribe(chain)
     subscriber.sync()
     chain.grow(3)
@@ -103,7 +103,7 @@ def test_when_no_way_is_left_the_error_says_why(chain: ToyChain, subscribe: Subs
     assert bits_of(subscriber.state) == bits_of(chain.states[version.seq] or {})
 
 
-def test_a_lying_skip_is_left_aside(chain: ToyChain, subscribe: Subscribe) -> None:
+def test_a_skip_with_wrong_weights_is_avoided(chain: ToyChain, subscribe: Subscribe) -> None:
     subscriber = subscribe(chain)
     subscriber.sync()
     chain.grow(12)

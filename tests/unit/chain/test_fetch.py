@@ -101,7 +101,7 @@ def test_fetch_does_not_wait_for_what_was_collected(store):
         Fetcher(store, **patience.options()).fetch(entry, collected=lambda: False)
 
 
-def test_fetch_stops_waiting_when_nobody_wants_it_any_more(store):
+def test_fetch_stops_waiting_when_it_is_cancelled(store):
     entry = put(store, b"never")
     store.delete([entry.key])
     stopped = []
@@ -111,7 +111,7 @@ def test_fetch_stops_waiting_when_nobody_wants_it_any_more(store):
     assert patience.time < 1.5
 
 
-def test_prefetch_that_is_abandoned_leaves_nobody_waiting(store):
+def test_an_abandoned_prefetch_leaves_no_thread_waiting(store):
     """Otherwise closing the prefetch would take as long as its threads are willing to wait."""
     entries = [put(store, bytes([i]) * 100) for i in range(3)]
     store.delete([entries[1].key])

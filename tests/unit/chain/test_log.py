@@ -228,7 +228,7 @@ def test_a_commit_of_another_run_is_corrupt():
         ChainLog(chain.store).read(3)
 
 
-def test_a_commit_that_is_none_is_corrupt_and_the_error_says_where_it_lies():
+def test_an_object_that_is_no_commit_is_corrupt_and_the_error_names_its_slot():
     chain = trained_chain(2)
     chain.store.put(keys.commit_key(3), b"{}")
     with pytest.raises(CorruptRecord, match=r"^slot 3 in "):

@@ -51,7 +51,7 @@ CHAIN = [anchor(1), *(commit(seq) for seq in range(2, 20))]
         pytest.param(5, 2, [anchor(1), commit(2)], [1, 2], id="to an older version"),
     ],
 )
-def test_plan_takes_the_cheapest_way(have, target, edges, expected):
+def test_plan_takes_the_cheapest_route(have, target, edges, expected):
     for order in (edges, edges[::-1]):
         found = plan(have, target, order)
         assert [hop.target for hop in found.hops] == expected

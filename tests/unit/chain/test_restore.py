@@ -91,7 +91,7 @@ def test_a_laggard_takes_skips():
     assert steps(route(chain, 4)) == [(4, 5, "commit"), (5, 9, "skip"), (9, 13, "skip"), (13, 17, "skip"), (17, 18, "commit")]
 
 
-def test_a_long_way_of_uneven_deltas_is_planned_a_few_times_only(monkeypatch):
+def test_a_long_route_of_uneven_deltas_is_planned_only_a_few_times(monkeypatch):
     chain = trained_chain(0)
     first = chain.commits[1]
     for seq in range(2, 202):
@@ -106,7 +106,7 @@ def test_a_long_way_of_uneven_deltas_is_planned_a_few_times_only(monkeypatch):
     assert len(plans) < 12
 
 
-def test_a_long_way_takes_few_requests():
+def test_a_long_route_takes_few_requests():
     chain = HandMadeChain()
     chain.fence()
     chain.anchor(make_state())
@@ -142,7 +142,7 @@ def test_after_a_rewind_the_abandoned_versions_are_not_passed_through():
     assert steps(route(chain, 5, extra=[undo])) == [(5, 3, "undo"), (3, 7, "rewind"), (7, 8, "commit")]
 
 
-def test_a_far_reader_of_an_abandoned_version_finds_its_way():
+def test_a_far_reader_of_an_abandoned_version_finds_a_route():
     chain = trained_chain(12)
     chain.anchor_shortcut(2)
     chain.anchor_shortcut(9)
@@ -192,7 +192,7 @@ def test_a_base_that_is_not_in_the_chain_breaks_it():
         find_route(ChainLog(chain.store), chain.ref(3), changed)
 
 
-def test_what_may_be_gone_is_used_only_where_nothing_else_leads_there():
+def test_data_marked_for_deletion_are_used_only_if_there_is_no_other_route():
     chain = trained_chain(14)
     chain.anchor_shortcut(3)
     chain.anchor_shortcut(8)
@@ -201,7 +201,7 @@ def test_what_may_be_gone_is_used_only_where_nothing_else_leads_there():
     assert steps(route(chain, None, target=6))[0] == (None, 3, "anchor")
 
 
-def test_without_leads_another_way():
+def test_without_finds_a_route_that_avoids_a_hop():
     chain = trained_chain(12)
     chain.anchor_shortcut(10)
     assert steps(route(chain, None, without={(None, 10, "anchor")}))[0] == (None, 1, "anchor")
@@ -209,7 +209,7 @@ def test_without_leads_another_way():
         route(chain, None, without={(None, 10, "anchor"), (None, 1, "anchor")})
 
 
-def test_what_is_at_hand_may_be_a_dead_end():
+def test_a_reader_whose_version_leads_nowhere_starts_from_an_anchor():
     chain = trained_chain(12)
     chain.anchor_shortcut(3)
     chain.skip(4, 8)
@@ -261,7 +261,7 @@ def test_rebuild_goes_round_a_damaged_shortcut():
     assert bits_of(rebuilt(chain)) == bits_of(chain.states[18])
 
 
-def test_rebuild_says_what_is_damaged_or_missing_if_there_is_no_way_round():
+def test_rebuild_names_damaged_or_missing_data_if_there_is_no_other_route():
     chain = trained_chain(3)
     entry = chain.commits[3].files[1]
     chain.store.put(entry.key, b"?" * entry.size)

@@ -221,7 +221,7 @@ def test_wrong_counts_and_bases_are_found(chain):
     assert any("tensors" in what for _, what in problems(chain))
 
 
-def test_an_epoch_that_nobody_claimed_is_found(chain):
+def test_verify_reports_an_epoch_without_a_claim(chain):
     chain.store.delete([keys.epoch_key(2)])
     assert problems(chain) == [(keys.commit_key(6), "epoch 2 was never claimed")]
 

@@ -161,7 +161,7 @@ def changed(**changes: Any) -> Rollouts:
         (changed(rewards=(-1e39,)), "reward 'right'"),
     ],
 )
-def test_what_a_model_cannot_be_trained_on_is_told(rollouts: Rollouts, why: str | None) -> None:
+def test_results_that_a_model_cannot_be_trained_on_give_a_reason(rollouts: Rollouts, why: str | None) -> None:
     found = why_untrainable(rollouts, TrainingLimits(vocabulary=100, positions=10))
     assert (found is None) if why is None else why in (found or "")
 

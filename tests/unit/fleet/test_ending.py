@@ -48,7 +48,7 @@ def test_top_ends_on_a_signal_while_a_thread_hangs(tmp_path: Path) -> None:
             top.kill()
 
 
-def test_a_fleet_whose_terminal_is_gone_ends(tmp_path: Path) -> None:
+def test_a_fleet_ends_when_its_terminal_is_closed(tmp_path: Path) -> None:
     member = tmp_path / "member.sh"
     member.write_text("#!/bin/sh\nexec cat > /dev/null\n")
     member.chmod(0o755)

@@ -11,7 +11,7 @@ from deltawire.events import Event
 from deltawire.fleet.member_output import Line, OutputBuffer, event_of
 
 
-def test_an_event_survives_the_way_through_a_line() -> None:
+def test_an_event_survives_being_written_as_a_line() -> None:
     event = Event("generated", {"member": "m", "tokens": 3, "seconds": 0.5, "final": False, "step": None}, 1_700_000_000.123)
     found = event_of("other", json.dumps(event.to_json()), False)
     assert (found, found.time, found.to_json()) == (event, event.time, event.to_json())
@@ -60,7 +60,7 @@ def test_lines_are_taken_in_order_and_in_small_parts() -> None:
     assert buffer.take(0.0, most=100) == (0, [Line("x" * 1000, False)])
 
 
-def test_lines_that_nobody_takes_are_dropped_and_counted() -> None:
+def test_lines_that_are_not_read_in_time_are_dropped_and_counted() -> None:
     buffer = OutputBuffer(limit=100)
     for number in range(1000):
         buffer.add(f"{number:04}", False)

@@ -81,7 +81,7 @@ def test_an_answer_that_is_lost_is_asked_for_again(tmp_path: Path, monkeypatch: 
     assert [event.fields["line"] for event in events] == [str(number) for number in range(1, 50_001)]
 
 
-def test_output_that_nobody_fetched_in_time_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_was_not_fetched_in_time_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long_lines = "for i in $(seq 1 60); do printf '%0100000d\\n' $i; done; exit 3"  # 6 MB
     actor = start(tmp_path, monkeypatch, long_lines)
     events: list[Event] = []

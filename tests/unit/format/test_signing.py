@@ -37,7 +37,7 @@ def key():
 
 
 @pytest.mark.parametrize("record", [COMMIT, SHORTCUT], ids=["commit", "shortcut"])
-def test_a_signed_record_is_accepted_by_who_trusts_the_key(key, record):
+def test_a_reader_that_trusts_the_key_accepts_a_signed_record(key, record):
     signed = key.sign(record)
     assert type(record).parse(signed.to_bytes()) == signed
     check_signature(signed, [key.public])

@@ -59,7 +59,7 @@ def test_no_warning_where_the_user_said_what_the_fleet_serves(dtype):
     assert found == []
 
 
-def test_a_few_float32_tensors_beside_bfloat16_are_usual():
+def test_a_few_float32_tensors_among_bfloat16_give_no_warning():
     with seen() as found:
         publish({"w": np.ones(400, BF16), "router": np.ones(90, np.float32), "ids": np.arange(9000)}, attachments=CONFIG)
     assert found == []

@@ -36,7 +36,7 @@ def test_an_anchor_is_due_when_a_joiner_is_better_off_with_it(policy, cost, spee
     assert anchor_due(policy, cost, 1000, speed) is due
 
 
-def test_skips_shorten_the_way_only_if_they_are_cheaper():
+def test_skips_shorten_the_route_only_if_they_are_cheaper():
     cost = chain(10, 10, 10, 10)
     cost.add_skip(4, 25)
     assert cost.replay == Replay(25, 1)

@@ -25,7 +25,7 @@ from deltawire.publish.sharded.ranges import Move, divide_tensor
     ],
     ids=["aligned", "an edge", "one block", "a shard inside a block", "replicas", "more replicas", "one holder", "hybrid", "empty"],
 )
-def test_ranks_publish_what_they_hold_but_for_edges(held, elements, ranges, moves):
+def test_ranks_publish_the_elements_that_they_hold_except_at_edges(held, elements, ranges, moves):
     division = divide_tensor(held, elements, 4)
     assert division.ranges == tuple(ranges)
     assert division.moves == tuple(Move(*move) for move in moves)
@@ -42,7 +42,7 @@ def test_shards_that_are_not_the_whole_tensor_are_refused(held):
     st.integers(1, 3),
     st.integers(1, 16),
 )
-def test_every_element_is_published_once_by_who_holds_it_or_is_sent_it(sizes, replicas, block):
+def test_every_element_is_published_once_by_a_rank_that_holds_it_or_receives_it(sizes, replicas, block):
     cuts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
     held = [(cuts[index], cuts[index + 1]) for index in range(len(sizes))] * replicas
     division = divide_tensor(held, cuts[-1], block)

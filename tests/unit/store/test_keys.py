@@ -28,7 +28,7 @@ def strings_in(path: Path) -> Iterator[str]:
             yield node.value
 
 
-def test_keys_are_built_in_one_place_only():
+def test_keys_are_built_in_one_module_only():
     for path in SOURCE.rglob("*.py"):
         name = path.relative_to(SOURCE).as_posix()
         found = [text for text in strings_in(path) if OF_A_STORE.match(text)]

@@ -141,7 +141,7 @@ def test_silence_is_repeated_and_then_unavailable() -> None:
 
 
 @pytest.mark.parametrize("operation", [*OPERATIONS, "create"])
-def test_nobody_there_is_unavailable(operation: str) -> None:
+def test_a_port_without_a_server_is_unavailable(operation: str) -> None:
     """This also holds for a creation, because its request was certainly not sent."""
     with _open(f"http://127.0.0.1:{free_port()}") as store, pytest.raises(StoreUnavailable):
         OPERATIONS.get(operation, lambda store: store.put_if_absent("some/key", b""))(store)
@@ -225,7 +225,7 @@ def test_a_server_that_does_not_answer_is_named_without_credentials(monkeypatch:
         ("gs://bucket", {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"hunter2":'}),
     ],
 )
-def test_credentials_that_cannot_be_used_are_told_of_when_the_store_is_opened(
+def test_unusable_credentials_are_reported_when_the_store_is_opened(
     url: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_USE_EMULATOR"):

@@ -276,7 +276,7 @@ def _put_socket(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, _put_socket])
-def test_what_is_no_file_is_refused_by_name_and_keeps_nobody_waiting(
+def test_an_object_that_is_no_regular_file_is_refused_by_name_and_does_not_block(
     make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

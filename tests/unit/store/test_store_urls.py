@@ -147,7 +147,7 @@ def test_a_path_with_a_null_character_is_refused() -> None:
 
 
 @pytest.mark.parametrize("url", ["s3:/access:hunter2@bucket/x", "s3//access:hunter2@bucket", "s3a://access:hunter2@bucket"])
-def test_credentials_in_what_is_nearly_a_url_are_not_repeated(url: str) -> None:
+def test_credentials_in_a_malformed_url_are_not_repeated(url: str) -> None:
     with pytest.raises(BadUrl) as raised:
         open_store(url)
     assert "hunter2" not in str(raised.value)

@@ -90,7 +90,7 @@ def stopped_holder(path: Path) -> Iterator[int]:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("name", ["writer", "seen", "create"])
-def test_a_stopped_process_that_holds_a_lock_of_the_mirror_is_reported_and_blocks_nobody_for_ever(
+def test_a_stopped_process_that_holds_a_lock_of_the_mirror_is_reported_and_does_not_block_others_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
@@ -129,7 +129,7 @@ def test_a_holder_that_shows_life_is_waited_for(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_whoever_changes_a_mirror_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_changes_a_mirror_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "_BEAT", 0.001)
     path = tmp_path / "writer"
     lock = FileLock.try_exclusive(path)

@@ -211,7 +211,7 @@ def test_a_slot_stays_usable_at_the_version_it_reached_when_the_next_hop_is_lost
     assert records == [(2, True), (3, True)]
 
 
-def test_bit_rot_in_the_standby_is_noticed_and_the_slot_made_anew(chain: ToyChain, mirror: Mirror) -> None:
+def test_bit_rot_in_the_standby_slot_is_noticed_and_the_slot_is_rebuilt(chain: ToyChain, mirror: Mirror) -> None:
     update(mirror, chain).release()
     chain.delta()
     update(mirror, chain).release()
@@ -344,7 +344,7 @@ def test_when_every_slot_is_torn_nothing_is_served_until_the_store_has_been_aske
     assert served(mirror) == bits_of(chain.state)
 
 
-def test_a_slot_that_was_cut_off_half_way_is_never_opened(chain: ToyChain, mirror: Mirror) -> None:
+def test_a_slot_that_was_written_only_in_part_is_never_opened(chain: ToyChain, mirror: Mirror) -> None:
     held = update(mirror, chain)
     held.slot.write_record(mirror_update.replace(held.record, phase=CHANGING))
     held.release()
