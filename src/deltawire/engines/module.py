@@ -17,6 +17,7 @@ from .base import Engine, KvCache
 from .swap.forward_gate import ForwardGate
 from .weights.host_copy import HostCopyWeights
 from .weights.in_place import InPlaceWeights
+from .weights.live_tensors import LiveTensors
 
 if TYPE_CHECKING:
     import torch
@@ -102,13 +103,13 @@ class ModuleEngine(Engine):
         undo_bytes = self._undo_bytes
         if undo_bytes is None and any(torch_types.gpu_of(tensor) is not None for tensor in tensors_now):
             undo_bytes = 0
-        weights = (InPlaceWeights if _codec_reaches(tensors_now) else HostCopyWeights)(
+        tensors = LiveTensors(
             self.weights,
+            (self._layout.own_weights,) if self._layout.accepts_own_names else (),
             loaded_seq=self._loaded_seq,
             keep_others=self._keep_others,
-            threads=self._threads,
-            other_namings=(self._layout.own_weights,) if self._layout.accepts_own_names else (),
         )
+        weights = (InPlaceWeights if _codec_reaches(tensors_now) else HostCopyWeights)(tensors, threads=self._threads)
         return MemoryReplica(weights, swap, threads=self._threads, undo_bytes=undo_bytes)
 
     def pause(self, kv_cache: KvCache) -> None:

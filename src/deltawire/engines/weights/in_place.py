@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from ...tensors.gpu_handover import GpuHandover
 from ...tensors.module_tensors import tied_names
 from ...tensors.state import codec_for, state_digest
 from .fit import check_fits
-from .live_tensors import LiveTensors, Naming, as_bits, check_digest
+from .live_tensors import LiveTensors, as_bits, check_digest
 
 if TYPE_CHECKING:
     import torch
@@ -41,29 +41,15 @@ class InPlaceWeights:
 
     Parameters
     ----------
-    naming
-        Returns the module's tensors by the names of its checkpoints.
-    loaded_seq
-        The seq of the version that the module was loaded from, if it is known.
-    keep_others
-        True to keep tensors of the chain that the module does not have in memory. If False, a chain with such tensors is refused.
+    tensors
+        The module's tensors.
     threads
         Number of threads for decoding and digests. None means one per core.
-    other_namings
-        Return the same tensors by other names, which the chain may use instead.
     """
 
-    def __init__(
-        self,
-        naming: Naming,
-        *,
-        loaded_seq: int | None = None,
-        keep_others: bool = False,
-        threads: int | None = None,
-        other_namings: Sequence[Naming] = (),
-    ) -> None:
+    def __init__(self, tensors: LiveTensors, *, threads: int | None = None) -> None:
         self.state = MemoryState(threads=threads)
-        self._tensors = LiveTensors(naming, other_namings, loaded_seq=loaded_seq, keep_others=keep_others)
+        self._tensors = tensors
         self._threads = threads
         self._is_unknown = False
         """Whether a swap failed and could not be reverted."""

@@ -35,7 +35,7 @@ class LiveTensors:
     loaded_seq
         The seq of the version that the module was loaded from, if it is known.
     keep_others
-        True to allow tensors in the chain that the module does not have.
+        True to keep tensors of the chain that the module does not have in memory. If False, a chain with such tensors is refused.
     """
 
     def __init__(self, naming: Naming, others: Sequence[Naming] = (), *, loaded_seq: int | None = None, keep_others: bool = False) -> None:
