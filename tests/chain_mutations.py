@@ -80,30 +80,30 @@ def _any_record(draft: ChainDraft, chance: random.Random) -> tuple[str, Record]:
 def _inside(record: Any, chance: random.Random) -> tuple[Any, Any]:
     """Choose a container within a record, and one of its keys or indices."""
     while True:
-        place = chance.choice(sorted(record)) if isinstance(record, dict) else chance.randrange(len(record))
-        inner = record[place]
+        field = chance.choice(sorted(record)) if isinstance(record, dict) else chance.randrange(len(record))
+        inner = record[field]
         if not (isinstance(inner, (dict, list)) and inner) or chance.random() < 0.2:
-            return record, place
+            return record, field
         record = inner
 
 
 def _change_any_field(draft: ChainDraft, chance: random.Random) -> str:
     """Change any field of any record to anything, or remove it, or add another."""
     name, record = _any_record(draft, chance)
-    container, place = _inside(record, chance)
-    way = chance.randrange(6)
-    if way == 0:
-        del container[place]
-    elif way == 1 and isinstance(container, dict):
+    container, field = _inside(record, chance)
+    choice = chance.randrange(6)
+    if choice == 0:
+        del container[field]
+    elif choice == 1 and isinstance(container, dict):
         container["more"] = chance.choice(_ODD)
-    elif way == 2:
-        container[place] = chance.choice(_ODD)
-    elif isinstance(container[place], int) or way == 3:
-        container[place] = _number(chance, container[place])
-    elif isinstance(container[place], str) and container[place]:
-        at = chance.randrange(len(container[place]))
-        container[place] = container[place][:at] + chance.choice("0f/.-é\0") + container[place][at + 1 :]
-    return f"{name}: {place} {['is gone', 'has company', 'is odd'][way] if way < 3 else 'is ' + repr(container[place])[:60]}"
+    elif choice == 2:
+        container[field] = chance.choice(_ODD)
+    elif isinstance(container[field], int) or choice == 3:
+        container[field] = _number(chance, container[field])
+    elif isinstance(container[field], str) and container[field]:
+        at = chance.randrange(len(container[field]))
+        container[field] = container[field][:at] + chance.choice("0f/.-é\0") + container[field][at + 1 :]
+    return f"{name}: {field} {['is removed', 'has a neighbour', 'is odd'][choice] if choice < 3 else 'is ' + repr(container[field])[:60]}"
 
 
 def _change_shortcut(draft: ChainDraft, chance: random.Random) -> str:
@@ -135,29 +135,29 @@ def _change_files(draft: ChainDraft, chance: random.Random) -> str:
     files = record.get("files")
     if not isinstance(files, list) or not files or not all(isinstance(file, dict) for file in files):
         return f"{name} has no files to change"
-    way = chance.randrange(8)
+    choice = chance.randrange(8)
     file = chance.choice(files)
-    if way == 0:
+    if choice == 0:
         files.remove(file)
-    elif way == 1:
+    elif choice == 1:
         files.append(copy.deepcopy(file))
-    elif way == 2:
+    elif choice == 2:
         chance.shuffle(files)
-    elif way == 3:
+    elif choice == 3:
         record["files"] = copy.deepcopy(chance.choice(draft.commits).get("files"))
-    elif way == 4:
+    elif choice == 4:
         other = copy.deepcopy(
             chance.choice([each for commit in draft.commits for each in commit.get("files") or [] if isinstance(each, dict)] or [file])
         )
         file |= {field: other.get(field) for field in ("key", "blake3", "size", *(["raw"] if chance.random() < 0.5 else []))}
-    elif way == 5:
+    elif choice == 5:
         file["name"] = chance.choice(
             [None, "../x", "a/b", ".hidden", "MODEL.safetensors", "deltawire.json", "x.tmp", "config.json", "é" * 200]
         )
     else:
         field = chance.choice(["size", "raw", "first", "count"])
         file[field] = _number(chance, file.get(field))
-    return f"files of {name}, way {way}"
+    return f"files of {name}, choice {choice}"
 
 
 def _change_data(draft: ChainDraft, chance: random.Random) -> str:
@@ -175,24 +175,24 @@ def _change_data(draft: ChainDraft, chance: random.Random) -> str:
 
 
 def _other_content(data: bytes, chance: random.Random) -> tuple[bytes, str]:
-    way = chance.randrange(6)
-    if way == 0:
+    choice = chance.randrange(6)
+    if choice == 0:
         at = chance.randrange(len(data) + 1)
         return data[:at], f"cut at {at}"
-    if way == 1:
+    if choice == 1:
         return data + bytes(chance.randrange(1, 40)), "longer"
     with contextlib.suppress(Exception):  # data that are not a delta are changed in another way
         metadata, changes, payloads = split_delta(data)
-        if way == 2:
+        if choice == 2:
             metadata[chance.choice(["before", "after"])] = "f" * 32
-        elif way == 3 and payloads:
+        elif choice == 3 and payloads:
             name = chance.choice(sorted(payloads))
             at = chance.randrange(len(payloads[name]))
             payloads[name] = payloads[name][:at] + bytes([chance.randrange(256)]) + payloads[name][at + 1 :]
-        elif way == 4 and payloads:
+        elif choice == 4 and payloads:
             payloads["z.other"] = payloads.pop(chance.choice(sorted(payloads)))
         if "before" in metadata:
-            return join_delta(metadata, changes, payloads), f"another delta, way {way}"
+            return join_delta(metadata, changes, payloads), f"another delta, choice {choice}"
     flipped = bytearray(data)
     for _ in range(chance.randrange(1, 4)):
         flipped[chance.randrange(min(len(flipped), chance.choice([8, 200, 10**9])))] ^= 1 << chance.randrange(8)
@@ -207,13 +207,13 @@ def _lose_data(draft: ChainDraft, chance: random.Random) -> str:
 
 def _change_order(draft: ChainDraft, chance: random.Random) -> str:
     """Remove commits at the end, repeat or swap some, or give one to an earlier writer. Renumber them or not."""
-    way = chance.randrange(4)
+    choice = chance.randrange(4)
     slot = chance.randrange(1, len(draft.commits))
-    if way == 0:
+    if choice == 0:
         del draft.commits[slot + 1 :]
-    elif way == 1:
+    elif choice == 1:
         draft.commits.insert(slot, copy.deepcopy(chance.choice(draft.commits)))
-    elif way == 2:
+    elif choice == 2:
         other = chance.randrange(1, len(draft.commits))
         draft.commits[slot], draft.commits[other] = draft.commits[other], draft.commits[slot]
     else:
@@ -225,15 +225,15 @@ def _change_order(draft: ChainDraft, chance: random.Random) -> str:
             if commit.get("state_seq") == commit.get("seq"):
                 commit["state_seq"] = number
             commit["seq"] = number
-    return f"order of commits, way {way} at {slot}"
+    return f"order of commits, choice {choice} at {slot}"
 
 
 def _change_epochs(draft: ChainDraft, chance: random.Random) -> str:
     """Change epochs: one resumes from any version, is missing, or is claimed although no writer used it."""
     number = chance.choice([1, 2, 3, 3, 3, 4, 5])
     key = keys.epoch_key(number)
-    way = chance.randrange(3)
-    if way == 0:
+    choice = chance.randrange(3)
+    if choice == 0:
         draft.others.pop(key, None)
     else:
         template = next((copy.deepcopy(record) for each, record in draft.others.items() if each.startswith(keys.EPOCHS)), None)
@@ -242,28 +242,28 @@ def _change_epochs(draft: ChainDraft, chance: random.Random) -> str:
         record = draft.others.setdefault(key, template | {"epoch": number})
         begins = next((slot for slot, commit in enumerate(draft.commits) if commit.get("epoch") == number), 0)
         record["resumed_from"] = chance.choice([None, begins, begins + 1, chance.randrange(len(draft.commits) + 2), _number(chance)])
-        if way == 2:
+        if choice == 2:
             draft.others[keys.epoch_key(chance.randrange(10**9))] = copy.deepcopy(record)
-    return f"{key}, way {way}: {draft.others.get(key, {}).get('resumed_from', 'gone')}"
+    return f"{key}, choice {choice}: {draft.others.get(key, {}).get('resumed_from', 'removed')}"
 
 
 def _change_marks_and_pins(draft: ChainDraft, chance: random.Random) -> str:
-    way = chance.randrange(4)
+    choice = chance.randrange(4)
     mark = next((copy.deepcopy(record) for key, record in draft.others.items() if key.startswith(keys.MARKS)), None)
-    if way == 0 and mark is not None:
+    if choice == 0 and mark is not None:
         number = chance.choice([0, 2, 3, 10**9])
         draft.others[keys.mark_key(number)] = mark | {"mark": number, "floor": chance.choice([0, 5, 13, 15, 10**6, 2**62])}
-    elif way == 1:
+    elif choice == 1:
         pin = draft.others.get(keys.pin_key("reader"))
         if pin is not None:
             pin |= {"seq": _number(chance, pin.get("seq")), "ttl": chance.choice([0, 1, 10**9, 10**15, 2**63 - 1])}
-    elif way == 2 and keys.HEAD in draft.others:
+    elif choice == 2 and keys.HEAD in draft.others:
         draft.others[keys.HEAD]["seq"] = _number(chance, draft.others[keys.HEAD].get("seq"))
     else:
         limits = draft.run.get("limits")
         if isinstance(limits, dict) and limits:
             limits[chance.choice(sorted(limits))] = chance.choice([0, 1, 3, 4, 100, 1500, 2**40, 2**63 - 1])
-    return f"marks, pins, HEAD and limits, way {way}"
+    return f"marks, pins, HEAD and limits, choice {choice}"
 
 
 def _unlink(draft: ChainDraft, chance: random.Random) -> str:

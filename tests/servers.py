@@ -192,7 +192,7 @@ def answers(port: int) -> bool:
 
 
 def find_program(name: str) -> str | None:
-    """Find a program beside this interpreter or on the path."""
+    """Find a program in the directory of this interpreter or on the path."""
     return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 

@@ -36,7 +36,7 @@ GRACE = 5.0
 
 
 @dataclass(frozen=True)
-class Place:
+class Setting:
     """A chain, and the folder in which its actors keep their files."""
 
     url: str
@@ -82,26 +82,26 @@ def landed(pending: PendingVersion) -> Version:
     raise AssertionError("a publication does not end")
 
 
-def publish(place: Place, name: str, seed: int, last: int | None = None) -> None:
+def publish(setting: Setting, name: str, seed: int, last: int | None = None) -> None:
     """Take the run over, sometimes from an older version, and publish step after step. `last` is the number of the last one, if given."""
     chance = random.Random(seed)
-    acknowledged = Journal(place.folder / f"acknowledged-{name}")
+    acknowledged = Journal(setting.folder / f"acknowledged-{name}")
 
     def take_over() -> Publisher:
         resume_from_seq = None
         if last is None and chance.random() < 0.15:
-            with open_store(place.url, options=place.options) as store, contextlib.suppress(DeltawireError):
-                log = ChainLog(store, trusted_keys=place.trusted)
+            with open_store(setting.url, options=setting.options) as store, contextlib.suppress(DeltawireError):
+                log = ChainLog(store, trusted_keys=setting.trusted)
                 versions = [commit.seq for commit in log.tail(-1) if commit.kind != "fence" and commit.seq > log.floor()]
                 resume_from_seq = chance.choice(versions[-4:]) if versions else None
         return Publisher(
-            place.url,
+            setting.url,
             options=WriterOptions(
                 segment_bytes=6000,
                 anchor_policy=AnchorPolicy(min_versions=4, max_versions=9),
                 auto_collect=GRACE if chance.random() < 0.5 else None,
-                signing_key=place.key,
-                store=place.options,
+                signing_key=setting.key,
+                store=setting.options,
             ),
             resume_from_seq=resume_from_seq,
             background=chance.random() < 0.3,
@@ -143,29 +143,29 @@ def _follow(subscriber: Subscriber, journal: Journal, until: int | None) -> None
             return
 
 
-def read(place: Place, name: str, seed: int, until: int | None = None) -> None:
+def read(setting: Setting, name: str, seed: int, until: int | None = None) -> None:
     """Follow the chain in memory, and compare all weights of every version with its step."""
-    journal = Journal(place.folder / f"read-{name}")
-    with Subscriber(place.url, options=ReaderOptions(trusted_keys=place.trusted, reader=name, store=place.options)) as subscriber:
+    journal = Journal(setting.folder / f"read-{name}")
+    with Subscriber(setting.url, options=ReaderOptions(trusted_keys=setting.trusted, reader=name, store=setting.options)) as subscriber:
         _follow(subscriber, journal, until)
 
 
-def mirror(place: Place, name: str, seed: int, until: int | None = None) -> None:
+def mirror(setting: Setting, name: str, seed: int, until: int | None = None) -> None:
     """Keep a mirror, which other processes share, at the newest version."""
-    journal = Journal(place.folder / f"read-{name}")
+    journal = Journal(setting.folder / f"read-{name}")
     with Subscriber(
-        place.url, place.folder / "mirror", options=ReaderOptions(trusted_keys=place.trusted, reader=name, store=place.options)
+        setting.url, setting.folder / "mirror", options=ReaderOptions(trusted_keys=setting.trusted, reader=name, store=setting.options)
     ) as subscriber:
         _follow(subscriber, journal, until)
 
 
-def load(place: Place, name: str, seed: int) -> None:
+def load(setting: Setting, name: str, seed: int) -> None:
     """Load the mirror as an engine does, without deltawire, and compare all weights."""
-    journal = Journal(place.folder / f"read-{name}")
+    journal = Journal(setting.folder / f"read-{name}")
     last = -1
     while True:
         try:
-            with reading_mirror(place.folder / "mirror") as path:
+            with reading_mirror(setting.folder / "mirror") as path:
                 record = json.loads(json.loads((path / "deltawire.json").read_text())["record"])
                 state = load_file(path / "model.safetensors")
         except (MirrorError, FileNotFoundError):
@@ -181,11 +181,11 @@ def load(place: Place, name: str, seed: int) -> None:
         time.sleep(0.01)
 
 
-def tidy(place: Place, name: str, seed: int) -> None:
+def tidy(setting: Setting, name: str, seed: int) -> None:
     """Collect garbage twice, with the grace period in between. It is only used while there is no publisher."""
-    with open_store(place.url, options=place.options) as store:
+    with open_store(setting.url, options=setting.options) as store:
         for pause in (GRACE, 0.0):
-            patiently(lambda: collect(store, grace=GRACE, log=ChainLog(store, trusted_keys=place.trusted)))
+            patiently(lambda: collect(store, grace=GRACE, log=ChainLog(store, trusted_keys=setting.trusted)))
             time.sleep(pause)
 
 

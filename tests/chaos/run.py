@@ -33,7 +33,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from actors import ACTORS, FENCED, Place  # noqa: E402
+from actors import ACTORS, FENCED, Setting  # noqa: E402
 from checker import Seen, Verdict, check  # noqa: E402
 from servers import BUCKET, KEY, SECRET, answers, create_bucket, find_program, s3_server, seaweedfs_command  # noqa: E402
 from small_model import lines_of  # noqa: E402
@@ -107,9 +107,9 @@ class Chain:
     def __init__(self, weed: Weed, folder: Path, *, signed: bool) -> None:
         folder.mkdir()
         self.name = folder.name
-        self.place = Place(f"s3://{BUCKET}/{self.name}", folder, folder / "signing.key" if signed else None)
-        if self.place.signing_key is not None:
-            SigningKey.generate().save(self.place.signing_key)
+        self.setting = Setting(f"s3://{BUCKET}/{self.name}", folder, folder / "signing.key" if signed else None)
+        if self.setting.signing_key is not None:
+            SigningKey.generate().save(self.setting.signing_key)
         self.weed = weed
         self.log = folder / "log"
         self.actors: dict[str, Any] = {}
@@ -121,7 +121,7 @@ class Chain:
 
     def start(self, work: str, name: str, *more: Any) -> None:
         seed = self.publishers if work == "publish" else 0
-        arguments = (self.place, name, seed, *more)
+        arguments = (self.setting, name, seed, *more)
         process = self._context.Process(target=_act, args=(work, self.log, arguments, dict(self.weed.environment)))
         process.start()
         self.actors[name] = process
@@ -223,7 +223,7 @@ class Chain:
         if self.reap(name) != 0:
             self.violations.append(f"{self.name}: the last publisher could not publish")
             return
-        (version,) = lines_of(self.place.folder / f"acknowledged-{name}")
+        (version,) = lines_of(self.setting.folder / f"acknowledged-{name}")
         for reader, work in READERS:
             if reader in self.actors:
                 self.kill(reader)
@@ -246,9 +246,9 @@ class Chain:
 
     def check(self) -> Verdict:
         """Compare the objects in the bucket with what all actors recorded."""
-        key = None if self.place.key is None else self.place.key.public
+        key = None if self.setting.key is None else self.setting.key.public
         histories: dict[str, dict[str, list[Seen]]] = {"acknowledged": {}, "read": {}}
-        for journal in sorted(self.place.folder.iterdir()):
+        for journal in sorted(self.setting.folder.iterdir()):
             kind, _, name = journal.name.partition("-")
             if kind in histories:
                 versions = [(int(seq), int(step)) for seq, step in lines_of(journal)]

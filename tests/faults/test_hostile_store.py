@@ -194,8 +194,8 @@ def test_any_bit_that_flips_in_a_signed_commit_is_noticed() -> None:
     with open_subscriber(store, trusted_keys=[key.public]) as reader:
         reader.sync()
         good = chain.delta().to_bytes()
-        for place in range(len(good)):
-            store.put(keys.commit_key(2), good[:place] + bytes([good[place] ^ (1 << place % 7)]) + good[place + 1 :])
+        for at in range(len(good)):
+            store.put(keys.commit_key(2), good[:at] + bytes([good[at] ^ (1 << at % 7)]) + good[at + 1 :])
             with pytest.raises((ChainError, UnsupportedVersion)):
                 reader.sync()
         assert bits_of(reader.state) == before

@@ -34,8 +34,8 @@ def long_chain() -> tuple[MemoryStore, Ledger]:
 
 def wide_state(version: int) -> dict[str, Any]:
     """Return a state whose checkpoint is much larger than a delta."""
-    places = np.arange(20_000, dtype=np.int32)
-    return {"weight": places + 10**6 * (places < version)}
+    positions = np.arange(20_000, dtype=np.int32)
+    return {"weight": positions + 10**6 * (positions < version)}
 
 
 def prefer_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +189,12 @@ def test_a_reader_that_joins_at_any_version_ends_at_the_head_bit_for_bit(
     mirrored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader passes skips, anchors, the fence of a new publisher, and a rewind. Then it goes back to its first version."""
-    ways: set[str] = set()
+    sources: set[str] = set()
     find = Routes.find
 
     def noting(routes: Routes, have: Any, target: Any) -> Any:
         hops = find(routes, have, target)
-        ways.update(hop.source for hop in hops)
+        sources.update(hop.source for hop in hops)
         return hops
 
     monkeypatch.setattr(Routes, "find", noting)
@@ -216,7 +216,7 @@ def test_a_reader_that_joins_at_any_version_ends_at_the_head_bit_for_bit(
             for target in (seq, None, seq):
                 assert reader.sync(seq=target).seq == (target or versions[-1])
                 assert bits_of(reader.state) == bits_of(states[target or versions[-1]])
-    assert ways == {"anchor", "commit", "fence", "rewind", "skip"}
+    assert sources == {"anchor", "commit", "fence", "rewind", "skip"}
 
 
 def test_a_reader_that_joins_while_the_chain_grows_follows_it_from_there() -> None:

@@ -33,12 +33,12 @@ class Pair(NamedTuple):
 
 def generator(seed: int) -> Callable[[int], Any]:
     """Return a function that makes 64-bit words by SplitMix64. NumPy's generators may change with a release, this one never does."""
-    place = np.uint64(seed << 32)
+    position = np.uint64(seed << 32)
 
     def words(count: int) -> Any:
-        nonlocal place
-        x = (place + np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        place += np.uint64(count)
+        nonlocal position
+        x = (position + np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        position += np.uint64(count)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return x ^ (x >> np.uint64(31))

@@ -23,7 +23,7 @@ def states(count: int) -> list[Any]:
 
 
 def files_in(folder: Path | None) -> dict[str, bytes]:
-    """Return the files beside the weights of a checkpoint directory."""
+    """Return the files other than the weights of a checkpoint directory."""
     assert folder is not None
     own = ("deltawire.json", "model.safetensors.index.json")
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors" and path.name not in own}

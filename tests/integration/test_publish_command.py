@@ -62,8 +62,8 @@ def test_changed_attachments_go_with_a_delta_and_full_forces_a_checkpoint(chain:
         assert re.search("changed files +chat_template.jinja\n", told)
         assert re.search("size +files only, no weights changed\n", told)
     succeed("pull", chain, tmp_path / "out")
-    beside = {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
-    assert beside == {"model.safetensors.index.json", "config.json", "chat_template.jinja"}
+    others = {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
+    assert others == {"model.safetensors.index.json", "config.json", "chat_template.jinja"}
     for path in chain.rglob("data/*/*/*.safetensors"):
         path.unlink()
     assert succeed("publish", checkpoints[-1], chain, "--full")["kind"] == "anchor"

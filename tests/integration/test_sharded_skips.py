@@ -25,7 +25,7 @@ def skips_in(url):
     return [read_json(store, info.key) for info in store.list("skip/")]
 
 
-def spans(url):
+def skip_lengths(url):
     """Return the target and the number of versions of each skip."""
     return sorted((skip["target"]["seq"], skip["target"]["seq"] - skip["base"]["seq"]) for skip in skips_in(url))
 
@@ -35,7 +35,7 @@ def test_skips_lead_from_version_to_version_bit_for_bit(tmp_path, size, segment_
     versions, events = states(22), []
     publish_all(tmp_path, size, versions, anchor_policy=NO_ANCHORS, segment_bytes=segment_bytes, on_event=events.append)
     store = open_store(tmp_path)
-    assert spans(tmp_path) == sorted([(1 + j, 4) for j in range(4, 22, 4)] + [(17, 16)])
+    assert skip_lengths(tmp_path) == sorted([(1 + j, 4) for j in range(4, 22, 4)] + [(17, 16)])
     commits = read_commits(store)
     for skip in skips_in(tmp_path):
         target, base = commits[skip["target"]["seq"]], commits[skip["base"]["seq"]]
@@ -44,7 +44,7 @@ def test_skips_lead_from_version_to_version_bit_for_bit(tmp_path, size, segment_
         assert bits_of(apply_files(store, versions[base["seq"] - 1], skip["files"])) == bits_of(versions[target["seq"] - 1])
         replaced = commits[base["seq"] + 1 : target["seq"] + 1]
         assert sum(file["size"] for file in skip["files"]) < sum(file["size"] for commit in replaced for file in commit["files"])
-    assert [event.name for event in events].count("skip-made") == len(spans(tmp_path))
+    assert [event.name for event in events].count("skip-made") == len(skip_lengths(tmp_path))
     assert verify(store, deep=True).problems == []
 
 
@@ -61,9 +61,9 @@ def test_a_late_joiner_reads_few_objects(tmp_path):
 def test_skips_can_be_left_out_and_are_counted_again_by_the_next_publisher(tmp_path):
     versions = states(16)
     publish_all(tmp_path, 2, versions[:6], anchor_policy=NO_ANCHORS, skips=False)
-    assert spans(tmp_path) == []
+    assert skip_lengths(tmp_path) == []
     publish_all(tmp_path, 3, versions[6:12], anchor_policy=NO_ANCHORS)
-    ((target, _),) = spans(tmp_path)
+    ((target, _),) = skip_lengths(tmp_path)
     (skip,) = skips_in(tmp_path)
     commits = read_commits(open_store(tmp_path))
     # the skip leads to a version of the second job, from the last version of the first job
@@ -93,7 +93,7 @@ def test_a_skip_that_fails_at_one_rank_is_reported_and_publishing_continues(tmp_
 
     assert run_ranks(2, work) == [None, None]
     assert [event.fields["kind"] for event in events if event.name == "shortcut-failed"] == ["skip"]
-    assert spans(tmp_path) == [(9, 4), (13, 4), (17, 4), (17, 16)]  # the skip to the fifth version is missing
+    assert skip_lengths(tmp_path) == [(9, 4), (13, 4), (17, 4), (17, 16)]  # the skip to the fifth version is missing
     assert follow(tmp_path)[0] == bits_of(versions[-1])
     assert verify(open_store(tmp_path), deep=True).problems == []
 
@@ -117,5 +117,5 @@ def test_there_is_no_skip_over_versions_whose_deltas_one_rank_dropped(tmp_path, 
     for state in versions[2:]:  # from the third version on, the whole part of the largest tensor that the first rank has is new
         state["embed"][:half] = noise
     publish_all(tmp_path, 2, versions, anchor_policy=NO_ANCHORS)
-    assert spans(tmp_path) == [(9, 4)]
+    assert skip_lengths(tmp_path) == [(9, 4)]
     assert follow(tmp_path)[0] == bits_of(versions[-1])
