@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from toy_chain import first_state, next_state
 from deltawire.chain.version import Version
 from deltawire.engines import DiskEngine, HotSwap, KvCache, SglangEngine
 from deltawire.engines.swap.forward_gate import ForwardGate
-from deltawire.errors import EngineQuarantined, EngineUnavailable, SwapFailed
+from deltawire.errors import EngineQuarantined, EngineUnavailable, RollbackDetected, SwapFailed
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
+from deltawire.subscribe.mirror.slot import Slot
 from deltawire.testing import EngineConformance, EngineRig
 
 
@@ -196,11 +198,33 @@ def test_an_engine_that_was_started_from_the_mirror_is_not_told_to_load_it_again
             seq = subscriber.sync().seq
         engine = DiskEngine(tmp_path / "mirror", lambda path, version: loaded.append(version.seq), loaded_seq=seq)
         with HotSwap(store, engine) as swap:
+            assert swap.version is None, "nothing has compared the mirror's record with the chain yet"
             assert swap.sync().seq == seq
             assert loaded == []
             publisher.publish(next_state(first_state(), 1))
             swap.sync()
             assert loaded == [seq + 1]
+
+
+def test_an_engine_that_was_started_from_a_slot_of_no_version_does_not_report_it(tmp_path: Path) -> None:
+    store = MemoryStore()
+    loaded: list[int] = []
+    with Publisher(store) as publisher:
+        publisher.publish(first_state())
+        seq = publisher.publish(next_state(first_state(), 1)).seq
+        with Subscriber(store, tmp_path / "mirror") as subscriber:
+            subscriber.sync(seq=seq - 1)
+            slot = Slot(subscriber.path)
+        record = slot.record()
+        slot.write_record(replace(record, commit=replace(record.commit, step=99)))
+        engine = DiskEngine(tmp_path / "mirror", lambda path, version: loaded.append(version.seq), loaded_seq=seq - 1)
+        with HotSwap(store, engine) as swap:
+            assert swap.version is None
+            for target in (seq - 1, None):
+                with pytest.raises(RollbackDetected):
+                    swap.sync(seq=target)
+                assert swap.version is None
+        assert loaded == []
 
 
 def test_the_directory_that_an_engine_serves_from_stays_as_it_is_whatever_others_do(tmp_path: Path) -> None:

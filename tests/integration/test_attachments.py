@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.version import Version
-from deltawire.errors import CheckpointError, CorruptRecord, DataDamaged, DataMissing, LimitExceeded
+from deltawire.errors import ChainStale, CheckpointError, CorruptRecord, DataDamaged, DataMissing, LimitExceeded
 from deltawire.events import Event
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, Signature, link_targets
@@ -34,6 +35,7 @@ from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 from deltawire.subscribe.model_files import FollowedFiles, read_model_files
 from deltawire.subscribe.pull import pull
+from deltawire.testing import FaultyStore, Reading, call
 from deltawire.warnings import AttachmentLeftOut
 
 
@@ -102,6 +104,22 @@ def test_a_mirror_has_the_attachments_of_the_version_that_it_serves(changing: An
             assert files_in(reader.path) == wanted[seq - 1]
             links = {path.name for path in (tmp_path / "mirror").iterdir() if path.is_symlink() and path.suffix not in ("", ".safetensors")}
             assert links == set(wanted[seq - 1]) | {"deltawire.json"}
+
+
+def test_model_files_wait_for_late_data_and_refuse_a_silent_chain(changing: Any) -> None:
+    """A replicated store may deliver weights and attachments after their commit."""
+    inner, _, wanted = changing
+    first, newest = (ChainLog(inner).read(seq) for seq in (1, 5))
+    for entry in (first.files[0], newest.attachments[-1]):
+        late = FaultyStore(inner, [Reading(call("read_into", entry.key), "missing")])
+        with pytest.raises(DataMissing):
+            read_model_files(late, options=ReaderOptions(patience=0.0))
+        late = FaultyStore(inner, [Reading(call("read_into", entry.key), "missing")])
+        assert read_model_files(late).files == wanted[-1]
+    for silence in (-1.0, 1e9):
+        options = ReaderOptions(max_silence=silence)
+        with pytest.raises(ChainStale) if silence < 0 else nullcontext():
+            assert FollowedFiles(inner, lambda files: files, options=options).at(None).files == wanted[-1]
 
 
 def test_a_version_whose_attachment_is_lost_is_not_served_half(changing: Any, tmp_path: Path) -> None:

@@ -141,6 +141,22 @@ class Fetcher:
             path.unlink(missing_ok=True)
             raise
 
+    def patiently(self, entry: FileEntry, collected: WasCollected | None, read: Callable[[], _Result]) -> _Result:
+        """Call `read`, and repeat it for a time if the object is missing. Raises `DataMissing` and `VersionGone` as `fetch` does."""
+        deadline = self._clock() + self._patience
+        pause = 0.1
+        while True:
+            try:
+                return read()
+            except ObjectMissing:
+                if collected is not None and collected():
+                    raise VersionGone(f"{entry.key} is no longer in {self.store.url}.") from None
+                if self._clock() + pause > deadline or self._is_over():
+                    raise DataMissing(f"{entry.key} is not in {self.store.url}.") from None
+            emit(self._on_event, "retrying", key=entry.key, reason="missing")
+            self._wait(pause)
+            pause = min(2 * pause, 5.0)
+
     @contextmanager
     def _pool(self, objects: int) -> Iterator[ThreadPoolExecutor]:
         """Return threads that are waited for in the end. After Ctrl-C, or when the caller stops early, none of them may keep sleeping."""
@@ -208,25 +224,10 @@ class Fetcher:
 
     def _twice(self, entry: FileEntry, collected: WasCollected | None, read: Callable[[], _Result]) -> _Result:
         try:
-            return self._patiently(entry, collected, read)
+            return self.patiently(entry, collected, read)
         except DataDamaged as error:
             emit(self._on_event, "retrying", key=entry.key, reason=str(error))
-            return self._patiently(entry, collected, read)
-
-    def _patiently(self, entry: FileEntry, collected: WasCollected | None, read: Callable[[], _Result]) -> _Result:
-        deadline = self._clock() + self._patience
-        pause = 0.1
-        while True:
-            try:
-                return read()
-            except ObjectMissing:
-                if collected is not None and collected():
-                    raise VersionGone(f"{entry.key} is no longer in {self.store.url}.") from None
-                if self._clock() + pause > deadline or self._is_over():
-                    raise DataMissing(f"{entry.key} is not in {self.store.url}.") from None
-            emit(self._on_event, "retrying", key=entry.key, reason="missing")
-            self._wait(pause)
-            pause = min(2 * pause, 5.0)
+            return self.patiently(entry, collected, read)
 
     def _wait(self, seconds: float) -> None:
         """Sleep, but wake up regularly to check whether the result is still wanted."""

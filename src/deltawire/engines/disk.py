@@ -43,7 +43,8 @@ class DiskEngine(Engine):
     confirm
         Must raise unless the engine reports that it has the version. Without it, a `reload` that returns counts as a success.
     loaded_seq
-        The `Version.seq` of the version that the engine was started with, if it was loaded from the mirror.
+        The `Version.seq` of the version that the engine was started with, if it was loaded from the mirror. The first sync checks that it
+        is a version of the chain (else `RollbackDetected`). Then the engine need not load it again.
     threads
         Number of threads for updating the mirror. None means one per core.
     name
@@ -104,18 +105,23 @@ class ReloadingReplica:
         self._reload, self._confirm, self._swap = reload, confirm, swap
         self._loaded: HeldSlot | None = None
         """The slot that the engine has loaded. Its lock keeps the files as they are."""
+        self._is_vouched = False
+        """Whether the loaded slot is known to hold a version of the chain. The mirror's own record could say anything."""
         if mirror.commit is not None and mirror.commit.seq == loaded_seq:
             self._loaded = mirror.hold()
 
     @property
     def commit(self) -> Commit | None:
-        return None if self._loaded is None else self._loaded.record.commit
+        return self._loaded.record.commit if self._loaded is not None and self._is_vouched else None
 
     @property
     def state(self) -> Mapping[str, NDArray[Any]]:
         return self.mirror.state
 
     def move(self, target: Commit, context: SyncContext) -> None:
+        self._check_loaded(context)
+        if self.commit == target:
+            return
         self.mirror.move(target, context)
         new = self.mirror.hold()
         try:
@@ -126,11 +132,17 @@ class ReloadingReplica:
                 self._release_loaded()
             raise
         self._release_loaded()
-        self._loaded = new
+        self._loaded, self._is_vouched = new, True
 
     def close(self) -> None:
         self._release_loaded()
         self.mirror.close()
+
+    def _check_loaded(self, context: SyncContext) -> None:
+        """Raise `RollbackDetected` if the slot that the engine was started with does not hold a version of the chain."""
+        if self._loaded is not None and not self._is_vouched:
+            context.vouch(self._loaded.record.ref)
+            self._is_vouched = True
 
     def _release_loaded(self) -> None:
         if self._loaded is not None:

@@ -165,7 +165,8 @@ class GrpoTrainer:
             """The last trained step."""
             if not update.weights_are_finite():
                 raise TrainingFailed("the initial weights are not finite.")
-            digest = state_digest(WeightSource(model, dtype=dtype).snapshot())
+            threads = None if options is None else options.threads
+            digest = state_digest(WeightSource(model, dtype=dtype).snapshot(), threads=threads)
             rewind = resume_point(ChainLog(self._store), step, digest)
             if self._checkpoints is not None and step is None:
                 self._checkpoints.save(0, model, self._optimizer, lr_scheduler)

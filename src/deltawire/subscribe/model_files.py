@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -20,7 +21,7 @@ from ..chain.routes import Routes, was_collected
 from ..chain.version import Version
 from ..chain.walk_route import taking, walk_route
 from ..dtypes import DType
-from ..errors import DataDamaged, DataMissing, ObjectMissing, VersionGone
+from ..errors import DataDamaged
 from ..format.checkpoints.checkpoint import check_can_be_written
 from ..format.content_hash import content_hash
 from ..format.records.record_parts import FileEntry
@@ -118,20 +119,23 @@ def read_model_files(store: Store, *, seq: int | None = None, options: ReaderOpt
     options
         Which chain to accept and how to read it.
     """
-    chain = ChainView((options or ReaderOptions()).open_log(store))
-    return chain.reach(seq, lambda target: _read(chain.log, target))
+    options = options or ReaderOptions()
+    chain = ChainView(options.open_log(store), max_silence=options.max_silence)
+    files = chain.reach(seq, lambda target: _read(chain.log, target, options.patience))
+    chain.check_silence()
+    return files
 
 
-def _read(log: ChainLog, target: Commit) -> ModelFiles:
+def _read(log: ChainLog, target: Commit, patience: float) -> ModelFiles:
     """Read the attachments, and the types of the tensors from the first hop of the cheapest route that is left."""
-    fetcher = Fetcher(log.store, limits=log.limits)
+    fetcher = Fetcher(log.store, limits=log.limits, patience=patience)
     files = None if target.attachments is None else _attachments(log, target, attachments_hop(target), fetcher)
     routes = Routes(log)
 
     def read(hops: Sequence[Hop]) -> ModelFiles:
         with taking(hops[0]):
             found = _attachments(log, target, hops[0], fetcher) if files is None else files
-            return ModelFiles(found, _dtypes(log, hops[0]), target.state_bytes, target.tensors)
+            return ModelFiles(found, _dtypes(log, hops[0], fetcher), target.state_bytes, target.tensors)
 
     return walk_route(routes, lambda: routes.find(None, target), read)
 
@@ -143,15 +147,12 @@ def _attachments(log: ChainLog, target: Commit, hop: Hop, fetcher: Fetcher) -> d
     return fetch_attachments(log, entries, hop, fetcher)
 
 
-def _dtypes(log: ChainLog, hop: Hop) -> dict[str, DType]:
+def _dtypes(log: ChainLog, hop: Hop, fetcher: Fetcher) -> dict[str, DType]:
+    collected = was_collected(log, hop)
     found: dict[str, DType] = {}
-    try:
-        for entry in hop.files:
-            if entry.name is not None and entry.name.endswith(".safetensors"):
-                found |= _types_in(log.store, entry, hop.target.tensors)
-    except ObjectMissing as error:
-        kind = VersionGone if was_collected(log, hop)() else DataMissing
-        raise kind(f"files of {hop.target.describe()} are not in {log.store.url} any more.") from error
+    for entry in hop.files:
+        if entry.name is not None and entry.name.endswith(".safetensors"):
+            found |= fetcher.patiently(entry, collected, partial(_types_in, log.store, entry, hop.target.tensors))
     return found
 
 
