@@ -84,6 +84,13 @@ def test_a_dry_run_publishes_nothing_and_predicts_the_version(place: Path) -> No
     before = files_below(place)
     changed = ask("publish", other, place / "chain", "--dry-run")
     assert (changed["kind"], changed["files_changed"]) == ("anchor", ["config.json", LAYOUT_FILE])
+    assert [again["warnings"], [text.split(":")[0] for text in changed["warnings"]]] == [
+        [],
+        ["this state has other tensors than the version before"],
+    ]
+    for options in ((), ("--full",)):
+        back = ask("publish", place / "old", place / "chain", "--dry-run", "--step", 0, *options)
+        assert [text.split(",")[0] for text in back["warnings"]] == ["step 0 is published after step 2"]
     assert files_below(place) == before
     assert ask("publish", place / "old", place / "new", "--dry-run", code=1)["error"]["type"] == "LocationOccupied"
     back = ask("publish", other, place / "chain", "--dry-run", "--resume-from", 1)

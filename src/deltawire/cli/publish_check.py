@@ -20,6 +20,7 @@ from ..errors import NoChain
 from ..events import emit
 from ..format.content_hash import content_hash
 from ..format.records.record_parts import Limits
+from ..publish.advice import Advice
 from ..publish.upload.segments import TensorTable
 from ..store.occupancy import refuse_occupied
 from ..tensors.state import state_digest
@@ -70,6 +71,7 @@ def forecast(
     attached: Mapping[str, bytes | Path] | None,
     base: Commit | None,
     *,
+    step: int | None,
     full: bool,
     threads: int | None,
     on_event: OnEvent | None,
@@ -86,12 +88,14 @@ def forecast(
         The files to publish with it; None keeps those of the version before.
     base
         The version to compare with; None takes the newest.
+    step
+        The step to publish it with.
     full
         Whether a full checkpoint was asked for.
     threads
         The number of threads; None uses one per core.
     on_event
-        Gets the events of reading the version back.
+        Gets the events of reading the version back, and the warnings that the publisher would give.
     """
     newest = newest_or_none(log)
     if newest is None:
@@ -101,6 +105,9 @@ def forecast(
     is_rewound = base.seq != newest.seq
     files = changed_files(log, base, attached)
     version = newest.updates + (2 if is_rewound else 1)
+    advice = Advice(on_event, has_dtype=True, refuse_nonfinite=False)
+    advice.follows(None, None if is_rewound else base.step)
+    advice.check_step(step)
     if full:
         return Forecast(version, "anchor", None, state.weight_bytes, 0, files)
     before = MemoryState(threads=threads)
@@ -109,10 +116,10 @@ def forecast(
     size = sum(entry.size for hop in hops for entry in hop.files)
     emit(on_event, "planned", seq=base.seq, updates=base.updates, hops=fetched_hops(hops), bytes=size)
     rebuild(before, log, Fetcher(log.store, limits=log.limits, on_event=on_event), base, routes=routes)
-    alike = before.keys() == state.keys() and all(
-        (before[name].dtype, before[name].shape) == (state.entry(name).dtype.numpy, state.entry(name).shape) for name in state
-    )
-    if alike:
+    table, table_before = TensorTable.of(state), TensorTable.of(before)
+    advice.follows(table_before, None)
+    advice.check_layout(table)
+    if table == table_before:
         delta, summary = encode_with_summary(before, state, threads=threads)
         if len(delta) < state.weight_bytes or not summary.changed:
             return Forecast(version, "delta", base.updates, len(delta), summary.changed, files)

@@ -20,6 +20,7 @@ from ..chain.version import Version
 from ..errors import PublisherClosed, PublishError
 from ..events import OnEvent
 from ..format.records.signing import SigningKey
+from ..format.records.version_records import Commit
 from ..store import Store, open_store
 from ..tensors.bits import State
 from ..tensors.casting import Casting, WireDType
@@ -160,7 +161,7 @@ class Publisher:
             if reads_back:
                 self._appender.resume(resume_from_seq, state)
             del state
-            self._follow_newest(has_step=resume_from_seq is None)
+            self._follow_newest(chain.start if resume_from_seq is None else None)
             anchors: JobThread | None = None
             if background:  # with a pool of their own, so that uploads of anchors never delay a version
                 uploads = opened.enter_context(UploadPool(2, "deltawire-anchor"))
@@ -316,11 +317,10 @@ class Publisher:
             self._attachments.of_tokenizer = self._tokenizer.read()
         return read_attachments(self._attachments) or {}
 
-    def _follow_newest(self, *, has_step: bool) -> None:
+    def _follow_newest(self, newest: Commit | None) -> None:
         """Compare the next version with the newest one. With `resume_from_seq`, its step does not count: the user chose to go back."""
-        baseline, version = self._appender.baseline, self._appender.version
-        step = version.step if version is not None and has_step else None
-        self._advice.follows(None if baseline is None else baseline.table, step)
+        baseline = self._appender.baseline
+        self._advice.follows(None if baseline is None else baseline.table, None if newest is None else newest.step)
 
     def _warn(self, table: TensorTable, step: int | None) -> None:
         """Warn of what the user probably does not want, before anything is published."""

@@ -191,3 +191,6 @@ def test_a_trainer_that_begins_again_is_warned_that_readers_go_back(background):
     with Publisher(store, attachments={}, resume_from_seq=last.seq) as publisher, seen() as found:
         publisher.publish(MODEL, step=3)
     assert found == []
+    warned = pytest.warns(StepWentBack, match="step 2 is published after step 3")
+    with Publisher(store, attachments={}, background=background, starts_full=True) as publisher, warned:
+        publisher.publish(MODEL, step=2)

@@ -16,7 +16,7 @@ from ..options.chain import KEYS_METAVAR, UrlArgument, load_signing_key, read_ke
 from ..options.common import JsonOption, ThreadsOption, VerboseOption
 from ..output.event_notices import print_if_verbose
 from ..output.progress import transfer_bars
-from ..output.publish_report import Published, report_forecast, report_published, report_unchanged
+from ..output.publish_report import Published, report_forecast, report_published, report_unchanged, warnings_of
 from ..process.exit_codes import exit_codes
 from ..publish_input import check_run, check_step, find_attachments, parse_meta, refuse_chain, refuse_nonfinite
 from ..stores.opened import opened
@@ -132,9 +132,10 @@ def publish(
                     report_unchanged(store.url, Version.of(same), json)
                     return
             if dry_run:
-                plan = forecast(chain, state, attached, base, full=full, threads=threads, on_event=on_event)
+                with _events_instead_of_warnings():
+                    plan = forecast(chain, state, attached, base, step=step, full=full, threads=threads, on_event=on_event)
                 bars.close()
-                report_forecast(store.url, plan, state.weight_bytes, left_out, json)
+                report_forecast(store.url, plan, state.weight_bytes, left_out, warnings_of(events), json)
                 return
             if newest_or_none(chain) is None:
                 bars.announce_upload(state.weight_bytes)

@@ -49,7 +49,7 @@ class Published:
     @property
     def warnings(self) -> list[str]:
         """The publisher's warnings."""
-        return [str(event.fields["message"]) for event in self.events if event.name in _WARNINGS]
+        return warnings_of(self.events)
 
     @property
     def files_changed(self) -> list[str]:
@@ -60,6 +60,11 @@ class Published:
     def shortcuts(self, name: str) -> list[dict[str, Any]]:
         """Return the fields of all events with this name, one per shortcut that was made."""
         return [dict(event.fields) for event in self.events if event.name == name]
+
+
+def warnings_of(events: Sequence[Event]) -> list[str]:
+    """Return the messages of the publisher's warnings that are printed."""
+    return [str(event.fields["message"]) for event in events if event.name in _WARNINGS]
 
 
 def report_published(done: Published, as_json: bool) -> None:
@@ -78,7 +83,7 @@ def report_unchanged(url: str, version: Version, as_json: bool) -> None:
         print_line(f"nothing to publish: version {version.updates} at {url} has these weights and files already")
 
 
-def report_forecast(url: str, plan: Forecast, weight_bytes: int, left_out: list[str], as_json: bool) -> None:
+def report_forecast(url: str, plan: Forecast, weight_bytes: int, left_out: list[str], warnings: list[str], as_json: bool) -> None:
     """Print what would be published."""
     if as_json:
         print_json(
@@ -95,6 +100,7 @@ def report_forecast(url: str, plan: Forecast, weight_bytes: int, left_out: list[
                 "files_changed": plan.files,
                 "same": plan.is_same,
                 "left_out": left_out,
+                "warnings": warnings,
             }
         )
         return
@@ -110,6 +116,7 @@ def report_forecast(url: str, plan: Forecast, weight_bytes: int, left_out: list[
             ("changed files", ", ".join(plan.files)),
             ("size", size),
             ("not published", ", ".join(left_out)),
+            *(("warning", text) for text in warnings),
         ],
     )
 
