@@ -74,17 +74,8 @@ class FSDPPublisher:
         Further files of each version, as for `Publisher`. Only those of rank 0 count.
     tokenizer
         A tokenizer whose files are published with the model. Only that of rank 0 counts.
-    refuse_nonfinite
-        Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
-    resume_from_seq
-        The `Version.seq` of the version to go back to. It is not the version number that `deltawire log` shows. Later versions are
-        abandoned. None: the newest.
-    starts_full
-        Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
-    options
-        How versions are written: signing key, anchors, garbage collection, threads, store. See `WriterOptions`.
-    on_event
-        Called with every event.
+    refuse_nonfinite, resume_from_seq, starts_full, options, on_event
+        As for `Publisher`.
     """
 
     def __init__(
