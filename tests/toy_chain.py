@@ -1,4 +1,7 @@
-"""A tiny chain that is written object by object as docs/protocol.md says. Tests of readers use it, so they need no publisher."""
+"""A tiny sound chain that is written object by object as docs/protocol.md says. Tests of readers use it, so they need no publisher.
+
+Tests of the chain's own rules use tests/unit/chain/hand_made_chain.py: it has fixed identifiers and a clock, and can write wrong records.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_plain_lines_say_what_a_spectator_should_notice(demo: Any) -> None:
         assert text.getvalue().count(words) == 1
 
 
-def test_trouble_is_told_once(demo: Any) -> None:
+def test_a_problem_is_reported_once(demo: Any) -> None:
     trouble = {"event": "fleet-retrying", "from": "trainer", "at": 1.0, "error": "the store is away."}
     assert told(demo, [trouble, trouble]).marks == [(1.0, "trainer: the store is away.")]
 

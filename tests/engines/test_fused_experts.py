@@ -298,7 +298,7 @@ def test_shards_of_a_transposed_tensor_are_refused() -> None:
         layout.split(shards_of(own, 0, 2))
 
 
-def test_what_trl_sends_of_fused_experts_is_published_as_save_pretrained_writes_it(store: MemoryStore, tmp_path: Path) -> None:
+def test_fused_experts_from_trl_are_published_as_save_pretrained_writes_them(store: MemoryStore, tmp_path: Path) -> None:
     trainer = made("qwen3_moe").float()
     transfer = DeltaWireTransfer(store, engines=0, dtype=torch.bfloat16, model=trainer)
     transfer.init_weight_transfer()

@@ -313,7 +313,7 @@ def test_a_lease_whose_creation_was_in_doubt_is_recognised_when_it_is_offered_ag
         assert [one.attempt for one in trainer.collect(1, timeout=5).rollouts] == [0]
 
 
-def test_of_two_members_that_are_offered_one_task_one_takes_it() -> None:
+def test_exactly_one_of_two_members_takes_a_task_that_both_are_offered() -> None:
     fleet = Fleet()
     first, second = fleet.join("a", "b")
     fleet.members.clear()
@@ -367,7 +367,7 @@ def test_members_leave_when_the_trainer_stops_the_fleet() -> None:
     assert [member.ended for member in fleet.members] == [True, True]
 
 
-def test_what_old_rounds_left_is_swept_and_numbers_are_never_used_again() -> None:
+def test_objects_of_old_rounds_are_deleted_and_numbers_are_never_used_again() -> None:
     fleet = Fleet()
     fleet.join("a")
     with fleet.publisher() as publisher:

@@ -251,7 +251,7 @@ def test_a_store_that_is_full_takes_no_commit_and_readers_keep_their_version() -
     assert_one_history(inner, ledger)
 
 
-def test_a_mirror_on_a_full_disk_serves_on_and_continues_when_there_is_room(tmp_path: Path, disk: FullDisk) -> None:
+def test_a_mirror_on_a_full_disk_keeps_serving_and_continues_when_there_is_room(tmp_path: Path, disk: FullDisk) -> None:
     store, ledger = published(2)
     with open_subscriber(store, tmp_path / "mirror") as reader:
         reader.sync()

@@ -99,7 +99,7 @@ def test_wrong_usage_is_explained(tmp_path: Path, arguments: list[str], message:
     assert message in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_a_reward_that_is_not_there_is_told_kindly(tmp_path: Path) -> None:
+def test_a_missing_reward_gives_a_helpful_error(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["member", "--from", str(tmp_path / "store"), "--env", "no_such_module:reward"])
     assert done.exit_code == 1
     assert "no_such_module" in done.stderr

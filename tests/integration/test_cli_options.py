@@ -260,7 +260,7 @@ def test_a_command_runs_once_for_each_version(place: Path) -> None:
     assert journal.read_text().splitlines()[1:] == ["3 5  1"] * 2
 
 
-def test_what_a_command_prints_does_not_disturb_json(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_command_does_not_disturb_json(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     result = CliRunner().invoke(
         app, ["follow", str(place / "chain"), str(place / "mirror"), "--once", "--json", "--exec", "echo noise; exit 3"]
     )

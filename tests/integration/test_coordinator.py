@@ -175,7 +175,7 @@ def test_a_trainer_that_was_taken_over_is_told_at_its_next_call() -> None:
                     fleet.poll()
 
 
-def test_what_a_rewind_abandoned_is_known_as_such() -> None:
+def test_versions_that_a_rewind_abandoned_are_known_as_abandoned() -> None:
     store = MemoryStore()
     with open_publisher(store) as publisher:
         first = [publish(publisher, step) for step in range(4)]

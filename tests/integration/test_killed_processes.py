@@ -67,14 +67,14 @@ def assert_nothing_acknowledged_is_lost(store: Store, journal: Path, kills: int)
         assert bits_of(subscriber.state) == bits_of(state_of(version.step, restructure=True))
 
 
-def test_what_killed_publishers_acknowledged_is_in_the_chain(tmp_path: Path) -> None:
+def test_versions_that_killed_publishers_acknowledged_are_in_the_chain(tmp_path: Path) -> None:
     journal = tmp_path / "acknowledged"
     with Nursery(tmp_path / "log") as nursery:
         kill_publishers(nursery, str(tmp_path / "store"), journal, KILLS)
     assert_nothing_acknowledged_is_lost(open_store(tmp_path / "store"), journal, KILLS)
 
 
-def test_what_killed_publishers_acknowledged_is_in_a_chain_on_s3(tmp_path: Path, seaweedfs: Server) -> None:  # noqa: F811
+def test_versions_that_killed_publishers_acknowledged_are_in_a_chain_on_s3(tmp_path: Path, seaweedfs: Server) -> None:  # noqa: F811
     journal, url, kills = tmp_path / "acknowledged", seaweedfs.fresh_url(), 14
     with Nursery(tmp_path / "log", seaweedfs.environment) as nursery:
         kill_publishers(nursery, url, journal, kills)

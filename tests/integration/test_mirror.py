@@ -188,7 +188,7 @@ def test_processes_share_a_mirror_and_each_sees_only_whole_versions(chain: ToyCh
     assert len(os.listdir(mirror / "slots")) <= 3
 
 
-def test_of_several_subscribers_one_updates_and_the_others_only_take_over(chain: ToyChain, mirror: Path) -> None:
+def test_one_of_several_subscribers_updates_the_mirror_and_the_others_adopt_it(chain: ToyChain, mirror: Path) -> None:
     events: list[Event] = []
     with Subscriber(chain.store, mirror) as first, Subscriber(chain.store, mirror, on_event=events.append) as second:
         first.sync()
@@ -202,7 +202,7 @@ def test_of_several_subscribers_one_updates_and_the_others_only_take_over(chain:
         assert len(os.listdir(mirror / "slots")) == 2
 
 
-def test_what_a_subscriber_serves_does_not_change_until_its_next_sync(chain: ToyChain, mirror: Path) -> None:
+def test_the_served_state_does_not_change_until_the_next_sync(chain: ToyChain, mirror: Path) -> None:
     with Subscriber(chain.store, mirror) as laggard, Subscriber(chain.store, mirror) as other:
         laggard.sync()
         arrays = dict(laggard.state)
@@ -329,7 +329,7 @@ def test_a_full_disk_is_an_error_that_heals(chain: ToyChain, mirror: Path, monke
     assert served(mirror) == bits_of(chain.state)
 
 
-def test_who_waits_for_another_process_can_be_closed(chain: ToyChain, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subscriber_that_waits_for_another_process_can_be_closed(chain: ToyChain, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced(chain, mirror)
     chain.delta()
     with Subscriber(chain.store, mirror) as subscriber:

@@ -132,7 +132,7 @@ def test_inputs_may_have_any_layout_and_share_memory():
         (({"a": np.zeros(2000)},), LimitExceeded),
     ],
 )
-def test_what_cannot_be_published_is_refused_before_any_upload(wrong, error):
+def test_an_unpublishable_state_is_refused_before_any_upload(wrong, error):
     store = FaultyStore(MemoryStore())
     with publisher(store, limits=Limits(state_bytes=10_000)) as chain:
         calls = len(store.calls)

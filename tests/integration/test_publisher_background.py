@@ -296,7 +296,7 @@ if how == "raise":
 
 
 @pytest.mark.parametrize("how", ["return", "raise", "full", "hang", "late", "late full"])
-def test_what_was_accepted_is_published_when_the_process_ends(tmp_path, how):
+def test_accepted_versions_are_published_when_the_process_ends(tmp_path, how):
     """If the publication fails, the process reports it.
 
     The process also ends if an upload never ends. Threads may publish after the main thread has ended.

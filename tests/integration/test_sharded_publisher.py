@@ -188,7 +188,7 @@ def publish_through(stores, versions, size=2, failing=1, error=StoreUnavailable)
     return [answer[0][0] for answer in answers], answers[0][1]
 
 
-def test_what_fails_at_one_rank_fails_at_all_and_nothing_is_published(tmp_path):
+def test_an_error_at_one_rank_is_raised_at_all_and_nothing_is_published(tmp_path):
     versions = states(3)
     stores = [open_store(tmp_path), FaultyStore(open_store(tmp_path), [Before(SecondUpload(), "unavailable")])]
     messages, found = publish_through(stores, versions)
@@ -299,7 +299,7 @@ def test_tensors_with_elements_that_no_rank_holds_are_refused(tmp_path):
     assert run_ranks(2, work) == [None, None]
 
 
-def test_what_one_rank_cannot_publish_is_refused_by_all(tmp_path):
+def test_tensors_that_one_rank_cannot_publish_are_refused_by_all(tmp_path):
     def work(ranks):
         with ShardedPublisher(ranks, tmp_path) as publisher, pytest.raises(UnsupportedDtype):
             publisher.publish({"x": TensorPart(np.zeros(3, np.complex64 if ranks.rank else np.float32), (6,), 3 * ranks.rank)})

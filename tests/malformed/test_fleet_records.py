@@ -119,7 +119,7 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("record", "changes"), WRONG)
-def test_what_contradicts_itself_is_refused(record: Any, changes: dict[str, Any]) -> None:
+def test_a_record_that_contradicts_itself_is_refused(record: Any, changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptRecord):
         type(record).parse(edited(record, **changes))
 

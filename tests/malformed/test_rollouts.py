@@ -199,7 +199,7 @@ LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_what_contradicts_itself_is_refused(lie: str) -> None:
+def test_a_rollout_file_that_contradicts_itself_is_refused(lie: str) -> None:
     data = changed(LIES[lie])
     assert data != DATA
     refuse(data)
@@ -228,7 +228,7 @@ def test_another_spelling_of_the_same_content_is_refused() -> None:
         RolloutLimits(versions=1),
     ],
 )
-def test_what_exceeds_a_limit_is_refused(limits: RolloutLimits) -> None:
+def test_a_rollout_file_that_exceeds_a_limit_is_refused(limits: RolloutLimits) -> None:
     refuse(DATA, limits)
 
 

@@ -72,7 +72,7 @@ def test_a_token_cut_off_by_the_clip_has_no_gradient_and_a_masked_one_never():
     assert current.grad.tolist() == [[0.0, -0.5, 0.0]]
 
 
-def test_what_padding_holds_does_not_matter():
+def test_the_content_of_padding_does_not_matter():
     case = random_case(1)
     expected = GrpoLoss()(**case).loss
     for name in ("current", "behaviour", "old"):

@@ -46,7 +46,7 @@ def test_long_texts_are_whole_and_hostile_ones_are_cleaned() -> None:
     assert printed(("member-left", {"member": "m", "why": None}), ("rollout-accepted", {"step": 1})) == []
 
 
-def test_what_needs_attention_is_printed() -> None:
+def test_events_that_need_attention_are_printed() -> None:
     assert printed(("waiting-for-members", {"step": 1}), ("step-skipped", {"step": 2, "why": "the loss is nan"})) == [
         "step 1  waiting for members: none is running",
         "step 2  skipped, weights unchanged: the loss is nan",

@@ -51,7 +51,7 @@ def test_without_rewards_every_completion_has_an_empty_row():
         (3.0, "not a list"),
     ],
 )
-def test_what_is_no_reward_is_refused(returned: Any, message: str):
+def test_a_value_that_is_no_reward_is_refused(returned: Any, message: str):
     with pytest.raises(RewardError, match=message):
         score([lambda **_: returned], ["p", "p"], ["a", "b"], completion_ids=[[1], [2]])
 

@@ -194,7 +194,7 @@ def test_rows_that_cannot_be_used_are_named_before_anything_is_published(store: 
     assert not list(store.list(""))
 
 
-def test_of_many_bad_rows_some_are_named_and_all_counted(store: MemoryStore):
+def test_some_of_many_bad_rows_are_named_and_all_are_counted(store: MemoryStore):
     with pytest.raises(UnusableRows, match=r"row 0: .*; row 1: .*; row 2: .* \(and 4 more rows\)"):
         GrpoTrainer(model(), [{"question": "w1"}] * 7, store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
 

@@ -183,7 +183,7 @@ def alone():
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("seen", [True, False])
-def test_what_fails_in_the_background_is_raised_once(seen):
+def test_an_error_in_the_background_is_raised_once(seen):
     import torch
 
     from deltawire.trainers import FSDPPublisher

@@ -38,7 +38,7 @@ def test_buffers_are_used_again() -> None:
     assert bits(source.snapshot()) == bits({name: model.state_dict()[name].bfloat16() for name in first})
 
 
-def test_what_needs_no_cast_is_not_copied() -> None:
+def test_tensors_that_need_no_cast_are_not_copied() -> None:
     model = qwen(0)
     weights = dict(model.named_parameters())
     assert all(tensor.data_ptr() == weights[name].data_ptr() for name, tensor in WeightSource(model).snapshot().items())

@@ -267,7 +267,7 @@ def test_a_file_that_breaks_a_rule_is_refused_by_name(tmp_path: Path, content: b
     assert "x.safetensors" in str(caught.value)
 
 
-def test_what_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_an_object_that_is_not_a_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="not a regular file"):
         Checkpoint(tmp_path / "pipe")

@@ -31,7 +31,7 @@ def test_extremes_of_wide_types_are_judged_right(dtype):
     assert count_nonfinite({"numbers": numbers, "bad": bad, "both": np.concatenate([numbers, bad])}) == {"bad": 4, "both": 4}
 
 
-def test_what_is_no_float_is_never_listed():
+def test_tensors_that_are_not_floats_are_never_listed():
     state = {str(dtype.name): array_of(dtype, np.full(9, (1 << dtype.width) - 1, np.uint64)) for dtype in DTYPES if dtype not in FLOATS}
     assert count_nonfinite(state | {"empty": np.empty((0, 3), np.float32)}) == {}
 

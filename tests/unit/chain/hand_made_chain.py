@@ -1,4 +1,7 @@
-"""Build chains record by record without a publisher, so that a test can also make them wrong in any way."""
+"""Build chains record by record without a publisher, so that a test can also make them wrong in any way.
+
+All identifiers are fixed, and the store has a clock that tests set. Tests that only need a sound chain use tests/toy_chain.py.
+"""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def test_collection_without_a_chain():
         collect(HandMadeChain().store, grace=GRACE)
 
 
-def test_now_can_be_told(chain):
+def test_the_current_time_can_be_given(chain):
     collect(chain.store, grace=GRACE)
     later = chain.store.now.replace(year=2027)
     assert collect(chain.store, grace=GRACE, now=later).outcome == "collected"

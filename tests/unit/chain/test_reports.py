@@ -32,7 +32,7 @@ def test_a_report_replaces_the_readers_last_one(store: Store) -> None:
     assert [report.seq for report in read_reports(store, run)] == [8, 7]
 
 
-def test_what_is_no_report_is_passed_over(store: Store) -> None:
+def test_objects_that_are_no_reports_are_ignored(store: Store) -> None:
     run = ChainLog(store).run
     put_report(store, run, "engine", SERVING, 7)
     honest = store.get(keys.report_key("engine"), limit=65536)

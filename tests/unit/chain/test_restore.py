@@ -49,14 +49,14 @@ def cheap_shortcuts(chain):
     return chain
 
 
-def test_who_is_there_needs_no_hop():
+def test_a_reader_at_the_target_needs_no_hop():
     chain = trained_chain(3)
     assert route(chain, 4) == []
     with pytest.raises(RollbackDetected):
         find_route(ChainLog(chain.store), dataclasses.replace(chain.ref(4), commit="0" * 64), chain.commits[4])
 
 
-def test_who_is_near_reads_commits_and_lists_nothing():
+def test_a_reader_near_the_target_reads_commits_and_lists_nothing():
     chain = trained_chain(8)
     chain.store.requests.clear()
     assert steps(route(chain, 6)) == [(6, 7, "commit"), (7, 8, "commit"), (8, 9, "commit")]

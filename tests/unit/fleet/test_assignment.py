@@ -49,6 +49,6 @@ def test_whole_shares_sum_up_and_are_within_one_task_of_the_exact_ones(total: in
     assert all(abs(count - exact) < 1 + 1e-6 for count, exact in zip(counts, wanted, strict=True))
 
 
-def test_what_is_left_over_goes_to_the_largest_remainders() -> None:
+def test_leftover_tasks_go_to_the_largest_remainders() -> None:
     assert largest_remainders(10, [3.2, 3.9, 2.9]) == [3, 4, 3]
     assert largest_remainders(2, [0.5, 0.5, 1.0]) == [1, 0, 1]

@@ -168,7 +168,7 @@ def broken_reward(prompts: list[Any], completions: list[Any], **columns: Any) ->
     raise KeyError(f"no answer {HOSTILE}")
 
 
-def test_a_reward_that_fails_is_told_once_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_reward_is_reported_once_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     from test_member import FakeGenerator, publish
 
     store, engine, heard = MemoryStore("memory://output"), FakeGenerator(), Heard()
@@ -193,7 +193,7 @@ def test_a_reward_that_fails_is_told_once_with_its_traceback(capsys: pytest.Capt
     assert not re.search("[\x1b\x07\u202e]", notices)
 
 
-def test_the_same_failure_is_told_once_until_a_task_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_failure_is_reported_once_until_a_task_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     def failed(final: bool) -> Event:
         return Event("work-failed", {"reason": "it broke", "traceback": "Traceback", "final": final})
 

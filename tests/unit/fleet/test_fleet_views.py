@@ -204,7 +204,7 @@ def test_top_redraws_one_picture_on_a_terminal(run: Run) -> None:
     assert sum("working" in line and "gpu-7" in line for line in lines) >= 3
 
 
-def test_what_no_trusted_key_has_signed_is_not_shown(tmp_path: Path) -> None:
+def test_records_that_no_trusted_key_has_signed_are_not_shown(tmp_path: Path) -> None:
     key = SigningKey.generate()
     run = Run(tmp_path, key)
     forged = replace(run.rounds[1], round=2, rows=ObjectRef(fleet_keys.tasks_key(2, "00" * 32), 9, "00" * 32), signature=None)

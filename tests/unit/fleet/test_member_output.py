@@ -34,7 +34,7 @@ def test_an_event_survives_being_written_as_a_line() -> None:
         '{"error": "no event, and no error of ours"}',
     ],
 )
-def test_what_is_no_event_is_output(line: str) -> None:
+def test_a_line_that_is_no_event_is_output(line: str) -> None:
     for is_error in (False, True):
         found = event_of("m", line, is_error)
         assert found == Event("output", {"member": "m", "line": line, "stream": "stderr" if is_error else "stdout"})

@@ -40,7 +40,7 @@ def test_shares_are_proportional_to_measured_speed() -> None:
     assert scheduler.shares(["fast", "slow"]) == pytest.approx({"fast": 0.8, "slow": 0.2})
 
 
-def test_what_a_member_holds_already_counts_as_part_of_its_share() -> None:
+def test_tasks_that_a_member_holds_count_as_part_of_its_share() -> None:
     scheduler = measured({"one": 100, "two": 100})
     assert counts(scheduler, 4, [Candidate("one", 0, holding=4, since=NOW), Candidate("two", 0)]) == {"two": 4}
 

@@ -39,7 +39,7 @@ def test_keys_sort_like_the_numbers_in_them():
 @pytest.mark.parametrize(
     "build", [lambda: keys.commit_key(-1), lambda: keys.epoch_key(10**10), lambda: keys.pin_key("../x"), lambda: keys.pin_key("")]
 )
-def test_what_cannot_stand_in_a_key_is_refused(build):
+def test_values_that_cannot_be_part_of_a_key_are_refused(build):
     with pytest.raises(ValueError):  # noqa: PT011
         build()
 

@@ -46,7 +46,7 @@ def test_a_reader_that_trusts_the_key_accepts_a_signed_record(key, record):
 
 
 @pytest.mark.parametrize("record", [COMMIT, SHORTCUT], ids=["commit", "shortcut"])
-def test_what_is_not_signed_by_a_trusted_key_is_refused(key, record):
+def test_a_record_that_no_trusted_key_signed_is_refused(key, record):
     signed = key.sign(record)
     stranger = SigningKey.generate()
     for wrong in (
@@ -80,7 +80,7 @@ def test_a_key_that_is_no_point_of_the_curve_is_refused(key):
             check_signature(dataclasses.replace(COMMIT, signature=Signature(public, "00" * 64)), [public])
 
 
-def test_who_trusts_no_key_asks_for_no_signature(key):
+def test_a_reader_without_trusted_keys_needs_no_signature(key):
     check_signature(COMMIT, [])
     check_signature(key.sign(COMMIT), [])
 

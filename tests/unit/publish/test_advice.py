@@ -130,7 +130,7 @@ def test_weights_that_are_not_finite_are_refused_on_demand_and_readers_keep_the_
         assert (publisher.version.step, publisher.version.updates) == (3, 2)
 
 
-def test_what_becomes_infinite_by_the_cast_is_refused_too():
+def test_weights_that_become_infinite_by_the_cast_are_refused_too():
     state = {"w": np.array([1.0, 1e6], np.float32)}
     with pytest.raises(NonFiniteWeights, match=r"^1 weight is NaN or infinite, in 'w' \(1\)"):
         publish(state, dtype="float16", refuse_nonfinite=True, attachments={})

@@ -55,7 +55,7 @@ def test_tables_are_ordered_by_name_whatever_the_order_of_the_state():
         ({"a": np.zeros(1, np.complex64)}, UnsupportedDtype),
     ],
 )
-def test_what_is_no_state_is_refused_by_name(state, error):
+def test_a_value_that_is_no_state_is_refused_by_name(state, error):
     with pytest.raises(error):
         TensorTable.of(state)
 

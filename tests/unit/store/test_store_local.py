@@ -163,7 +163,7 @@ def test_a_hint_waits_for_no_disk(tmp_path: Path, flushed: list[str]) -> None:
     assert store.get("pin/me", limit=1) == b"x"
 
 
-def test_what_exists_counts_only_when_it_was_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_object_counts_only_after_it_was_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first attempt has named the object, and then the disk failed. The object exists, but may be lost in a power failure."""
     store = LocalStore(tmp_path)
     store.put("warm", b"up")

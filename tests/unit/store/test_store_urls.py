@@ -67,7 +67,7 @@ def test_services_are_opened_without_a_request(url: str, shown: str, monkeypatch
         "file://relative",
     ],
 )
-def test_what_names_no_store_is_refused(url: str) -> None:
+def test_a_url_that_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(BadUrl):
         open_store(url)
 
@@ -107,9 +107,7 @@ def test_what_names_no_store_is_refused(url: str) -> None:
         (Path("s3://bucket/x"), "as a string"),
     ],
 )
-def test_what_is_nearly_a_url_is_refused_and_corrected(
-    url: str | Path, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malformed_url_is_refused_and_corrected(url: str | Path, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for use in (open_store, Publisher):
         with pytest.raises(BadUrl) as raised:
@@ -132,7 +130,7 @@ def test_a_directory_may_have_any_name(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("opened", [open_store, Publisher, Subscriber])
 @pytest.mark.parametrize("wrong", [None, 7, b"chain"])
-def test_what_is_neither_a_url_nor_a_path_is_refused_in_words(
+def test_a_value_that_is_neither_a_url_nor_a_path_is_refused_in_words(
     opened: Any, wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

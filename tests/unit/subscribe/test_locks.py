@@ -36,7 +36,7 @@ def end(child: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_what_was_held_alone_is_free_after_release_though_a_child_was_forked_meanwhile(tmp_path: Path) -> None:
+def test_an_exclusive_lock_is_free_after_release_though_a_child_was_forked_meanwhile(tmp_path: Path) -> None:
     lock = FileLock.try_exclusive(tmp_path / "writer")
     assert lock is not None
     child = forked()
@@ -50,7 +50,7 @@ def test_what_was_held_alone_is_free_after_release_though_a_child_was_forked_mea
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_what_was_shared_stays_so_for_a_child_that_may_read_there(tmp_path: Path) -> None:
+def test_a_shared_lock_stays_shared_for_a_child_that_may_read(tmp_path: Path) -> None:
     lock = FileLock.try_exclusive(tmp_path / "slot")
     assert lock is not None
     lock.share()

@@ -128,7 +128,7 @@ def test_a_slot_that_lags_far_behind_is_overwritten_by_a_copy_rather_than_fetche
     assert served(mirror) == bits_of(chain.state)
 
 
-def test_who_reads_while_an_update_happens_sees_one_version(chain: ToyChain, mirror: Mirror) -> None:
+def test_a_reader_of_the_mirror_sees_one_version_during_an_update(chain: ToyChain, mirror: Mirror) -> None:
     update(mirror, chain).release()
     seen = []
     chain.delta()
@@ -308,7 +308,7 @@ def recovered(mirror: Mirror) -> HeldSlot | None:
         return mirror.recover()
 
 
-def test_what_a_loss_of_power_tore_is_not_served_but_the_other_slot_is(
+def test_a_slot_damaged_by_a_loss_of_power_is_not_served_but_the_other_is(
     chain: ToyChain, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update(mirror, chain).release()

@@ -153,7 +153,7 @@ def test_readers_have_names_of_their_own() -> None:
         PinKeeper(MemoryStore(), "../x")
 
 
-def test_what_was_seen_only_ever_rises(tmp_path: Path) -> None:
+def test_the_newest_seen_version_only_ever_rises(tmp_path: Path) -> None:
     seen = SeenFile(tmp_path)
     seen.remember(CommitRef(3, "a" * 64, None))  # there is no mirror yet
     assert seen.read() is None
