@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--first", type=int, help="the first seed (0)")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
-    parser.add_argument("--most", type=int, default=10, help="end after so many findings")
+    parser.add_argument("--most", type=int, default=10, help="end after this many findings")
     chosen = parser.parse_args()
     first, outcomes, findings = chosen.first or 0, dict[str, int](), list[Finding]()
     with tempfile.TemporaryDirectory() as folder:

@@ -337,7 +337,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, help="what happens; drawn at random if it is not given")
-    parser.add_argument("--most", type=int, default=1_000_000, help="end after so many things have happened")
+    parser.add_argument("--most", type=int, default=1_000_000, help="end after this many events")
     parser.add_argument("--keep", type=Path, help="a folder for journals, logs and the server's data, which is then kept")
     chosen = parser.parse_args()
     seed = chosen.seed if chosen.seed is not None else random.SystemRandom().randrange(10**6)

@@ -24,7 +24,7 @@ def chain(*deltas: int) -> ChainCost:
         pytest.param(AnchorPolicy(3), chain(400, 400, 400), FAST, True, id="more bytes than a checkpoint"),
         pytest.param(AnchorPolicy(3), chain(300, 300, 300), FAST, False, id="fewer bytes than a checkpoint"),
         pytest.param(AnchorPolicy(3, max_chain_ratio=0.5), chain(200, 200, 200), FAST, True, id="the user wants joins cheap"),
-        pytest.param(AnchorPolicy(1, 3), chain(0, 0, 0), FAST, True, id="at the latest after so many versions"),
+        pytest.param(AnchorPolicy(1, 3), chain(0, 0, 0), FAST, True, id="at the latest after max_versions"),
         pytest.param(AnchorPolicy(1, None), chain(*[0] * 5000), FAST, False, id="unless that is unbounded"),
         pytest.param(AnchorPolicy(1), chain(1, 1, 1), Speed(1000.0, 2000.0), True, id="three slow passes against one load"),
         pytest.param(AnchorPolicy(1), chain(1, 1, 1), Speed(1000.0, 4000.0), False, id="three passes that are fast enough"),
