@@ -11,6 +11,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -77,7 +78,8 @@ inline Fiber* current;
 inline jmp_buf scheduler;
 inline Dimension block_index, grid, size;
 inline std::vector<unsigned char> shared_memory;
-inline std::vector<unsigned char> stacks;
+inline std::unique_ptr<unsigned char[]> stacks;  // never cleared, and never made smaller
+inline size_t stack_count;
 inline uint64_t random_state = 1;
 inline void (*body)(void**);
 inline void** arguments;
@@ -160,7 +162,7 @@ inline void launch(void (*kernel)(void**), unsigned blocks, unsigned threads, un
     random_state = seed * 0x9E3779B97F4A7C15ull | 1;
     body = kernel, arguments = values;
     grid.x = blocks, size.x = threads;
-    stacks.resize(threads * STACK);
+    if (stack_count < threads) stacks.reset(new unsigned char[threads * STACK]), stack_count = threads;
     for (block_index.x = 0; block_index.x < blocks; ++block_index.x) {
         shared_memory.assign(shared + 16, 0);
         for (auto& byte : shared_memory) byte = (unsigned char)draw();
@@ -187,7 +189,7 @@ inline void launch(void (*kernel)(void**), unsigned blocks, unsigned threads, un
                     if (started[i]) _longjmp(current->state, 1);
                     started[i] = true;
                     getcontext(&current->start);
-                    current->start.uc_stack.ss_sp = stacks.data() + i * STACK;
+                    current->start.uc_stack.ss_sp = stacks.get() + i * STACK;
                     current->start.uc_stack.ss_size = STACK;
                     makecontext(&current->start, run_fiber, 0);
                     setcontext(&current->start);
