@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,24 @@ pytestmark = [
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl_vllm_over_bucket"
+WITH_FORKED_PROCESSES = """
+import runpy, subprocess, sys
+
+from forked_python import ForkedPopen
+
+
+class Popen(subprocess.Popen):
+    def __new__(cls, command, **options):
+        if "vllm.entrypoints.openai.api_server" in command:
+            return real(command, **options)
+        return ForkedPopen("trl", command[1:], **options)
+
+
+real, subprocess.Popen = subprocess.Popen, Popen
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""The example as it is, except that its processes other than the server have TRL imported when they start."""
 STEPS = 12
 """The number of steps. Ten of them follow the checkpoint from which the second trainer starts."""
 
@@ -47,9 +64,9 @@ def trained(arguments: list[Any]) -> list[dict[str, Any]]:
 
 def test_the_example_is_served_every_version_over_a_bucket(seaweedfs: Server) -> None:
     """Trainer, sidecar and server are processes that share only a bucket. The server is started as a user would start it."""
-    command = [sys.executable, EXAMPLE / "run.py", "3", seaweedfs.fresh_url()]
+    command = ["-c", WITH_FORKED_PROCESSES, EXAMPLE / "run.py", "3", seaweedfs.fresh_url()]
     environment = {**os.environ, **OFFLINE, **seaweedfs.environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = forked_run("trl", command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=900)
     assert done.returncode == 0, done.stderr[-6000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     assert [line["step"] for line in lines if "step" in line] == [1, 2, 3]
