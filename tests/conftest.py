@@ -1,5 +1,6 @@
 """Set one Hypothesis profile for all tests, with the same examples on every run and no deadlines. Make Ctrl-C work in child processes."""
 
+import gc
 import signal
 
 from hypothesis import HealthCheck, settings
@@ -17,3 +18,9 @@ settings.load_profile("deltawire")
 # A shell makes its background processes ignore Ctrl-C, and children would inherit that. Tests send Ctrl-C to children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over the modules and tests that were loaded, which stay until the end."""
+    gc.collect()
+    gc.freeze()

@@ -39,12 +39,14 @@ from typing import Any
 _LIGHT = ["numpy", "ml_dtypes", "blake3", "obstore", "httpx", "safetensors.numpy", "rich.progress", "rich.table", "typer.rich_utils"]
 _LIGHT += ["deltawire.cli.*", "deltawire.publish.*", "deltawire.subscribe.*", "deltawire.store.*", "deltawire.testing.*"]
 _LIGHT += ["deltawire.engines.vllm.sidecar"]
-_TORCH = [*_LIGHT, "torch", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
+_TORCH = [*_LIGHT, "torch", "torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
 _TORCH += ["transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "safetensors.torch"]
 _TORCH += ["deltawire.trainers", "deltawire.rl.*", "deltawire.fleet.*"]
 _TRL = [*_TORCH, "trl.experimental.async_grpo", "datasets"]
 WARM_UPS = {"light": _LIGHT, "torch": _TORCH, "trl": _TRL}
 """The modules that each parent imports before it forks. A star means all modules of a package."""
+_FORKED_FROM = {"trl": "torch"}
+"""Parents that are themselves forked from another parent, so that they import less."""
 
 _ADDRESSES = "DELTAWIRE_TEST_PARENTS"
 _LARGEST_REQUEST = 1 << 18
@@ -137,7 +139,7 @@ class _Parent:
         return int(answer)
 
 
-_starting = threading.Lock()
+_starting = threading.RLock()  # starting a parent may start the one that it is forked from
 
 
 def _parent(warm_up: str) -> _Parent:
@@ -160,8 +162,11 @@ def _started(warm_up: str) -> str:
     address = os.path.join(folder, "socket")
     path = os.pathsep.join(filter(None, [str(PACKAGE), str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
     fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
-    process = subprocess.Popen(
-        [sys.executable, __file__, warm_up, address], env={**os.environ, **fixed}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    arguments, options = [__file__, warm_up, address], {"env": {**os.environ, **fixed}, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = (
+        ForkedPopen(parent, arguments, **options)
+        if (parent := _FORKED_FROM.get(warm_up))
+        else subprocess.Popen([sys.executable, *arguments], **options)
     )
 
     def end() -> None:
@@ -280,7 +285,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         os.environ.update(request["environment"])
         os.environ[_ADDRESSES] = parents
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each not in sys.path]
+        sys.path[1:1] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each not in sys.path]
         code = _run(request["arguments"])
     except BaseException:
         traceback.print_exc()

@@ -5,6 +5,7 @@ It trains a tiny model and publishes every step. Rank 0 also writes the full mod
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -164,3 +165,6 @@ def kill_at(publisher: FSDPPublisher, upload: int) -> None:
         real(key, *arguments, **options)
 
     store.put = put
+
+
+gc.freeze()  # the garbage collector of a forked rank need not look through what it inherits

@@ -41,7 +41,7 @@ def job():
         patch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGE), str(HERE)]))
         patch.syspath_prepend(str(HERE))
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fsdp_worker"])
+        context.set_forkserver_preload(["torch._dynamo", "fsdp_worker"])
         import fsdp_worker
 
         def run(size, task):

@@ -31,6 +31,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forked_python import ForkedPopen
+
 _SPIN_SECONDS = 0.002
 """The number of seconds for which processes of a server poll for messages before they sleep. vLLM's default of 1 wastes busy cores."""
 
@@ -62,8 +64,9 @@ class ServerNursery:
         self._log = folder / "nursery.log"
         self._lock = threading.Lock()
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__],
+            self._process = ForkedPopen(
+                "torch",
+                [__file__],
                 env={**os.environ, **environment, **ONE_THREAD, **NOT_COMPILED},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -159,6 +162,10 @@ def _nursery() -> None:
     _adopt_orphans()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout, which carries our answers
+
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True  # the variable has no effect if the parent had imported this module
 
     import vllm.distributed.device_communicators.shm_broadcast
     import vllm.entrypoints.launchers.api_server.entry
