@@ -88,6 +88,7 @@ def test_a_dry_run_publishes_nothing_and_predicts_the_version(place: Path) -> No
         [],
         ["this state has other tensors than the version before"],
     ]
+    assert ask("publish", other, place / "chain", "--dry-run", "--full")["warnings"] == changed["warnings"]
     for options in ((), ("--full",)):
         back = ask("publish", place / "old", place / "chain", "--dry-run", "--step", 0, *options)
         assert [text.split(",")[0] for text in back["warnings"]] == ["step 0 is published after step 2"]

@@ -355,7 +355,9 @@ def test_the_first_rank_reports_other_tensors_and_a_lower_step(tmp_path, size):
     other = {name: array for name, array in base.items() if name != "scale"}
     publish_all(tmp_path, size, [base, other, other], on_event=events.append)
     publish_all(tmp_path, size, [other], on_event=events.append)
+    publish_all(tmp_path, size, [base], on_event=events.append)
     told = [event for event in events if event.name in ("layout-changed", "step-went-back")]
-    assert [event.name for event in told] == ["layout-changed", "step-went-back"]
+    assert [event.name for event in told] == ["layout-changed", "step-went-back", "layout-changed"]
+    assert ": 1 added ('scale'). It is published" in told[2].fields["message"]
     assert ": 1 removed ('scale'). It is published" in told[0].fields["message"]
     assert (told[1].fields["step"], told[1].fields["newest_step"]) == (0, 2)

@@ -17,6 +17,7 @@ from ..errors import DataDamaged, DataMissing, LimitExceeded, ObjectMissing, Ver
 from ..events import OnEvent, Stopwatch, emit
 from ..format.content_hash import content_hash, new_hash
 from ..format.records.record_parts import FileEntry, Limits
+from ..format.safetensors_header import LENGTH_BYTES, Header, MalformedHeader, header_length, parse_header
 from ..store.base import Progress, Store
 from ..store.keys import check_data_key
 
@@ -237,6 +238,21 @@ class Fetcher:
 
     def _is_over(self) -> bool:
         return self._is_abandoned or self._is_stopped()
+
+
+def read_header(store: Store, entry: FileEntry, *, most_tensors: int) -> Header:
+    """Read only the header of a safetensors file. Unlike the data, it is not checked against a hash.
+
+    Raises `DataDamaged` if it is malformed, and `ObjectMissing`.
+    """
+    try:
+        prefix = bytearray(min(LENGTH_BYTES, entry.size))
+        store.read_into(entry.key, memoryview(prefix))
+        text = bytearray(header_length(bytes(prefix), entry.size))
+        store.read_into(entry.key, memoryview(text), offset=LENGTH_BYTES)
+        return parse_header(bytes(text), entry.size, most_tensors=most_tensors)
+    except MalformedHeader as error:
+        raise DataDamaged(f"{entry.key} in {store.url}: {error}") from error
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -21,6 +21,7 @@ from ..events import emit
 from ..format.content_hash import content_hash
 from ..format.records.record_parts import Limits
 from ..publish.advice import Advice
+from ..publish.resume import read_table
 from ..publish.upload.segments import TensorTable
 from ..store.occupancy import refuse_occupied
 from ..tensors.state import state_digest
@@ -109,6 +110,8 @@ def forecast(
     advice.follows(None, None if is_rewound else base.step)
     advice.check_step(step)
     if full:
+        advice.follows(read_table(log, base), None)
+        advice.check_layout(TensorTable.of(state))
         return Forecast(version, "anchor", None, state.weight_bytes, 0, files)
     before = MemoryState(threads=threads)
     routes = Routes(log, on_event=on_event)

@@ -20,7 +20,6 @@ from ..chain.version import Version
 from ..errors import PublisherClosed, PublishError
 from ..events import OnEvent
 from ..format.records.signing import SigningKey
-from ..format.records.version_records import Commit
 from ..store import Store, open_store
 from ..tensors.bits import State
 from ..tensors.casting import Casting, WireDType
@@ -33,7 +32,7 @@ from .attachments.read_files import Attachments, CollectedFiles, read_attachment
 from .background import BackgroundQueue, PendingVersion
 from .commits import check_meta, check_step
 from .publication import Publication
-from .resume import read_state
+from .resume import read_state, read_table
 from .shortcuts.shortcut_writer import ShortcutWriter
 from .shortcuts.upkeep import JobThread, Upkeep
 from .snapshots import SnapshotDevice, SnapshotMemory, copy_tensors
@@ -161,7 +160,7 @@ class Publisher:
             if reads_back:
                 self._appender.resume(resume_from_seq, state)
             del state
-            self._follow_newest(chain.start if resume_from_seq is None else None)
+            self._follow_newest(chain, has_step=resume_from_seq is None)
             anchors: JobThread | None = None
             if background:  # with a pool of their own, so that uploads of anchors never delay a version
                 uploads = opened.enter_context(UploadPool(2, "deltawire-anchor"))
@@ -317,10 +316,12 @@ class Publisher:
             self._attachments.of_tokenizer = self._tokenizer.read()
         return read_attachments(self._attachments) or {}
 
-    def _follow_newest(self, newest: Commit | None) -> None:
+    def _follow_newest(self, chain: TakeOver, *, has_step: bool) -> None:
         """Compare the next version with the newest one. With `resume_from_seq`, its step does not count: the user chose to go back."""
-        baseline = self._appender.baseline
-        self._advice.follows(None if baseline is None else baseline.table, None if newest is None else newest.step)
+        if chain.start is not None:
+            baseline = self._appender.baseline
+            table = read_table(chain.log, chain.start) if baseline is None else baseline.table
+            self._advice.follows(table, chain.start.step if has_step else None)
 
     def _warn(self, table: TensorTable, step: int | None) -> None:
         """Warn of what the user probably does not want, before anything is published."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..chain.fetch import Fetcher
+from ..chain.fetch import Fetcher, read_header
 from ..chain.log import ChainLog
 from ..chain.maintenance.survey import is_stored
 from ..chain.memory_state import MemoryState
@@ -13,11 +13,12 @@ from ..chain.rebuild import rebuild
 from ..chain.restore import Hop, fetched_hops
 from ..chain.routes import Routes
 from ..chain.walk_route import HopFailed, taking, walk_route
-from ..errors import DataMissing, VersionUnknown
+from ..errors import DataMissing, DeltawireError, VersionUnknown
 from ..events import OnEvent, emit
 from ..format.records.version_records import Commit
 from .shortcuts.cadence import ChainCost, Replay
 from .snapshots import Arrays
+from .upload.segments import TensorTable
 
 MOST_READ = 256 << 20
 """How many bytes of weights the first rank reads, to check them, before the ranks take a run over."""
@@ -85,6 +86,22 @@ def require_route(log: ChainLog, target: Commit) -> None:
                 intact.add(entry.key)
 
     walk_route(routes, lambda: routes.find(None, target), check)
+
+
+def read_table(log: ChainLog, commit: Commit) -> TensorTable | None:
+    """Return the names, types and shapes of a version's tensors. Reads only headers, of the checkpoint that the version is rebuilt from.
+
+    Only a checkpoint can change them. They serve for warnings, so None is returned if they cannot be read.
+    """
+    try:
+        first = Routes(log).find(None, commit)[0]
+        files = [entry for entry in first.files if entry.name is not None and entry.name.endswith(".safetensors")]
+        headers = [read_header(log.store, entry, most_tensors=commit.tensors).entries for entry in files]
+    except DeltawireError:
+        return None
+    tensors = sorted((name, entry) for header in headers for name, entry in header.items())
+    names = tuple(name for name, _ in tensors)
+    return TensorTable(names, tuple(entry.dtype for _, entry in tensors), tuple(entry.shape for _, entry in tensors))
 
 
 def read_state(log: ChainLog, target: Commit, *, start: Resumed | None = None, threads: int | None, on_event: OnEvent | None) -> Resumed:

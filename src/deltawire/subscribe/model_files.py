@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from ..chain.attachments import attachments_hop, attachments_of, fetch_attachments
-from ..chain.fetch import Fetcher
+from ..chain.fetch import Fetcher, read_header
 from ..chain.log import ChainLog
 from ..chain.reader_options import ReaderOptions
 from ..chain.restore import Hop
@@ -24,9 +24,7 @@ from ..dtypes import DType
 from ..errors import DataDamaged
 from ..format.checkpoints.checkpoint import check_can_be_written
 from ..format.content_hash import content_hash
-from ..format.records.record_parts import FileEntry
 from ..format.records.version_records import Commit
-from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
 from ..store.base import Store
 from .chain_view import ChainView
 
@@ -152,17 +150,6 @@ def _dtypes(log: ChainLog, hop: Hop, fetcher: Fetcher) -> dict[str, DType]:
     found: dict[str, DType] = {}
     for entry in hop.files:
         if entry.name is not None and entry.name.endswith(".safetensors"):
-            found |= fetcher.patiently(entry, collected, partial(_types_in, log.store, entry, hop.target.tensors))
+            header = fetcher.patiently(entry, collected, partial(read_header, log.store, entry, most_tensors=hop.target.tensors))
+            found |= {name: tensor.dtype for name, tensor in header.entries.items()}
     return found
-
-
-def _types_in(store: Store, entry: FileEntry, most_tensors: int) -> dict[str, DType]:
-    try:
-        prefix = bytearray(min(LENGTH_BYTES, entry.size))
-        store.read_into(entry.key, memoryview(prefix))
-        text = bytearray(header_length(bytes(prefix), entry.size))
-        store.read_into(entry.key, memoryview(text), offset=LENGTH_BYTES)
-        header = parse_header(bytes(text), entry.size, most_tensors=most_tensors)
-        return {name: tensor.dtype for name, tensor in header.entries.items()}
-    except MalformedHeader as error:
-        raise DataDamaged(f"{entry.key} in {store.url}: {error}") from error

@@ -21,7 +21,7 @@ from ...format.records.version_records import Commit
 from ...store import Store
 from ..commits import Attempt, emit_published
 from ..history import versions_of
-from ..resume import cost_of, require_route, version_commit
+from ..resume import cost_of, read_table, require_route, version_commit
 from ..shortcuts.cadence import ChainCost, Speed, anchor_due
 from ..shortcuts.compose import Composition
 from ..shortcuts.shortcut_writer import ShortcutWriter
@@ -91,6 +91,8 @@ class FirstRank:
         if chain.start is not None and (not starts_full or resume_from_seq is not None):
             require_route(chain.log, chain.start)
         chain.require_files()
+        self.table_before = None if chain.start is None else read_table(chain.log, chain.start)
+        """The tensors of the version that the first publication follows. None if they are unknown."""
         self._log = chain.log
         self._writer = chain.fence()
         self._store = store

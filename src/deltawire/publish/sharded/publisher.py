@@ -128,8 +128,8 @@ class ShardedPublisher:
         self.epoch: int = opening["epoch"]
         """The number of this job's epoch. Each job that opens the run gets a higher one."""
         self._appender = PartsAppender(ranks, self._store, self._pool, first, opening, options, on_event=on_event)
-        if resume_from_seq is None and self.version is not None:
-            self._advice.follows(None, self.version.step)
+        if first is not None and self.version is not None:
+            self._advice.follows(first.table_before, self.version.step if resume_from_seq is None else None)
 
     @property
     def version(self) -> Version | None:
