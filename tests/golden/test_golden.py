@@ -103,7 +103,7 @@ def all_facts():
 
 
 def test_the_set_covers_every_type_and_mode():
-    tensors = [tensor for facts in all_facts() for tensor in facts.tensors]
+    tensors = [tensor for facts in all_facts() for tensor in facts.payloads]
     assert {tensor.dtype for tensor in tensors} == {dtype.name for dtype in DTYPES}
     for kind in ("modes", "values"):
         covered = {label for tensor in tensors for label, count in getattr(tensor, kind).items() if count}
@@ -116,7 +116,7 @@ def test_the_set_covers_every_change_of_structure():
     for kind in ("added", "removed", "aliases"):
         assert any(getattr(facts, kind) for facts in found)
     assert any(set(facts.added) & set(facts.removed) for facts in found)
-    assert any(facts.before == facts.after and not facts.tensors for facts in found)
+    assert any(facts.before == facts.after and not facts.payloads for facts in found)
 
 
 class CountingReader(decoder.BitReader):
@@ -139,7 +139,7 @@ def only_chunk(name, tensor):
     dtype = DTYPES[payload[0]]
     reader = CountingReader(payload[9:])
     assert reader.take(11) == 0
-    table, ks = decoder.read_table(reader)
+    table, ks = decoder.read_table(reader, dtype.width)
     header = decoder.read_context_header(reader, dtype.width, bool(table), 2**15)
     decoder.read_positions(reader, header, word % 2**30)
     positions, reader.escaped = reader.escaped, 0

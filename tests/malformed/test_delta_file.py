@@ -18,6 +18,7 @@ from deltawire.delta.prepared import PreparedUpdate
 from deltawire.dtypes import dtype_named
 from deltawire.errors import CorruptDelta, UnsupportedVersion
 from deltawire.format import delta_file, safetensors_header
+from deltawire.format.delta_files import named
 from deltawire.format.safetensors_header import TensorEntry, build_header, parse_header
 
 
@@ -324,6 +325,6 @@ def test_the_longest_header_that_an_encoder_writes_is_accepted(short, parted):
         file = delta_file.parse(delta)
         sizes = [(name, end - begin) for name, (begin, end) in file.payloads.items()]
         blake = split_delta(delta)[0]["blake3"]
-        head = delta_file.build_header(file.before, file.after, blake, sizes, file.structure, dict.fromkeys(names, (0, 600)))
+        head = named.build_header(file.before, file.after, blake, sizes, file.structure, dict.fromkeys(names, (0, 600)))
         delta = head + bytes(file.data)
     delta_file.parse(delta, names=names)

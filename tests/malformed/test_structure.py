@@ -277,7 +277,8 @@ BOMB = """
 import resource, sys
 import numpy as np
 import deltawire
-from deltawire.format.delta_file import Structure, build_header
+from deltawire.format.delta_file import Structure
+from deltawire.format.delta_files.named import build_header
 from deltawire.format.digest import Digest
 from deltawire.dtypes import dtype_named
 from blake3 import blake3

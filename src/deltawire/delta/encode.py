@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..codec.base import Buffer, EncodeJob
+from ..codec.base import Buffer, EncodeGroup, EncodeJob, GroupCodec
+from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
 from ..errors import UnsupportedTensor
-from ..format import delta_file
 from ..format.checkpoints.staged_output import StagedOutput
 from ..format.content_hash import new_hash
 from ..format.delta_file import Parts, Structure
+from ..format.delta_files import grouped, named
 from ..format.digest import Digest
 from ..tensors.bits import State, TensorBits, keys_of, named_bits
 from ..tensors.casting import Casting, Casts, WireDType
 from ..tensors.names import check_names
 from ..tensors.state import Progress, batches, codec_for, digest_tensors, thread_count
+
+WRITES_GROUPS = bool(os.environ.get("DELTAWIRE_WRITES_GROUPS"))
+"""Whether deltas of version 3 are written. It is set when all codecs can write them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,10 @@ def write_delta(base: State, new: State, path: Path, *, threads: int | None = No
     """Like `encode_delta`, but write a file, which appears complete or not at all. Memory does not grow with the states."""
     staged = StagedOutput(path, directory=False, replace=True)
     try:
-        # The header comes first in the file but is known last, so the payloads go to a file without a name first.
-        with tempfile.TemporaryFile(dir=staged.path.parent) as payloads, staged.path.open("xb") as out:
-            header, summary = _encode(base, new, thread_count(threads), payloads.write, progress)
-            out.write(header)
-            payloads.seek(0)
-            shutil.copyfileobj(payloads, out, 1 << 20)
+        pieces: list[Buffer] = []
+        header, summary = _encode(base, new, thread_count(threads), pieces.append, progress)
+        with staged.path.open("xb") as out:
+            out.writelines([header, *pieces])
             out.flush()
             os.fsync(out.fileno())
         staged.commit()
@@ -107,7 +109,9 @@ class _Pairs:
 def _encode(
     base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None, casting: Casting | None = None
 ) -> tuple[bytes, DeltaSummary]:
-    """Pass the data section to `write`, piece by piece, and return the header, which belongs before it."""
+    """Pass everything after the header to `write`, piece by piece, and return the header, which belongs before it."""
+    if WRITES_GROUPS:
+        return _encode_groups(base, new, threads, write, progress, casting)
     pairs, removed = _pairs(base, new, casting if casting is not None and casting.is_given else None)
     codec = codec_for(itertools.chain(removed, pairs.new, filter(None, pairs.old)))
     parts = _parts(pairs, removed)
@@ -144,10 +148,82 @@ def _encode(
         tuple(tensor.name for tensor in removed),
         {name: target for name, target in aliases.items() if target in changing},
     )
-    header = delta_file.build_header(before, after, hasher.hexdigest(), sizes, structure, parts)
+    header = named.build_header(before, after, hasher.hexdigest(), sizes, structure, parts)
     size = len(header) + sum(size for _, size in sizes)
     weight_bytes, elements = sum(tensor.nbytes for tensor in pairs.new), sum(tensor.size for tensor in pairs.new)
     return header, DeltaSummary(size, weight_bytes, elements, changed, len(sizes), before, after)
+
+
+def _encode_groups(
+    base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None, casting: Casting | None = None
+) -> tuple[bytes, DeltaSummary]:
+    pairs, removed = _pairs(base, new, casting if casting is not None and casting.is_given else None)
+    codec = cast("GroupCodec", codec_for(itertools.chain(removed, pairs.new, filter(None, pairs.old))))
+    parts = _parts(pairs, removed)
+    aliases = _aliases(pairs)
+    keys = keys_of(pairs.new)
+    groups = _groups(pairs, aliases)
+    found = codec.encode_groups([_encode_group(kind, members, pairs, keys.seeds) for _, kind, members in groups], threads)
+    tied = [number for number, tensor in enumerate(pairs.new) if tensor.name in aliases] if aliases else []
+    before = digest_tensors(removed, threads, codec) + keys.tag([old is not None for old in pairs.old])
+    after = keys.tag()
+    for number in tied:
+        seed = int(keys.seeds[number])
+        was, now = pairs.old[number], pairs.new[number]
+        before += Digest.sum(codec.digest([(was.bits, seed)] if was else [], threads))
+        after += Digest.sum(codec.digest([(now.bits, seed)], threads))
+    for encoded in found:
+        before += Digest(encoded.before)
+        after += Digest(encoded.after)
+
+    added = {now.name: (now.dtype, now.shape) for now, old in pairs if old is None}
+    structure = Structure(added, tuple(tensor.name for tensor in removed), aliases)
+    names = [tensor.name for tensor in pairs.new]
+    dtypes = {tensor.name: tensor.dtype for tensor in pairs.new} if parts else {}
+    body: list[Buffer] = [grouped.start_of_body(len(pairs.new), structure, parts, names, dtypes)]
+    for (group, _, _), encoded in zip(groups, found, strict=True):
+        if encoded.pieces:
+            body += [grouped.start_of_group(group, sum(map(len, encoded.pieces))), *encoded.pieces]
+    header = grouped.header(before, after, body, threads=threads > 1)
+    for piece in body:
+        write(piece)
+    if progress:
+        progress(sum(tensor.nbytes for tensor in pairs.new))
+    changed = np.concatenate([np.zeros(0, np.int64), *(encoded.changed for encoded in found)])
+    is_added = np.array([pairs.old[number] is None for _, _, members in groups for number in members], np.bool_)
+    return header, DeltaSummary(
+        len(header) + sum(map(len, body)),
+        sum(tensor.nbytes for tensor in pairs.new),
+        sum(pairs.new[number].size * kind.per_element for _, kind, members in groups for number in members)
+        + sum(pairs.new[number].size for number in tied),
+        int(changed.sum()),
+        int(np.count_nonzero((changed > 0) | is_added)),
+        before,
+        after,
+    )
+
+
+def _groups(pairs: _Pairs, aliases: Mapping[str, str]) -> list[tuple[int, PayloadType, list[int]]]:
+    """Return the groups of a delta in the order of the file: id, payload type and the numbers of their tensors."""
+    targets = sorted(set(aliases.values()))
+    by_type: dict[int, list[int]] = {}
+    by_target: dict[str, tuple[PayloadType, int]] = {}
+    for number, tensor in enumerate(pairs.new):
+        if tensor.name in aliases:
+            continue
+        kind = payload_type(tensor.name, tensor.dtype)
+        if tensor.name in targets:
+            by_target[tensor.name] = kind, number
+        else:
+            by_type.setdefault(kind.code, []).append(number)
+    apart = [by_target[name] for name in targets]
+    groups = [(grouped.group_id(code), PAYLOAD_TYPES[code], by_type[code]) for code in sorted(by_type)]
+    return groups + [(grouped.group_id(kind.code, index), kind, [number]) for index, (kind, number) in enumerate(apart, 1)]
+
+
+def _encode_group(kind: PayloadType, members: Sequence[int], pairs: _Pairs, seeds: NDArray[np.uint64]) -> EncodeGroup:
+    olds = [pairs.old[number] for number in members]
+    return EncodeGroup(kind, [old.bits if old else None for old in olds], [pairs.new[number].bits for number in members], seeds[members])
 
 
 def _pairs(base: State, new: State, casting: Casting | None) -> tuple[_Pairs, list[TensorBits]]:

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+from ..codec import native
 from ..codec.native import inspect_payload
-from ..dtypes import DTYPES
+from ..dtypes import DTYPES, PAYLOAD_TYPES
 from ..errors import CorruptDelta
 from ..format import delta_file
-from ..format.delta_file import DeltaBytes
+from ..format.delta_file import DeltaBytes, GroupedDelta, NamedDelta
+from ..format.delta_files.grouped import split_id
 from ..format.digest import Digest
 
 _CHUNK_MODES = ("same", "coded", "raw")
 _VALUE_MODES = ("unit", "runs", "direct", "symbols")
+_TILE = 1 << 14
+
+Facts: TypeAlias = tuple[list[tuple[int, int, int, int]], list[int], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
-    """One payload. All elements of a raw chunk count as changed, because it says nothing about its base."""
+class PayloadFacts:
+    """One payload: that of a tensor, or in version 3 that of a group of tensors.
 
-    name: str
+    All elements of a raw chunk count as changed, because it says nothing about its base.
+    """
+
+    name: str | None
+    """The tensor that the payload is for; None if it is for all tensors of its type that share no memory."""
     dtype: str
     elements: int
+    """The elements that the payload covers; for a group the most that there can be, because the file counts them in tiles of 2^14."""
     changed: int
     bytes: int
     modes: Mapping[str, int]
@@ -34,6 +45,11 @@ class TensorFacts:
     density: Sequence[tuple[int, int]]
     """Elements and changed elements, chunk by chunk."""
 
+    @property
+    def label(self) -> str:
+        """What the payload is for, in words."""
+        return f"all {self.dtype} tensors" if self.name is None else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaFacts:
@@ -42,7 +58,7 @@ class DeltaFacts:
     bytes: int
     before: Digest
     after: Digest
-    tensors: Sequence[TensorFacts]
+    payloads: Sequence[PayloadFacts]
     added: Mapping[str, tuple[str, tuple[int, ...]]]
     removed: Sequence[str]
     aliases: Mapping[str, str]
@@ -62,29 +78,47 @@ def inspect_delta(delta: DeltaBytes) -> DeltaFacts:
         memoryview(delta).nbytes,
         file.before,
         file.after,
-        [_facts(name, file.data[slice(*payload)]) for name, payload in file.payloads.items()],
+        _group_facts(file) if isinstance(file, GroupedDelta) else _named_facts(file),
         {name: (dtype.name, shape) for name, (dtype, shape) in structure.added.items()},
         structure.removed,
         structure.aliases,
     )
 
 
-def _facts(name: str, payload: memoryview) -> TensorFacts:
-    if not len(payload) or payload[0] >= len(DTYPES):
-        raise CorruptDelta(f"the payload of {name!r} has an unknown element type.")
-    dtype = DTYPES[payload[0]]
-    chunks, by_mode, by_length = inspect_payload(payload, dtype)
-    modes = {label: sum(elements for mode, elements, _, _ in chunks if mode == code) for code, label in enumerate(_CHUNK_MODES)}
-    values = dict(zip(_VALUE_MODES, by_mode, strict=True)) | {"raw": modes["raw"]}
+def _group_facts(file: GroupedDelta) -> list[PayloadFacts]:
+    native_: Any = native
+    names = [None, *file.targets]
+    found = []
+    for group, payload in file.groups.items():
+        target, code = split_id(group)
+        data, kind = file.data[slice(*payload)], PAYLOAD_TYPES[code]
+        found.append(_facts(names[target], kind.name, len(data), native_.inspect_group(data, kind), _TILE))
+    return found
+
+
+def _named_facts(file: NamedDelta) -> list[PayloadFacts]:
+    found = []
+    for name, payload in file.payloads.items():
+        data = file.data[slice(*payload)]
+        if not len(data) or data[0] >= len(DTYPES):
+            raise CorruptDelta(f"the payload of {name!r} has an unknown element type.")
+        found.append(_facts(name, DTYPES[data[0]].name, len(data), inspect_payload(data, DTYPES[data[0]]), 1))
+    return found
+
+
+def _facts(name: str | None, dtype: str, size: int, facts: Facts, unit: int) -> PayloadFacts:
+    chunks, by_mode, by_length = facts
+    modes = {label: unit * sum(count for mode, count, _, _ in chunks if mode == code) for code, label in enumerate(_CHUNK_MODES)}
+    values = dict(zip(_VALUE_MODES, by_mode, strict=True)) | {"raw": sum(changed for mode, _, changed, _ in chunks if mode == 2)}
     last = max((length for length, count in enumerate(by_length) if count), default=-1)
-    return TensorFacts(
+    return PayloadFacts(
         name,
-        dtype.name,
-        sum(elements for _, elements, _, _ in chunks),
+        dtype,
+        unit * sum(count for _, count, _, _ in chunks),
         sum(changed for _, _, changed, _ in chunks),
-        len(payload),
+        size,
         modes,
         values,
         list(by_length[: last + 1]),
-        [(elements, changed) for _, elements, changed, _ in chunks],
+        [(unit * count, changed) for _, count, changed, _ in chunks],
     )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-from ..codec.base import Resolution
+import numpy as np
+
+from ..codec.base import Codec, Resolution
 from ..errors import CorruptDelta, TensorsTied
 from ..format import delta_file
-from ..format.delta_file import ByteRange, Coverage, DeltaBytes
+from ..format.delta_file import Coverage, DeltaBytes
 from ..format.digest import Digest
 from ..tensors.bits import Tensor
 from ..tensors.state import codec_for, thread_count
-from .plan import ResolutionPlan, mark_writes, plan_resolution
-from .resolve import resolve_plan
+from .grouped_plan import is_same_change
+from .plan import Plan, changes_of, covered_by, resolve_plan
+from .resolve import plan_delta
 
 
 class PreparedUpdate:
@@ -38,10 +41,8 @@ class PreparedUpdate:
         self._resolution: Resolution | None = None
         self._is_ready = self.is_applied = False
         self._coverage = Coverage()
-        self._data: list[memoryview] = []
-        """The data of each delta that was added."""
-        self._tensor_at: dict[object, tuple[str, int, ByteRange | None]] = {}
-        """By memory: the name of its first tensor, the number of that tensor's delta, and the range of its payload."""
+        self._tensor_at: dict[object, tuple[Plan, int]] = {}
+        """By memory: the plan of the delta that covered it first, and the number of the tensor there."""
         self.changed = 0
         """The number of elements that the update changes."""
         self.nbytes = 0
@@ -65,18 +66,18 @@ class PreparedUpdate:
         file = delta_file.parse(delta, names=state)
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, but a prepared update can only change values.")
-        plan = plan_resolution(state, file)
-        self._coverage.add({tensor.name: (tensor.start, tensor.start + tensor.size) for tensor in plan.tensors})
-        mark_writes(plan)
-        self._skip_repeated_writes(plan)
+        plan = plan_delta(state, file)
+        self._coverage.add(covered_by(plan))
         codec = codec_for(plan.tensors)
+        plan.mark_writes(codec, self._threads, deferred=True)
+        self._skip_repeated_writes(plan, codec)
         if self._resolution is None:  # all parts are on the same device as the first: on the host, or on one GPU
             self._resolution = codec.deferred_resolution(self._threads)
-        found = resolve_plan(plan, self._resolution, self._threads, codec, None)
-        for tensor, write, changed in zip(plan.tensors, plan.writes, found.tolist(), strict=True):
-            if write:
-                self.changed += changed
-                self.nbytes += changed * (4 + tensor.dtype.itemsize)
+        resolve_plan(plan, self._resolution, codec, self._threads, None)
+        plan.check_writes()
+        changed = np.where(plan.writes, plan.changed, 0)
+        self.changed += int(changed.sum())
+        self.nbytes += int((changed * np.array([4 + tensor.dtype.itemsize for tensor in plan.tensors], np.int64)).sum())
         return file.before, file.after
 
     def apply(self) -> None:
@@ -89,19 +90,19 @@ class PreparedUpdate:
         if self.is_applied:
             self._exchange()
 
-    def _skip_repeated_writes(self, plan: ResolutionPlan) -> None:
-        """Skip writes to memory that an earlier delta writes already, under another name."""
-        self._data.append(plan.file.data)
+    def _skip_repeated_writes(self, plan: Plan, codec: Codec) -> None:
+        """Skip writes to memory that an earlier delta covers already, under another name. Raise `TensorsTied` if it changes differently."""
         for number, tensor in enumerate(plan.tensors):
             memory = tensor.memory
             if memory is None:
                 continue
-            name, part, payload = self._tensor_at.setdefault(memory, (tensor.name, len(self._data) - 1, plan.payloads[number]))
-            if name == tensor.name:
+            earlier, first = self._tensor_at.setdefault(memory, (plan, number))
+            if earlier.tensors[first].name == tensor.name:
                 continue
-            if _bytes(self._data[part], payload) != _bytes(plan.file.data, plan.payloads[number]):  # equal changes have equal bytes
-                changed = [owner for owner, changes in ((name, payload), (tensor.name, plan.payloads[number])) if changes is not None]
-                raise TensorsTied.of(name, tensor.name, changed=changed)
+            old, new = changes_of(earlier, [first], codec, self._threads)[0], changes_of(plan, [number], codec, self._threads)[0]
+            if not is_same_change(old, new):
+                changed = [each.name for each, (indices, _) in ((earlier.tensors[first], old), (tensor, new)) if len(indices)]
+                raise TensorsTied.of(earlier.tensors[first].name, tensor.name, changed=changed)
             plan.writes[number] = False
 
     def _exchange(self) -> None:
@@ -110,12 +111,7 @@ class PreparedUpdate:
                 self._resolution.compact()
             self._coverage = Coverage()
             self._tensor_at.clear()
-            self._data.clear()
             self._is_ready = True
         self.is_applied = not self.is_applied
         if self._resolution is not None:
             self._resolution.exchange()
-
-
-def _bytes(data: memoryview, payload: ByteRange | None) -> memoryview | None:
-    return None if payload is None else data[slice(*payload)]

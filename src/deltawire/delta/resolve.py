@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..codec.base import Codec, Resolution
-from ..errors import BaseMismatch, CorruptDelta, DtypeMismatch, ResultMismatch, ShapeMismatch
+from ..codec.base import Resolution
 from ..format import delta_file
-from ..format.delta_file import DeltaBytes, DeltaFile
-from ..format.digest import Digest
+from ..format.delta_file import Coverage, DeltaBytes, DeltaFile, GroupedDelta
 from ..tensors.bits import State, Tensor, typed
-from ..tensors.state import Progress, batches, codec_for, digest_tensors, thread_count
+from ..tensors.state import Progress, codec_for, thread_count
+from .grouped_plan import GroupedPlan
+from .named_plan import NamedPlan
 from .patch import ResolvedPatch, TensorPatch, change_structure
-from .plan import ResolutionPlan, mark_writes, plan_resolution
+from .plan import Plan, covered_by, resolve_plan
 
 _KEPT_CHANGES = 32 << 20
 """Bytes of decoded changes that `apply_delta` keeps, in addition to as many as the delta has."""
@@ -35,13 +34,13 @@ def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None
     threads
         The number of threads to use; by default, as many as there are processors that this process may use.
     """
-    plan = plan_resolution(state, delta_file.parse(delta))
+    plan = plan_delta(state, delta_file.parse(delta))
     codec = codec_for(plan.tensors)
     resolution = codec.resolution(thread_count(threads), 2**63)
-    resolve_plan(plan, resolution, thread_count(threads), codec, None)
-    changing = [index for index, payload in enumerate(plan.payloads) if payload is not None]
+    resolve_plan(plan, resolution, codec, thread_count(threads), None)
+    changing = np.flatnonzero(plan.changed[: len(plan.tensors)]).tolist()
     changed = {}
-    for index, (indices, values) in zip(changing, resolution.changes([plan.resolution_numbers[index] for index in changing]), strict=True):
+    for index, (indices, values) in zip(changing, resolution.changes(plan.numbers[changing].tolist()), strict=True):
         tensor = plan.tensors[index]
         if tensor.whole is None:
             changed[tensor.name] = TensorPatch(indices, typed(values, tensor.dtype), tensor.shape)
@@ -73,64 +72,44 @@ def apply_delta(
     progress
         Called now and then with the number of bytes of weights processed since its last call.
     """
-    plan = plan_resolution(state, delta_file.parse(delta))
-    mark_writes(plan)
+    apply_file(state, delta_file.parse(delta), threads=threads, progress=progress)
+
+
+def apply_file(
+    state: MutableMapping[str, Tensor],
+    file: DeltaFile,
+    *,
+    coverage: Coverage | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Like `apply_delta`, for a delta that is parsed already. Return the number of tensors that are changed or added.
+
+    `coverage` notes the elements that the delta covers, and may refuse them.
+    """
+    plan = plan_delta(state, file)
+    if coverage is not None:
+        coverage.add(covered_by(plan))
     codec = codec_for(plan.tensors)
-    resolution = codec.resolution(thread_count(threads), _KEPT_CHANGES + memoryview(delta).nbytes)
+    plan.mark_writes(codec, thread_count(threads), deferred=False)
+    resolution = codec.resolution(thread_count(threads), _KEPT_CHANGES + len(file.data))
     try:
-        resolve_plan(plan, resolution, thread_count(threads), codec, progress)
+        resolve_plan(plan, resolution, codec, thread_count(threads), progress)
+        plan.check_writes()
         change_structure(state, _added(plan, resolution), plan.file.structure.removed)
     except BaseException:
         resolution.revert()
         raise
     resolution.settle()
+    return int(np.count_nonzero(plan.changed[: len(plan.tensors)])) + len(plan.added)
 
 
-def resolve_plan(plan: ResolutionPlan, resolution: Resolution, threads: int, codec: Codec, progress: Progress | None) -> NDArray[np.int64]:
-    """Decode everything and check both digests. Return how many elements change, by job."""
-    before, after = Digest(), Digest()
-    changed = np.zeros(len(plan), np.int64)
-    removed = set(plan.file.structure.removed)
-    held = len(plan.tensors)
-    stays = np.array([tensor.name not in removed for tensor in plan.tensors] + [True] * len(plan.added), np.bool_)
-    groups = [sorted(plan.first), [index for index in range(held) if index not in plan.first], range(held, len(plan))]
-    numbers_in_resolution = plan.resolution_numbers
-    try:
-        for batch in (batch for group in groups for batch in batches(group, plan.nbytes, codec)):
-            try:
-                outcomes = resolution.add(plan.jobs(batch), plan.file.data)
-            except (DtypeMismatch, ShapeMismatch) as error:
-                if batch[0] < held:
-                    raise
-                raise CorruptDelta(f"a tensor that the delta adds has another type or size than the delta says: {error}") from None
-            numbers = np.array(batch)
-            changed[numbers] = outcomes.changed
-            first = len(numbers_in_resolution)
-            numbers_in_resolution.update(zip(batch, range(first, first + len(batch)), strict=True))
-            if batch[0] < held:
-                before += plan.keys.digest(outcomes.before, numbers)
-            after += plan.keys.digest(outcomes.after[stays[numbers]], numbers[stays[numbers]])
-            if progress:
-                progress(sum(map(plan.nbytes, batch)))
-    except CorruptDelta:
-        # A valid delta that is decoded against the wrong state can look corrupt in many ways. Report the real cause.
-        resolution.revert()
-        actual = digest_tensors(plan.tensors, threads, codec)
-        if actual != plan.file.before:
-            raise _base_mismatch(actual, plan.file) from None
-        raise
-    if before != plan.file.before:
-        raise _base_mismatch(before, plan.file)
-    if after != plan.file.after:
-        raise ResultMismatch(f"the delta promises a state with digest {plan.file.after}, but leads to {after}.")
-    return changed
+def plan_delta(state: State, file: DeltaFile) -> Plan:
+    """Match the tensors of a state with a delta. Raise a `DeltaError` or `StateError` if they do not fit."""
+    return GroupedPlan(state, file) if isinstance(file, GroupedDelta) else NamedPlan(state, file)
 
 
-def _base_mismatch(found: Digest, file: DeltaFile) -> BaseMismatch:
-    return BaseMismatch(f"the state has digest {found}; the delta was made from {file.before} and leads to {file.after}.")
-
-
-def _added(plan: ResolutionPlan, resolution: Resolution) -> dict[str, Tensor]:
-    numbers = [plan.resolution_numbers[index] for index in range(len(plan.tensors), len(plan))]
+def _added(plan: Plan, resolution: Resolution) -> dict[str, Tensor]:
+    numbers = plan.numbers[len(plan.tensors) :].tolist()
     added = zip(plan.added, resolution.dense(numbers), strict=True)
     return {name: typed(elements, dtype, shape) for (name, dtype, shape), elements in added}

@@ -39,7 +39,7 @@ def apply(
     directory are copied, except other weights.
     """
     with exit_codes(json):
-        from ...delta.resolve import apply_delta
+        from ...delta.resolve import apply_file
         from ...format.checkpoints.checkpoint import Checkpoint
         from ...format.checkpoints.checkpoint_copy import copy_checkpoint
         from ...format.checkpoints.staged_output import refuse_overlap
@@ -56,9 +56,9 @@ def apply(
             state = copy_checkpoint(source, out, drop=set(structure.removed), add=structure.added, replace=force, progress=progress)
         with state:
             with progress_bar(f"apply {delta.name}", source.weight_bytes, quiet=json) as progress:
-                apply_delta(state, mapped, threads=threads, progress=progress)
+                changed = apply_file(state, file, threads=threads, progress=progress)
             state.commit()
-        result = Applied(out, source.weight_bytes, len(mapped), file, state.left_out, time.perf_counter() - started)
+        result = Applied(out, source.weight_bytes, len(mapped), file, changed, state.left_out, time.perf_counter() - started)
         if json:
             print_json(_as_json(result))
         else:
@@ -73,12 +73,9 @@ class Applied:
     weight_bytes: int
     delta_bytes: int
     file: DeltaFile
+    tensors_changed: int
     left_out: list[str]
     seconds: float
-
-    @property
-    def tensors_changed(self) -> int:
-        return len(self.file.payloads) + len(self.file.structure.aliases)
 
 
 def _refuse_other_model(file: DeltaFile, source: Checkpoint) -> None:
@@ -86,9 +83,13 @@ def _refuse_other_model(file: DeltaFile, source: Checkpoint) -> None:
 
     The codec checks everything again later.
     """
-    from ...errors import TensorMissing
+    from ...errors import BaseMismatch, TensorMissing
+    from ...format.delta_file import GroupedDelta
 
-    for name in [*file.payloads, *file.structure.aliases]:
+    if isinstance(file, GroupedDelta) and file.tensors != len(source) - len(file.structure.removed) + len(file.structure.added):
+        raise BaseMismatch(f"{source.path} has {len(source):,} tensors, which are not those that the delta was made from.")
+    named = [] if isinstance(file, GroupedDelta) else file.payloads
+    for name in [*named, *file.structure.aliases]:
         if name not in source and name not in file.structure.added:
             raise TensorMissing(f"{source.path} has no tensor {name!r}, which the delta changes.")
 

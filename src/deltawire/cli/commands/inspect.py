@@ -15,7 +15,7 @@ from ..output.terminal import print_json
 from ..process.exit_codes import exit_codes
 
 if TYPE_CHECKING:
-    from ...delta.inspect import DeltaFacts, TensorFacts
+    from ...delta.inspect import DeltaFacts, PayloadFacts
 
 
 class Order(str, Enum):
@@ -45,31 +45,31 @@ def inspect(
         from ..output.delta_table import print_table
 
         facts = inspect_delta(map_delta(file))
-        tensors = in_order(facts.tensors, sort)
+        tensors = in_order(facts.payloads, sort)
         if json:
             print_json(_as_json(file, facts, tensors[:top]))
         else:
             print_table(file, facts, tensors[:top])
 
 
-def in_order(tensors: Sequence[TensorFacts], order: Order) -> list[TensorFacts]:
+def in_order(tensors: Sequence[PayloadFacts], order: Order) -> list[PayloadFacts]:
     """Return the tensors in this order; equal ones by name."""
     if order is Order.size:
-        return sorted(tensors, key=lambda tensor: (-tensor.bytes, tensor.name))
+        return sorted(tensors, key=lambda tensor: (-tensor.bytes, tensor.label))
     if order is Order.density:
-        return sorted(tensors, key=lambda tensor: (-tensor.changed / max(tensor.elements, 1), tensor.name))
-    return sorted(tensors, key=lambda tensor: tensor.name)
+        return sorted(tensors, key=lambda tensor: (-tensor.changed / max(tensor.elements, 1), tensor.label))
+    return sorted(tensors, key=lambda tensor: tensor.label)
 
 
-def _as_json(file: Path, facts: DeltaFacts, tensors: list[TensorFacts]) -> dict[str, object]:
-    changed = sum(tensor.changed for tensor in facts.tensors)
+def _as_json(file: Path, facts: DeltaFacts, tensors: list[PayloadFacts]) -> dict[str, object]:
+    changed = sum(tensor.changed for tensor in facts.payloads)
     return {
         "delta": str(file),
         "bytes": facts.bytes,
         "before": facts.before.hex(),
         "after": facts.after.hex(),
         "changed": changed,
-        "tensors_changed": len(facts.tensors),
+        "tensors_changed": len(facts.payloads),
         "bits_per_change": figures.bits_per_change(facts.bytes, changed),
         "tensors": [_tensor_as_json(tensor) for tensor in tensors],
         "added": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in sorted(facts.added.items())},
@@ -78,7 +78,7 @@ def _as_json(file: Path, facts: DeltaFacts, tensors: list[TensorFacts]) -> dict[
     }
 
 
-def _tensor_as_json(tensor: TensorFacts) -> dict[str, object]:
+def _tensor_as_json(tensor: PayloadFacts) -> dict[str, object]:
     return {
         "name": tensor.name,
         "dtype": tensor.dtype,

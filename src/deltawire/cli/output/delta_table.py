@@ -15,7 +15,7 @@ from .tables import lay_out_table
 from .terminal import print_wrapped, result_console
 
 if TYPE_CHECKING:
-    from ...delta.inspect import DeltaFacts, TensorFacts
+    from ...delta.inspect import DeltaFacts, PayloadFacts
 
 _WIDE = 120
 _WIDE_TITLES = ("dtype", "elements", "changed", "density %", "where", "ULPs 1/2–3/more %", "bits", "modes")
@@ -25,7 +25,7 @@ _DROPPED_FIRST = ("mode", "where", "ULPs 1/2–3/+", "dtype", "elem.", "bits")
 """The columns that a narrow terminal leaves out, in this order."""
 
 
-def print_table(file: Path, facts: DeltaFacts, shown: Sequence[TensorFacts]) -> None:
+def print_table(file: Path, facts: DeltaFacts, shown: Sequence[PayloadFacts]) -> None:
     """Print a table of tensors, then the totals of all tensors. Long names are printed above their figures.
 
     Parameters
@@ -41,7 +41,7 @@ def print_table(file: Path, facts: DeltaFacts, shown: Sequence[TensorFacts]) -> 
     wide = console.width >= _WIDE
     titles = _WIDE_TITLES if wide else _TITLES
     rows = [_row(tensor, 16 if wide else 8, wide) for tensor in shown] + [_totals(facts, wide)]
-    names = [figures.printable(tensor.name) for tensor in shown] + [f"total of {len(facts.tensors):,}"]
+    names = [figures.printable(tensor.label) for tensor in shown] + [f"total of {len(facts.payloads):,}"]
     heading, lines = lay_out_table(titles, rows, width=console.width, left=_LEFT, dropped_first=_DROPPED_FIRST, gap=" ")
     name_width = max(map(cell_len, ["tensor", *names]))
     fits_on_a_line = name_width + 1 + max(map(len, [heading, *lines])) <= console.width
@@ -59,7 +59,7 @@ def print_table(file: Path, facts: DeltaFacts, shown: Sequence[TensorFacts]) -> 
         print_wrapped(console, note, style="dim", indent=9)
 
 
-def _row(tensor: TensorFacts, bar_slices: int, wide: bool) -> tuple[str, ...]:
+def _row(tensor: PayloadFacts, bar_slices: int, wide: bool) -> tuple[str, ...]:
     return (
         tensor.dtype,
         figures.short_count(tensor.elements),
@@ -73,11 +73,11 @@ def _row(tensor: TensorFacts, bar_slices: int, wide: bool) -> tuple[str, ...]:
 
 
 def _totals(facts: DeltaFacts, wide: bool) -> tuple[str, ...]:
-    elements = sum(tensor.elements for tensor in facts.tensors)
-    changed = sum(tensor.changed for tensor in facts.tensors)
+    elements = sum(tensor.elements for tensor in facts.payloads)
+    changed = sum(tensor.changed for tensor in facts.payloads)
     steps: Counter[int] = Counter()
     values: Counter[str] = Counter()
-    for tensor in facts.tensors:
+    for tensor in facts.payloads:
         steps.update(dict(enumerate(tensor.steps)))
         values.update(tensor.values)
     return (
@@ -114,8 +114,8 @@ def _modes(values: Mapping[str, int], wide: bool) -> str:
 
 def _notes(facts: DeltaFacts, shown: int) -> list[str]:
     notes = []
-    if shown < len(facts.tensors):
-        notes.append(f"{len(facts.tensors) - shown:,} more tensors are not shown, but the total includes them.")
+    if shown < len(facts.payloads):
+        notes.append(f"{len(facts.payloads) - shown:,} more tensors are not shown, but the total includes them.")
     notes += [f"added    {name}  {dtype} {list(shape)}" for name, (dtype, shape) in sorted(facts.added.items())]
     notes += [f"removed  {name}" for name in sorted(facts.removed)]
     notes += [f"tied     {name} = {target}" for name, target in sorted(facts.aliases.items())]

@@ -10,11 +10,10 @@ import numpy as np
 from ...dtypes import PayloadType
 from ...errors import CorruptDelta
 from ..bits import HostBits
+from ..varints import read_varint, to_varint
 from .decoder import decode_coded
 from .encoder import choose_top, encode_coded
 from .payload import CODED, RAW, SAME, TILE
-
-MOST_VARINT = 1 << 40
 
 
 class Tile(NamedTuple):
@@ -59,15 +58,6 @@ def gather(tensors: Sequence[HostBits], tiles: Sequence[Tile], payload_type: Pay
     return np.concatenate([np.zeros(0, payload_type.bits), *(tensors[tile.tensor][tile.start : tile.stop] for tile in tiles)])
 
 
-def varint(value: int) -> bytes:
-    """Return LEB128: 7 bits in each byte, the lowest first; all bytes but the last have the top bit."""
-    out = bytearray()
-    while value >= 128:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
-
-
 def encode_group(bases: Sequence[HostBits], news: Sequence[HostBits], payload_type: PayloadType) -> bytes:
     """Return the payload of a group. `bases` and `news` are elements as `elements_of` returns them."""
     pieces: list[bytes] = []
@@ -100,7 +90,7 @@ def encode_chunk(base: HostBits, new: HostBits, tiles: int, payload_type: Payloa
         mode, body = CODED, encode_coded(base, new, payload_type, top)
         if len(body) >= own.nbytes:
             mode, body = RAW, own.astype(own.dtype.newbyteorder("<")).tobytes()
-    return varint(tiles << 2 | mode) + varint(len(body)) + body
+    return to_varint(tiles << 2 | mode) + to_varint(len(body)) + body
 
 
 def decode_group(payload: bytes, bases: Sequence[HostBits], payload_type: PayloadType) -> list[HostBits]:
@@ -142,21 +132,6 @@ def read_chunks(payload: bytes, blocks: Sequence[Sequence[Tile]]) -> Iterator[tu
         del left[-1][:count]
         if not left[-1]:
             left.pop()
-
-
-def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the LEB128 integer at a position, and the position after it."""
-    value = shift = 0
-    while True:
-        if at >= len(data):
-            raise CorruptDelta("a number is cut off.")
-        byte = data[at]
-        value |= (byte & 127) << shift
-        shift, at = shift + 7, at + 1
-        if value >= MOST_VARINT or (not byte and shift > 7):
-            raise CorruptDelta("a number is too large, or longer than it needs to be.")
-        if byte < 128:
-            return value, at
 
 
 def _raw(body: bytes, elements: int, payload_type: PayloadType) -> HostBits:

@@ -6,14 +6,13 @@ outputs of `pull` use it only on files that no reader can reach.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from ...codec import default_codec
-from ...delta.resolve import apply_delta
+from ...delta.resolve import apply_file
 from ...errors import CorruptDelta
 from ...format import delta_file
 from ...format.checkpoints.checkpoint import Checkpoint, Shard, open_shard
@@ -52,8 +51,7 @@ class CheckpointInPlace:
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, which no delta of a chain may do.")
         part: dict[str, Tensor] = {name: self._array(name) for name in self._order[first : first + count]}
-        self._coverage.add(file.parts or {name: (0, math.prod(self._places[name][1].shape)) for name in part})
-        apply_delta(part, delta, threads=self._threads)
+        apply_file(part, file, coverage=self._coverage, threads=self._threads)
         return file.after - file.before
 
     def flush(self) -> None:

@@ -1,0 +1,232 @@
+"""The plan of a delta of version 3, which codes the tensors of a payload type together and does not name them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..codec.base import Codec, GroupResolution, Resolution, ResolveGroup
+from ..codec.bits import Bits, DeviceBits, Indices, on_gpu
+from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
+from ..errors import BaseMismatch, CorruptDelta, StateNotWritable, UnsupportedVersion
+from ..format.delta_file import ByteRange, GroupedDelta
+from ..format.delta_files.grouped import group_id, split_id
+from ..format.digest import Digest, TensorKeys
+from ..tensors.bits import State, TensorBits, keys_of, named_bits
+from ..tensors.names import check_names
+from ..tensors.state import Progress, digest_tensors
+from .overlaps import are_separate, check_overlap
+from .patch import check_writable
+from .plan import AddedTensor, check_added, check_structure, cut_parts, resolve_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that one payload is for, by their numbers in the plan."""
+
+    type: PayloadType
+    members: list[int]
+    payload: ByteRange | None
+    """The payload in the file's data; None if nothing changes."""
+
+
+class GroupedPlan:
+    """The groups of one delta, with the numbers of `Plan`.
+
+    Parameters
+    ----------
+    state
+        The state that the delta was made from.
+    file
+        The delta. Construction raises a `DeltaError` or `StateError` if it does not fit the state.
+    """
+
+    def __init__(self, state: State, file: GroupedDelta) -> None:
+        self.file = file
+        structure = file.structure
+        check_names(state)
+        check_structure(state, structure, structure.aliases.values())
+        self._removed = set(structure.removed)
+        tensors = len(state) - len(self._removed) + len(structure.added)
+        if tensors != file.tensors:
+            raise BaseMismatch(f"the delta leads to a state of {file.tensors:,} tensors, but from this state it would lead to {tensors:,}.")
+        self.tensors: Sequence[TensorBits] = [named_bits(name, state[name]) for name in sorted(state)]
+        if file.file_parts is not None:
+            parts = file.file_parts.of([tensor.name for tensor in self.tensors], {tensor.name: tensor.dtype for tensor in self.tensors})
+            self.tensors = cut_parts([tensor for tensor in self.tensors if tensor.name in parts], parts)
+        self.added: Sequence[AddedTensor] = [(name, dtype, shape) for name, (dtype, shape) in sorted(structure.added.items())]
+        self.keys = keys_of(self.tensors).followed_by(TensorKeys.of(self.added))
+        check_added(self.added, len(file.data))
+        self.writes: NDArray[np.bool_] = np.zeros(len(self.tensors), np.bool_)
+        self.changed: NDArray[np.int64] = np.zeros(len(self.tensors) + len(self.added), np.int64)
+        self.numbers: NDArray[np.int64] = np.zeros_like(self.changed)
+        self._copied: set[int] = set()
+        """Tensors that are decoded from a copy, because they share memory with others that are written first."""
+        self._unwritable: dict[int, StateNotWritable] = {}
+        """Tensors that cannot be written. Whether they change is known once the delta is resolved."""
+        self._groups = self._find_groups()
+        self._aliases = self._find_aliases()
+
+    def _find_groups(self) -> list[Group]:
+        """Return the groups of the file, with all tensors of the new state except aliases."""
+        targets = self.file.targets
+        apart = self._removed | self.file.structure.aliases.keys() | set(targets)
+        members: dict[int, list[int]] = {}
+        order = [(tensor.name, number, tensor.dtype) for number, tensor in enumerate(self.tensors) if tensor.name not in apart]
+        if self.added:
+            held = len(self.tensors)
+            order = sorted(order + [(name, held + number, dtype) for number, (name, dtype, _) in enumerate(self.added)])
+        for name, number, dtype in order:
+            members.setdefault(payload_type(name, dtype).code, []).append(number)
+        payloads = self.file.groups
+        kinds = members.keys() | {code for target, code in map(split_id, payloads) if not target}
+        groups = [Group(PAYLOAD_TYPES[code], members.get(code, []), payloads.get(group_id(code))) for code in sorted(kinds)]
+        at = {tensor.name: number for number, tensor in enumerate(self.tensors)} if targets else {}
+        for index, name in enumerate(targets, 1):
+            if name not in at:
+                raise CorruptDelta(f"the delta ties a tensor to {name!r}, which it does not cover.")
+            kind = payload_type(name, self.tensors[at[name]].dtype)
+            groups.append(Group(kind, [at[name]], payloads.get(group_id(kind.code, index))))
+        if len(payloads) != sum(group.payload is not None for group in groups):
+            raise BaseMismatch("the delta ties tensors of other types than this state has.")
+        return groups
+
+    def _find_aliases(self) -> list[tuple[Group, int]]:
+        """Return the aliases as groups of one tensor, each with the number of the tensor whose changes it has."""
+        aliases = self.file.structure.aliases
+        if not aliases:
+            return []
+        at = {tensor.name: number for number, tensor in enumerate(self.tensors)}
+        of_target = {group.members[0]: group for group in self._groups[-len(self.file.targets) :]}
+        found = []
+        for name, target in sorted(aliases.items()):
+            if name not in at:
+                raise CorruptDelta(f"the delta ties {name!r}, which it does not cover.")
+            tensor, tied = self.tensors[at[name]], self.tensors[at[target]]
+            if tensor.dtype != tied.dtype or tensor.size != tied.size:
+                raise CorruptDelta(f"the delta ties {name!r} to {target!r}, which has another type or size.")
+            group = of_target[at[target]]
+            found.append((Group(group.type, [at[name]], group.payload), at[target]))
+        return found
+
+    def mark_writes(self, codec: Codec, threads: int, *, deferred: bool) -> None:
+        """See `Plan`."""
+        same = {group.members[0] for group, target in self._aliases if self._same_memory(group.members[0], target)}
+        others = [tensor for number, tensor in enumerate(self.tensors) if number not in same]
+        if not are_separate(others):
+            self._mark_tied_writes(codec, threads, deferred)
+            return
+        for group in [*self._groups, *(alias for alias, _ in self._aliases)]:
+            if group.payload is None:
+                continue
+            for number in group.members:
+                if number < len(self.tensors) and number not in same:
+                    self._mark_write(number)
+
+    def _mark_write(self, number: int) -> None:
+        try:
+            check_writable(self.tensors[number])
+            self.writes[number] = True
+        except StateNotWritable as error:
+            self._unwritable[number] = error
+
+    def check_writes(self) -> None:
+        """See `Plan`."""
+        for number, error in self._unwritable.items():
+            if self.changed[number]:
+                raise error
+
+    def _same_memory(self, one: int, other: int) -> bool:
+        return self.tensors[one].memory == self.tensors[other].memory
+
+    def _mark_tied_writes(self, codec: Codec, threads: int, deferred: bool) -> None:
+        """Decide what is written if tensors overlap. The delta is decoded first, only to find out what changes."""
+        resolution = codec.resolution(threads, 0)
+        resolve_plan(self, resolution, codec, threads, None)
+        changing = np.flatnonzero(self.changed[: len(self.tensors)]).tolist()
+        by_memory: dict[object, list[int]] = {}
+        for number in changing:
+            check_writable(self.tensors[number])
+            by_memory.setdefault(self.tensors[number].memory, []).append(number)
+        together: set[int] = set()
+        for first, *rest in by_memory.values():
+            self.writes[first] = True
+            if not rest:
+                continue
+            changes = resolution.changes(self.numbers[[first, *rest]].tolist())
+            together.add(first)
+            together |= {number for number, found in zip(rest, changes[1:], strict=True) if is_same_change(found, changes[0])}
+        check_overlap(
+            [self.tensors[first] for first, *_ in by_memory.values()],
+            [tensor for number, tensor in enumerate(self.tensors) if number not in together and not self.writes[number]],
+            {self.tensors[number].name for number in changing},
+        )
+        if not deferred:
+            self._copied = {number for first, *rest in by_memory.values() for number in rest}
+
+    def resolve(self, resolution: Resolution, codec: Codec, threads: int, progress: Progress | None) -> tuple[Digest, Digest]:
+        """See `Plan`."""
+        removed = [tensor for tensor in self.tensors if tensor.name in self._removed] if self._removed else []
+        before = digest_tensors(removed, threads, codec)
+        stays = np.ones(len(self.changed), np.bool_)
+        stays[len(self.tensors) :] = False
+        if removed:
+            stays[[number for number, tensor in enumerate(self.tensors) if tensor.name in self._removed]] = False
+        before += self.keys.tag(stays)
+        stays[len(self.tensors) :] = True
+        after = self.keys.tag(stays)
+        # Aliases that are not written may have the memory of their targets. So they are decoded first.
+        first = [group for group, _ in self._aliases if not self.writes[group.members[0]]]
+        last = [*self._groups, *(group for group, _ in self._aliases if self.writes[group.members[0]])]
+        done = 0
+        for groups in (first, last):
+            if not groups:
+                continue
+            outcomes = _groups_of(resolution).add_groups([self._resolve_group(group) for group in groups], self.file.data)
+            for group, outcome in zip(groups, outcomes, strict=True):
+                self.changed[group.members] = outcome.changed
+                self.numbers[group.members] = np.arange(done, done + len(group.members))
+                done += len(group.members)
+                before += Digest(outcome.before)
+                after += Digest(outcome.after)
+        if progress:
+            progress(sum(tensor.nbytes for tensor in self.tensors))
+        return before, after
+
+    def _resolve_group(self, group: Group) -> ResolveGroup:
+        held = len(self.tensors)
+        bases: list[Bits | None] = [self._base(number) if number < held else None for number in group.members]
+        counts = [self.tensors[number].size if number < held else math.prod(self.added[number - held][2]) for number in group.members]
+        writes = [number < held and bool(self.writes[number]) for number in group.members]
+        columns = np.array(counts, np.int64), self.keys.seeds[group.members]
+        return ResolveGroup(group.type, bases, *columns, group.payload, all(writes) or (writes if any(writes) else False))
+
+    def _base(self, number: int) -> Bits:
+        bits = self.tensors[number].bits
+        if number not in self._copied:
+            return bits
+        return DeviceBits(bits.tensor.clone()) if on_gpu(bits) else bits.copy()
+
+
+def is_same_change(one: tuple[Indices, Bits], other: tuple[Indices, Bits]) -> bool:
+    """Tell whether two tensors have the same changes."""
+    return all(_are_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _are_equal(one: Indices | Bits, other: Indices | Bits) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    a, b = (side.tensor if on_gpu(side) else side for side in (one, other))
+    return bool(a.shape == b.shape and (a == b).all())
+
+
+def _groups_of(resolution: Resolution) -> GroupResolution:
+    """Return a resolution that takes groups."""
+    if not hasattr(resolution, "add_groups"):
+        raise UnsupportedVersion("this codec does not read deltas of version 3 yet.")
+    return cast("GroupResolution", resolution)
