@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import MirrorError
 from ..format.records.record_parts import CommitRef
-from .mirror.durable_json import read_json, remove_leftovers, write_json
+from .mirror.durable_json import read_sound_json, remove_leftovers, write_json
 from .mirror.locks import FileLock
 from .mirror.mirror_errors import as_mirror_errors
 
@@ -25,12 +25,12 @@ class SeenFile:
         """Return the newest commit seen, or None. Raises `MirrorError` for a file that cannot be read, because an attacker would want it
         ignored.
         """
-        with as_mirror_errors(self._path):
-            document = read_json(self._path)
-            is_there = document is not None or self._path.exists()
+        try:
+            with as_mirror_errors(self._path):
+                document = read_sound_json(self._path)
+        except ValueError:
+            raise MirrorError(f"{self._path} is damaged. Remove it to accept whatever the store shows.") from None
         if document is None:
-            if is_there:
-                raise MirrorError(f"{self._path} is damaged. Remove it to accept whatever the store shows.")
             return None
         seq, commit = document.get("seq"), document.get("commit")
         if type(seq) is not int or seq < 0 or not isinstance(commit, str) or not _HASH.fullmatch(commit):

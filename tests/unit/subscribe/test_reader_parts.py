@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toy_chain import ToyChain
@@ -151,6 +153,17 @@ def test_readers_have_names_of_their_own() -> None:
     keys.pin_key(reader_name())
     with pytest.raises(ValueError, match="cannot name a reader"):
         PinKeeper(MemoryStore(), "../x")
+
+
+def test_a_file_that_appears_just_after_it_was_looked_for_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_too_early(path: Path, *arguments: Any) -> None:
+        monkeypatch.undo()
+        path.write_text(json.dumps({"seq": 3, "commit": "a" * 64}))  # another process notes its first version
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "open", open_too_early)
+    assert SeenFile(tmp_path).read() is None
+    assert SeenFile(tmp_path).read() == CommitRef(3, "a" * 64, None)
 
 
 def test_the_newest_seen_version_only_ever_rises(tmp_path: Path) -> None:

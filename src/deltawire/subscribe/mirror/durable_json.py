@@ -34,11 +34,25 @@ def remove_leftovers(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the document, or None if there is none that can be read."""
     try:
-        with path.open("rb") as file:
-            document = json.loads(file.read(_MOST_BYTES))
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return read_sound_json(path)
+    except ValueError:
         return None
-    return document if isinstance(document, dict) else None
+
+
+def read_sound_json(path: Path) -> dict[str, Any] | None:
+    """Return the document, or None if there is no file. Raise `ValueError` if the file is damaged."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        document = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
+    if not isinstance(document, dict):
+        raise ValueError("the JSON is not an object")
+    return document
 
 
 def _leftover(path: Path) -> str:
