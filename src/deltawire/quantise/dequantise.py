@@ -1,0 +1,91 @@
+"""Dequantising: the weights that engines compute with, from the tensors that were published."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..codec.bits import in_host_memory
+from ..dtypes import dtype_named
+from ..errors import ShapeMismatch, TensorMissing
+from ..tensors.bits import State, Tensor, tensor_bits, typed
+from ..tensors.casting import DTypeLike, wire_dtype
+from .layout import QuantisedLayout, QuantisedWeight
+from .recipe import Recipe
+from .reference import divisors, per_element
+from .scales import Scales
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FLOATS = {dtype_named(name) for name in ("F16", "BF16", "F32", "F64")}
+
+
+def dequantise(state: State, layout: QuantisedLayout, dtype: DTypeLike = "float32") -> dict[str, Tensor]:
+    """Return the weights that published tensors stand for, under the names and with the shapes of the source tensors.
+
+    A weight is the product of its code and its scale, rounded once to `dtype`. As bfloat16 this is what transformers computes with.
+
+    Raise `TensorMissing` or `ShapeMismatch` if the tensors are not those that the layout describes.
+
+    Parameters
+    ----------
+    state
+        The published tensors.
+    layout
+        The layout of the model. The types of its source tensors do not matter.
+    dtype
+        The type of all floating-point tensors of the result.
+    """
+    to = wire_dtype(dtype).numpy
+    found: dict[str, Tensor] = {}
+    for name, spec in layout.specs.items():
+        weights = layout.weights_of_source.get(name)
+        if weights is None:
+            kept = _array(state, name)
+            found[name] = kept.astype(to) if tensor_bits(name, kept).dtype in _FLOATS else kept
+            continue
+        is_transposed = weights[0].is_transposed
+        shape = (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]) if is_transposed else spec.shape
+        whole = np.empty(shape, to)
+        rows = whole.reshape(-1, shape[-1])
+        for weight in weights:
+            rows[weight.first_row : weight.first_row + weight.rows] = dequantised_rows(state, layout, weight)
+        found[name] = whole.swapaxes(-1, -2) if is_transposed else whole
+    return found
+
+
+def dequantised_rows(state: State, layout: QuantisedLayout, weight: QuantisedWeight) -> NDArray[np.float32]:
+    """Return one weight as float32, from the published tensors."""
+    arrays = {role: _array(state, weight.outputs[role]) for role in ("codes", "scale", "global_scale") if role in weight.outputs}
+    for role, array in arrays.items():
+        wanted = layout.outputs[weight.outputs[role]].shape
+        if array.shape != wanted:
+            raise ShapeMismatch(f"tensor {weight.outputs[role]!r} has shape {array.shape}, but recipe {layout.recipe} makes {wanted}.")
+    codes, scale = arrays["codes"], arrays["scale"]
+    if layout.is_gpt_oss:
+        codes, scale = codes.reshape(weight.rows, -1), scale.reshape(weight.rows, -1)
+    return decode_codes(layout.recipe, codes, Scales(scale, arrays.get("global_scale")))
+
+
+def decode_codes(recipe: Recipe, codes: NDArray[Any], scales: Scales, first_row: int = 0) -> NDArray[np.float32]:
+    """Return the weights of packed codes, as float32. The parameters are those of `encode_codes`."""
+    if recipe.element == "e4m3":
+        values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    elif recipe.element == "e2m1":
+        pairs = np.stack([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1)
+        values = _E2M1[pairs].reshape(codes.shape[0], -1)
+    else:
+        unsigned = codes.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & np.uint32(15)
+        values = (unsigned.astype(np.int32) - 8).reshape(codes.shape[0], -1).astype(np.float32)
+    with np.errstate(over="ignore"):
+        return np.asarray(values * per_element(recipe, divisors(recipe, scales), values.shape, first_row), np.float32)
+
+
+def _array(state: State, name: str) -> NDArray[Any]:
+    if name not in state:
+        raise TensorMissing(f"tensor {name!r} is missing in the published tensors.")
+    tensor = tensor_bits(name, state[name])
+    found: NDArray[Any] = typed(np.ascontiguousarray(in_host_memory(tensor.bits)), tensor.dtype)
+    return found
