@@ -15,34 +15,42 @@ using namespace nb::literals;
 namespace deltawire {
 namespace {
 
-using Array = nb::ndarray<nb::ro, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Type = std::tuple<uint8_t, uint8_t, uint8_t, uint8_t>;  // code, bytes, exponent shift, exponent bits
+template <class T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;  // one entry per tensor
+using Type = std::tuple<uint8_t, uint8_t, uint8_t, uint8_t, uint8_t>;  // code, bytes, width, exponent shift, exponent bits
 
 ElementType element_type(const Type& t) {
-    const auto [code, bytes, shift, bits] = t;
-    if ((bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) || bits > 11 || shift + bits > bytes * 8) throw std::invalid_argument("the element type is not valid");
-    return {code, bytes, shift, bits};
+    const auto [code, bytes, width, shift, bits] = t;
+    const bool size = bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8, packed = width == 4 && (!bits || (shift == 0 && bits == 3));
+    if (!size || (width != bytes * 8 && !packed) || bits > 11 || shift + bits > width) throw std::invalid_argument("the element type is not valid");
+    return {code, bytes, width, shift, bits};
 }
 
-View view_of(const Array& array) {
+// Returns the memory of a NumPy array, which must be kept alive by the caller. There may be 100,000 of them, and nanobind's own arrays take longer.
+View view_of(PyObject* array) {
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(array, &buffer, PyBUF_STRIDED_RO)) throw nb::python_error();
     View v;
-    v.data = const_cast<uint8_t*>(static_cast<const uint8_t*>(array.data()));
-    v.count = array.size();
-    v.bytes = uint8_t(array.itemsize());
-    int64_t expected = v.bytes;
-    v.contiguous = reinterpret_cast<uintptr_t>(v.data) % v.bytes == 0;  // unaligned elements are copied, like strided ones
-    for (size_t d = array.ndim(); d-- > 0;) {
-        const int64_t stride = array.stride(d) * int64_t(v.bytes);
-        v.contiguous &= array.shape(d) == 1 || stride == expected || !v.count;
-        expected *= int64_t(array.shape(d));
-        v.shape.insert(v.shape.begin(), array.shape(d));
-        v.strides.insert(v.strides.begin(), stride);
+    v.data = static_cast<uint8_t*>(buffer.buf);
+    v.bytes = uint8_t(buffer.itemsize);
+    v.count = uint64_t(buffer.len / std::max<Py_ssize_t>(buffer.itemsize, 1));
+    const bool size = buffer.itemsize == 1 || buffer.itemsize == 2 || buffer.itemsize == 4 || buffer.itemsize == 8;
+    bool contiguous = reinterpret_cast<uintptr_t>(v.data) % v.bytes == 0;  // unaligned elements are copied, like strided ones
+    Py_ssize_t expected = buffer.itemsize;
+    for (int d = buffer.ndim; d-- > 0;) {
+        contiguous &= buffer.shape[d] == 1 || buffer.strides[d] == expected || !v.count;
+        expected *= buffer.shape[d];
     }
-    if (v.shape.empty()) {
-        v.shape = {1};
-        v.strides = {v.bytes};
+    if (!contiguous) {
+        auto layout = std::make_shared<Layout>();
+        layout->shape.assign(buffer.shape, buffer.shape + buffer.ndim);
+        layout->strides.assign(buffer.strides, buffer.strides + buffer.ndim);
+        if (!buffer.ndim) layout->shape = {1}, layout->strides = {v.bytes};
+        v.layout = std::move(layout);
     }
+    PyBuffer_Release(&buffer);
+    if (!size) throw std::invalid_argument("an array has elements of another size than 1, 2, 4 or 8 bytes");
     return v;
 }
 
@@ -53,10 +61,20 @@ View zeros(uint64_t count, uint8_t bytes) {
     return v;
 }
 
-View checked_view(const Array& array, const ElementType& type) {
+View checked_view(PyObject* array, const ElementType& type) {
     View v = view_of(array);
     if (v.bytes != type.bytes) throw std::invalid_argument("array and element type differ in width");
     return v;
+}
+
+// The items of a list or tuple.
+std::span<PyObject*> items_of(const nb::object& sequence) {
+    if (!PyList_Check(sequence.ptr()) && !PyTuple_Check(sequence.ptr())) throw nb::type_error("arrays must come in a list or a tuple");
+    return {PySequence_Fast_ITEMS(sequence.ptr()), size_t(PySequence_Fast_GET_SIZE(sequence.ptr()))};
+}
+
+void check_length(size_t length, size_t tensors) {
+    if (length != tensors) throw std::invalid_argument("columns differ in length");
 }
 
 const Kernels& kernels_named(const std::string& name) {
@@ -67,44 +85,51 @@ const Kernels& kernels_named(const std::string& name) {
 
 nb::tuple tuple_of(const Lanes& lanes) { return nb::make_tuple(lanes[0], lanes[1], lanes[2], lanes[3]); }
 
-// Passes bytes from C++ to Python without a copy.
-nb::object own(std::vector<uint8_t>&& bytes) {
-    auto* held = new std::vector<uint8_t>(std::move(bytes));
-    nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<uint8_t>*>(p); });
-    return nb::cast(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(held->data(), {held->size()}, owner));
+// Passes a vector from C++ to Python without a copy.
+template <class T>
+nb::object own(std::vector<T>&& from) {
+    auto* held = new std::vector<T>(std::move(from));
+    nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(held->data(), {held->size()}, owner));
 }
 
-using PyEncodeJob = std::tuple<nb::object, Array, Type, uint64_t>;
+using PyEncodeGroup = std::tuple<Type, nb::object, nb::object, Column<uint64_t>>;  // type, bases (or None), new arrays, seeds
 
-std::vector<nb::tuple> py_encode(const std::vector<PyEncodeJob>& jobs, unsigned threads, const std::string& isa) {
-    std::vector<EncodeJob> native;
-    std::vector<Array> held;
-    for (const auto& [base, next, type, seed] : jobs) {
-        const ElementType element = element_type(type);
-        View next_view = checked_view(next, element), base_view = zeros(next_view.count, element.bytes);
-        if (!base.is_none()) {
-            held.push_back(nb::cast<Array>(base));
-            base_view = checked_view(held.back(), element);
-            if (base_view.count != next_view.count) throw std::invalid_argument("base and new differ in size");
+nb::list py_encode(const std::vector<PyEncodeGroup>& groups, bool old, unsigned threads, const std::string& isa) {
+    std::vector<EncodeGroup> native;
+    for (const auto& [type, bases, nexts, seeds] : groups) {
+        EncodeGroup group{element_type(type), {}, {}, {seeds.data(), seeds.data() + seeds.size()}};
+        const auto base_items = items_of(bases), next_items = items_of(nexts);
+        check_length(base_items.size(), seeds.size());
+        check_length(next_items.size(), seeds.size());
+        if (old && (seeds.size() != 1 || group.type.width == 4)) throw std::invalid_argument("an old payload has one tensor");
+        group.bases.reserve(seeds.size());
+        group.nexts.reserve(seeds.size());
+        for (size_t t = 0; t < seeds.size(); ++t) {
+            group.nexts.push_back(checked_view(next_items[t], group.type));
+            const uint64_t count = group.nexts.back().count;
+            group.bases.push_back(base_items[t] == Py_None ? zeros(count, group.type.bytes) : checked_view(base_items[t], group.type));
+            if (group.bases.back().count != count) throw std::invalid_argument("base and new differ in size");
         }
-        native.push_back({std::move(base_view), std::move(next_view), element, seed});
+        native.push_back(std::move(group));
     }
     const Kernels& kernels = kernels_named(isa);
-    std::vector<Encoded> results;
+    std::vector<EncodedGroup> results;
     {
         nb::gil_scoped_release release;
-        results = encode(native, threads, kernels);
+        results = encode(native, old, threads, kernels);
     }
-    std::vector<nb::tuple> out;
-    for (Encoded& e : results) {
+    nb::list out;
+    for (EncodedGroup& e : results) {
         nb::list blocks;
         for (auto& block : e.blocks) blocks.append(own(std::move(block)));
-        out.push_back(nb::make_tuple(blocks, e.changed, tuple_of(e.before), tuple_of(e.after)));
+        out.append(nb::make_tuple(blocks, own(std::move(e.changed)), tuple_of(e.before), tuple_of(e.after)));
     }
     return out;
 }
 
-using PyResolveJob = std::tuple<nb::object, uint64_t, nb::object, Type, uint64_t, bool>;
+// Type, bases (or None), numbers of elements, seeds, payload or None, whether to write to each tensor.
+using PyResolveGroup = std::tuple<Type, nb::object, Column<int64_t>, Column<uint64_t>, nb::object, Column<bool>>;
 
 // A Resolution together with the Python objects whose memory it refers to.
 class PyResolution {
@@ -112,49 +137,89 @@ public:
     PyResolution(unsigned threads, size_t budget, bool defer, const std::string& isa)
         : resolution_(threads, budget, defer, kernels_named(isa)) {}
 
-    std::vector<nb::tuple> add(const std::vector<PyResolveJob>& jobs) {
-        std::vector<ResolveJob> native;
-        for (const auto& [base, count, payload, type, seed, write] : jobs) {
-            const ElementType element = element_type(type);
-            View view = zeros(count, element.bytes);
-            if (!base.is_none()) {
-                arrays_.push_back(nb::cast<Array>(base));
-                view = checked_view(arrays_.back(), element);
+    nb::list add(const std::vector<PyResolveGroup>& groups, bool old) {
+        std::vector<ResolveGroup> native;
+        for (const auto& [type, bases, counts, seeds, payload, write] : groups) {
+            ResolveGroup group{element_type(type), {}, {seeds.data(), seeds.data() + seeds.size()}, {}, {}, !payload.is_none(), old};
+            const auto items = items_of(bases);
+            for (const size_t length : {items.size(), counts.size(), write.size()}) check_length(length, seeds.size());
+            if (old && (seeds.size() != 1 || group.type.width == 4)) throw std::invalid_argument("an old payload has one tensor");
+            held_.append(bases);
+            group.bases.reserve(seeds.size());
+            group.write.reserve(seeds.size());
+            for (size_t t = 0; t < seeds.size(); ++t) {
+                const bool added = items[t] == Py_None;
+                if (counts(t) < 0) throw std::invalid_argument("a number of elements is negative");
+                group.bases.push_back(added ? zeros(uint64_t(counts(t)), group.type.bytes) : checked_view(items[t], group.type));
+                group.write.push_back(write(t) && !added);
             }
-            std::span<const uint8_t> bytes;
             if (!payload.is_none()) {
                 payloads_.push_back(nb::cast<Bytes>(payload));
-                bytes = {payloads_.back().data(), payloads_.back().size()};
+                group.payload = {payloads_.back().data(), payloads_.back().size()};
             }
-            native.push_back({std::move(view), bytes, !payload.is_none(), element, seed, write && !base.is_none()});
+            native.push_back(std::move(group));
         }
-        std::vector<Resolution::Tensor> results;
+        std::vector<std::pair<uint64_t, uint8_t>> sizes;
+        for (const ResolveGroup& group : native)
+            for (const View& base : group.bases) sizes.emplace_back(base.count, base.bytes);
+        std::vector<Resolution::Outcome> results;
         {
             nb::gil_scoped_release release;
             results = resolution_.add(std::move(native));
         }
-        std::vector<nb::tuple> out;
-        for (size_t i = 0; i < results.size(); ++i) {
-            const auto& [base, count, payload, type, seed, write] = jobs[i];
-            tensors_.push_back({results[i].changed, count, std::get<1>(type)});
-            out.push_back(nb::make_tuple(results[i].changed, tuple_of(results[i].before), tuple_of(results[i].after)));
+        nb::list out;
+        size_t tensor = 0;
+        for (Resolution::Outcome& result : results) {
+            for (const int64_t changed : result.changed) {
+                tensors_.push_back({uint64_t(changed), sizes[tensor].first, sizes[tensor].second});
+                ++tensor;
+            }
+            out.append(nb::make_tuple(own(std::move(result.changed)), tuple_of(result.before), tuple_of(result.after)));
         }
         return out;
     }
 
-    // The caller makes the arrays `indices` and `values` with the right sizes.
-    void extract(size_t tensor, nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig> indices, nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig> values) {
-        const auto& [changed, count, width] = tensors_.at(tensor);
-        if (indices.size() != changed || values.size() != changed * width) throw std::invalid_argument("an array has the wrong size");
-        nb::gil_scoped_release release;
-        resolution_.extract(tensor, indices.data(), values.data());
+    // Returns the indices and the values (as bytes) of all tensors in two arrays; and for each tensor where its indices start, where its values start,
+    // and how many there are.
+    nb::tuple extract(const Column<int64_t>& tensors) {
+        std::vector<Resolution::Extraction> wanted(tensors.size());
+        std::vector<int64_t> index_starts(tensors.size()), value_starts(tensors.size()), counts(tensors.size());
+        int64_t elements = 0, bytes = 0;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            const Tensor& tensor = tensors_.at(size_t(tensors(i)));
+            wanted[i].tensor = size_t(tensors(i));
+            index_starts[i] = elements;
+            value_starts[i] = bytes;
+            elements += int64_t(tensor.changed);
+            bytes += int64_t((tensor.changed * tensor.bytes + 7) / 8 * 8);
+        }
+        std::vector<int64_t> indices(static_cast<size_t>(elements));
+        std::vector<uint8_t> values(static_cast<size_t>(bytes));
+        for (size_t i = 0; i < wanted.size(); ++i) {
+            wanted[i].indices = indices.data() + index_starts[i];
+            wanted[i].values = values.data() + value_starts[i];
+        }
+        {
+            nb::gil_scoped_release release;
+            resolution_.extract(wanted);
+        }
+        for (size_t i = 0; i < wanted.size(); ++i) counts[i] = int64_t(wanted[i].count);
+        return nb::make_tuple(own(std::move(indices)), own(std::move(values)), index_starts, value_starts, counts);
     }
 
-    void extract_dense(size_t tensor, nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig> out) {
-        const auto& [changed, count, width] = tensors_.at(tensor);
-        if (out.size() != count * width) throw std::invalid_argument("an array has the wrong size");
+    // Writes all elements of tensors that are added into arrays of zeros.
+    void extract_dense(const Column<int64_t>& tensors, const nb::object& arrays) {
+        std::vector<Resolution::DenseExtraction> wanted;
+        const auto items = items_of(arrays);
+        check_length(items.size(), tensors.size());
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            const Tensor& tensor = tensors_.at(size_t(tensors(i)));
+            const View to = view_of(items[i]);
+            if (to.layout || to.count != tensor.count || to.bytes != tensor.bytes) throw std::invalid_argument("an array has the wrong size");
+            wanted.push_back({size_t(tensors(i)), to.data});
+        }
         nb::gil_scoped_release release;
-        resolution_.extract_dense(tensor, out.data());
+        resolution_.extract_dense(wanted);
     }
 
     void exchange() {
@@ -180,16 +245,17 @@ public:
 private:
     struct Tensor {
         uint64_t changed, count;
-        uint8_t width;
+        uint8_t bytes;
     };
-    std::vector<Array> arrays_;
+
+    nb::list held_;  // the arrays whose memory it refers to
     std::vector<Bytes> payloads_;
     std::vector<Tensor> tensors_;
     Resolution resolution_;
 };
 
-void py_write_elements(const Array& array, nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig> indices, const Bytes& values) {
-    const View view = view_of(array);
+void py_write_elements(const nb::object& array, const Column<int64_t>& indices, const Bytes& values) {
+    const View view = view_of(array.ptr());
     if (values.size() != indices.size() * view.bytes) throw std::invalid_argument("an array has the wrong size");
     nb::gil_scoped_release release;
     for (size_t i = 0; i < indices.size(); ++i)
@@ -197,22 +263,23 @@ void py_write_elements(const Array& array, nb::ndarray<const int64_t, nb::ndim<1
     write_elements(view, indices.data(), values.data(), indices.size());
 }
 
-std::vector<nb::tuple> py_digest(const std::vector<std::pair<Array, uint64_t>>& arrays, unsigned threads, const std::string& isa) {
+// Returns four lanes for each array, one after the other.
+nb::object py_digest(const nb::object& arrays, const Column<uint64_t>& seeds, unsigned threads, const std::string& isa) {
     std::vector<DigestJob> jobs;
-    for (const auto& [array, seed] : arrays) jobs.push_back({view_of(array), seed});
+    const auto items = items_of(arrays);
+    check_length(items.size(), seeds.size());
+    for (size_t t = 0; t < items.size(); ++t) jobs.push_back({view_of(items[t]), seeds(t)});
     const Kernels& kernels = kernels_named(isa);
-    std::vector<Lanes> lanes;
+    std::vector<uint32_t> out;
     {
         nb::gil_scoped_release release;
-        lanes = digest(jobs, threads, kernels);
+        for (const Lanes& lanes : digest(jobs, threads, kernels)) out.insert(out.end(), lanes.begin(), lanes.end());
     }
-    std::vector<nb::tuple> out;
-    for (const Lanes& l : lanes) out.push_back(tuple_of(l));
-    return out;
+    return own(std::move(out));
 }
 
-nb::tuple py_inspect(const Bytes& payload, const Type& type) {
-    const PayloadFacts facts = inspect({payload.data(), payload.size()}, element_type(type));
+nb::tuple py_inspect(const Bytes& payload, const Type& type, bool old) {
+    const PayloadFacts facts = inspect({payload.data(), payload.size()}, element_type(type), old);
     nb::list chunks;
     for (const auto& c : facts.chunks) chunks.append(nb::make_tuple(unsigned(c.mode), c.elements, c.changed, c.bytes));
     return nb::make_tuple(chunks, facts.bodies.changes_by_mode, facts.bodies.steps_by_length);
@@ -231,15 +298,15 @@ NB_MODULE(_native, m) {
         for (const Kernels* k : available_kernels()) names.emplace_back(k->name);
         return names;
     });
-    m.def("encode", &py_encode, "jobs"_a, "threads"_a, "isa"_a);
-    m.def("digest", &py_digest, "arrays"_a, "threads"_a, "isa"_a);
+    m.def("encode", &py_encode, "groups"_a, "old"_a, "threads"_a, "isa"_a);
+    m.def("digest", &py_digest, "arrays"_a, "seeds"_a, "threads"_a, "isa"_a);
     m.def("write_elements", &py_write_elements, "array"_a, "indices"_a, "values"_a);
-    m.def("inspect", &py_inspect, "payload"_a, "type"_a);
+    m.def("inspect", &py_inspect, "payload"_a, "type"_a, "old"_a);
     nb::class_<PyResolution>(m, "Resolution")
         .def(nb::init<unsigned, size_t, bool, const std::string&>(), "threads"_a, "budget"_a, "defer"_a, "isa"_a)
-        .def("add", &PyResolution::add, "jobs"_a)
-        .def("extract", &PyResolution::extract, "tensor"_a, "indices"_a, "values"_a)
-        .def("extract_dense", &PyResolution::extract_dense, "tensor"_a, "out"_a)
+        .def("add", &PyResolution::add, "groups"_a, "old"_a)
+        .def("extract", &PyResolution::extract, "tensors"_a)
+        .def("extract_dense", &PyResolution::extract_dense, "tensors"_a, "arrays"_a)
         .def("exchange", &PyResolution::exchange)
         .def("compact", &PyResolution::compact)
         .def("settle", &PyResolution::settle)

@@ -1,4 +1,5 @@
 // One coded chunk (docs/format.md §4): from collected changes to a body, and back. It does not depend on tensors or memory layout.
+// Steps of 4-bit codes are held as signed bytes.
 #pragma once
 
 #include <memory>
@@ -9,14 +10,15 @@
 namespace deltawire {
 
 // Collects the changes of a chunk and writes its body. Its memory is of fixed size, and each thread has one.
-template <class T>
+template <class E>
 class ChunkEncoder {
+    using T = ValueOf<E>;
+
 public:
     explicit ChunkEncoder(const Kernels& kernels);
 
     Collected<T>& collected() { return collected_; }
-    uint32_t changes() const;
-    // Starts a chunk of a tensor with this number of contexts.
+    // Starts a chunk of elements with this number of contexts.
     void reset(unsigned contexts);
     // Chooses all parameters (§5, rules 3–6) and returns the size of the body in bytes.
     size_t plan(uint32_t top);
@@ -73,8 +75,10 @@ struct BodyFacts {
 };
 
 // Reads the streams of a body. Its memory is of fixed size, and each thread has one.
-template <class T>
+template <class E>
 class ChunkDecoder {
+    using T = ValueOf<E>;
+
 public:
     ChunkDecoder();
 

@@ -5,15 +5,15 @@
 
 namespace deltawire {
 
-template <class T>
-ChunkDecoder<T>::ChunkDecoder()
+template <class E>
+ChunkDecoder<E>::ChunkDecoder()
     : targets_(new uint32_t[kMaxChanges + kContexts + kListSlack]()),
       scratch_(new uint32_t[kMaxChanges]),
       operands_(new T[kMaxChanges + kListSlack]()) {}
 
-template <class T>
-void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& type, uint32_t elements) {
-    constexpr unsigned width = sizeof(T) * 8;
+template <class E>
+void ChunkDecoder<E>::parse(std::span<const uint8_t> body, const ElementType& type, uint32_t elements) {
+    constexpr unsigned width = Held<E>::width;
     struct Parameters {
         uint32_t larger = 0;
         unsigned k = 0, kr = 0, kv = 0;
@@ -30,6 +30,7 @@ void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& ty
     std::array<uint8_t, 256> table;
     unsigned symbols = 0, ks = 0;
     if (in.get(1)) {
+        expect(width >= 8, "4-bit codes have a symbol table.");
         symbols = unsigned(in.get(8)) + 1;
         ks = unsigned(in.get(3));
         std::array<bool, 256> seen{};
@@ -99,11 +100,12 @@ void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& ty
             });
         }
         targets[n] = kNoTarget;
-        if (modes_[c] == ValueMode::symbols) {
+        if (width >= 8 && modes_[c] == ValueMode::symbols) {
+            constexpr unsigned low = width < 8 ? 0 : width - 8;  // bits below the symbol
             for (uint32_t i = 0; i < n; ++i) {
                 const uint64_t rank = get_rice(in, ks);
                 expect(rank < symbols, "a symbol is not in the table.");
-                operands[i] = T(uint64_t(table[rank]) << (width - 8) | in.get_long(width - 8));
+                operands[i] = T(uint64_t(table[rank]) << low | in.get_long(low));
                 expect(operands[i] != 0, "a listed element does not change.");
             }
         } else {
@@ -143,8 +145,8 @@ void ChunkDecoder<T>::parse(std::span<const uint8_t> body, const ElementType& ty
     expect(in.at_end(), "a chunk's body is longer than its streams.");
 }
 
-template <class T>
-void ChunkDecoder<T>::check_end(const Cursor& cursor) const {
+template <class E>
+void ChunkDecoder<E>::check_end(const Cursor& cursor) const {
     for (unsigned c = 0; c < kContexts; ++c) {
         const auto& context = changes_.contexts[c];
         if (cursor.next[c] != context.changes) throw Corrupt("a position falls outside its chunk.");
@@ -153,8 +155,8 @@ void ChunkDecoder<T>::check_end(const Cursor& cursor) const {
     }
 }
 
-template <class T>
-void ChunkDecoder<T>::add_facts(BodyFacts& facts) const {
+template <class E>
+void ChunkDecoder<E>::add_facts(BodyFacts& facts) const {
     for (unsigned c = 0; c < kContexts; ++c) {
         const auto& context = changes_.contexts[c];
         if (!context.changes) continue;
@@ -168,6 +170,7 @@ void ChunkDecoder<T>::add_facts(BodyFacts& facts) const {
     }
 }
 
+template class ChunkDecoder<Nibble>;
 template class ChunkDecoder<uint8_t>;
 template class ChunkDecoder<uint16_t>;
 template class ChunkDecoder<uint32_t>;

@@ -42,8 +42,8 @@ auto descend(const Value* values, size_t n, unsigned largest, Cost cost) {
 
 }  // namespace
 
-template <class T>
-ChunkEncoder<T>::ChunkEncoder(const Kernels& kernels)
+template <class E>
+ChunkEncoder<E>::ChunkEncoder(const Kernels& kernels)
     : kernels_(kernels),
       changes_(new Change<T>[kContexts * kListStride]),  // memory that is never touched costs nothing
       gaps_(new uint32_t[kMaxChanges]),
@@ -54,8 +54,8 @@ ChunkEncoder<T>::ChunkEncoder(const Kernels& kernels)
     reset(1);
 }
 
-template <class T>
-void ChunkEncoder<T>::reset(unsigned contexts) {
+template <class E>
+void ChunkEncoder<E>::reset(unsigned contexts) {
     contexts_ = contexts;
     for (unsigned c = 0; c < kContexts; ++c) {
         Change<T>* const list = changes_.get() + c * kListStride;
@@ -63,22 +63,15 @@ void ChunkEncoder<T>::reset(unsigned contexts) {
     }
 }
 
-template <class T>
-uint32_t ChunkEncoder<T>::changes() const {
-    size_t n = 0;
-    for (const auto& context : collected_.contexts) n += size_t(context.end - context.begin);
-    return uint32_t(n);
-}
-
-template <class T>
-auto ChunkEncoder<T>::choose(const uint32_t* values, size_t n, unsigned largest) const -> Rice {
+template <class E>
+auto ChunkEncoder<E>::choose(const uint32_t* values, size_t n, unsigned largest) const -> Rice {
     if (!n) return {};
     const auto [k, bits] = descend(values, n, largest, [&](unsigned at, uint64_t limit) { return kernels_.rice_cost(values, n, at, limit); });
     return {k, bits};
 }
 
-template <class T>
-auto ChunkEncoder<T>::choose(const uint64_t* values, size_t n, unsigned largest) const -> Rice {
+template <class E>
+auto ChunkEncoder<E>::choose(const uint64_t* values, size_t n, unsigned largest) const -> Rice {
     if (!n) return {};
     const auto [k, bits] = descend(values, n, largest, [&](unsigned at, uint64_t) {
         uint64_t cost = 0;
@@ -89,8 +82,8 @@ auto ChunkEncoder<T>::choose(const uint64_t* values, size_t n, unsigned largest)
 }
 
 // Lists the runs of changing elements before each unchanged one, for a context in which most elements change.
-template <class T>
-uint32_t* ChunkEncoder<T>::fill_runs(unsigned c) {
+template <class E>
+uint32_t* ChunkEncoder<E>::fill_runs(unsigned c) {
     const uint32_t* gaps = plan_[c].gaps;
     uint32_t* out = runs_.get();
     uint32_t run = 0;
@@ -110,8 +103,8 @@ uint32_t* ChunkEncoder<T>::fill_runs(unsigned c) {
     return runs_.get();
 }
 
-template <class T>
-void ChunkEncoder<T>::plan_positions(unsigned c, uint32_t total) {
+template <class E>
+void ChunkEncoder<E>::plan_positions(unsigned c, uint32_t total) {
     Plan& p = plan_[c];
     const Rice straight = choose(p.gaps, p.n, kLargestPositionK);
     p.inverted = false;
@@ -129,8 +122,8 @@ void ChunkEncoder<T>::plan_positions(unsigned c, uint32_t total) {
 }
 
 // Lists the magnitudes above 1, minus 2, and the runs of ones before each.
-template <class T>
-size_t ChunkEncoder<T>::fill_larger(unsigned c, uint32_t* runs, Value* values) const {
+template <class E>
+size_t ChunkEncoder<E>::fill_larger(unsigned c, uint32_t* runs, Value* values) const {
     const T* const steps = plan_[c].steps;
     const uint32_t n = plan_[c].n;
     size_t larger = 0;
@@ -145,8 +138,8 @@ size_t ChunkEncoder<T>::fill_larger(unsigned c, uint32_t* runs, Value* values) c
     return larger;
 }
 
-template <class T>
-void ChunkEncoder<T>::plan_values(unsigned c) {
+template <class E>
+void ChunkEncoder<E>::plan_values(unsigned c) {
     Plan& p = plan_[c];
     const T* steps = plan_[c].steps;
     p.mode = ValueMode::unit;
@@ -156,7 +149,7 @@ void ChunkEncoder<T>::plan_values(unsigned c) {
     for (uint32_t i = 0; i < n; ++i) all_one &= T(steps[i] + 1) <= 2;  // a step is never 0
     if (all_one) return;
 
-    constexpr unsigned largest = sizeof(T) * 8 - 1;
+    constexpr unsigned largest = Held<E>::width - 1;
     Value* const values = values_.get();
     for (uint32_t i = 0; i < n; ++i) values[i] = Value(magnitude(steps[i]) - 1);
     const Rice direct = choose(values_.get(), p.n, largest);
@@ -176,10 +169,11 @@ void ChunkEncoder<T>::plan_values(unsigned c) {
 }
 
 // Chooses the contexts that use symbols (§5 rule 6). Returns the number of bits of the table, 0 if there is none.
-template <class T>
-uint64_t ChunkEncoder<T>::plan_symbols() {
+template <class E>
+uint64_t ChunkEncoder<E>::plan_symbols() {
     constexpr unsigned width = sizeof(T) * 8;
     table_.clear();
+    if (Held<E>::width < 8) return 0;  // 4-bit codes have no symbols
     std::array<uint32_t, 256> frequency{};
     uint32_t considered = 0;
     std::array<bool, kContexts> candidate{};
@@ -232,8 +226,8 @@ uint64_t ChunkEncoder<T>::plan_symbols() {
     return table_bits;
 }
 
-template <class T>
-size_t ChunkEncoder<T>::plan(uint32_t top) {
+template <class E>
+size_t ChunkEncoder<E>::plan(uint32_t top) {
     top_ = top;
     size_t at = 0;
     for (unsigned c = 0; c < contexts_; ++c) {
@@ -265,8 +259,8 @@ size_t ChunkEncoder<T>::plan(uint32_t top) {
     return size_t((bits + 7) / 8);
 }
 
-template <class T>
-void ChunkEncoder<T>::write(uint8_t* to) {
+template <class E>
+void ChunkEncoder<E>::write(uint8_t* to) {
     constexpr unsigned width = sizeof(T) * 8;
     BitWriter out(to);
     out.put(top_, kTopBits);
@@ -325,6 +319,7 @@ void ChunkEncoder<T>::write(uint8_t* to) {
     out.finish();
 }
 
+template class ChunkEncoder<Nibble>;
 template class ChunkEncoder<uint8_t>;
 template class ChunkEncoder<uint16_t>;
 template class ChunkEncoder<uint32_t>;

@@ -7,31 +7,35 @@
 
 #include "chunk.hpp"
 #include "kernels.hpp"
+#include "tiles.hpp"
 
 namespace deltawire {
 
-struct EncodeJob {
-    View base;  // zeros for a tensor that is added
-    View next;
+// Tensors whose elements are coded as one type (docs/format.md §3). All have the same size of elements.
+struct EncodeGroup {
     ElementType type;
-    uint64_t seed;
+    std::vector<View> bases;  // zeros for a tensor that is added
+    std::vector<View> nexts;
+    std::vector<uint64_t> seeds;
 };
 
-struct Encoded {
-    std::vector<std::vector<uint8_t>> blocks;  // the chunks of each block, in order, without the type byte
-    uint64_t changed = 0;
+struct EncodedGroup {
+    std::vector<std::vector<uint8_t>> blocks;  // the chunks of each block, in order, up to the last one that changes something
+    std::vector<int64_t> changed;              // by tensor
     Lanes before{}, after{};
 };
 
-std::vector<Encoded> encode(std::span<const EncodeJob> jobs, unsigned threads, const Kernels&);
+// With `old`, chunks are those of versions 1 and 2, all of them, and every group must have one tensor.
+std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, bool old, unsigned threads, const Kernels&);
 
-struct ResolveJob {
-    View base;  // zeros for a tensor that is added
-    std::span<const uint8_t> payload;
-    bool changes;  // false if there is no payload, so that the tensor is only digested
+struct ResolveGroup {
     ElementType type;
-    uint64_t seed;
-    bool write;  // write the changes to the base at once, while it is in the cache
+    std::vector<View> bases;  // zeros for a tensor that is added
+    std::vector<uint64_t> seeds;
+    std::vector<uint8_t> write;  // by tensor: write the changes to the base at once, while it is in the cache
+    std::span<const uint8_t> payload;
+    bool changes;  // false if there is no payload, so that the tensors are only digested
+    bool old;      // the payload is one of version 1 or 2, and there is one tensor
 };
 
 // Payloads that are decoded against their bases, ready to be written or read. It refers to the memory of its jobs, which must outlive it.
@@ -42,13 +46,13 @@ public:
     Resolution(unsigned threads, size_t budget, bool defer, const Kernels&);
     ~Resolution();
 
-    struct Tensor {
-        uint64_t changed = 0;
+    struct Outcome {
+        std::vector<int64_t> changed;  // coded elements, by tensor
         Lanes before{}, after{};
     };
     // Decodes and digests. Throws Corrupt, WrongType or WrongCount; after that only `revert` may be called. A base that is written to must not share
-    // memory with any other job of this call or a later one.
-    std::vector<Tensor> add(std::vector<ResolveJob> jobs);
+    // memory with any other tensor of this call or a later one.
+    std::vector<Outcome> add(std::vector<ResolveGroup> groups);
     // Makes all writes final, and writes the changes that did not fit into the budget. It allocates nothing, so it cannot fail half-way.
     void settle();
     // Restores the old values, as if nothing had been written.
@@ -58,34 +62,41 @@ public:
     void exchange();
     // With `defer`: frees all memory except that of the changes. Nothing can be added afterwards.
     void compact();
-    // Copies out the changes of one tensor that was not written to, ascending. Tensors are numbered over all calls of `add`. `values` has elements of the
-    // tensor's width.
-    void extract(size_t tensor, int64_t* indices, uint8_t* values);
-    // Copies out all elements of one tensor that is added.
-    void extract_dense(size_t tensor, uint8_t* out);
+
+    // Where `extract` puts the changes of a tensor that was not written to. There must be room for as many as `add` counted. 4-bit codes
+    // are put there as the tensor's own elements, of which there may be fewer.
+    struct Extraction {
+        size_t tensor;  // numbered over all calls of `add`
+        int64_t* indices;
+        uint8_t* values;
+        uint64_t count = 0;  // set by `extract`
+    };
+    // Copies out changes in ascending order. It must be called before `settle`.
+    void extract(std::span<Extraction> tensors);
+
+    struct DenseExtraction {
+        size_t tensor;
+        uint8_t* out;
+    };
+    // Copies out all elements of tensors that are added. It must be called before `settle`.
+    void extract_dense(std::span<const DenseExtraction> tensors);
 
 private:
-    struct Unit {
-        size_t job;
-        uint64_t first;
-        uint32_t elements;
-        ChunkMode mode;
-        std::span<const uint8_t> body;
-        uint64_t changed = 0;
-        Lanes before{}, after{};
-        // Its changes, in a worker's arena. They are sorted by piece, but not within a piece. Null if they were not kept.
-        uint32_t* positions = nullptr;
-        uint8_t* values = nullptr;  // the old values, once written
-        uint64_t written = 0;       // how many of its changes are written to the base
-        std::vector<uint8_t> own{};  // their memory, if an arena has no room for them
-    };
+    struct Group;
+    struct Unit;
     class Worker;
+    struct Part;
 
-    void split(size_t job);
+    void split(Group&);
+    void add_parts(size_t tensor, size_t slot, std::vector<Part>&) const;
+    template <class Use>
+    void visit(std::vector<Part>&, Use);
+    static void put(const Unit&, size_t n, const uint32_t* positions, const uint8_t* values);
+    static void write_raw(const Unit&);
 
-    std::vector<ResolveJob> jobs_;
+    std::vector<std::unique_ptr<Group>> groups_;
+    std::vector<size_t> first_tensor_;  // by group: the number of its first tensor
     std::vector<Unit> units_;
-    std::vector<size_t> first_unit_{0};
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<size_t> kept_{0};
     bool defer_;
@@ -109,6 +120,7 @@ struct PayloadFacts {
     std::vector<ChunkFacts> chunks;
     BodyFacts bodies;
 };
-PayloadFacts inspect(std::span<const uint8_t> payload, const ElementType& type);
+// `chunks` counts the elements of a group in tiles, because it does not know the tensors.
+PayloadFacts inspect(std::span<const uint8_t> payload, const ElementType& type, bool old);
 
 }  // namespace deltawire

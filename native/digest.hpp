@@ -45,14 +45,19 @@ DELTAWIRE_INLINE void fill_multipliers(uint64_t seed, uint64_t first_block, size
 }
 
 // Adds the difference to `lanes` when the element at `index` (counted from the first of `multipliers`) changes from `old` to `now`.
-template <class T>
-DELTAWIRE_INLINE void digest_change(uint32_t index, T old, T now, const Multipliers* multipliers, uint32_t lanes[4]) {
+template <class E>
+DELTAWIRE_INLINE void digest_change(uint32_t index, ValueOf<E> old, ValueOf<E> now, const Multipliers* multipliers, uint32_t lanes[4]) {
     const auto word = [&](uint32_t w, int32_t difference) {
         const Multipliers& m = multipliers[w / kDigestBlock];
         const int32_t* t = kDigestTable.by_word[w % kDigestBlock];
         for (unsigned j = 0; j < 4; ++j) lanes[j] += m.lane[j] * uint32_t(t[j]) * uint32_t(difference);
     };
-    if constexpr (sizeof(T) == 1) {
+    using T = ValueOf<E>;
+    if constexpr (Held<E>::width == 4) {
+        const unsigned place = index % 4;  // the top 4 bits of a word carry its sign
+        const int32_t difference = place == 3 ? (now ^ 8) - (old ^ 8) : now - old;
+        word(index / 4, difference * (1 << 4 * place));
+    } else if constexpr (sizeof(T) == 1) {
         word(index / 2, index % 2 ? (int8_t(now) - int8_t(old)) * 256 : now - old);
     } else {
         for (unsigned i = 0; i < sizeof(T) / 2; ++i)

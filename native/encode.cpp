@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "codec.hpp"
@@ -8,77 +9,120 @@
 namespace deltawire {
 namespace {
 
-void append_chunk_header(std::vector<uint8_t>& out, ChunkMode mode, uint32_t elements, uint32_t bytes) {
-    const uint32_t header[2] = {elements | uint32_t(mode) << 30, bytes};
-    const auto* raw = reinterpret_cast<const uint8_t*>(header);
-    out.insert(out.end(), raw, raw + kChunkHeader);
+void append_varint(std::vector<uint8_t>& out, uint64_t value) {
+    for (; value >= 0x80; value >>= 7) out.push_back(uint8_t(value | 0x80));
+    out.push_back(uint8_t(value));
 }
 
+void append_chunk_header(std::vector<uint8_t>& out, ChunkMode mode, uint32_t tiles, size_t bytes) {
+    append_varint(out, uint64_t(tiles) << 2 | uint64_t(mode));
+    append_varint(out, bytes);
+}
+
+void append_old_chunk_header(std::vector<uint8_t>& out, ChunkMode mode, uint32_t elements, size_t bytes) {
+    const uint32_t header[2] = {elements | uint32_t(mode) << 30, uint32_t(bytes)};
+    const auto* raw = reinterpret_cast<const uint8_t*>(header);
+    out.insert(out.end(), raw, raw + kOldChunkHeader);
+}
+
+// A block of a group: the tiles that one thread encodes.
+struct Block {
+    size_t group;
+    uint64_t first_tile;
+    uint32_t tiles;
+    Lanes before{}, after{};
+    std::vector<uint8_t> bytes{};
+    size_t last_change = 0;  // the size of `bytes` after the last chunk that changes something
+};
+
 // Returns `top`, the exponent from which contexts are counted down (§5 rule 2).
-uint32_t top_exponent(const View& base, uint64_t first, uint32_t count, const ElementType& type) {
-    if (!type.exponent_bits || !base.data) return 0;
-    const uint32_t stride = (count + 1023) / 1024;
+template <class E>
+uint32_t top_exponent(const EncodeGroup& group, const Tiles& tiles, const Block& block) {
+    const ElementType& type = group.type;
+    if (!type.exponent_bits) return 0;
+    const uint64_t stride = (tiles.elements(block.first_tile, block.tiles) + 1023) / 1024;
     std::array<uint16_t, 1024> sample;
     uint32_t m = 0;
-    for (uint32_t i = 0; i < count; i += stride) {
-        uint64_t x = 0;
-        std::memcpy(&x, base.at(first + i), type.bytes);
-        sample[m++] = uint16_t(x >> type.exponent_shift & type.exponent_mask());
-    }
+    uint64_t next = 0;  // on the line of the block
+    tiles.for_each_segment(block.first_tile, block.tiles, [&](const Segment& s) {
+        const View& base = group.bases[s.tensor];
+        for (; next < s.line + s.elements; next += stride) {
+            const uint64_t at = s.first + (next - s.line);
+            uint64_t x = 0;
+            if (base.data) {
+                if constexpr (Held<E>::width == 4) x = base.at(at / (2 * type.bytes))[at / 2 % type.bytes] >> 4 * (at % 2) & 15;
+                else std::memcpy(&x, base.at(at), type.bytes);
+            }
+            sample[m++] = uint16_t(x >> type.exponent_shift & type.exponent_mask());
+        }
+        return true;
+    });
     const uint32_t at = m - 1 - m / 64;
     std::nth_element(sample.begin(), sample.begin() + at, sample.begin() + m);
     return sample[at];
 }
 
-template <class T>
+template <class E>
 class BlockEncoder {
+    using T = ValueOf<E>;
+
 public:
     explicit BlockEncoder(const Kernels& kernels)
         : kernels_(kernels), chunk_(kernels), scan_(new PieceScan), multipliers_(new PieceMultipliers) {}
 
-    struct Block {
-        std::vector<uint8_t> bytes;
-        uint64_t changed = 0;
-        Lanes before{}, after{};
-    };
-
-    Block encode(const EncodeJob& job, uint64_t first, uint32_t count) {
-        Block out;
-        const uint32_t top = top_exponent(job.base, first, count, job.type);
-        const ContextRule rule = context_rule(job.type, top);
-        const auto& kernels = kernels_.of<T>();
-        chunk_.reset(job.type.contexts());
-        uint32_t chunk_start = 0;
-        for (uint32_t at = 0; at < count; at += kPiece<T>) {
-            const uint32_t n = std::min(kPiece<T>, count - at);
-            const T* base = reinterpret_cast<const T*>(base_piece_.read(job.base, first + at, n));
-            const T* next = reinterpret_cast<const T*>(next_piece_.read(job.next, first + at, n));
-            multipliers_->fill(kernels_, job.seed, first + at, n, sizeof(T));
-            Lanes before{};
-            kernels.scan(base, next, n, rule, multipliers_->of.data(), *scan_, before);
-            add_lanes(out.before, before);
-            add_lanes(out.after, before);
-            kernels.collect(base, next, n, rule, *scan_, multipliers_->of.data(), chunk_.collected(), out.after);
-            const bool tile_ends = (at + n) % kTile == 0 || at + n == count;
-            if (tile_ends && (chunk_.changes() >= kChunkTarget || at + n == count)) {
-                finish_chunk(job, first + chunk_start, at + n - chunk_start, top, out);
-                chunk_start = at + n;
+    // Adds the numbers of changed elements to `changed`. Other threads may add to the same tensors.
+    void encode(const EncodeGroup& group, const Tiles& tiles, bool old, Block& block, std::vector<int64_t>& changed) {
+        const uint32_t top = top_exponent<E>(group, tiles, block);
+        const ContextRule rule = context_rule(group.type, top);
+        const auto& kernels = kernels_.of<E>();
+        const uint64_t end = block.first_tile + block.tiles;
+        chunk_.reset(group.type.contexts());
+        OpenChunk open{block.first_tile};
+        tiles.for_each_segment(block.first_tile, block.tiles, [&](const Segment& s) {
+            const View &base_view = group.bases[s.tensor], &next_view = group.nexts[s.tensor];
+            const uint64_t seed = group.seeds[s.tensor];
+            uint64_t changes = 0;
+            for (uint64_t at = 0; at < s.elements; at += kPiece<E>) {
+                const uint32_t n = uint32_t(std::min<uint64_t>(kPiece<E>, s.elements - at)), bytes = uint32_t(group.type.bytes_of(n));
+                const uint64_t first_byte = group.type.bytes_of(s.first + at);
+                const T* base = reinterpret_cast<const T*>(base_piece_.read(base_view, first_byte, bytes));
+                const T* next = reinterpret_cast<const T*>(next_piece_.read(next_view, first_byte, bytes));
+                multipliers_->fill(kernels_, seed, first_byte, bytes);
+                Lanes before{};
+                kernels.scan(base, next, n, rule, multipliers_->of.data(), *scan_, before);
+                add_lanes(block.before, before);
+                add_lanes(block.after, before);
+                const uint32_t found = kernels.collect(base, next, n, rule, *scan_, multipliers_->of.data(), chunk_.collected(), block.after);
+                open.changes += found;
+                open.elements += n;
+                changes += found;
+                if ((at + n) % kTile && at + n != s.elements) continue;
+                ++open.tiles;
+                if (open.changes >= kChunkTarget || open.first_tile + open.tiles == end) {
+                    finish_chunk(group, tiles, old, open, top, block);
+                    open = {open.first_tile + open.tiles};
+                }
             }
-        }
-        out.bytes.shrink_to_fit();
-        return out;
+            if (changes) std::atomic_ref(changed[s.tensor]).fetch_add(int64_t(changes), std::memory_order_relaxed);
+            return true;
+        });
+        block.bytes.shrink_to_fit();
     }
 
 private:
-    void finish_chunk(const EncodeJob& job, uint64_t first, uint32_t elements, uint32_t top, Block& out) {
-        const uint32_t changes = chunk_.changes();
-        out.changed += changes;
-        if (!changes) {
-            append_chunk_header(out.bytes, ChunkMode::same, elements, 0);
-            return;
-        }
-        const size_t coded = chunk_.plan(top), raw = size_t(elements) * sizeof(T);
-        append_chunk_header(out.bytes, coded < raw ? ChunkMode::coded : ChunkMode::raw, elements, uint32_t(std::min(coded, raw)));
+    struct OpenChunk {
+        uint64_t first_tile;
+        uint32_t tiles = 0, elements = 0, changes = 0;
+    };
+
+    void finish_chunk(const EncodeGroup& group, const Tiles& tiles, bool old, const OpenChunk& open, uint32_t top, Block& out) {
+        const auto header = [&](ChunkMode mode, size_t bytes) {
+            if (old) append_old_chunk_header(out.bytes, mode, open.elements, bytes);
+            else append_chunk_header(out.bytes, mode, open.tiles, bytes);
+        };
+        if (!open.changes) return header(ChunkMode::same, 0);
+        const size_t coded = chunk_.plan(top), raw = size_t(group.type.bytes_of(open.elements));
+        header(coded < raw ? ChunkMode::coded : ChunkMode::raw, std::min(coded, raw));
         const size_t at = out.bytes.size();
         if (coded < raw) {
             out.bytes.resize(at + coded + 8);
@@ -86,13 +130,20 @@ private:
             out.bytes.resize(at + coded);
         } else {
             out.bytes.resize(at + raw);
-            job.next.gather(first, elements, out.bytes.data() + at);
+            uint8_t* to = out.bytes.data() + at;
+            tiles.for_each_segment(open.first_tile, open.tiles, [&](const Segment& s) {
+                const size_t bytes = group.type.bytes_of(s.elements);
+                group.nexts[s.tensor].gather(group.type.bytes_of(s.first) / group.type.bytes, bytes / group.type.bytes, to);
+                to += bytes;
+                return true;
+            });
         }
-        chunk_.reset(job.type.contexts());
+        out.last_change = out.bytes.size();
+        chunk_.reset(group.type.contexts());
     }
 
     const Kernels& kernels_;
-    ChunkEncoder<T> chunk_;
+    ChunkEncoder<E> chunk_;
     std::unique_ptr<PieceScan> scan_;
     std::unique_ptr<PieceMultipliers> multipliers_;
     PieceReader base_piece_, next_piece_;
@@ -100,40 +151,42 @@ private:
 
 }  // namespace
 
-std::vector<Encoded> encode(std::span<const EncodeJob> jobs, unsigned threads, const Kernels& kernels) {
-    std::vector<Encoded> out(jobs.size());
-    struct Unit {
-        size_t job;
-        uint64_t block;
-        uint64_t changed = 0;
-        Lanes before{}, after{};
-    };
-    std::vector<Unit> units;
-    for (size_t j = 0; j < jobs.size(); ++j) {
-        const uint64_t blocks = (jobs[j].next.count + kBlock - 1) / kBlock;
-        out[j].blocks.resize(blocks);
-        for (uint64_t b = 0; b < blocks; ++b) units.push_back({.job = j, .block = b});
+std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, bool old, unsigned threads, const Kernels& kernels) {
+    std::vector<EncodedGroup> out(groups.size());
+    std::vector<Tiles> tiles;
+    std::vector<Block> blocks;
+    for (size_t g = 0; g < groups.size(); ++g) {
+        const EncodeGroup& group = groups[g];
+        tiles.emplace_back(group.nexts.size(), [&](size_t t) { return group.type.coded(group.nexts[t].count); });
+        out[g].changed.resize(group.nexts.size());
+        const uint32_t size = old ? kOldBlock / kTile : group.type.block_tiles();
+        for (uint64_t at = 0; at < tiles[g].count(); at += size)
+            blocks.push_back({g, at, uint32_t(std::min<uint64_t>(size, tiles[g].count() - at))});
     }
     std::vector<PerWidth<BlockEncoder>> workers(std::max(1u, threads));
-    parallel_for(units.size(), workers, [&](auto& encoders, size_t u) {
-        Unit& unit = units[u];
-        const EncodeJob& job = jobs[unit.job];
-        const uint64_t first = unit.block * kBlock;
-        const uint32_t count = uint32_t(std::min<uint64_t>(kBlock, job.next.count - first));
-        with_element(job.type.bytes, [&](auto element) {
-            auto block = encoders.template get<decltype(element)>(kernels).encode(job, first, count);
-            out[unit.job].blocks[unit.block] = std::move(block.bytes);
-            unit.changed = block.changed;
-            unit.before = block.before;
-            unit.after = block.after;
+    parallel_for(blocks.size(), workers, [&](auto& encoders, size_t b) {
+        Block& block = blocks[b];
+        with_element(groups[block.group].type, [&](auto element) {
+            auto& encoder = encoders.template get<decltype(element)>(kernels);
+            encoder.encode(groups[block.group], tiles[block.group], old, block, out[block.group].changed);
         });
     });
-    for (const Unit& unit : units) {
-        Encoded& e = out[unit.job];
-        e.changed += unit.changed;
-        add_lanes(e.before, unit.before);
-        add_lanes(e.after, unit.after);
+    // Chunks after the last change are left out.
+    std::vector<size_t> kept(groups.size()), last_change(groups.size());
+    for (Block& block : blocks) {
+        EncodedGroup& to = out[block.group];
+        add_lanes(to.before, block.before);
+        add_lanes(to.after, block.after);
+        to.blocks.push_back(std::move(block.bytes));
+        if (!block.last_change) continue;
+        kept[block.group] = to.blocks.size();
+        last_change[block.group] = block.last_change;
     }
+    if (!old)
+        for (size_t g = 0; g < groups.size(); ++g) {
+            out[g].blocks.resize(kept[g]);
+            if (kept[g]) out[g].blocks.back().resize(last_change[g]);
+        }
     return out;
 }
 

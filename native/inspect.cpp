@@ -4,19 +4,27 @@
 
 namespace deltawire {
 
-PayloadFacts inspect(std::span<const uint8_t> payload, const ElementType& type) {
+PayloadFacts inspect(std::span<const uint8_t> payload, const ElementType& type, bool old) {
     PayloadFacts facts;
-    with_element(type.bytes, [&](auto element) {
+    with_element(type, [&](auto element) {
         ChunkDecoder<decltype(element)> decoder;
-        for_each_chunk(payload, type, [&](ChunkMode mode, uint32_t n, std::span<const uint8_t> body) {
-            uint64_t changed = mode == ChunkMode::raw ? n : 0;
+        const auto note = [&](ChunkMode mode, uint32_t elements, uint64_t size, std::span<const uint8_t> body, size_t header) {
+            uint64_t changed = mode == ChunkMode::raw ? body.size() * 8 / type.width : 0;
             if (mode == ChunkMode::coded) {
-                decoder.parse(body, type, n);
+                decoder.parse(body, type, elements);
                 decoder.add_facts(facts.bodies);
                 changed = decoder.total();
             }
-            facts.chunks.push_back({n, changed, body.size() + kChunkHeader, mode});
-        });
+            facts.chunks.push_back({size, changed, body.size() + header, mode});
+        };
+        const uint8_t* end = payload.data();  // of the last chunk
+        if (old)
+            for_each_old_chunk(payload, type, [&](const Chunk& c) { note(c.mode, c.elements, c.elements, c.body, kOldChunkHeader); });
+        else
+            for_each_group_chunk(payload, type, [&](uint64_t, uint32_t tiles, ChunkMode mode, std::span<const uint8_t> body) {
+                note(mode, tiles * kTile, tiles, body, size_t(body.data() - end));
+                end = body.data() + body.size();
+            });
     });
     return facts;
 }

@@ -19,9 +19,10 @@ struct ContextRule {
     }
 };
 
-// The result of scanning one piece for the encoder: which elements change, and the data to rank any element in its context.
+// The result of scanning one piece: which elements change, and the data to rank any element in its context. For 4-bit codes `positions` are
+// those of changed bytes, there are no masks, and a row of `ranks` is for a digest block (512 bytes) instead of a group.
 struct PieceScan {
-    uint32_t changes = 0;
+    uint32_t changes = 0;  // the number of positions
     alignas(64) uint16_t positions[kPieceBytes + kGroup];
     alignas(64) uint64_t masks[kPieceBytes / kGroup][kContexts];   // the elements of a group that have a context
     alignas(64) uint16_t ranks[kPieceBytes / kGroup][kContexts];   // number of elements of a context in the piece before a group
@@ -87,12 +88,13 @@ struct Located {
     T* values;
 };
 
-template <class T>
+template <class E>
 struct KernelsFor {
-    // Finds the changes in a piece, and adds its base to the digest.
+    using T = ValueOf<E>;
+    // Finds the changes in a piece of `count` elements, and adds its base to the digest.
     void (*scan)(const T* base, const T* next, uint32_t count, const ContextRule&, const Multipliers*, PieceScan&, Lanes&);
-    // Appends the changes of a scanned piece to those of its chunk, and adds their difference to the digest.
-    void (*collect)(const T* base, const T* next, uint32_t count, const ContextRule&, const PieceScan&, const Multipliers*, Collected<T>&, Lanes&);
+    // Appends the changes of a scanned piece to those of its chunk, adds their difference to the digest, and returns how many there are.
+    uint32_t (*collect)(const T* base, const T* next, uint32_t count, const ContextRule&, const PieceScan&, const Multipliers*, Collected<T>&, Lanes&);
     // Walks one piece (`first` is its position in the chunk), emits the changes that fall into it in any order, and adds the base to the digest.
     void (*locate)(const T* base, uint32_t count, uint32_t first, const ContextRule&, const Multipliers*, const ChunkChanges<T>&, Cursor&,
                    LocateSpace&, Located<T>&, Lanes&);
@@ -107,16 +109,19 @@ struct Kernels {
     void (*digest)(const uint8_t* data, size_t bytes, const Multipliers*, Lanes& lanes);
     // Returns the number of bits of LR(k, ·) for all values; or any number >= `limit` if the result is not below `limit`.
     uint64_t (*rice_cost)(const uint32_t* values, size_t n, unsigned k, uint64_t limit);
+    KernelsFor<Nibble> u4;
     KernelsFor<uint8_t> u8;
     KernelsFor<uint16_t> u16;
     KernelsFor<uint32_t> u32;
     KernelsFor<uint64_t> u64;
 
-    template <class T>
-    const KernelsFor<T>& of() const {
-        if constexpr (sizeof(T) == 1) return u8;
-        else if constexpr (sizeof(T) == 2) return u16;
-        else if constexpr (sizeof(T) == 4) return u32;
+    template <class E>
+    const KernelsFor<E>& of() const {
+        constexpr unsigned width = Held<E>::width;
+        if constexpr (width == 4) return u4;
+        else if constexpr (width == 8) return u8;
+        else if constexpr (width == 16) return u16;
+        else if constexpr (width == 32) return u32;
         else return u64;
     }
 };

@@ -5,6 +5,8 @@ namespace deltawire {
 namespace {
 
 struct Avx2 : OneByOne, SingleBits {
+    static constexpr unsigned kCountLanes = 4;
+
     static __m256i load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
     // Narrows 16-bit lanes of at most 255 to bytes, in order.
     static __m256i pack(__m256i a, __m256i b) { return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8); }

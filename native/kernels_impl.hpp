@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <optional>
 
 #include "kernels.hpp"
 
@@ -125,13 +126,14 @@ struct Kernel {
     }
 
     template <class T>
-    static void collect(const T* base, const T* next, uint32_t count, const ContextRule& rule, const PieceScan& scan, const Multipliers* multipliers,
-                        Collected<T>& out, Lanes& lanes) {
+    static uint32_t collect(const T* base, const T* next, uint32_t count, const ContextRule& rule, const PieceScan& scan, const Multipliers* multipliers,
+                            Collected<T>& out, Lanes& lanes) {
         if (rule.mask)
             collect_as<T, true>(base, next, rule, scan, multipliers, out, lanes);
         else
             collect_as<T, false>(base, next, rule, scan, multipliers, out, lanes);
         for (unsigned c = 0; c < kContexts; ++c) out.contexts[c].seen += rule.mask ? uint32_t(scan.totals[c]) : count;
+        return scan.changes;
     }
     template <class T, bool floating>
     static void collect_as(const T* base, const T* next, const ContextRule rule, const PieceScan& scan, const Multipliers* multipliers,
@@ -145,7 +147,7 @@ struct Kernel {
             const uint64_t before = (uint64_t(1) << at % kGroup) - 1;
             auto& context = out.contexts[c];
             const uint32_t rank = context.seen + (floating ? scan.ranks[g][c] + uint32_t(std::popcount(scan.masks[g][c] & before)) : at);
-            *context.end++ = {rank - context.next_rank, T(ordered<T>(now, floating) - ordered<T>(old, floating)), T(now ^ old)};
+            *context.end++ = {rank - context.next_rank, step_between<T>(old, now, floating), T(now ^ old)};
             context.next_rank = rank + 1;
             digest_change<T>(at, old, now, multipliers, sums);
         }
@@ -209,11 +211,11 @@ struct Kernel {
                        const ChunkChanges<T>& changes, Cursor& cursor, LocateSpace& space, Located<T>& out, Lanes& lanes) {
         const bool floating = rule.mask != 0;
         const auto changed = [&](T old, T operand, bool is_xor) {
-            return is_xor ? T(old ^ operand) : unordered<T>(T(ordered<T>(old, floating) + operand), floating);
+            return is_xor ? T(old ^ operand) : stepped<T>(old, operand, floating);
         };
         const uint32_t n = out.count;
         if (!floating) {
-            digest(reinterpret_cast<const uint8_t*>(base), count * sizeof(T), multipliers, lanes);
+            digest_bytes(reinterpret_cast<const uint8_t*>(base), count * sizeof(T), multipliers, lanes);
             const auto& context = changes.contexts[0];
             uint32_t i = cursor.next[0], to = n;
             const uint32_t seen = cursor.seen[0], limit = seen + count;
@@ -263,6 +265,254 @@ struct Kernel {
         out.count = n + due;
     }
 
+    // 4-bit codes. A piece is a whole tile, so most pieces of a usual update have no change, or one. Contexts are counted for blocks of 512 bytes;
+    // only in a block with a change are they counted word by word. The context of a float is that of its magnitude, its low 3 bits.
+
+    static constexpr uint64_t kLowBits = 0x1111111111111111u;  // the lowest bit of each of the 16 codes in a word
+    static constexpr uint32_t kCountBlock = 512;               // bytes
+    static constexpr uint32_t kBlockWords = kCountBlock / 8;
+    static constexpr unsigned kMagnitudes = 8;
+
+    // Finds the codes of a word that have a context: those whose magnitudes are in a range.
+    class Members {
+    public:
+        Members(const ContextRule& rule, unsigned context) {
+            unsigned least = kMagnitudes, after = 0;
+            for (unsigned m = kMagnitudes; m-- > 0;)
+                if (rule(m) == context) {
+                    if (!after) after = m + 1;
+                    least = m;
+                }
+            least_ = least * kLowBits;
+            after_ = after * kLowBits;
+        }
+        // Returns the lowest bits of these codes.
+        DELTAWIRE_INLINE uint64_t operator()(uint64_t word) const {
+            const uint64_t above = (word & 7 * kLowBits) | 8 * kLowBits;  // a difference has bit 3 of a code if the magnitude is at least that
+            return ((above - least_) & ~(above - after_)) >> 3 & kLowBits;
+        }
+
+    private:
+        uint64_t least_, after_;
+    };
+
+    DELTAWIRE_INLINE static uint64_t word_at(const uint8_t* piece, uint32_t bytes, uint32_t word) {
+        uint64_t x = 0;
+        if (8 * word + 8 <= bytes) [[likely]] std::memcpy(&x, piece + 8 * word, 8);
+        else std::memcpy(&x, piece + 8 * word, bytes - 8 * word);
+        return x;
+    }
+    DELTAWIRE_INLINE static uint8_t nibble_at(const uint8_t* piece, uint32_t at) { return piece[at / 2] >> 4 * (at % 2) & 15; }
+
+    // Counts the members of each context block by block.
+    class NibbleCounts {
+    public:
+        NibbleCounts(const ContextRule& rule, PieceScan& out) : out_(out) {
+            for (unsigned m = 0; m < kMagnitudes; ++m) context_[m] = uint8_t(rule(m));
+        }
+        // `block` has kCountBlock bytes, of which `bytes` count. The others must be zero.
+        DELTAWIRE_INLINE void add(const uint8_t* block, uint32_t bytes) {
+            // How many codes have all bits of a set of bits, for each set: a sum of products of bits.
+            uint32_t with[kMagnitudes] = {2 * bytes};
+            for (uint32_t part = 0; part < kCountBlock; part += 64 * kLanes) count_products(block + part, with);
+            // Of those, the codes that have no other bit.
+            for (unsigned bit = 1; bit < kMagnitudes; bit *= 2)
+                for (unsigned m = 0; m < kMagnitudes; ++m)
+                    if (!(m & bit)) with[m] -= with[m | bit];
+            for (unsigned c = 0; c < kMagnitudes; ++c) out_.ranks[rows_][c] = uint16_t(totals_[c]);
+            ++rows_;
+            for (unsigned m = 0; m < kMagnitudes; ++m) totals_[context_[m]] += with[m];
+        }
+        void finish() {
+            for (unsigned c = 0; c < kContexts; ++c) out_.totals[c] = c < kMagnitudes ? totals_[c] : 0;
+        }
+
+    private:
+        static constexpr unsigned kLanes = Isa::kCountLanes;  // words that are counted in parallel
+
+        // Reads 8 × kLanes words. Each word of a counter holds 16 numbers of 4 bits, and none exceeds 8.
+        DELTAWIRE_INLINE static void count_products(const uint8_t* from, uint32_t (&with)[kMagnitudes]) {
+            uint64_t counters[kMagnitudes][kLanes] = {};
+            for (unsigned v = 0; v < 8; ++v) {
+                uint64_t x[kLanes];
+                std::memcpy(x, from + v * sizeof x, sizeof x);
+                for (unsigned l = 0; l < kLanes; ++l) {
+                    const uint64_t a = x[l] & kLowBits, b = x[l] >> 1 & kLowBits, c = x[l] >> 2 & kLowBits, bc = b & c;
+                    counters[1][l] += a;
+                    counters[2][l] += b;
+                    counters[3][l] += a & b;
+                    counters[4][l] += c;
+                    counters[5][l] += a & c;
+                    counters[6][l] += bc;
+                    counters[7][l] += a & bc;
+                }
+            }
+            constexpr uint64_t low = 0x0f0f0f0f0f0f0f0fu, low16 = 0x00ff00ff00ff00ffu;
+            for (unsigned m = 1; m < kMagnitudes; ++m) {
+                uint64_t total = 0;  // of bytes of at most 16, so that no byte exceeds 128
+                for (const uint64_t n : counters[m]) total += (n & low) + (n >> 4 & low);
+                total = (total & low16) + (total >> 8 & low16);
+                with[m] += uint32_t(total * 0x0001000100010001u >> 48);
+            }
+        }
+
+        PieceScan& out_;
+        uint8_t context_[kMagnitudes];
+        uint32_t rows_ = 0;
+        uint32_t totals_[kContexts] = {};
+    };
+
+    // Ranks the codes of one context, or finds those with given ranks, in ascending order.
+    class NibbleWalk {
+    public:
+        NibbleWalk(const ContextRule& rule, unsigned context, const uint8_t* piece, uint32_t bytes, const PieceScan& scan)
+            : members_(rule, context), piece_(piece), bytes_(bytes), column_(scan.ranks[0] + context) {}
+        uint32_t rank_of(uint32_t at) {
+            const uint32_t target = at / 16;
+            if (target / kBlockWords != word_ / kBlockWords) enter(target / kBlockWords);
+            for (; word_ < target; ++word_) before_ += uint32_t(std::popcount(members()));
+            return before_ + uint32_t(std::popcount(members() & ((uint64_t(1) << 4 * (at % 16)) - 1)));
+        }
+        uint32_t position_of(uint32_t rank) {
+            const uint32_t blocks = (bytes_ + kCountBlock - 1) / kCountBlock;
+            uint32_t block = word_ / kBlockWords;
+            while (block + 1 < blocks && column_[(block + 1) * kContexts] <= rank) ++block;
+            if (block != word_ / kBlockWords) enter(block);
+            for (;; ++word_) {
+                const uint64_t mask = members();
+                const uint32_t n = uint32_t(std::popcount(mask));
+                if (rank < before_ + n) return word_ * 16 + Isa::select(mask, rank - before_) / 4;
+                before_ += n;
+            }
+        }
+
+    private:
+        uint64_t members() const { return members_(word_at(piece_, bytes_, word_)) & valid(); }
+        // The last word of a tensor may be cut short.
+        uint64_t valid() const {
+            const uint32_t left = bytes_ - 8 * word_;
+            return left >= 8 ? ~uint64_t(0) : (uint64_t(1) << 8 * left) - 1;
+        }
+        void enter(uint32_t block) {
+            word_ = block * kBlockWords;
+            before_ = column_[block * kContexts];
+        }
+
+        Members members_;
+        const uint8_t* piece_;
+        uint32_t bytes_;
+        const uint16_t* column_;
+        uint32_t word_ = 0, before_ = 0;
+    };
+
+    static void scan_nibbles(const uint8_t* base, const uint8_t* next, uint32_t count, const ContextRule& rule, const Multipliers* multipliers,
+                             PieceScan& out, Lanes& lanes) {
+        const uint32_t bytes = count / 2, whole = bytes / kGroup;
+        DigestAlong<uint8_t> digest(base, bytes, multipliers);
+        NibbleCounts counts(rule, out);
+        uint16_t* positions = out.positions;
+        for (uint32_t g = 0; g < whole; ++g) {
+            const uint8_t *const a = base + g * kGroup, *const b = next + g * kGroup;
+            prefetch_group(a);
+            prefetch_group(b + kApart);
+            digest.before_group(g);
+            if (rule.mask && g % (kCountBlock / kGroup) == 0 && g * kGroup + kCountBlock <= bytes) counts.add(a, kCountBlock);
+            const uint64_t changed = Isa::differ(a, b);
+            if (changed) positions = Isa::positions(changed, uint16_t(g * kGroup), positions);
+        }
+        if (const uint32_t rest = bytes % kGroup) {
+            const Padded<uint8_t> a(base + whole * kGroup, rest), b(next + whole * kGroup, rest);
+            positions = Isa::positions(Isa::differ(a.data, b.data), uint16_t(whole * kGroup), positions);
+        }
+        if (rule.mask) finish_counts(base, bytes, counts);
+        digest.finish(lanes);
+        out.changes = uint32_t(positions - out.positions);
+    }
+    static void finish_counts(const uint8_t* base, uint32_t bytes, NibbleCounts& counts) {
+        if (const uint32_t rest = bytes % kCountBlock) {
+            alignas(64) uint8_t padded[kCountBlock] = {};
+            std::memcpy(padded, base + bytes - rest, rest);
+            counts.add(padded, rest);
+        }
+        counts.finish();
+    }
+
+    static uint32_t collect_nibbles(const uint8_t* base, const uint8_t* next, uint32_t count, const ContextRule& rule, const PieceScan& scan,
+                                    const Multipliers* multipliers, Collected<uint8_t>& out, Lanes& lanes) {
+        uint32_t found = 0;
+        if (scan.changes) {
+            uint32_t sums[4] = {};
+            const auto collect_with = [&](auto rank_of) {
+                for (uint32_t i = 0; i < scan.changes; ++i)
+                    for (uint32_t at = 2 * scan.positions[i], end = at + 2; at < end; ++at) {
+                        const uint8_t old = nibble_at(base, at), now = nibble_at(next, at);
+                        if (old == now) continue;
+                        const unsigned c = rule(old);
+                        auto& context = out.contexts[c];
+                        const uint32_t rank = context.seen + rank_of(c, at);
+                        *context.end++ = {rank - context.next_rank, step_between<Nibble>(old, now, rule.mask != 0), uint8_t(now ^ old)};
+                        context.next_rank = rank + 1;
+                        digest_change<Nibble>(at, old, now, multipliers, sums);
+                        ++found;
+                    }
+            };
+            if (rule.mask) {
+                const uint32_t bytes = count / 2;
+                std::array<std::optional<NibbleWalk>, kMagnitudes> walks;
+                collect_with([&](unsigned c, uint32_t at) {
+                    if (!walks[c]) walks[c].emplace(rule, c, base, bytes, scan);
+                    return walks[c]->rank_of(at);
+                });
+            } else {
+                collect_with([](unsigned, uint32_t at) { return at; });
+            }
+            for (unsigned j = 0; j < 4; ++j) lanes[j] += sums[j];
+        }
+        for (unsigned c = 0; c < kContexts; ++c) out.contexts[c].seen += rule.mask ? uint32_t(scan.totals[c]) : count;
+        return found;
+    }
+
+    static void locate_nibbles(const uint8_t* base, uint32_t count, uint32_t first, const ContextRule& rule, const Multipliers* multipliers,
+                               const ChunkChanges<uint8_t>& changes, Cursor& cursor, LocateSpace& space, Located<uint8_t>& out, Lanes& lanes) {
+        const uint32_t bytes = count / 2;
+        const bool floating = rule.mask != 0;
+        if (floating) {
+            DigestAlong<uint8_t> digest(base, bytes, multipliers);
+            NibbleCounts counts(rule, space.scan);
+            for (uint32_t g = 0; g < bytes / kGroup; ++g) {
+                prefetch_group(base + g * kGroup);
+                digest.before_group(g);
+                if (g % (kCountBlock / kGroup) == 0 && g * kGroup + kCountBlock <= bytes) counts.add(base + g * kGroup, kCountBlock);
+            }
+            finish_counts(base, bytes, counts);
+            digest.finish(lanes);
+        } else {
+            digest_bytes(base, bytes, multipliers, lanes);
+        }
+        for (unsigned c = 0; c < (floating ? kMagnitudes : 1); ++c) {
+            const auto& context = changes.contexts[c];
+            const uint32_t seen = cursor.seen[c], limit = seen + (floating ? uint32_t(space.scan.totals[c]) : count);
+            cursor.seen[c] = limit;
+            uint32_t i = cursor.next[c];
+            if (!context.changes || context.targets[i] >= limit) continue;
+            NibbleWalk walk(rule, c, base, bytes, space.scan);
+            for (; context.targets[i] < limit; ++i) {
+                const uint32_t rank = context.targets[i] - seen, at = floating ? walk.position_of(rank) : rank;
+                out.positions[out.count] = first + at;
+                out.values[out.count++] = stepped<Nibble>(nibble_at(base, at), context.operands[i], floating);
+            }
+            cursor.next[c] = i;
+        }
+    }
+
+    static void digest_changed_nibbles(const uint8_t* base, uint32_t first, const uint32_t* positions, const uint8_t* values, size_t n,
+                                       const Multipliers* multipliers, Lanes& lanes) {
+        uint32_t sums[4] = {};
+        for (size_t i = 0; i < n; ++i)
+            digest_change<Nibble>(positions[i] - first, nibble_at(base, positions[i] - first), values[i], multipliers, sums);
+        for (unsigned j = 0; j < 4; ++j) lanes[j] += sums[j];
+    }
+
     static uint64_t rice_cost(const uint32_t* values, size_t n, unsigned k, uint64_t limit) {
         const auto [sum, escapes] = Isa::rice_sums(values, n, k);
         uint64_t cost = n * (1 + k) + sum;
@@ -276,7 +526,7 @@ struct Kernel {
 
     static void multipliers(uint64_t seed, uint64_t first_block, size_t n, Multipliers* out) { fill_multipliers(seed, first_block, n, out); }
 
-    static void digest(const uint8_t* data, size_t bytes, const Multipliers* multipliers, Lanes& lanes) {
+    static void digest_bytes(const uint8_t* data, size_t bytes, const Multipliers* multipliers, Lanes& lanes) {
         DigestAlong<uint8_t> sums(data, uint32_t(bytes), multipliers);
         for (uint32_t g = 0; g < bytes / kGroup; ++g) {
             prefetch_group(data + g * kGroup);
@@ -290,7 +540,15 @@ struct Kernel {
         return {scan<T>, collect<T>, locate<T>, digest_changes<T>};
     }
     static constexpr Kernels table(const char* name) {
-        return {name, multipliers, digest, rice_cost, kernels_for<uint8_t>(), kernels_for<uint16_t>(), kernels_for<uint32_t>(), kernels_for<uint64_t>()};
+        return {name,
+                multipliers,
+                digest_bytes,
+                rice_cost,
+                {scan_nibbles, collect_nibbles, locate_nibbles, digest_changed_nibbles},
+                kernels_for<uint8_t>(),
+                kernels_for<uint16_t>(),
+                kernels_for<uint32_t>(),
+                kernels_for<uint64_t>()};
     }
 };
 

@@ -5,6 +5,8 @@ namespace deltawire {
 namespace {
 
 struct Scalar : OneByOne {
+    static constexpr unsigned kCountLanes = 4;
+
     struct Sorter {
         ContextRule rule;
         explicit Sorter(const ContextRule& r) : rule(r) {}

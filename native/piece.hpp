@@ -9,15 +9,22 @@
 
 namespace deltawire {
 
-// Calls `use(T{})` with the unsigned integer type of an element.
+// Calls `use(T{})` with the unsigned integer type of this many bytes.
 template <class Use>
-decltype(auto) with_element(uint8_t bytes, Use use) {
+decltype(auto) with_bytes(uint8_t bytes, Use use) {
     switch (bytes) {
         case 1: return use(uint8_t{});
         case 2: return use(uint16_t{});
         case 4: return use(uint32_t{});
         default: return use(uint64_t{});
     }
+}
+
+// Calls `use(E{})` with the type of a coded element: an unsigned integer, or `Nibble`.
+template <class Use>
+decltype(auto) with_element(const ElementType& type, Use use) {
+    if (type.width == 4) return use(Nibble{});
+    return with_bytes(type.bytes, use);
 }
 
 inline ContextRule context_rule(const ElementType& type, uint32_t top) {
@@ -27,11 +34,11 @@ inline ContextRule context_rule(const ElementType& type, uint32_t top) {
 // Returns contiguous elements of a tensor, one piece at a time: in place if the tensor is contiguous, else as a copy.
 class PieceReader {
 public:
-    const uint8_t* read(const View& view, uint64_t first, uint32_t count) {
-        if (view.data && view.contiguous) return view.data + first * view.bytes;
+    const uint8_t* read(const View& view, uint64_t first_byte, uint32_t bytes) {
+        if (view.data && !view.layout) return view.data + first_byte;
         prepare();
         if (view.data) {
-            view.gather(first, count, buffer_.get());
+            view.gather(first_byte / view.bytes, bytes / view.bytes, buffer_.get());
             zero_ = false;
         } else if (!zero_) {
             std::memset(buffer_.get(), 0, kBytes);
@@ -56,9 +63,9 @@ private:
 struct PieceMultipliers {
     std::array<Multipliers, kPieceBytes / 2 / kDigestBlock> of;
 
-    void fill(const Kernels& kernels, uint64_t seed, uint64_t first_element, uint32_t count, uint8_t bytes) {
-        const size_t blocks = (size_t(count) * bytes + 2 * kDigestBlock - 1) / (2 * kDigestBlock);
-        kernels.multipliers(seed, first_element * bytes / (2 * kDigestBlock), blocks, of.data());
+    void fill(const Kernels& kernels, uint64_t seed, uint64_t first_byte, uint32_t bytes) {
+        const size_t blocks = (bytes + 2 * kDigestBlock - 1) / (2 * kDigestBlock);
+        kernels.multipliers(seed, first_byte / (2 * kDigestBlock), blocks, of.data());
     }
 };
 
@@ -74,7 +81,9 @@ public:
     }
 
 private:
-    std::tuple<std::unique_ptr<Of<uint8_t>>, std::unique_ptr<Of<uint16_t>>, std::unique_ptr<Of<uint32_t>>, std::unique_ptr<Of<uint64_t>>> slots_;
+    std::tuple<std::unique_ptr<Of<Nibble>>, std::unique_ptr<Of<uint8_t>>, std::unique_ptr<Of<uint16_t>>, std::unique_ptr<Of<uint32_t>>,
+               std::unique_ptr<Of<uint64_t>>>
+        slots_;
 };
 
 }  // namespace deltawire

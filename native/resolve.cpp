@@ -10,49 +10,113 @@
 namespace deltawire {
 namespace {
 
-constexpr uint32_t kDigestUnit = 1u << 22;  // elements of an unchanged tensor that one thread processes at a time
+constexpr uint32_t kDigestTiles = 1u << 8;  // tiles of unchanged tensors that one thread processes at a time
 
-template <class T>
-void put_as(const View& view, uint64_t first, size_t n, const uint32_t* positions, const T* values) {
-    if (view.contiguous) {
-        T* to = reinterpret_cast<T*>(view.data) + first;
-        for (size_t i = 0; i < n; ++i) to[positions[i]] = values[i];
-    } else {
-        for (size_t i = 0; i < n; ++i) std::memcpy(view.at(first + positions[i]), values + i, sizeof(T));
+// The coded elements of a tensor in memory.
+template <class E>
+class ElementsOf {
+    using T = ValueOf<E>;
+
+public:
+    explicit ElementsOf(const View& view) : view_(view), contiguous_(!view.layout) {}
+
+    T get(uint64_t index) const {
+        T x;
+        std::memcpy(&x, at(index), sizeof(T));
+        if constexpr (Held<E>::width == 4) x = x >> 4 * (index % 2) & 15;
+        return x;
     }
-}
-
-void put(const View& view, uint64_t first, size_t n, const uint32_t* positions, const uint8_t* values) {
-    with_element(view.bytes, [&](auto element) { put_as(view, first, n, positions, reinterpret_cast<const decltype(element)*>(values)); });
-}
-
-// Like `put`, but leaves the old values in `values`. `piece` holds the elements from position `from` on.
-template <class T>
-void replace(const View& view, uint64_t first, const T* piece, uint32_t from, size_t n, const uint32_t* positions, T* values) {
-    for (size_t i = 0; i < n; ++i) {
-        const T old = piece[positions[i] - from];
-        put_as(view, first, 1, positions + i, values + i);
-        values[i] = old;
+    void put(uint64_t index, T x) const {
+        uint8_t* const to = at(index);
+        if constexpr (Held<E>::width == 4) x = T((*to & (index % 2 ? 0x0f : 0xf0)) | x << 4 * (index % 2));
+        std::memcpy(to, &x, sizeof(T));
     }
-}
 
-template <class T>
-void swap_values(const View& view, uint64_t first, size_t n, const uint32_t* positions, T* values) {
-    if (view.contiguous) {
-        T* const at = reinterpret_cast<T*>(view.data) + first;
-        for (size_t i = 0; i < n; ++i) std::swap(at[positions[i]], values[i]);
-    } else {
-        for (size_t i = 0; i < n; ++i) {
-            T old;
-            uint8_t* const at = view.at(first + positions[i]);
-            std::memcpy(&old, at, sizeof(T));
-            std::memcpy(at, values + i, sizeof(T));
-            values[i] = old;
+private:
+    uint8_t* at(uint64_t index) const {
+        if (contiguous_) return view_.data + index * Held<E>::width / 8;
+        if constexpr (Held<E>::width == 4) return view_.at(index / (2 * view_.bytes)) + index / 2 % view_.bytes;
+        else return view_.at(index);
+    }
+
+    const View& view_;
+    bool contiguous_;
+};
+
+// Calls `use(position, value)` in ascending order. Changes are sorted by piece, but not within a piece. `line` is the position of the first element of
+// the tensor's segment.
+template <class E, class Use>
+void ascending(const uint32_t* positions, const ValueOf<E>* values, size_t n, uint32_t line, Use use) {
+    std::array<ValueOf<E>, kPiece<E>> at;
+    std::array<uint64_t, kPiece<E> / kGroup> hit{};
+    for (size_t i = 0; i < n;) {
+        const uint32_t first = (positions[i] - line) & ~(kPiece<E> - 1);
+        for (; i < n && positions[i] - line - first < kPiece<E>; ++i) {
+            const uint32_t p = positions[i] - line - first;
+            hit[p / kGroup] |= uint64_t(1) << p % kGroup;
+            at[p] = values[i];
+        }
+        for (uint32_t g = 0; g < hit.size(); ++g) {
+            for (uint64_t bits = hit[g]; bits; bits &= bits - 1) {
+                const uint32_t p = g * kGroup + unsigned(std::countr_zero(bits));
+                use(first + p, at[p]);
+            }
+            hit[g] = 0;
         }
     }
 }
 
 }  // namespace
+
+struct Resolution::Group {
+    explicit Group(ResolveGroup&& from)
+        : given(std::move(from)),
+          tiles(given.bases.size(), [&](size_t t) { return given.type.coded(given.bases[t].count); }),
+          changed(given.bases.size()) {}
+
+    ResolveGroup given;
+    Tiles tiles;
+    std::vector<int64_t> changed;
+    size_t first_unit = 0, end_unit = 0;
+};
+
+// What one thread resolves at a time: a chunk, or tiles that do not change.
+struct Resolution::Unit {
+    Group* group;
+    Chunk chunk;
+    uint64_t changed = 0, first_changed = 0, last_changed = 0;  // in all tensors, in the first, and in the last one
+    Lanes before{}, after{};
+    // Its changes, in a worker's arena: positions on the line of the chunk, and values. They are sorted by piece, but not within a piece. Null if
+    // they were not kept.
+    uint32_t* positions = nullptr;
+    uint8_t* values = nullptr;   // where a tensor was written to: the old values
+    uint64_t written = 0;        // how many of its changes, from the first, are written where they are to be written
+    std::vector<uint8_t> own{};  // their memory, if an arena has no room for them
+
+    // Calls `use(segment, from, to)` for each tensor that has some of the first n changes: those from `from` to `to`.
+    template <class Use>
+    void for_each_run(const uint32_t* at, size_t n, Use use) const {
+        size_t from = 0;
+        group->tiles.for_each_segment(chunk.first_tile, chunk.tiles, [&](const Segment& s) {
+            const uint64_t end = s.line + s.elements;
+            size_t to = from;
+            if (end == chunk.elements) to = n;  // the last one
+            while (to < n && at[to] < end) ++to;
+            if (from < to) use(s, from, to);
+            from = to;
+            return to < n;
+        });
+    }
+};
+
+// The changes of one requested tensor that are in one unit.
+struct Resolution::Part {
+    size_t unit;
+    size_t slot;  // in the request
+    Segment segment;
+    uint64_t start, changes;  // the changes of the tensor in units before this one, and in this one
+    uint64_t count = 0;       // of those copied out
+};
 
 // The working memory of one resolving thread, and the changes that it keeps.
 class Resolution::Worker {
@@ -67,17 +131,17 @@ public:
           positions_(kMaxChanges),
           values_(size_t(kMaxChanges) * 8) {}
 
-    // Allocates all memory that it needs for this job, except for raw chunks with more than kMaxChanges changes.
-    void prepare(const ResolveJob& job) {
-        if (job.changes) with_element(job.type.bytes, [&](auto element) { decoders_.get<decltype(element)>(); });
-        if (!job.base.contiguous || !job.base.data) piece_.prepare();
+    // Allocates all memory that it needs for this group, except for raw chunks with more than kMaxChanges changes.
+    void prepare(const ResolveGroup& group) {
+        if (group.changes) with_element(group.type, [&](auto element) { decoders_.get<decltype(element)>(); });
+        piece_.prepare();
     }
 
     // Decodes and digests a unit, and keeps its changes if the budget allows it.
-    void resolve(const ResolveJob& job, Unit& unit) {
-        with_element(job.type.bytes, [&](auto element) {
-            resolve_as<decltype(element)>(job, unit, true);
-            if (defer_ && unit.changed && !unit.positions) keep_own(unit, sizeof element);
+    void resolve(Unit& unit) {
+        with_element(unit.group->given.type, [&](auto element) {
+            resolve_as<decltype(element)>(unit, true);
+            if (defer_ && unit.changed && !unit.positions) keep_own(unit, sizeof(ValueOf<decltype(element)>));
         });
     }
 
@@ -93,51 +157,82 @@ public:
 
     // Calls `use(count, positions, values)`, decoding the unit again if its changes were not kept.
     template <class Use>
-    void with_changes(const ResolveJob& job, const Unit& unit, Use use) {
+    void with_changes(const Unit& unit, Use use) {
         if (unit.positions) return use(unit.changed, unit.positions, unit.values);
-        Unit again = unit;
-        with_element(job.type.bytes, [&](auto element) { resolve_as<decltype(element)>(job, again, false); });
+        Unit again{unit.group, unit.chunk};
+        with_element(unit.group->given.type, [&](auto element) { resolve_as<decltype(element)>(again, false); });
         use(again.changed, positions_.data(), values_.data());
     }
 
 private:
-    template <class T>
-    void resolve_as(const ResolveJob& job, Unit& unit, bool keep) {
-        const auto& kernels = kernels_.of<T>();
-        ChunkDecoder<T>* decoder = nullptr;
+    template <class E>
+    void resolve_as(Unit& unit, bool first_time) {
+        using T = ValueOf<E>;
+        const auto& kernels = kernels_.of<E>();
+        const ResolveGroup& group = unit.group->given;
+        const Chunk& chunk = unit.chunk;
+        ChunkDecoder<E>* decoder = nullptr;
         ContextRule rule{};
         Cursor cursor;
         unit.before = unit.after = {};
         Located<T> located{0, positions_.data(), reinterpret_cast<T*>(values_.data())};
-        if (unit.mode == ChunkMode::coded) {
-            decoder = &decoders_.get<T>();
-            decoder->parse(unit.body, job.type, unit.elements);
-            rule = context_rule(job.type, decoder->top());
-            if (keep && take(unit, decoder->total(), sizeof(T))) located = {0, unit.positions, reinterpret_cast<T*>(unit.values)};
+        if (chunk.mode == ChunkMode::coded) {
+            decoder = &decoders_.get<E>();
+            decoder->parse(chunk.body, group.type, chunk.elements);
+            rule = context_rule(group.type, decoder->top());
+            if (first_time && take(unit, decoder->total(), sizeof(T))) located = {0, unit.positions, reinterpret_cast<T*>(unit.values)};
         }
-        if (unit.mode == ChunkMode::same && !job.base.data) return;  // zeros that do not change add nothing to the digest
-        for (uint32_t at = 0; at < unit.elements; at += kPiece<T>) {
-            const uint32_t n = std::min(kPiece<T>, unit.elements - at), from = located.count;
-            const uint64_t first = unit.first + at;
-            const T* base = reinterpret_cast<const T*>(piece_.read(job.base, first, n));
-            multipliers_->fill(kernels_, job.seed, first, n, sizeof(T));
-            if (unit.mode == ChunkMode::coded) {
-                kernels.locate(base, n, at, rule, multipliers_->of.data(), decoder->changes(), cursor, *space_, located, unit.before);
-            } else {
-                kernels_.digest(reinterpret_cast<const uint8_t*>(base), size_t(n) * sizeof(T), multipliers_->of.data(), unit.before);
-                if (unit.mode == ChunkMode::same) continue;
-                compare_raw(base, unit.body.data() + size_t(at) * sizeof(T), at, n, located);
-            }
-            kernels.digest_changes(base, at, located.positions + from, located.values + from, located.count - from, multipliers_->of.data(),
-                                   unit.after);
-            if (keep && job.write && unit.positions && !defer_) {
-                replace(job.base, unit.first, base, at, located.count - from, located.positions + from, located.values + from);
+        unit.group->tiles.for_each_segment(chunk.first_tile, chunk.tiles, [&](const Segment& s) {
+            const View& view = group.bases[s.tensor];
+            if (chunk.mode == ChunkMode::same && !view.data) return true;  // zeros that do not change add nothing to the digest
+            const uint32_t before = located.count;
+            for (uint64_t at = 0; at < s.elements; at += kPiece<E>) {
+                const uint32_t n = uint32_t(std::min<uint64_t>(kPiece<E>, s.elements - at)), bytes = uint32_t(group.type.bytes_of(n));
+                const uint32_t from = located.count, line = uint32_t(s.line + at);
+                const uint64_t first_byte = group.type.bytes_of(s.first + at);
+                const T* base = reinterpret_cast<const T*>(piece_.read(view, first_byte, bytes));
+                multipliers_->fill(kernels_, group.seeds[s.tensor], first_byte, bytes);
+                if (chunk.mode == ChunkMode::coded) {
+                    kernels.locate(base, n, line, rule, multipliers_->of.data(), decoder->changes(), cursor, *space_, located, unit.before);
+                } else {
+                    kernels_.digest(reinterpret_cast<const uint8_t*>(base), bytes, multipliers_->of.data(), unit.before);
+                    if (chunk.mode == ChunkMode::same) continue;
+                    compare_raw<E>(base, chunk.body.data() + group.type.bytes_of(line), line, n, located);
+                }
+                kernels.digest_changes(base, line, located.positions + from, located.values + from, located.count - from, multipliers_->of.data(),
+                                       unit.after);
+                if (!first_time || defer_ || !unit.positions) continue;
+                if (group.write[s.tensor]) replace<E>(view, s, base, uint32_t(at), located.count - from, located.positions + from, located.values + from);
                 unit.written = located.count;
             }
-        }
+            unit.last_changed = located.count - before;
+            if (!s.line) unit.first_changed = unit.last_changed;
+            if (first_time && unit.last_changed)
+                std::atomic_ref(unit.group->changed[s.tensor]).fetch_add(int64_t(unit.last_changed), std::memory_order_relaxed);
+            return true;
+        });
         unit.changed = located.count;
         add_lanes(unit.after, unit.before);
         if (decoder) decoder->check_end(cursor);
+    }
+
+    // Writes new values and keeps the old ones in their place. `piece` holds the elements of the segment from `at` on, as they were.
+    template <class E>
+    static void replace(const View& view, const Segment& s, const ValueOf<E>* piece, uint32_t at, size_t n, const uint32_t* positions,
+                        ValueOf<E>* values) {
+        const ElementsOf<E> elements(view);
+        for (size_t i = 0; i < n; ++i) {
+            const uint32_t position = positions[i] - s.line;
+            const ValueOf<E> old = piece_element<E>(piece, position - at);
+            elements.put(s.first + position, values[i]);
+            values[i] = old;
+        }
+    }
+
+    template <class E>
+    static ValueOf<E> piece_element(const ValueOf<E>* piece, uint32_t i) {
+        if constexpr (Held<E>::width == 4) return piece[i / 2] >> 4 * (i % 2) & 15;
+        else return piece[i];
     }
 
     // Copies the changes that were just decoded. A raw chunk may have too many for an arena.
@@ -159,19 +254,21 @@ private:
         return true;
     }
 
-    template <class T>
-    void compare_raw(const T* base, const uint8_t* raw, uint32_t at, uint32_t n, Located<T>& located) {
+    template <class E>
+    void compare_raw(const ValueOf<E>* base, const uint8_t* raw, uint32_t line, uint32_t n, Located<ValueOf<E>>& located) {
+        using T = ValueOf<E>;
         if (positions_.size() < size_t(located.count) + n) {  // a raw chunk is limited by its own bytes, not by kMaxChanges
             positions_.resize(size_t(located.count) + n);
-            values_.resize((size_t(located.count) + n) * 8);
+            values_.resize((size_t(located.count) + n) * sizeof(T));
             located.positions = positions_.data();
             located.values = reinterpret_cast<T*>(values_.data());
         }
         for (uint32_t i = 0; i < n; ++i) {
             T now;
-            std::memcpy(&now, raw + size_t(i) * sizeof(T), sizeof(T));
-            if (now == base[i]) continue;
-            located.positions[located.count] = at + i;
+            if constexpr (Held<E>::width == 4) now = piece_element<E>(raw, i);
+            else std::memcpy(&now, raw + size_t(i) * sizeof(T), sizeof(T));
+            if (now == piece_element<E>(base, i)) continue;
+            located.positions[located.count] = line + i;
             located.values[located.count++] = now;
         }
     }
@@ -189,20 +286,28 @@ private:
     std::vector<uint8_t> values_;
 };
 
-void Resolution::split(size_t j) {
-    const ResolveJob& job = jobs_[j];
-    if (!job.changes) {
-        for (uint64_t at = 0; at < job.base.count; at += kDigestUnit)
-            units_.push_back({j, at, uint32_t(std::min<uint64_t>(kDigestUnit, job.base.count - at)), ChunkMode::same, {}});
-        return;
+void Resolution::split(Group& group) {
+    const ResolveGroup& given = group.given;
+    const Tiles& tiles = group.tiles;
+    uint64_t covered = 0, elements = 0;
+    const auto unit = [&](const Chunk& chunk) {
+        units_.push_back({&group, chunk});
+        covered += chunk.tiles;
+        elements += chunk.elements;
+    };
+    group.first_unit = units_.size();
+    if (given.changes && given.old) {
+        for_each_old_chunk(given.payload, given.type, unit);
+        if (elements != given.bases[0].count)
+            throw WrongCount("the delta is for " + std::to_string(elements) + " elements, the tensor has " + std::to_string(given.bases[0].count) + ".");
+    } else if (given.changes) {
+        for_each_chunk(given.payload, given.type, tiles, unit);
     }
-    uint64_t elements = 0;
-    for_each_chunk(job.payload, job.type, [&](ChunkMode mode, uint32_t n, std::span<const uint8_t> body) {
-        units_.push_back({j, elements, n, mode, body});
-        elements += n;
-    });
-    if (elements != job.base.count)
-        throw WrongCount("the delta is for " + std::to_string(elements) + " elements, the tensor has " + std::to_string(job.base.count) + ".");
+    while (covered < tiles.count()) {  // tiles that do not change
+        const uint32_t n = uint32_t(std::min<uint64_t>(kDigestTiles, tiles.count() - covered));
+        unit({covered, n, uint32_t(tiles.elements(covered, n)), ChunkMode::same, {}});
+    }
+    group.end_unit = units_.size();
 }
 
 Resolution::~Resolution() = default;
@@ -212,104 +317,172 @@ Resolution::Resolution(unsigned threads, size_t budget, bool defer, const Kernel
         workers_.push_back(std::make_unique<Worker>(kernels, kept_, defer ? ~size_t(0) : budget, defer));
 }
 
-std::vector<Resolution::Tensor> Resolution::add(std::vector<ResolveJob> jobs) {
-    const size_t first_job = jobs_.size(), first_unit = units_.size();
-    for (ResolveJob& job : jobs) {
-        for (auto& worker : workers_) worker->prepare(job);
-        jobs_.push_back(std::move(job));
-        split(jobs_.size() - 1);
-        first_unit_.push_back(units_.size());
+std::vector<Resolution::Outcome> Resolution::add(std::vector<ResolveGroup> groups) {
+    const size_t first_group = groups_.size(), first_unit = units_.size();
+    for (ResolveGroup& given : groups) {
+        for (auto& worker : workers_) worker->prepare(given);
+        first_tensor_.push_back(groups_.empty() ? 0 : first_tensor_.back() + groups_.back()->given.bases.size());
+        groups_.push_back(std::make_unique<Group>(std::move(given)));
+        split(*groups_.back());
     }
-    parallel_for(units_.size() - first_unit, workers_, [&](auto& worker, size_t u) {
-        Unit& unit = units_[first_unit + u];
-        worker->resolve(jobs_[unit.job], unit);
-    });
-    std::vector<Tensor> out(jobs.size());
-    for (size_t u = first_unit; u < units_.size(); ++u) {
-        Tensor& t = out[units_[u].job - first_job];
-        t.changed += units_[u].changed;
-        add_lanes(t.before, units_[u].before);
-        add_lanes(t.after, units_[u].after);
+    parallel_for(units_.size() - first_unit, workers_, [&](auto& worker, size_t u) { worker->resolve(units_[first_unit + u]); });
+    std::vector<Outcome> out(groups.size());
+    for (size_t g = 0; g < out.size(); ++g) {
+        const Group& group = *groups_[first_group + g];
+        out[g].changed = group.changed;
+        for (size_t u = group.first_unit; u < group.end_unit; ++u) {
+            add_lanes(out[g].before, units_[u].before);
+            add_lanes(out[g].after, units_[u].after);
+        }
     }
     return out;
 }
 
-namespace {
-// Calls `use(position, value)` in ascending order. Changes are sorted by piece, but not within a piece.
-template <class T, class Use>
-void ascending(const uint32_t* positions, const T* values, size_t n, Use use) {
-    std::array<T, kPiece<T>> at;
-    std::array<uint64_t, kPiece<T> / kGroup> hit{};
-    for (size_t i = 0; i < n;) {
-        const uint32_t first = positions[i] & ~(kPiece<T> - 1);
-        for (; i < n && positions[i] - first < kPiece<T>; ++i) {
-            const uint32_t p = positions[i] - first;
-            hit[p / kGroup] |= uint64_t(1) << p % kGroup;
-            at[p] = values[i];
-        }
-        for (uint32_t g = 0; g < hit.size(); ++g) {
-            for (uint64_t bits = hit[g]; bits; bits &= bits - 1) {
-                const uint32_t p = g * kGroup + unsigned(std::countr_zero(bits));
-                use(first + p, at[p]);
-            }
-            hit[g] = 0;
-        }
+// Appends the parts of one tensor.
+void Resolution::add_parts(size_t tensor, size_t slot, std::vector<Part>& parts) const {
+    const size_t g = size_t(std::upper_bound(first_tensor_.begin(), first_tensor_.end(), tensor) - first_tensor_.begin()) - 1;
+    const Group& group = *groups_[g];
+    const size_t t = tensor - first_tensor_[g];
+    const uint64_t first = group.tiles.first_tile(t), end = group.tiles.first_tile(t + 1);
+    const auto begin = units_.begin() + ptrdiff_t(group.first_unit), stop = units_.begin() + ptrdiff_t(group.end_unit);
+    auto unit = std::partition_point(begin, stop, [&](const Unit& u) { return u.chunk.first_tile + u.chunk.tiles <= first; });
+    uint64_t start = 0;
+    for (; unit != stop && unit->chunk.first_tile < end; ++unit) {
+        const uint64_t from = unit->chunk.first_tile, to = from + unit->chunk.tiles;
+        const bool leads = first <= from, trails = end >= to;
+        const uint64_t changes = leads && trails ? unit->changed : leads ? unit->first_changed : trails ? unit->last_changed : uint64_t(group.changed[t]);
+        if (!changes) continue;
+        const uint64_t tile = std::max(first, from), tiles = std::min(end, to) - tile;
+        const Segment segment{t, (tile - first) * kTile, group.tiles.elements(tile, tiles), uint32_t(group.tiles.elements(from, tile - from))};
+        parts.push_back({size_t(unit - units_.begin()), slot, segment, start, changes});
+        start += changes;
     }
 }
-}  // namespace
 
-void Resolution::extract(size_t tensor, int64_t* indices, uint8_t* values) {
-    const uint8_t width = jobs_[tensor].type.bytes;
-    const size_t first = first_unit_[tensor], units = first_unit_[tensor + 1] - first;
-    std::vector<uint64_t> start(units);  // the start of each unit's changes in the output
-    for (size_t u = 1; u < units; ++u) start[u] = start[u - 1] + units_[first + u - 1].changed;
-    parallel_for(units, workers_, [&](auto& worker, size_t u) {
-        const Unit& unit = units_[first + u];
-        int64_t* to = indices + start[u];
-        uint8_t* out = values + start[u] * width;
-        worker->with_changes(jobs_[tensor], unit, [&](size_t n, const uint32_t* positions, const uint8_t* from) {
-            with_element(width, [&](auto element) {
-                using T = decltype(element);
-                ascending(positions, reinterpret_cast<const T*>(from), n, [&](uint32_t position, T value) {
-                    *to++ = int64_t(unit.first + position);
-                    std::memcpy(out, &value, sizeof(T));
-                    out += sizeof(T);
+// Calls `use(part, positions, values)` with the changes of each part. A unit is decoded again at most once.
+template <class Use>
+void Resolution::visit(std::vector<Part>& parts, Use use) {
+    std::vector<Part*> order(parts.size());
+    for (size_t i = 0; i < parts.size(); ++i) order[i] = &parts[i];
+    std::stable_sort(order.begin(), order.end(), [](const Part* a, const Part* b) { return a->unit < b->unit; });
+    std::vector<size_t> firsts;  // of each unit, in `order`
+    for (size_t i = 0; i < order.size(); ++i)
+        if (!i || order[i]->unit != order[i - 1]->unit) firsts.push_back(i);
+    parallel_for(firsts.size(), workers_, [&](auto& worker, size_t r) {
+        const Unit& unit = units_[order[firsts[r]]->unit];
+        const size_t end = r + 1 < firsts.size() ? firsts[r + 1] : order.size();
+        worker->with_changes(unit, [&](size_t n, const uint32_t* positions, const uint8_t* values) {
+            for (size_t i = firsts[r]; i < end; ++i) {
+                Part& part = *order[i];
+                const uint32_t line = part.segment.line;
+                const size_t from = size_t(std::partition_point(positions, positions + n, [&](uint32_t p) { return p < line; }) - positions);
+                with_element(unit.group->given.type, [&](auto element) {
+                    using E = decltype(element);
+                    use(element, part, positions + from, reinterpret_cast<const ValueOf<E>*>(values) + from);
                 });
-            });
+            }
         });
     });
 }
 
-void Resolution::extract_dense(size_t tensor, uint8_t* out) {
-    View view = jobs_[tensor].base;
-    view.data = out;
-    view.contiguous = true;
-    std::memset(out, 0, view.count * view.bytes);
-    for (size_t u = first_unit_[tensor]; u < first_unit_[tensor + 1]; ++u)
-        workers_[0]->with_changes(jobs_[tensor], units_[u], [&](size_t n, const uint32_t* positions, const uint8_t* values) {
-            put(view, units_[u].first, n, positions, values);
+void Resolution::extract(std::span<Extraction> tensors) {
+    std::vector<Part> parts;
+    for (size_t i = 0; i < tensors.size(); ++i) add_parts(tensors[i].tensor, i, parts);
+    visit(parts, [&](auto element, Part& part, const uint32_t* positions, const auto* values) {
+        using E = decltype(element);
+        const Segment& s = part.segment;
+        const View& base = units_[part.unit].group->given.bases[s.tensor];
+        const size_t width = base.bytes;
+        int64_t* indices = tensors[part.slot].indices + part.start;
+        uint8_t* out = tensors[part.slot].values + part.start * width;
+        ascending<E>(positions, values, part.changes, s.line, [&](uint32_t position, ValueOf<E> value) {
+            const uint64_t at = s.first + position;
+            if constexpr (Held<E>::width == 4) {
+                const int64_t own = int64_t(at / (2 * width));
+                if (!part.count || indices[part.count - 1] != own) {
+                    indices[part.count] = own;
+                    if (base.data) std::memcpy(out + part.count * width, base.at(uint64_t(own)), width);
+                    else std::memset(out + part.count * width, 0, width);
+                    ++part.count;
+                }
+                uint8_t& byte = out[(part.count - 1) * width + at / 2 % width];
+                byte = uint8_t((byte & (at % 2 ? 0x0f : 0xf0)) | value << 4 * (at % 2));
+            } else {
+                indices[part.count] = int64_t(at);
+                std::memcpy(out + part.count++ * width, &value, sizeof value);
+            }
         });
+    });
+    for (Extraction& tensor : tensors) tensor.count = 0;
+    for (const Part& part : parts) {  // several changed codes may be in one element, so parts may be shorter than their places
+        Extraction& to = tensors[part.slot];
+        const size_t width = units_[part.unit].group->given.type.bytes;
+        if (to.count != part.start) {
+            std::memmove(to.indices + to.count, to.indices + part.start, part.count * sizeof(int64_t));
+            std::memmove(to.values + to.count * width, to.values + part.start * width, part.count * width);
+        }
+        to.count += part.count;
+    }
+}
+
+void Resolution::extract_dense(std::span<const DenseExtraction> tensors) {
+    std::vector<Part> parts;
+    for (size_t i = 0; i < tensors.size(); ++i) add_parts(tensors[i].tensor, i, parts);
+    visit(parts, [&](auto element, Part& part, const uint32_t* positions, const auto* values) {
+        using E = decltype(element);
+        View view = units_[part.unit].group->given.bases[part.segment.tensor];
+        view.data = tensors[part.slot].out;
+        view.layout.reset();
+        const ElementsOf<E> elements(view);
+        for (size_t i = 0; i < part.changes; ++i) elements.put(part.segment.first + (positions[i] - part.segment.line), values[i]);
+    });
 }
 
 void Resolution::settle() {
     parallel_for(units_.size(), workers_, [&](auto& worker, size_t u) {
         const Unit& unit = units_[u];
-        const View& base = jobs_[unit.job].base;
-        if (!jobs_[unit.job].write || unit.written == unit.changed) return;
-        if (unit.mode == ChunkMode::raw && base.contiguous) {
-            std::memcpy(base.data + unit.first * base.bytes, unit.body.data(), unit.body.size());
+        const ResolveGroup& group = unit.group->given;
+        if (unit.written == unit.changed) return;
+        if (unit.chunk.mode == ChunkMode::raw) {
+            write_raw(unit);
             return;
         }
-        worker->with_changes(jobs_[unit.job], unit, [&](size_t n, const uint32_t* positions, const uint8_t* values) {
-            put(base, unit.first, n, positions, values);
+        if (std::find(group.write.begin(), group.write.end(), true) == group.write.end()) return;
+        worker->with_changes(unit, [&](size_t n, const uint32_t* positions, const uint8_t* values) { put(unit, n, positions, values); });
+    });
+}
+
+// Writes changes where they are to be written.
+void Resolution::put(const Unit& unit, size_t n, const uint32_t* positions, const uint8_t* values) {
+    const ResolveGroup& group = unit.group->given;
+    with_element(group.type, [&](auto element) {
+        using E = decltype(element);
+        unit.for_each_run(positions, n, [&](const Segment& s, size_t from, size_t to) {
+            if (!group.write[s.tensor]) return;
+            const ElementsOf<E> elements(group.bases[s.tensor]);
+            for (size_t i = from; i < to; ++i)
+                elements.put(s.first + (positions[i] - s.line), reinterpret_cast<const ValueOf<E>*>(values)[i]);
         });
+    });
+}
+
+void Resolution::write_raw(const Unit& unit) {
+    const ResolveGroup& group = unit.group->given;
+    unit.group->tiles.for_each_segment(unit.chunk.first_tile, unit.chunk.tiles, [&](const Segment& s) {
+        const View& view = group.bases[s.tensor];
+        if (!group.write[s.tensor]) return true;
+        const uint8_t* from = unit.chunk.body.data() + group.type.bytes_of(s.line);
+        const size_t first = group.type.bytes_of(s.first), bytes = group.type.bytes_of(s.elements);
+        if (!view.layout) std::memcpy(view.data + first, from, bytes);
+        else
+            for (size_t i = 0; i < bytes; i += view.bytes) std::memcpy(view.at((first + i) / view.bytes), from + i, view.bytes);
+        return true;
     });
 }
 
 void Resolution::revert() {
     for (Unit& unit : units_) {
-        if (!unit.written) continue;  // in this case there may be no base
-        put(jobs_[unit.job].base, unit.first, unit.written, unit.positions, unit.values);
+        if (unit.written) put(unit, unit.written, unit.positions, unit.values);
         unit.written = 0;
     }
 }
@@ -317,11 +490,21 @@ void Resolution::revert() {
 void Resolution::exchange() {
     parallel_for(units_.size(), workers_, [&](auto&, size_t u) {
         Unit& unit = units_[u];
-        const ResolveJob& job = jobs_[unit.job];
-        if (!job.write || !unit.changed) return;
-        with_element(job.base.bytes, [&](auto element) {
-            using T = decltype(element);
-            swap_values(job.base, unit.first, unit.changed, unit.positions, reinterpret_cast<T*>(unit.values));
+        if (!unit.changed) return;
+        const ResolveGroup& group = unit.group->given;
+        with_element(group.type, [&](auto element) {
+            using E = decltype(element);
+            auto* const values = reinterpret_cast<ValueOf<E>*>(unit.values);
+            unit.for_each_run(unit.positions, unit.changed, [&](const Segment& s, size_t from, size_t to) {
+                if (!group.write[s.tensor]) return;
+                const ElementsOf<E> elements(group.bases[s.tensor]);
+                for (size_t i = from; i < to; ++i) {
+                    const uint64_t at = s.first + (unit.positions[i] - s.line);
+                    const ValueOf<E> old = elements.get(at);
+                    elements.put(at, values[i]);
+                    values[i] = old;
+                }
+            });
         });
         unit.written = unit.written ? 0 : unit.changed;
     });
@@ -329,21 +512,13 @@ void Resolution::exchange() {
 
 void Resolution::compact() {
     for (auto& worker : workers_) worker->compact();
-    for (Unit& unit : units_) unit.body = {};
+    for (Unit& unit : units_) unit.chunk.body = {};
 }
 
 void write_elements(const View& view, const int64_t* indices, const uint8_t* values, size_t n) {
-    with_element(view.bytes, [&](auto element) {
+    with_bytes(view.bytes, [&](auto element) {
         for (size_t i = 0; i < n; ++i) std::memcpy(view.at(uint64_t(indices[i])), values + i * sizeof element, sizeof element);
     });
-}
-
-std::vector<Lanes> digest(std::span<const DigestJob> jobs, unsigned threads, const Kernels& kernels) {
-    std::vector<ResolveJob> resolve;
-    for (const DigestJob& job : jobs) resolve.push_back({job.view, {}, false, {0, job.view.bytes, 0, 0}, job.seed, false});
-    std::vector<Lanes> out;
-    for (const auto& tensor : Resolution(threads, 0, false, kernels).add(std::move(resolve))) out.push_back(tensor.before);
-    return out;
 }
 
 }  // namespace deltawire

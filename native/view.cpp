@@ -6,11 +6,11 @@
 namespace deltawire {
 
 uint8_t* View::at(uint64_t index) const {
-    if (contiguous) return data + index * bytes;
+    if (!layout) return data + index * bytes;
     uint8_t* p = data;
-    for (size_t d = shape.size(); d-- > 0;) {
-        p += int64_t(index % shape[d]) * strides[d];
-        index /= shape[d];
+    for (size_t d = layout->shape.size(); d-- > 0;) {
+        p += int64_t(index % layout->shape[d]) * layout->strides[d];
+        index /= layout->shape[d];
     }
     return p;
 }
@@ -20,16 +20,16 @@ void View::gather(uint64_t start, uint64_t n, uint8_t* out) const {
         std::memset(out, 0, n * bytes);
         return;
     }
-    if (contiguous) {
+    if (!layout) {
         std::memcpy(out, data + start * bytes, n * bytes);
         return;
     }
-    const uint64_t row = shape.back();
-    const int64_t stride = strides.back();
+    const uint64_t row = layout->shape.back();
+    const int64_t stride = layout->strides.back();
     while (n) {
         const uint64_t run = std::min(n, row - start % row);
         const uint8_t* p = at(start);
-        with_element(bytes, [&](auto element) {
+        with_bytes(bytes, [&](auto element) {
             for (uint64_t i = 0; i < run; ++i, p += stride, out += sizeof element) std::memcpy(out, p, sizeof element);
         });
         start += run;

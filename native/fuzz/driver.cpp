@@ -6,10 +6,11 @@
 // all inputs before it. Files after the options are such earlier inputs; with -runs=0 only they are executed. Other options of libFuzzer
 // are ignored.
 //
-// -cases writes the results of small payloads, for a comparison with the reference codec. A case is, little-endian: seven 64-bit integers
-// (type code, elements, 1 if there is a base, digest seed, bytes of payload, error: 0 none, 1 Corrupt, 2 WrongType, 3 WrongCount; changed
-// elements), four 32-bit lanes of the digest before and after, the base's elements, the payload, the positions of all changed elements
-// (64 bits each), and then their values.
+// -cases writes the results of small payloads, for a comparison with the reference codec. A case is, little-endian: six 64-bit integers
+// (type code; 1 for a payload of versions 1 and 2; tensors; bytes of payload; error: 0 none, 1 Corrupt, 2 WrongType, 3 WrongCount; changed
+// elements), four 32-bit lanes of the digest before and after, the payload, and for each tensor five 64-bit integers (elements, 1 if there
+// is a base, digest seed, changed coded elements, changed elements) and the base's elements; then the positions of all changed elements
+// within their tensors (64 bits each), and then their values.
 #include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>

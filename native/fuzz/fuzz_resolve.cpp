@@ -29,6 +29,7 @@ private:
 }  // namespace deltawire
 
 #include "../bits.hpp"
+#include "../payload.hpp"
 #include "../encode.cpp"
 #include "../resolve.cpp"
 
@@ -48,9 +49,9 @@ namespace {
         }                                                                                  \
     } while (false)
 
-constexpr ElementType kTypes[16] = {{0, 1, 0, 0},  {1, 1, 0, 0},  {2, 1, 0, 0},   {3, 1, 2, 5},  {4, 1, 3, 4},  {5, 1, 0, 0},
-                                    {6, 2, 0, 0},  {7, 2, 0, 0},  {8, 2, 10, 5},  {9, 2, 7, 8},  {10, 4, 0, 0}, {11, 4, 0, 0},
-                                    {12, 4, 23, 8}, {13, 8, 0, 0}, {14, 8, 0, 0}, {15, 8, 52, 11}};
+constexpr ElementType kTypes[18] = {{0, 1, 8, 0, 0},    {1, 1, 8, 0, 0},    {2, 1, 8, 0, 0},  {3, 1, 8, 2, 5},  {4, 1, 8, 3, 4},   {5, 1, 8, 0, 0},
+                                    {6, 2, 16, 0, 0},   {7, 2, 16, 0, 0},   {8, 2, 16, 10, 5}, {9, 2, 16, 7, 8}, {10, 4, 32, 0, 0}, {11, 4, 32, 0, 0},
+                                    {12, 4, 32, 23, 8}, {13, 8, 64, 0, 0}, {14, 8, 64, 0, 0}, {15, 8, 64, 52, 11}, {16, 1, 4, 0, 3},  {17, 4, 4, 0, 0}};
 constexpr size_t kMaxElements = 40960;
 constexpr size_t kUnlimited = ~size_t(0) / 2;
 
@@ -86,28 +87,27 @@ struct Tensor {
     View view;
     std::vector<uint8_t> original;  // a copy of the memory, including gaps between elements
 
-    enum Layout : unsigned { contiguous, unaligned, transposed, reversed, absent };
+    enum Kind : unsigned { contiguous, unaligned, transposed, reversed, absent };
 
-    Tensor(Layout layout, uint64_t rows, uint64_t columns, uint8_t bytes, const uint8_t* elements) {
+    Tensor(Kind kind, uint64_t rows, uint64_t columns, uint8_t bytes, const uint8_t* elements) {
         const uint64_t count = rows * columns;
         const int64_t b = bytes;
         view.count = count;
         view.bytes = bytes;
-        if (layout == absent) return;
+        if (kind == absent) return;
         size = count * bytes;
         size_t start = 0;
-        view.contiguous = layout == contiguous;
-        view.shape = {rows, columns};
-        view.strides = {int64_t(columns) * b, b};
-        if (layout == unaligned) {
+        Layout layout{{rows, columns}, {int64_t(columns) * b, b}};
+        if (kind == unaligned) {
             ++size;
             start = 1;
-        } else if (layout == transposed) {
-            view.strides = {b, int64_t(rows) * b};
-        } else if (layout == reversed) {  // every second element, from the end
+        } else if (kind == transposed) {
+            layout.strides = {b, int64_t(rows) * b};
+        } else if (kind == reversed) {  // every second element, from the end
             if (count) start = (count - 1) * 2 * bytes, size = start + bytes;
-            view.strides = {-2 * b * int64_t(columns), -2 * b};
+            layout.strides = {-2 * b * int64_t(columns), -2 * b};
         }
+        if (kind != contiguous) view.layout = std::make_shared<const Layout>(layout);
         memory.reset(new uint8_t[size]);
         std::memset(memory.get(), 0x5a, size);
         view.data = memory.get() + start;
@@ -125,14 +125,16 @@ struct Tensor {
 struct Isa {
     explicit Isa(const Kernels& k) : kernels(k), resolution(1, 0, false, k) {}
 
-    Resolution& fresh(size_t budget) {
-        resolution.jobs_.clear();
+    Resolution& fresh(size_t budget, bool defer = false) {
         resolution.units_.clear();
-        resolution.first_unit_.assign(1, 0);
+        resolution.groups_.clear();
+        resolution.first_tensor_.clear();
         resolution.kept_ = 0;
+        resolution.defer_ = defer;
         Resolution::Worker& worker = *resolution.workers_[0];
         worker.arena_.clear();
-        worker.budget_ = budget;
+        worker.budget_ = defer ? kUnlimited : budget;
+        worker.defer_ = defer;
         if (worker.positions_.size() > kMaxChanges) {  // it has grown for a raw chunk
             worker.positions_ = std::vector<uint32_t>(kMaxChanges);
             worker.values_ = std::vector<uint8_t>(size_t(kMaxChanges) * 8);
@@ -156,24 +158,35 @@ std::vector<std::unique_ptr<Isa>>& isas() {
 
 struct Encoding {
     std::vector<uint8_t> payload;
-    uint64_t changed = 0;
+    std::vector<int64_t> changed;
     Lanes before{}, after{};
     bool operator==(const Encoding&) const = default;
 };
 
-Encoding encode_with(Isa& isa, const EncodeJob& job, bool whole_api) {
+Encoding encode_with(Isa& isa, const EncodeGroup& group, bool old, bool whole_api) {
     Encoding out;
-    out.payload.push_back(job.type.code);
+    if (old) out.payload.push_back(group.type.code);
+    const auto append = [&](const std::vector<uint8_t>& bytes, size_t n) { out.payload.insert(out.payload.end(), bytes.begin(), bytes.begin() + ptrdiff_t(n)); };
     if (whole_api) {
-        const auto encoded = encode(std::span(&job, 1), 1, isa.kernels);
-        for (const auto& block : encoded[0].blocks) out.payload.insert(out.payload.end(), block.begin(), block.end());
+        const auto encoded = encode(std::span(&group, 1), old, 1, isa.kernels);
+        for (const auto& block : encoded[0].blocks) append(block, block.size());
         out.changed = encoded[0].changed, out.before = encoded[0].before, out.after = encoded[0].after;
-    } else if (job.next.count) {
-        with_element(job.type.bytes, [&](auto element) {
-            const auto block = isa.encoders.get<decltype(element)>(isa.kernels).encode(job, 0, uint32_t(job.next.count));
-            out.payload.insert(out.payload.end(), block.bytes.begin(), block.bytes.end());
-            out.changed = block.changed, out.before = block.before, out.after = block.after;
-        });
+    } else {
+        const Tiles tiles(group.nexts.size(), [&](size_t t) { return group.type.coded(group.nexts[t].count); });
+        const uint32_t size = old ? kOldBlock / kTile : group.type.block_tiles();
+        out.changed.resize(group.nexts.size());
+        size_t end = 0;
+        for (uint64_t at = 0; at < tiles.count(); at += size) {
+            Block block{0, at, uint32_t(std::min<uint64_t>(size, tiles.count() - at))};
+            with_element(group.type, [&](auto element) {
+                isa.encoders.get<decltype(element)>(isa.kernels).encode(group, tiles, old, block, out.changed);
+            });
+            append(block.bytes, block.bytes.size());
+            if (block.last_change) end = out.payload.size() - block.bytes.size() + block.last_change;
+            add_lanes(out.before, block.before);
+            add_lanes(out.after, block.after);
+        }
+        if (!old) out.payload.resize(end);
     }
     out.payload.shrink_to_fit();
     return out;
@@ -186,7 +199,7 @@ struct Companion {
         for (size_t i = 0; i < next.size(); i += 6) next[i] ^= 1;
         next_bytes = next;
         const Tensor to(Tensor::contiguous, 10, 10, 2, next.data());
-        encoding = encode_with(*isas().back(), {tensor.view, to.view, kTypes[9], 7}, false);
+        encoding = encode_with(*isas().back(), {kTypes[9], {tensor.view}, {to.view}, {7}}, true, false);
     }
     static std::vector<uint8_t> make() {
         std::vector<uint8_t> out(200);
@@ -194,17 +207,19 @@ struct Companion {
         for (auto& b : out) b = uint8_t(random());
         return out;
     }
-    ResolveJob job() const { return {tensor.view, encoding.payload, true, kTypes[9], 7, true}; }
+    ResolveGroup group() const { return {kTypes[9], {tensor.view}, {7}, {true}, encoding.payload, true, true}; }
 
     std::vector<uint8_t> bytes, next_bytes;
     Tensor tensor;
     Encoding encoding;
 };
 
+// The tensors of a group, or one tensor of an old payload.
 struct Case {
     ElementType type;
-    Tensor& base;
-    uint64_t seed;
+    std::vector<Tensor>& bases;
+    std::vector<uint64_t> seeds;
+    bool old;
     uint8_t options;
     uint64_t hash;
 
@@ -213,23 +228,51 @@ struct Case {
         const size_t budgets[4] = {0, kUnlimited, size_t(64) + (options & 0xf0) * 16, size_t(16384) * 4 + 4096};
         return budgets[((options & 3) + i) % 4];
     }
+    std::vector<View> views() const {
+        std::vector<View> out;
+        for (const Tensor& base : bases) out.push_back(base.view);
+        return out;
+    }
+    uint64_t count() const {
+        uint64_t n = 0;
+        for (const Tensor& base : bases) n += base.view.count;
+        return n;
+    }
+    // All tensors are written to, or all but some.
+    std::vector<uint8_t> writes(bool all) const {
+        std::vector<uint8_t> out;
+        for (size_t t = 0; t < bases.size(); ++t) out.push_back(bases[t].view.data && (all || hash >> (32 + t) & 1));
+        return out;
+    }
+    ResolveGroup group(std::span<const uint8_t> payload, std::vector<uint8_t> write) const {
+        return {type, views(), seeds, std::move(write), payload, true, old};
+    }
+    bool untouched() const {
+        return std::all_of(bases.begin(), bases.end(), [](const Tensor& base) { return base.untouched(); });
+    }
+    void restore() const {
+        for (Tensor& base : bases) base.restore();
+    }
 };
 
-struct Outcome {
+struct Result {
     int error = 0;
     std::string what;
-    Resolution::Tensor tensor;
-    std::vector<int64_t> indices;
+    Resolution::Outcome outcome;
+    std::vector<size_t> first;     // of each tensor, in the lists below
+    std::vector<int64_t> indices;  // in the tensor
     std::vector<uint8_t> values;
 
-    bool operator==(const Outcome& o) const {
-        return error == o.error && what == o.what && tensor.changed == o.tensor.changed && tensor.before == o.tensor.before &&
-               tensor.after == o.tensor.after && indices == o.indices && values == o.values;
+    bool same_sums(const Resolution::Outcome& o) const {
+        return outcome.changed == o.changed && outcome.before == o.before && outcome.after == o.after;
+    }
+    bool operator==(const Result& o) const {
+        return error == o.error && what == o.what && same_sums(o.outcome) && first == o.first && indices == o.indices && values == o.values;
     }
 };
 
 template <class Use>
-void guarded(Outcome& out, Use use) {
+void guarded(Result& out, Use use) {
     try {
         use();
     } catch (const Corrupt& e) {
@@ -242,135 +285,189 @@ void guarded(Outcome& out, Use use) {
 }
 
 // Resolves without writing: add, extract, and extract_dense if there is no base.
-Outcome read_out(Isa& isa, const Case& c, std::span<const uint8_t> payload, size_t budget) {
-    Outcome out;
-    const View& base = c.base.view;
+Result read_out(Isa& isa, const Case& c, std::span<const uint8_t> payload, size_t budget) {
+    Result out;
     Resolution& resolution = isa.fresh(budget);
-    guarded(out, [&] { out.tensor = resolution.add({{base, payload, true, c.type, c.seed, false}})[0]; });
+    guarded(out, [&] { out.outcome = std::move(resolution.add({c.group(payload, std::vector<uint8_t>(c.bases.size()))})[0]); });
     if (!out.error) {
         const uint8_t width = c.type.bytes;
-        REQUIRE(out.tensor.changed <= base.count);
-        out.indices = std::vector<int64_t>(out.tensor.changed, -1);
-        out.values = std::vector<uint8_t>(out.tensor.changed * width);
-        resolution.extract(0, out.indices.data(), out.values.data());
-        std::vector<uint8_t> dense;
-        if (!base.data) {
-            dense = std::vector<uint8_t>(base.count * width, 0xee);
-            if (base.count) resolution.extract_dense(0, dense.data());
+        const size_t tensors = c.bases.size();
+        std::vector<std::vector<int64_t>> indices(tensors);
+        std::vector<std::vector<uint8_t>> values(tensors), dense(tensors);
+        std::vector<Resolution::Extraction> wanted;
+        std::vector<Resolution::DenseExtraction> wanted_dense;
+        for (size_t t = 0; t < tensors; ++t) {
+            const View& base = c.bases[t].view;
+            const auto changed = uint64_t(out.outcome.changed[t]);
+            REQUIRE(changed <= c.type.coded(base.count));
+            indices[t].assign(changed, -1);
+            values[t].resize(changed * width);
+            wanted.push_back({t, indices[t].data(), values[t].data()});
+            if (base.data || !base.count) continue;
+            dense[t].resize(base.count * width);
+            wanted_dense.push_back({t, dense[t].data()});
         }
-        size_t zeros_from = 0;
-        const auto all_zero = [&](size_t from, size_t to) {
-            for (size_t i = from * width; i < to * width; ++i) REQUIRE(dense[i] == 0);
-        };
-        for (size_t i = 0; i < out.indices.size(); ++i) {
-            const int64_t at = out.indices[i];
-            REQUIRE(at >= 0 && uint64_t(at) < base.count);
-            REQUIRE(!i || at > out.indices[i - 1]);
-            const uint8_t* const now = out.values.data() + i * width;
-            if (base.data) {
-                REQUIRE(std::memcmp(base.at(uint64_t(at)), now, width) != 0);
-            } else {
-                REQUIRE(std::memcmp(dense.data() + size_t(at) * width, now, width) == 0);
-                all_zero(zeros_from, size_t(at));
-                zeros_from = size_t(at) + 1;
+        resolution.extract(wanted);
+        resolution.extract_dense(wanted_dense);
+        for (size_t t = 0; t < tensors; ++t) {
+            const View& base = c.bases[t].view;
+            const auto changed = uint64_t(out.outcome.changed[t]), n = wanted[t].count;
+            REQUIRE(c.type.width == 4 ? n <= changed && n * c.type.bytes * 2 >= changed : n == changed);
+            out.first.push_back(out.indices.size());
+            size_t zeros_from = 0;
+            const auto all_zero = [&](size_t from, size_t to) {
+                for (size_t i = from * width; i < to * width; ++i) REQUIRE(dense[t][i] == 0);
+            };
+            for (size_t i = 0; i < n; ++i) {
+                const int64_t at = indices[t][i];
+                REQUIRE(at >= 0 && uint64_t(at) < base.count);
+                REQUIRE(!i || at > indices[t][i - 1]);
+                const uint8_t* const now = values[t].data() + i * width;
+                if (base.data) {
+                    REQUIRE(std::memcmp(base.at(uint64_t(at)), now, width) != 0);
+                } else {
+                    REQUIRE(std::memcmp(dense[t].data() + size_t(at) * width, now, width) == 0);
+                    all_zero(zeros_from, size_t(at));
+                    zeros_from = size_t(at) + 1;
+                }
+                out.indices.push_back(at);
+                out.values.insert(out.values.end(), now, now + width);
             }
+            if (!base.data) all_zero(zeros_from, base.count);
         }
-        if (!base.data) all_zero(zeros_from, base.count);
+        out.first.push_back(out.indices.size());
     }
-    REQUIRE(c.base.untouched());
+    REQUIRE(c.untouched());
     return out;
 }
 
-// Resolves with writing: add, then settle or revert. `expected` is the memory after the changes.
-void write_in(Isa& isa, const Case& c, std::span<const uint8_t> payload, size_t budget, const Outcome& reference, const std::vector<uint8_t>& expected,
-              bool settle) {
+// Resolves with writing: add, then settle, revert or exchange. `expected` is the memory of each tensor after the changes.
+void write_in(Isa& isa, const Case& c, std::span<const uint8_t> payload, size_t budget, const Result& reference,
+              const std::vector<std::vector<uint8_t>>& expected, unsigned how) {
     static Companion companion;
-    const bool along = c.options & 4, before = c.options & 8;
-    Outcome out;
-    Resolution& resolution = isa.fresh(budget);
+    const bool along = c.options & 4, before = c.options & 8, settle = how & 1, defer = (how & 6) == 0;
+    const std::vector<uint8_t> writes = c.writes(how & 8);
+    Result out;
+    Resolution& resolution = isa.fresh(budget, defer);
     guarded(out, [&] {
-        const ResolveJob job{c.base.view, payload, true, c.type, c.seed, true};
-        if (along && before) resolution.add({companion.job()});
-        if (along && !before) out.tensor = resolution.add({companion.job(), job})[1];
-        else out.tensor = resolution.add({job})[0];
+        if (along && before) resolution.add({companion.group()});
+        if (along && !before) out.outcome = std::move(resolution.add({companion.group(), c.group(payload, writes)})[1]);
+        else out.outcome = std::move(resolution.add({c.group(payload, writes)})[0]);
     });
     REQUIRE(out.error == reference.error && out.what == reference.what);
-    if (out.error || !settle) {
-        resolution.revert();
-        REQUIRE(c.base.untouched());
+    const auto written = [&] {
+        for (size_t t = 0; t < c.bases.size(); ++t) REQUIRE(writes[t] ? c.bases[t].holds(expected[t]) : c.bases[t].untouched());
+        if (along) REQUIRE(companion.tensor.holds(companion.next_bytes));
+    };
+    const auto untouched = [&] {
+        REQUIRE(c.untouched());
         REQUIRE(companion.tensor.untouched());
-        return;
+    };
+    if (out.error || (!settle && !defer)) {
+        resolution.revert();
+        return untouched();
     }
-    REQUIRE(out.tensor.changed == reference.tensor.changed && out.tensor.before == reference.tensor.before && out.tensor.after == reference.tensor.after);
+    REQUIRE(reference.same_sums(out.outcome));
+    if (defer) {
+        untouched();
+        resolution.exchange();
+        written();
+        resolution.exchange();
+        return untouched();
+    }
     resolution.settle();
-    REQUIRE(c.base.holds(expected));
-    if (along) REQUIRE(companion.tensor.holds(companion.next_bytes));
+    written();
     // The digest that `add` returned is the digest of the memory as it is now.
-    const auto digests = isa.fresh(0).add({{c.base.view, {}, false, c.type, c.seed, false}});
-    REQUIRE(digests[0].before == reference.tensor.after && digests[0].after == reference.tensor.after && !digests[0].changed);
+    if (std::count(writes.begin(), writes.end(), 1) == ptrdiff_t(writes.size())) {
+        ResolveGroup now = c.group({}, writes);
+        now.changes = false;
+        const auto digests = isa.fresh(0).add({std::move(now)});
+        REQUIRE(digests[0].before == reference.outcome.after && digests[0].after == reference.outcome.after);
+    }
     companion.tensor.restore();
-    c.base.restore();
+    c.restore();
 }
 
-void check_inspect(const Case& c, std::span<const uint8_t> payload, const Outcome& reference) {
+void check_inspect(const Case& c, std::span<const uint8_t> payload, const Result& reference) {
     PayloadFacts facts;
-    Outcome out;
-    guarded(out, [&] { facts = inspect(payload, c.type); });
+    Result out;
+    guarded(out, [&] { facts = inspect(payload, c.type, c.old); });
     if (out.error) {
         REQUIRE(reference.error);
         return;
     }
     if (reference.error) return;
-    uint64_t elements = 0, changed = 0;
+    uint64_t size = 0, changed = 0;
+    int64_t found = 0;
     bool raw = false;
-    for (const ChunkFacts& chunk : facts.chunks) elements += chunk.elements, changed += chunk.changed, raw |= chunk.mode == ChunkMode::raw;
-    REQUIRE(elements == c.base.view.count);
-    REQUIRE(raw ? changed >= reference.tensor.changed : changed == reference.tensor.changed);
+    for (const ChunkFacts& chunk : facts.chunks) size += chunk.elements, changed += chunk.changed, raw |= chunk.mode == ChunkMode::raw;
+    for (const int64_t n : reference.outcome.changed) found += n;
+    if (c.old) REQUIRE(size == c.count());
+    REQUIRE(raw ? changed >= uint64_t(found) : changed == uint64_t(found));
 }
 
 // Writes one case as driver.cpp documents it. Large cases are left out, because the reference decodes one code at a time.
-void write_case(const Case& c, std::span<const uint8_t> payload, const Outcome& out) {
-    if (c.base.view.count > 400 || payload.size() > 4096) return;
+void write_case(const Case& c, std::span<const uint8_t> payload, const Result& out) {
+    if (c.type.coded(c.count()) > 400 || payload.size() > 4096) return;
     const auto put = [](const void* data, size_t size) { REQUIRE(!size || std::fwrite(data, 1, size, fuzz_cases) == size); };
     const auto number = [&](uint64_t x) { put(&x, 8); };
-    std::vector<uint8_t> elements(c.base.view.data ? c.base.view.count * c.type.bytes : 0);
-    if (!elements.empty()) c.base.view.gather(0, c.base.view.count, elements.data());
-    number(c.type.code), number(c.base.view.count), number(c.base.view.data != nullptr), number(c.seed), number(payload.size());
-    number(uint64_t(out.error)), number(out.tensor.changed);
-    put(out.tensor.before.data(), 16), put(out.tensor.after.data(), 16);
-    put(elements.data(), elements.size()), put(payload.data(), payload.size());
+    number(c.type.code), number(c.old), number(c.bases.size()), number(payload.size()), number(uint64_t(out.error)), number(out.indices.size());
+    put(out.outcome.before.data(), 16), put(out.outcome.after.data(), 16);
+    put(payload.data(), payload.size());
+    for (size_t t = 0; t < c.bases.size(); ++t) {
+        const View& base = c.bases[t].view;
+        std::vector<uint8_t> elements(base.data ? base.count * c.type.bytes : 0);
+        if (!elements.empty()) base.gather(0, base.count, elements.data());
+        number(base.count), number(base.data != nullptr), number(c.seeds[t]);
+        number(out.error ? 0 : uint64_t(out.outcome.changed[t])), number(out.error ? 0 : out.first[t + 1] - out.first[t]);
+        put(elements.data(), elements.size());
+    }
     put(out.indices.data(), out.indices.size() * 8), put(out.values.data(), out.values.size());
 }
 
 // Does everything that can be done with a payload, on several instruction sets.
-Outcome attack(const Case& c, std::span<const uint8_t> bytes) {
+Result attack(const Case& c, std::span<const uint8_t> bytes) {
     const std::unique_ptr<uint8_t[]> exact(new uint8_t[bytes.size()]);
     if (!bytes.empty()) std::memcpy(exact.get(), bytes.data(), bytes.size());
     const std::span<const uint8_t> payload(exact.get(), bytes.size());
     auto& all = isas();
     const size_t lead = c.hash % all.size();
-    const Outcome reference = read_out(*all[lead], c, payload, c.budget(0));
+    const Result reference = read_out(*all[lead], c, payload, c.budget(0));
     if (fuzz_cases) write_case(c, payload, reference);
     // All instruction sets share the code that refuses a payload before a kernel runs, so usually one of them is enough for such payloads.
     static const std::string walked[] = {"a position falls outside its chunk.", "an inverted context has another number of elements than the base."};
     const bool early = reference.error && reference.what != walked[0] && reference.what != walked[1];
     // Most other payloads are tried on two instruction sets, which differ each time.
     const size_t tried = (c.hash >> 8 & 7) ? std::min<size_t>(early ? 1 : 2, all.size()) : all.size();
-    std::vector<uint8_t> expected;
-    if (!reference.error && c.base.view.data) {
-        write_elements(c.base.view, reference.indices.data(), reference.values.data(), reference.indices.size());
-        expected.assign(c.base.memory.get(), c.base.memory.get() + c.base.size);
-        c.base.restore();
+    std::vector<std::vector<uint8_t>> expected(c.bases.size());
+    for (size_t t = 0; t < c.bases.size() && !reference.error; ++t) {
+        const Tensor& base = c.bases[t];
+        const size_t first = reference.first[t], n = reference.first[t + 1] - first;
+        if (!base.view.data) continue;
+        write_elements(base.view, reference.indices.data() + first, reference.values.data() + first * c.type.bytes, n);
+        expected[t].assign(base.memory.get(), base.memory.get() + base.size);
     }
+    c.restore();
     for (size_t i = 0; i < tried; ++i) {
         Isa& isa = *all[(lead + i) % all.size()];
         if (i) REQUIRE(read_out(isa, c, payload, c.budget(i)) == reference);
-        if (c.base.view.data) write_in(isa, c, payload, c.budget(i + (c.hash >> 12 & 3)), reference, expected, c.hash >> (16 + i) & 1);
-        else isa.resolution.revert();  // does nothing, because nothing is written
+        write_in(isa, c, payload, c.budget(i + (c.hash >> 12 & 3)), reference, expected, unsigned(c.hash >> (16 + 4 * i)));
     }
     if ((c.hash >> 20 & 63) == 0) check_inspect(c, payload, reference);
     for (auto& isa : all) isa->fresh(0);  // otherwise libFuzzer searches for leaks
     return reference;
+}
+
+// The coded elements of a tensor's bytes.
+uint64_t coded_at(const ElementType& type, const std::vector<uint8_t>& bytes, uint64_t i) {
+    if (type.width == 4) return bytes[i / 2] >> 4 * (i % 2) & 15;
+    uint64_t x = 0;
+    std::memcpy(&x, bytes.data() + i * type.bytes, type.bytes);
+    return x;
+}
+void put_coded(const ElementType& type, std::vector<uint8_t>& bytes, uint64_t i, uint64_t x) {
+    if (type.width == 4) bytes[i / 2] = uint8_t((bytes[i / 2] & (i % 2 ? 0x0f : 0xf0)) | (x & 15) << 4 * (i % 2));
+    else std::memcpy(bytes.data() + i * type.bytes, &x, type.bytes);
 }
 
 // Makes elements that are like weights, small integers, fuzzed bytes or noise.
@@ -382,66 +479,83 @@ std::vector<uint8_t> make_elements(const ElementType& type, uint64_t count, unsi
         return out;
     }
     const uint64_t middle = type.exponent_mask() * 3 / 4;
-    for (uint64_t i = 0; i < count; ++i) {
+    for (uint64_t i = 0; i < type.coded(count); ++i) {
         uint64_t x = random();
         if (kind == 3) {
             const unsigned zeros = unsigned(std::countr_zero(x | uint64_t(1) << 40));
             if (type.exponent_bits) {
                 const uint64_t sign = x >> 63, exponent = middle - std::min<uint64_t>(middle, zeros), low = low_bits(x >> 8, type.exponent_shift);
-                x = sign << (type.width() - 1) | exponent << type.exponent_shift | low;
+                x = sign << (type.width - 1) | exponent << type.exponent_shift | low;
             } else {
                 x = zeros;
             }
         }
-        std::memcpy(out.data() + i * type.bytes, &x, type.bytes);
+        put_coded(type, out, i, x);
     }
     return out;
 }
 
-template <class T>
+template <class E>
 void change_as(std::vector<uint8_t>& elements, const ElementType& type, unsigned density, unsigned kind, Random& random) {
+    using T = ValueOf<E>;
+    constexpr unsigned width = Held<E>::width;
     static constexpr uint32_t per_65536[8] = {0, 64, 700, 6000, 20000, 40000, 60000, 65536};
-    for (size_t i = 0; i < elements.size(); i += sizeof(T)) {
+    for (uint64_t i = 0; i < type.coded(elements.size() / type.bytes); ++i) {
         const uint64_t r = random();
         if ((r & 0xffff) >= per_65536[density]) continue;
-        T x;
-        std::memcpy(&x, elements.data() + i, sizeof(T));
+        T x = T(coded_at(type, elements, i));
         const bool floating = type.exponent_bits;
         const T sign = T(r >> 16 & 1 ? T(1) : T(T(0) - T(1)));
         const uint64_t small = uint64_t(std::countr_zero(r >> 20 | uint64_t(1) << 30)) + 1;
         switch (kind == 4 ? unsigned(r >> 17 & 3) : kind) {
-            case 0: x = unordered<T>(T(ordered<T>(x, floating) + sign), floating); break;
-            case 1: x = unordered<T>(T(ordered<T>(x, floating) + T(uint64_t(sign) * small)), floating); break;
-            case 2: x = T(x ^ T(T(0x80 >> (small & 7)) | T(1)) << (sizeof(T) * 8 - 8)); break;
+            case 0: x = stepped<E>(x, sign, floating); break;
+            case 1: x = stepped<E>(x, T(uint64_t(sign) * small), floating); break;
+            case 2: x = T(x ^ T(T(0x80 >> (small & 7)) | T(1)) << (width < 8 ? 0 : width - 8)); break;
             default: x = T(random()); break;
         }
-        std::memcpy(elements.data() + i, &x, sizeof(T));
+        put_coded(type, elements, i, x);
     }
 }
 
+// Cuts elements into tensors, each with its own layout. `layouts` chooses them.
+std::vector<Tensor> tensors_of(const ElementType& type, const std::vector<uint64_t>& rows, uint64_t columns, const std::vector<Tensor::Kind>& kinds,
+                               const std::vector<uint8_t>& elements) {
+    std::vector<Tensor> out;
+    size_t at = 0;
+    for (size_t t = 0; t < rows.size(); ++t) {
+        out.emplace_back(kinds[t], rows[t], columns, type.bytes, elements.data() + at);
+        at += rows[t] * columns * type.bytes;
+    }
+    return out;
+}
+
 // Encodes what the input describes. For a check, it uses several instruction sets and resolves the result again.
-std::vector<uint8_t> round_trip(const Case& c, Tensor::Layout layout, uint64_t rows, uint64_t columns, const std::vector<uint8_t>& elements,
-                                bool check) {
-    const Tensor next(layout, rows, columns, c.type.bytes, elements.data());
-    const EncodeJob job{c.base.view, next.view, c.type, c.seed};
+std::vector<uint8_t> round_trip(const Case& c, const std::vector<Tensor>& nexts, const std::vector<uint8_t>& elements, bool check) {
+    EncodeGroup group{c.type, c.views(), {}, c.seeds};
+    for (const Tensor& next : nexts) group.nexts.push_back(next.view);
     auto& all = isas();
     const size_t lead = c.hash % all.size(), tried = (c.hash >> 8 & 7) ? std::min<size_t>(2, all.size()) : all.size();
-    const Encoding first = encode_with(*all[lead], job, (c.hash >> 24 & 255) == 0);
+    const Encoding first = encode_with(*all[lead], group, c.old, (c.hash >> 24 & 255) == 0);
     if (!check) return first.payload;
-    for (size_t i = 1; i < tried; ++i) REQUIRE(encode_with(*all[(lead + i) % all.size()], job, false) == first);
-    const Outcome outcome = attack(c, first.payload);
-    REQUIRE(!outcome.error);
-    REQUIRE(outcome.tensor.changed == first.changed && outcome.tensor.before == first.before && outcome.tensor.after == first.after);
+    for (size_t i = 1; i < tried; ++i) REQUIRE(encode_with(*all[(lead + i) % all.size()], group, c.old, false) == first);
+    const Result found = attack(c, first.payload);
+    REQUIRE(!found.error);
+    REQUIRE(found.outcome.changed == first.changed && found.outcome.before == first.before && found.outcome.after == first.after);
     std::vector<uint8_t> result(elements.size());
-    if (!result.empty()) c.base.view.gather(0, c.base.view.count, result.data());
-    for (size_t i = 0; i < outcome.indices.size(); ++i)
-        std::memcpy(result.data() + size_t(outcome.indices[i]) * c.type.bytes, outcome.values.data() + i * c.type.bytes, c.type.bytes);
+    uint8_t* to = result.data();
+    for (size_t t = 0; t < c.bases.size(); ++t) {
+        const View& base = c.bases[t].view;
+        if (base.count) base.gather(0, base.count, to);
+        for (size_t i = found.first[t]; i < found.first[t + 1]; ++i)
+            std::memcpy(to + size_t(found.indices[i]) * c.type.bytes, found.values.data() + i * c.type.bytes, c.type.bytes);
+        to += base.count * c.type.bytes;
+    }
     REQUIRE(result == elements);
     return first.payload;
 }
 
-// Makes a body that follows the grammar of §4, with numbers that need not fit the base.
-void write_body(std::vector<uint8_t>& payload, const ElementType& type, const uint8_t* base, uint32_t elements, Input& in, Random& random) {
+// Makes a body that follows the grammar of §4, with numbers that need not fit the base. `first` is the first of its coded elements.
+std::vector<uint8_t> make_body(const ElementType& type, const std::vector<uint8_t>& base, uint64_t first, uint32_t elements, Input& in, Random& random) {
     static auto* const space = new std::vector<uint8_t>(size_t(4) << 20);
     BitWriter out(space->data());
     const uint8_t shape = in.byte();
@@ -451,12 +565,8 @@ void write_body(std::vector<uint8_t>& payload, const ElementType& type, const ui
     out.put(top & 2047, 11);
     const ContextRule rule = context_rule(type, top);
     std::array<uint32_t, kContexts> members{};
-    for (uint32_t i = 0; i < elements; ++i) {
-        uint64_t x = 0;
-        std::memcpy(&x, base + size_t(i) * type.bytes, type.bytes);
-        ++members[rule(x)];
-    }
-    const bool table = shape & 2;
+    for (uint32_t i = 0; i < elements; ++i) ++members[rule(coded_at(type, base, first + i))];
+    const bool table = shape & 2 && (type.width > 4 || (shape & 0xf0) == 0xe0);
     const unsigned symbols = table ? 1 + in.byte() : 0, ks = shape >> 2 & 7, first_symbol = uint8_t(random());
     out.put(table, 1);
     if (table) {
@@ -504,9 +614,9 @@ void write_body(std::vector<uint8_t>& payload, const ElementType& type, const ui
             put_count(out, p.larger);
             out.put(p.kr = (d ^ e) % 25, 5);
         }
-        if (p.mode == 1 || p.mode == 2) out.put(p.kv = a & 0x40 ? e & 63 : (e >> 2) % type.width(), 6);
+        if (p.mode == 1 || p.mode == 2) out.put(p.kv = a & 0x40 ? e & 63 : (e >> 2) % type.width, 6);
     }
-    const unsigned width = type.width();
+    const unsigned width = type.width, low = width < 8 ? 0 : width - 8;
     for (unsigned c = 0; c < type.contexts(); ++c) {
         const Plan& p = plans[c];
         if (!p.n) continue;
@@ -523,7 +633,7 @@ void write_body(std::vector<uint8_t>& payload, const ElementType& type, const ui
         if (p.mode == 3) {
             for (uint32_t i = 0; i < p.n; ++i) {
                 put_rice(out, ks, random.below(symbols));
-                out.put_long(low_bits(random() | 1, width - 8), width - 8);
+                out.put_long(low_bits(random() | 1, low), low);
             }
             continue;
         }
@@ -536,31 +646,40 @@ void write_body(std::vector<uint8_t>& payload, const ElementType& type, const ui
             for (uint32_t i = 0; i < p.larger; ++i) put_rice(out, p.kv, magnitude() >> 1);
         }
     }
-    const size_t size = size_t(out.finish() - space->data());
-    append_chunk_header(payload, ChunkMode::coded, elements, uint32_t(size));
-    payload.insert(payload.end(), space->data(), space->data() + size);
+    return {space->data(), out.finish()};
 }
 
 // Makes chunks of all modes, cut as no encoder would cut them.
-std::vector<uint8_t> grow(const ElementType& type, const std::vector<uint8_t>& base, uint64_t count, Input& in, Random& random) {
-    std::vector<uint8_t> payload{type.code};
-    for (uint64_t at = 0; at < count;) {
+std::vector<uint8_t> grow(const Case& c, const std::vector<uint8_t>& base, Input& in, Random& random) {
+    const ElementType& type = c.type;
+    const Tiles tiles(c.bases.size(), [&](size_t t) { return type.coded(c.bases[t].view.count); });
+    std::vector<uint8_t> payload;
+    if (c.old) payload.push_back(type.code);
+    uint64_t first = 0;  // element
+    for (uint64_t tile = 0; tile < tiles.count();) {
         const uint8_t how = in.byte();
-        uint64_t n = count - at;
-        if (n > kTile && how & 4) n = kTile * (1 + random.below(n / kTile));
-        n = std::min(n, count - at);
-        const uint8_t* const from = base.data() + at * type.bytes;
+        uint64_t n = tiles.count() - tile;
+        if (!c.old) n = std::min<uint64_t>(n, type.block_tiles() - tile % type.block_tiles());
+        if (how & 4) n = 1 + random.below(n);
+        if (how == 0xff) ++n;
+        const auto elements = uint32_t(tiles.elements(tile, n));
+        const auto append = [&](ChunkMode mode, const std::vector<uint8_t>& body) {
+            if (c.old) append_old_chunk_header(payload, mode, elements, body.size());
+            else append_chunk_header(payload, mode, uint32_t(n), body.size());
+            payload.insert(payload.end(), body.begin(), body.end());
+        };
         if ((how & 3) == 0 && (how & 0x80)) {
-            append_chunk_header(payload, ChunkMode::same, uint32_t(n), 0);
+            append(ChunkMode::same, {});
         } else if ((how & 3) == 1 && (how & 0x80)) {
-            append_chunk_header(payload, ChunkMode::raw, uint32_t(n), uint32_t(n * type.bytes));
-            const size_t start = payload.size();
-            payload.insert(payload.end(), from, from + n * type.bytes);
-            for (size_t i = start; i < payload.size(); i += 1 + random.below(1 + (how & 0x7c))) payload[i] = uint8_t(random());
+            const auto from = base.begin() + ptrdiff_t(type.bytes_of(first));
+            std::vector<uint8_t> raw(from, from + ptrdiff_t(type.bytes_of(elements)));
+            for (size_t i = 0; i < raw.size(); i += 1 + random.below(1 + (how & 0x7c))) raw[i] = uint8_t(random());
+            append(ChunkMode::raw, raw);
         } else {
-            write_body(payload, type, from, uint32_t(n), in, random);
+            append(ChunkMode::coded, make_body(type, base, first, elements, in, random));
         }
-        at += n;
+        tile += n;
+        first += elements;
     }
     return payload;
 }
@@ -586,42 +705,74 @@ void flip(std::vector<uint8_t>& payload, unsigned n, Input& in) {
     }
 }
 
+// Bytes of the input as a payload, perhaps with a first header that covers all elements.
+std::vector<uint8_t> fuzzed_payload(const Case& c, std::span<const uint8_t> bytes, unsigned flips) {
+    std::vector<uint8_t> payload(bytes.begin(), bytes.end());
+    const uint64_t count = c.count();
+    if (c.old) {
+        if (!payload.empty() && flips) payload[0] = c.type.code;
+        if (payload.size() < 9 || !(flips & 1) || !count) return payload;
+        const uint32_t header[2] = {uint32_t(count) | 1u << 30, uint32_t(payload.size() - 9)};
+        std::memcpy(payload.data() + 1, header, 8);
+        return payload;
+    }
+    if (!(flips & 1)) return payload;
+    std::vector<uint8_t> out;
+    append_chunk_header(out, ChunkMode::coded, uint32_t(1 + flips / 2), payload.size());
+    out.insert(out.end(), payload.begin(), payload.end());
+    return out;
+}
+
 void execute(Input in, uint64_t hash) {
     const uint8_t what = in.byte(), kinds = in.byte(), options = in.byte(), count_kind = in.byte();
     uint64_t count = element_count(count_kind, in.word(), hash >> 40);
     const uint8_t layouts = in.byte(), changes = in.byte();
-    const ElementType& type = kTypes[kinds & 15];
-    const auto layout = Tensor::Layout((kinds >> 4 & 7) % 5);
-    const uint64_t columns = 1 + (layouts & 31), rows = count / columns;
-    count = rows * columns;
     Random random(in.word());
+    const bool old = (kinds & 3) == 0;
+    const ElementType& type = kTypes[(kinds >> 2) % (old ? 16 : 18)];
+    count /= type.coded(1);
+    const uint64_t columns = 1 + (layouts & 31);
+    std::vector<uint64_t> rows{count / columns};
+    if (!old)  // cut into tensors, some of them empty
+        for (unsigned cuts = unsigned(random.below(6)); cuts; --cuts) {
+            const uint64_t from = rows.back(), first = random.below(4) ? random.below(from + 1) : from;
+            rows.back() = first;
+            rows.push_back(from - first);
+        }
+    count = 0;
+    std::vector<uint64_t> seeds;
+    std::vector<Tensor::Kind> kinds_of_base, kinds_of_next;
+    for (const uint64_t r : rows) {
+        count += r * columns;
+        seeds.push_back(random());
+        const unsigned kind = unsigned(random.below(8));
+        kinds_of_base.push_back(Tensor::Kind(kind < 5 ? kind : 0));
+        kinds_of_next.push_back(Tensor::Kind(kind < 4 ? (layouts >> 5) % 4 : 0));
+    }
     const unsigned mode = what & 3, flips = what >> 2 & 7, base_kind = what >> 5 & 3;
-    auto elements = make_elements(type, count, layout == Tensor::absent ? 0 : base_kind, in.rest(), random);
-    Tensor base(layout, rows, columns, type.bytes, elements.data());
-    const Case c{type, base, random(), options, hash};
+    auto elements = make_elements(type, count, base_kind, in.rest(), random);
+    for (size_t t = 0, at = 0; t < rows.size(); ++t) {
+        const size_t size = rows[t] * columns * type.bytes;
+        if (kinds_of_base[t] == Tensor::absent && size) std::memset(elements.data() + at, 0, size);
+        at += size;
+    }
+    auto bases = tensors_of(type, rows, columns, kinds_of_base, elements);
+    const Case c{type, bases, seeds, old, options, hash};
     std::vector<uint8_t> payload;
     if (mode == 0) {
-        const auto rest = in.rest();
-        payload.assign(rest.begin(), rest.end());
-        if (!payload.empty() && flips) payload[0] = type.code;
-        if (payload.size() >= 9 && flips & 1 && count) {  // then the first chunk covers the tensor
-            const uint32_t header[2] = {uint32_t(count) | 1u << 30, uint32_t(payload.size() - 9)};
-            std::memcpy(payload.data() + 1, header, 8);
-        }
-        attack(c, payload);
+        attack(c, fuzzed_payload(c, in.rest(), flips));
     } else if (mode == 1) {
-        payload = grow(type, elements, count, in, random);
+        payload = grow(c, elements, in, random);
         flip(payload, flips & 3, in);
         attack(c, payload);
     } else {
-        with_element(type.bytes, [&](auto element) { change_as<decltype(element)>(elements, type, changes & 7, (changes >> 3 & 7) % 5, random); });
+        with_element(type, [&](auto element) { change_as<decltype(element)>(elements, type, changes & 7, (changes >> 3 & 7) % 5, random); });
         if (mode == 3) {  // the new elements are fuzzed bytes
             const auto rest = in.rest();
             const size_t skip = std::min<size_t>(rest.size(), flips < 4 ? 0 : size_t(flips - 3) * 3), n = std::min(rest.size() - skip, elements.size());
             if (n) std::memcpy(elements.data(), rest.data() + skip, n);
         }
-        const auto next_layout = Tensor::Layout((layouts >> 5) % 4);
-        payload = round_trip(c, next_layout, rows, columns, elements, flips < 4);
+        payload = round_trip(c, tensors_of(type, rows, columns, kinds_of_next, elements), elements, flips < 4);
         if (flips < 4) return;
         flip(payload, flips - 3, in);
         attack(c, payload);

@@ -1,5 +1,5 @@
 // Encodes the difference of two files of elements, resolves it, and writes the payload, which is then compared across machines.
-// round_trip BASE NEW PAYLOAD CODE BYTES EXPONENT_SHIFT EXPONENT_BITS
+// round_trip BASE NEW PAYLOAD CODE BYTES WIDTH EXPONENT_SHIFT EXPONENT_BITS
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -21,7 +21,7 @@ int main(int, char** arguments) {
     auto base = read(arguments[1]);
     auto next = read(arguments[2]);
     const auto number = [&](int i) { return uint8_t(std::atoi(arguments[i])); };
-    const ElementType type{number(4), number(5), number(6), number(7)};
+    const ElementType type{number(4), number(5), number(6), number(7), number(8)};
     View old, now;
     old.data = base.data();
     old.bytes = type.bytes;
@@ -29,13 +29,13 @@ int main(int, char** arguments) {
     now = old;
     now.data = next.data();
     const Kernels& kernels = *available_kernels().front();
-    const EncodeJob job{old, now, type, 1};
-    const auto encoded = encode(std::span(&job, 1), 2, kernels);
-    std::vector<uint8_t> payload{type.code};
+    const EncodeGroup group{type, {old}, {now}, {1}};
+    const auto encoded = encode(std::span(&group, 1), false, 2, kernels);
+    std::vector<uint8_t> payload;
     for (const auto& block : encoded[0].blocks) payload.insert(payload.end(), block.begin(), block.end());
 
     Resolution resolution(2, size_t(1) << 30, false, kernels);
-    const auto found = resolution.add({{old, payload, true, type, 1, true}});
+    const auto found = resolution.add({{type, {old}, {1}, {true}, payload, true, false}});
     resolution.settle();
     if (base != next || found[0].before != encoded[0].before || found[0].after != encoded[0].after) return 1;
     std::FILE* out = std::fopen(arguments[3], "wb");

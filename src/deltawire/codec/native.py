@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import _native
-from ..dtypes import DTYPES, DType
+from ..dtypes import DTYPES, PAYLOAD_TYPES, DType, PayloadType
 from ..errors import CodecUnavailable, CorruptDelta, DtypeMismatch, ShapeMismatch
-from .base import Buffer, EncodeJob, Encodings, Outcomes, ResolveJob, Sums, sums
+from .base import (
+    Buffer,
+    EncodedGroup,
+    EncodeGroup,
+    EncodeJob,
+    Encodings,
+    GroupOutcome,
+    Outcomes,
+    ResolveGroup,
+    ResolveJob,
+    Sums,
+    sums,
+)
 from .bits import Bits, HostBits, Indices, in_host_memory
 
 _CODES = [bytes([dtype.code]) for dtype in DTYPES]
-"""The first byte of a payload, for each element type."""
+"""The first byte of a payload of versions 1 and 2, for each element type."""
 
-_TYPES = [(dtype.code, dtype.itemsize, dtype.exponent_shift, dtype.exponent_bits) for dtype in DTYPES]
+_TYPES = [(kind.code, kind.dtype.itemsize, kind.width, kind.exponent_shift, kind.exponent_bits) for kind in PAYLOAD_TYPES]
 
 
 def instruction_sets() -> list[str]:
@@ -43,16 +55,21 @@ class NativeCodec:
         self.name = isa or sets[0]
 
     def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
-        native = [(job.base, job.new, _TYPES[job.dtype.code], job.seed) for job in jobs]
-        found = _native.encode(native, threads, self.name)
+        native = [(_TYPES[job.dtype.code], [job.base], [job.new], np.array([job.seed], np.uint64)) for job in jobs]
+        found = _native.encode(native, True, threads, self.name)
         pieces: list[Any] = []
         sizes = [0] * len(jobs)
         for index, (job, (blocks, changed, _, _)) in enumerate(zip(jobs, found, strict=True)):
-            if changed or job.base is None:
+            if changed[0] or job.base is None:
                 pieces += [_CODES[job.dtype.code], *blocks]
                 sizes[index] = 1 + sum(map(len, blocks))
         _, changes, before, after = zip(*found, strict=True) if found else ([], [], [], [])
-        return Encodings([b"".join(pieces)], np.array(sizes, np.int64), np.array(changes, np.int64), sums(before), sums(after))
+        return Encodings([b"".join(pieces)], np.array(sizes, np.int64), np.array(changes, np.int64).ravel(), sums(before), sums(after))
+
+    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
+        native = [(_TYPES[group.type.code], _listed(group.bases), _listed(group.news), group.seeds) for group in groups]
+        found = _native.encode(native, False, threads, self.name)
+        return [EncodedGroup([block.data for block in blocks], changed, before, after) for blocks, changed, before, after in found]
 
     def resolution(self, threads: int, budget: int) -> NativeResolution:
         return NativeResolution(self.name, threads, budget, False)
@@ -61,7 +78,8 @@ class NativeCodec:
         return NativeResolution(self.name, threads, 0, True)
 
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
-        return sums(_native.digest(list(arrays), threads, self.name))
+        bits, seeds = [bits for bits, _ in arrays], np.array([seed for _, seed in arrays], np.uint64)
+        return _native.digest(bits, seeds, threads, self.name).reshape(-1, 4)
 
     def write_elements(self, bits: Bits, indices: Indices, values: Bits) -> None:
         flat = np.ascontiguousarray(in_host_memory(values)).view(np.uint8)
@@ -73,43 +91,62 @@ class NativeResolution:
 
     def __init__(self, isa: str, threads: int, budget: int, defer: bool) -> None:
         self._native = _native.Resolution(threads, budget, defer, isa)
-        self._dtypes: list[DType] = []
-        self._counts: list[int] = []
-        self._changed: list[int] = []
+        self._kinds = np.empty(0, np.uint8)  # the code of the own type of each tensor
+        self._counts = np.empty(0, np.int64)
 
     def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
         whole = _bytes(data)
-        payloads = [None if job.payload is None else whole[slice(*job.payload)] for job in jobs]
-        native = [
-            (job.base, job.count, payload, _TYPES[job.dtype.code], job.seed, job.write) for job, payload in zip(jobs, payloads, strict=True)
-        ]
+        counts, seeds = np.array([job.count for job in jobs], np.int64), np.array([job.seed for job in jobs], np.uint64)
+        writes = np.array([job.write for job in jobs], np.bool_)
+        native = []
+        for index, job in enumerate(jobs):
+            payload = None if job.payload is None else whole[slice(*job.payload)]
+            one = slice(index, index + 1)
+            native.append((_TYPES[job.dtype.code], [job.base], counts[one], seeds[one], payload, writes[one]))
+        found = self._add(native, True)
+        self._note(np.array([job.dtype.code for job in jobs], np.uint8), counts)
+        changed, before, after = zip(*found, strict=True) if found else ([], [], [])
+        return Outcomes(np.array(changed, np.int64).ravel(), sums(before), sums(after))
+
+    def add_groups(self, groups: Sequence[ResolveGroup], data: Buffer) -> Sequence[GroupOutcome]:
+        whole = _bytes(data)
+        native = []
+        for group in groups:
+            payload = None if group.payload is None else whole[slice(*group.payload)]
+            writes = np.full(len(group.bases), group.writes) if isinstance(group.writes, bool) else np.array(group.writes, np.bool_)
+            native.append((_TYPES[group.type.code], _listed(group.bases), group.counts, group.seeds, payload, writes))
+        found = self._add(native, False)
+        for group in groups:
+            self._note(np.full(len(group.bases), group.type.dtype.code, np.uint8), group.counts)
+        return [GroupOutcome(*outcome) for outcome in found]
+
+    def _add(self, native: Sequence[_native.ResolveGroup], old: bool) -> list[_native.Outcome]:
         try:
-            found = self._native.add(native)
+            return self._native.add(native, old)
         except _native.Corrupt as error:
             raise CorruptDelta(str(error)) from None
         except _native.WrongCount as error:
             raise ShapeMismatch(str(error)) from None
         except _native.WrongType:
             raise DtypeMismatch("a tensor has another element type than its delta.") from None
-        changed, before, after = zip(*found, strict=True) if found else ([], [], [])
-        self._dtypes += [job.dtype for job in jobs]
-        self._counts += [job.count for job in jobs]
-        self._changed += changed
-        return Outcomes(np.array(changed, np.int64), sums(before), sums(after))
+
+    def _note(self, kinds: NDArray[np.uint8], counts: NDArray[np.int64]) -> None:
+        self._kinds, self._counts = np.concatenate([self._kinds, kinds]), np.concatenate([self._counts, counts])
 
     def changes(self, tensors: Sequence[int]) -> Sequence[tuple[NDArray[np.int64], HostBits]]:
+        numbers = np.array(tensors, np.int64)
+        indices, values, *columns = self._native.extract(numbers)
         found = []
-        for tensor in tensors:
-            indices, values = np.empty(self._changed[tensor], np.int64), np.empty(self._changed[tensor], self._dtypes[tensor].bits)
-            self._native.extract(tensor, indices, values.view(np.uint8))
-            found.append((indices, values))
+        for code, start, first, count in zip(self._kinds[numbers].tolist(), *columns, strict=True):
+            bits = DTYPES[code].bits
+            found.append((indices[start : start + count], values[first : first + count * bits.itemsize].view(bits)))
         return found
 
     def dense(self, tensors: Sequence[int]) -> Sequence[HostBits]:
-        found = []
-        for tensor in tensors:
-            found.append(np.empty(self._counts[tensor], self._dtypes[tensor].bits))
-            self._native.extract_dense(tensor, found[-1].view(np.uint8))
+        numbers = np.array(tensors, np.int64)
+        columns = zip(self._kinds[numbers].tolist(), self._counts[numbers].tolist(), strict=True)
+        found: list[HostBits] = [np.zeros(count, DTYPES[code].bits) for code, count in columns]
+        self._native.extract_dense(numbers, found)
         return found
 
     def settle(self) -> None:
@@ -123,22 +160,37 @@ class NativeResolution:
 
     def compact(self) -> None:
         self._native.compact()
-        for column in (self._dtypes, self._counts, self._changed):
-            column.clear()
+        self._kinds, self._counts = self._kinds[:0], self._counts[:0]
 
 
-def inspect_payload(payload: Buffer, dtype: DType) -> tuple[list[tuple[int, int, int, int]], list[int], list[int]]:
-    """Return what a payload says without its base.
+Facts: TypeAlias = tuple[list[tuple[int, int, int, int]], list[int], list[int]]
+"""A list of chunks (mode, size, changed, bytes), then the number of changes by value mode, then by bit length of their step."""
 
-    The result is a list of chunks (mode, elements, changed, bytes), then the number of changes by value mode, then by bit length of their
-    step.
-    """
+
+def inspect_payload(payload: Buffer, dtype: DType) -> Facts:
+    """Return what a payload of version 1 or 2 says without its base. The size of a chunk is its number of elements."""
+    return _inspect(payload, PAYLOAD_TYPES[dtype.code], True)
+
+
+def inspect_group(payload: Buffer, kind: PayloadType) -> Facts:
+    """Return what the payload of a group says without its tensors. The size of a chunk is its number of tiles."""
+    return _inspect(payload, kind, False)
+
+
+def _inspect(payload: Buffer, kind: PayloadType, old: bool) -> Facts:
     try:
-        return _native.inspect(_bytes(payload), _TYPES[dtype.code])
+        return _native.inspect(_bytes(payload), _TYPES[kind.code], old)
     except _native.Corrupt as error:
         raise CorruptDelta(str(error)) from None
     except _native.WrongType:
         raise CorruptDelta("a payload has an unknown element type.") from None
+
+
+_T = TypeVar("_T")
+
+
+def _listed(column: Sequence[_T]) -> list[_T] | tuple[_T, ...]:
+    return column if isinstance(column, list | tuple) else list(column)
 
 
 def _bytes(payload: Buffer) -> NDArray[np.uint8]:
