@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_codec.py                    # 8.2 B weights, as in docs/gpu.md: 50 GB of GPU memory
     python benchmarks/gpu_codec.py --elements 1e9     # on a smaller GPU
+    python benchmarks/gpu_codec.py --short            # fewer workloads and rounds: less than two minutes
 
 It needs an NVIDIA GPU and torch. Times are medians by CUDA events, from the call to the last byte, including work on the host. Weights and
-updates are those of `workloads.synthetic_update`, drawn on the GPU.
+updates are those of `workloads.synthetic_update`, drawn on the GPU; 4-bit codes are those of normal weights, and some make a step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import json
 import statistics
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,21 +27,37 @@ import torch
 from workloads import BF16, FP8_E4M3, update_size
 
 import deltawire
-from deltawire.codec.base import Buffer
-from deltawire.codec.gpu.device import gpu_at
-from deltawire.codec.gpu.digest import start_digest
-from deltawire.codec.gpu.encode import encode_tensors
-from deltawire.codec.gpu.kernel_table import KernelTable
-from deltawire.codec.gpu.resolve import resolve_tensors
-from deltawire.dtypes import dtype_named
+from deltawire.codec.base import Buffer, EncodeGroup, GroupOutcome, ResolveGroup
+from deltawire.codec.bits import DeviceBits, MasterWeightBits
+from deltawire.codec.gpu.codec import GpuCodec
+from deltawire.codec.gpu.resolution import GpuResolution
+from deltawire.dtypes import PAYLOAD_TYPES, PayloadType
 from deltawire.tensors.gpu_handover import GpuHandover
 
 DEVICE = torch.device("cuda", 0)
-GPU = gpu_at(DEVICE)
-TYPES = {
-    "bf16": (torch.bfloat16, torch.int16, dtype_named("BF16"), BF16, 0.02),
-    "fp8": (torch.float8_e4m3fn, torch.int8, dtype_named("F8_E4M3"), FP8_E4M3, 16.0),
+CODEC = GpuCodec(DEVICE)
+BY_NAME = {payload_type.name: payload_type for payload_type in PAYLOAD_TYPES}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What weights are: the torch type of tensors, the integers with the same bits, and the payload type."""
+
+    torch: torch.dtype
+    integer: torch.dtype
+    type: PayloadType
+    suffix: str = "weight"
+
+
+KINDS = {
+    "bf16": Kind(torch.bfloat16, torch.int16, BY_NAME["BF16"]),
+    "fp8": Kind(torch.float8_e4m3fn, torch.int8, BY_NAME["F8_E4M3"]),
+    "nvfp4": Kind(torch.uint8, torch.int8, BY_NAME["F4_E2M1"], "weight_packed"),
+    "int4": Kind(torch.int32, torch.int32, BY_NAME["U4"], "weight_packed"),
 }
+NORMAL = {"bf16": (BF16, 0.02), "fp8": (FP8_E4M3, 16.0)}
+"""The type of weights for `workloads.update_size`, and their standard deviation."""
+
 LARGEST = 58_720_256  # elements: the widest matrices of an 8 B model
 
 
@@ -74,18 +92,39 @@ class Row:
 
 
 def weights(elements: int, density: float, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype, _, _, numpy, scale = TYPES[kind]
-    size = update_size(density, numpy)
-    base = torch.empty(elements, dtype=dtype, device=DEVICE)
+    """Return flat tensors before and after an update that changes the share `density` of their elements, or of their 4-bit codes."""
+    facts = KINDS[kind]
+    base = torch.empty(elements // facts.type.per_element, dtype=facts.torch, device=DEVICE)
     new = torch.empty_like(base)
     random = torch.Generator(DEVICE).manual_seed(1)
     for start in range(0, elements, 1 << 28):
-        part = slice(start, min(start + (1 << 28), elements))
-        master = torch.randn(part.stop - part.start, device=DEVICE, generator=random) * scale
-        base[part] = master.to(dtype)
-        master += torch.randn(master.numel(), device=DEVICE, generator=random) * size
-        new[part] = (master.clamp_(-448, 448) if kind == "fp8" else master).to(dtype)
+        size = min(1 << 28, elements - start)
+        part = slice(start // facts.type.per_element, (start + size) // facts.type.per_element)
+        master = torch.randn(size, device=DEVICE, generator=random)
+        if facts.type.is_packed:
+            codes = _codes(master, kind)
+            base[part] = _packed(codes, facts)
+            which = torch.rand(size, device=DEVICE, generator=random) < density
+            new[part] = _packed(torch.where(which, codes ^ 1, codes), facts)
+            continue
+        numpy, scale = NORMAL[kind]
+        master *= scale
+        base[part] = master.to(facts.torch)
+        master += torch.randn(size, device=DEVICE, generator=random) * update_size(density, numpy)
+        new[part] = (master.clamp_(-448, 448) if kind == "fp8" else master).to(facts.torch)
     return base, new
+
+
+def _codes(weights: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return 4-bit codes of normal weights: sign and magnitude, or signed integers with an offset of 8."""
+    if kind == "int4":
+        return (weights * 2.5).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+    borders = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=DEVICE)
+    return torch.bucketize(weights.abs() * 2, borders).to(torch.uint8) | (weights < 0).to(torch.uint8) << 3
+
+
+def _packed(codes: torch.Tensor, facts: Kind) -> torch.Tensor:
+    return (codes[0::2] | codes[1::2] << 4).view(facts.torch)
 
 
 def median_ms(work: Callable[[], object], rounds: int = 7) -> float:
@@ -150,74 +189,102 @@ def in_a_row(pieces: Sequence[Buffer], *, pinned: bool) -> memoryview:
     return memoryview(memory)
 
 
-def measure(name: str, elements: int, density: float, kind: str, sizes: list[int] | None = None, peers: bool = False) -> Row:
-    _, integer, dtype, _, _ = TYPES[kind]
-    base, new = weights(elements, density, kind)
-    if sizes is None:
-        sizes = [min(LARGEST, elements - at) for at in range(0, elements, LARGEST)]
-    at = sum(sizes)
-    starts = [end - size for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-    bases, news = ([side.data_ptr() + start * side.element_size() for start in starts] for side in (base, new))
-    facts = sizes, list(range(len(sizes))), [dtype.code] * len(sizes)
+class Workload:
+    """Tensors before and after an update, and the codec's calls on them. Each call looks at all tensors again, as `encode_delta` does."""
 
-    def table() -> KernelTable:
-        """Make the arguments for each call again, as the codec does."""
-        return KernelTable.of(bases, *facts)
+    def __init__(self, elements: int, density: float, kind: str, sizes: Sequence[int]) -> None:
+        self.kind = KINDS[kind]
+        self.base, self.new = weights(elements, density, kind)
+        own = [size // self.kind.type.per_element for size in sizes]
+        self.counts = np.array(own, np.int64)
+        self.seeds = np.arange(len(sizes), dtype=np.uint64)
+        self.olds, self.news = (list(side.split(own)) for side in (self.base, self.new))
+        self.nbytes = self.base.numel() * self.base.element_size()
 
-    def pairs() -> KernelTable:
-        return KernelTable.of(bases, *facts, news)
+    def bits(self, side: Sequence[torch.Tensor]) -> list[DeviceBits]:
+        return [DeviceBits(tensor.view(self.kind.integer)) for tensor in side]
 
-    nbytes = base.numel() * base.element_size()
-    row = Row(name, at, len(sizes))
+    def encode(self, news: Sequence[DeviceBits] | None = None) -> Any:
+        group = EncodeGroup(self.kind.type, self.bits(self.olds), self.bits(self.news) if news is None else news, self.seeds)
+        return CODEC.encode_groups([group], 1)[0]
+
+    def resolve(self, payload: memoryview) -> tuple[GpuResolution, GroupOutcome]:
+        resolution = CODEC.deferred_resolution(1)
+        group = ResolveGroup(self.kind.type, self.bits(self.olds), self.counts, self.seeds, (0, len(payload)), True)
+        (outcome,) = resolution.add_groups([group], payload)
+        return resolution, outcome
+
+    def digest(self) -> Any:
+        return CODEC.digest(list(zip(self.bits(self.olds), self.seeds.tolist(), strict=True)), 1)
+
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        return [{f"model.layers.{i}.{self.kind.suffix}": tensor for i, tensor in enumerate(side)} for side in (self.olds, self.news)]
+
+
+def host_ms(work: Callable[[], object], rounds: int = 5) -> float:
+    """Return the median time of calls by the clock of the host, for calls that wait for the device."""
+    times = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[1:])
+
+
+def measure(
+    name: str, elements: int, density: float, kind: str, sizes: Sequence[int] | None = None, *, peers: bool = False, rounds: int = 7
+) -> Row:
+    sizes = sizes or [min(LARGEST, elements - at) for at in range(0, elements, LARGEST)]
+    load = Workload(elements, density, kind, sizes)
+    base, new, integer = load.base, load.new, load.kind.integer
+    row = Row(name, elements, len(sizes))
     if peers:
         row.copy_ms = median_ms(lambda: torch.empty_like(base).copy_(base))
         found = nonzero(base, new, integer)
         row.nonzero_ms = median_ms(lambda: nonzero(base, new, integer), 3)
         row.nonzero_copy_ms = median_ms(lambda: [(i.cpu(), v.cpu()) for i, v in found], 2)
         del found
-    encoded, row.encode_memory = peak(lambda: encode_tensors(pairs(), GPU), nbytes)
+    load.encode()  # compiles kernels
+    encoded, row.encode_memory = peak(load.encode, load.nbytes)
     row.changed = int(encoded.changed.sum())
-    row.payload_bytes = int(encoded.sizes.sum())
-    payloads, pinned = in_a_row(encoded.pieces, pinned=False), in_a_row(encoded.pieces, pinned=True)
-    ends = itertools.accumulate(encoded.sizes.tolist())
-    payload_ranges = [(end - size, end) if size else None for size, end in zip(encoded.sizes.tolist(), ends, strict=True)]
+    row.payload_bytes = sum(map(len, encoded.pieces))
+    payload, pinned = in_a_row(encoded.pieces, pinned=False), in_a_row(encoded.pieces, pinned=True)
     after = encoded.after
     del encoded
-    row.encode_ms = median_ms(lambda: encode_tensors(pairs(), GPU))
-    row.encode_kernels_ms = kernels_ms(lambda: encode_tensors(pairs(), GPU), row.kernels)
-    row.digest_ms = median_ms(lambda: start_digest(table(), GPU))
-    (patch, outcomes), row.resolve_memory = peak(lambda: resolve_tensors(table(), payload_ranges, payloads, GPU), nbytes)
-    assert (outcomes.after == after).all(), "resolving does not lead to the new weights"
-    row.patch_memory = patch.nbytes / nbytes
-    addresses = table().base
-    patch.write(patch.targets(addresses), swap=True)
+    row.encode_ms = median_ms(load.encode, rounds)
+    row.encode_kernels_ms = kernels_ms(load.encode, row.kernels)
+    row.digest_ms = median_ms(load.digest, rounds)
+    (resolution, outcome), row.resolve_memory = peak(lambda: load.resolve(payload), load.nbytes)
+    assert outcome.after == after, "resolving does not lead to the new weights"
+    row.patch_memory = sum(group.patch.nbytes for group in resolution.groups) / load.nbytes
+    resolution.compact()
+    resolution.exchange()
     assert torch.equal(base.view(integer), new.view(integer)), "the scatter is not exact"
     # The number of swaps is even, so the old weights are restored.
-    row.scatter_ms = median_ms(lambda: patch.write(patch.targets(addresses), swap=True), 6)
+    row.scatter_ms = median_ms(resolution.exchange, 6)
     assert not row.changed or not torch.equal(base.view(integer), new.view(integer))
-    row.resolve_ms = median_ms(lambda: resolve_tensors(table(), payload_ranges, payloads, GPU), 5)
-    row.resolve_pinned_ms = median_ms(lambda: resolve_tensors(table(), payload_ranges, pinned, GPU), 5)
-    row.resolve_kernels_ms = kernels_ms(lambda: resolve_tensors(table(), payload_ranges, pinned, GPU), row.kernels)
-    old, now = (
-        {f"model.layers.{i}.weight": side[start : start + size] for i, (start, size) in enumerate(zip(starts, sizes, strict=True))}
-        for side in (base, new)
-    )
-    row.encode_delta_ms = median_ms(lambda: deltawire.encode_delta(old, now), 3)
+    del resolution
+    row.resolve_ms = median_ms(lambda: load.resolve(payload), rounds)
+    row.resolve_pinned_ms = median_ms(lambda: load.resolve(pinned), rounds)
+    row.resolve_kernels_ms = kernels_ms(lambda: load.resolve(pinned), row.kernels)
+    old, now = load.states()
+    row.encode_delta_ms = host_ms(lambda: deltawire.encode_delta(old, now), 3)
     turns = itertools.cycle([deltawire.encode_delta(old, now), deltawire.encode_delta(now, old)])
-    row.apply_delta_ms = median_ms(lambda: deltawire.apply_delta(old, next(turns)), 5)  # once forward and once back
-    if peers and kind == "bf16":
-        row.masters_ms = masters_ms(pairs(), new)
+    row.apply_delta_ms = host_ms(lambda: deltawire.apply_delta(old, next(turns)), 5)  # once forward and once back
+    if kind == "bf16" and peers:
+        row.masters_ms = masters_ms(load)
     return row
 
 
-def masters_ms(table: KernelTable, new: torch.Tensor) -> float:
+def masters_ms(load: Workload) -> float:
     """Measure encoding from float32 weights that round to the new weights."""
-    masters = torch.empty(new.numel(), dtype=torch.float32, device=DEVICE)
-    for start in range(0, new.numel(), 1 << 30):
-        masters[start : start + (1 << 30)] = new[start : start + (1 << 30)]
-    wide = dataclasses.replace(table, next=masters.data_ptr() + 2 * (table.next - new.data_ptr()), next_is_float32=True)
-    assert (encode_tensors(wide, GPU).after == encode_tensors(table, GPU).after).all()
-    return median_ms(lambda: encode_tensors(wide, GPU), 5)
+    masters = torch.empty(load.new.numel(), dtype=torch.float32, device=DEVICE)
+    for start in range(0, load.new.numel(), 1 << 30):
+        masters[start : start + (1 << 30)] = load.new[start : start + (1 << 30)]
+    wide: list[DeviceBits] = [MasterWeightBits(tensor) for tensor in masters.view(torch.int32).split(load.counts.tolist())]
+    assert load.encode(wide).after == load.encode().after
+    return median_ms(lambda: load.encode(wide), 5)
 
 
 def training_step(
@@ -298,28 +365,41 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--only", help="measure only workloads whose names contain this")
     parser.add_argument("--no-training", action="store_true")
+    parser.add_argument("--short", action="store_true", help="measure the most important workloads only, without training")
     options = parser.parse_args()
     elements = int(options.elements)
-    small = elements // 10_000 // 8 * 8
-    workloads: list[tuple[str, Callable[[str], Row]]] = [
-        ("bf16, 1.08%", lambda name: measure(name, elements, 0.0108, "bf16", peers=True)),
-        ("bf16, 0.1%", lambda name: measure(name, elements, 0.001, "bf16")),
-        ("bf16, 10%", lambda name: measure(name, elements, 0.1, "bf16")),
-        ("fp8, 1.08%", lambda name: measure(name, elements, 0.0108, "fp8", peers=True)),
-        ("bf16, 1.08%, 10,000 tensors", lambda name: measure(name, 10_000 * small, 0.0108, "bf16", [small] * 10_000)),
+    rounds = 5 if options.short else 7
+
+    def tensors(count: int, size: int) -> dict[str, Any]:
+        return {"elements": count * size, "sizes": [size] * count}
+
+    # The name, the arguments of `measure`, and whether it is one of the most important.
+    workloads: list[tuple[str, dict[str, Any], bool]] = [
+        ("bf16, 1.08%", {"density": 0.0108, "kind": "bf16", "peers": not options.short}, True),
+        ("bf16, 0.1%", {"density": 0.001, "kind": "bf16"}, False),
+        ("bf16, 10%", {"density": 0.1, "kind": "bf16"}, False),
+        ("fp8, 1.08%", {"density": 0.0108, "kind": "fp8", "peers": True}, False),
+        ("fp8, 0.12%", {"density": 0.0012, "kind": "fp8"}, True),
+        ("nvfp4, 0.005%", {"density": 5e-5, "kind": "nvfp4"}, True),
+        ("nvfp4, 1%", {"density": 0.01, "kind": "nvfp4"}, False),
+        ("int4, 0.05%", {"density": 5e-4, "kind": "int4"}, True),
+        ("bf16, 1.08%, 10,000 tensors", {"density": 0.0108, "kind": "bf16", **tensors(10_000, elements // 10_000 // 8 * 8)}, True),
+        ("nvfp4, 0.005%, 10,000 tensors of 0.2 MB", {"density": 5e-5, "kind": "nvfp4", **tensors(10_000, 400_000)}, True),
+        ("bf16, 1%, 100,000 tensors of 2,048", {"density": 0.01, "kind": "bf16", **tensors(100_000, 2048)}, True),
+        ("bf16, 1.08%, 100,000 tensors", {"density": 0.0108, "kind": "bf16", **tensors(100_000, elements // 100_000 // 8 * 8)}, False),
     ]
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "rows": []}
     print(results["device"], "torch", results["torch"], flush=True)
-    for name, work in workloads:
-        if options.only and options.only not in name:
+    for name, arguments, important in workloads:
+        if (options.only and options.only not in name) or (options.short and not important):
             continue
-        row = _rounded(dataclasses.asdict(work(name)))
+        row = _rounded(dataclasses.asdict(measure(name, **{"elements": elements, "rounds": rounds, **arguments})))
         results["rows"].append(row)
         print(json.dumps(row), flush=True)
         torch.cuda.empty_cache()
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
-    if not options.no_training:
+    if not options.no_training and not options.short:
         results["training"] = [_rounded(training_step(parts, rounds)) for parts, rounds in ((1, 7), (4, 5), (16, 2))]
         print(json.dumps(results["training"]), flush=True)
     if options.json:

@@ -18,7 +18,7 @@ from deltawire.codec.bits import DeviceBits, MasterWeightBits
 from deltawire.codec.reference.codec import encode_job
 from deltawire.delta.prepared import PreparedUpdate
 from deltawire.dtypes import dtype_named
-from deltawire.errors import UnsupportedTensor
+from deltawire.errors import CorruptDelta, UnsupportedTensor
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
 if compiler() is None:
@@ -84,7 +84,7 @@ def test_lists_of_slabs_that_do_not_fit_into_the_patch_are_not_put_there(monkeyp
     locate_slabs = resolve._Work._locate_slabs
 
     def checked(work, chunks, slabs, memory):
-        assert chunks.lists(slabs, work.table.itemsize, windows=work.room is None).size <= memory.numel()
+        assert chunks.lists(slabs, work.itemsize, windows=work.room is None).size <= memory.numel()
         locate_slabs(work, chunks, slabs, memory)
 
     monkeypatch.setattr(resolve._Work, "_locate_slabs", checked)
@@ -104,8 +104,8 @@ def test_a_tensor_whose_memory_was_freed_is_refused_by_name():
 
 
 def test_many_small_tensors_whose_elements_all_change_are_encoded(monkeypatch):
-    """Each tensor takes twice its size of the list, so as many elements as a block has may not fit, although one block always does."""
-    monkeypatch.setattr(encode, "BLOCK", TILE)
+    """Each tensor takes twice its size of the list, so fewer elements may fit than the list has room for."""
+    monkeypatch.setattr(encode, "_LEAST_LIST", TILE)
     monkeypatch.setattr(encode, "_learnt", {})
     start, started = encode._Workspace.start, []
 
@@ -160,7 +160,9 @@ def test_master_weights_that_need_copies_count_with_all_their_bytes(monkeypatch)
     monkeypatch.setattr(kernel_addresses, "_MOST_COPIED", 5000)
     words = [np.random.default_rng(seed).standard_normal(1000, np.float32) for seed in range(3)]
     masters = [MasterWeightBits(torch.from_numpy(np.repeat(word, 2).view(np.int32))[::2]) for word in words]
-    assert [rows for rows, _ in kernel_addresses.readable_rows([masters], DEVICE)] == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    column, numbers = kernel_addresses.Column.of(masters, DEVICE), np.arange(3)
+    parts = [part for part, _ in kernel_addresses.readable([column], numbers, numbers + 1, DEVICE)]
+    assert parts == [slice(0, 1), slice(1, 2), slice(2, 3)]
 
 
 def test_a_gpu_that_is_too_old_has_no_kernels(monkeypatch):
@@ -194,29 +196,17 @@ def test_memory_of_a_snapshot_is_kept_for_the_stream_that_copies_into_it(gpu):
     assert arrays["a"].data_ptr() in gpu.kept
 
 
-def test_a_failed_resolution_waits_for_kernels_that_read_host_memory(gpu, monkeypatch):
-    """Payloads come in two parts. If the second part finds no memory, a kernel may still be reading numbers of the first."""
-    find_chunks, waited = resolve._Work.find_chunks, []
-
-    def fails_the_second_time(work, first, end):
-        if first:
-            assert not waited
-            raise MemoryError
-        find_chunks(work, first, end)
-
-    class Watched(Stream):
-        def synchronize(self):
-            waited.append(self)
-
-    side = Watched()
-    monkeypatch.setattr(resolve._Work, "find_chunks", fails_the_second_time)
-    monkeypatch.setattr(gpu, "stream", lambda purpose: side if purpose == "decode" else Stream())
+def test_after_a_failed_resolution_memory_is_reused_only_after_the_work_of_all_streams(gpu, monkeypatch):
+    """Other streams may still copy payloads, or read them, when an error is found."""
+    streams, waited = {"decode": Stream(), "copies": Stream(), "codec": Stream()}, []
+    monkeypatch.setattr(gpu, "stream", streams.__getitem__)
+    monkeypatch.setattr(gpu.current(), "wait_stream", waited.append)
     base = bits(1000)
     payload = b"".join(encode_job(EncodeJob(base, step(base, 10), BF16, 1)).payload)
-    jobs = [ResolveJob(on_gpu(base), base.size, (n * len(payload), (n + 1) * len(payload)), BF16, 1) for n in range(8)]
-    with pytest.raises(MemoryError):
-        GpuCodec(DEVICE).resolution(1, 0).add(jobs, payload * 8)
-    assert waited == [side]
+    job = ResolveJob(on_gpu(base), base.size, (0, len(payload) - 1), BF16, 1)
+    with pytest.raises(CorruptDelta):
+        GpuCodec(DEVICE).resolution(1, 0).add([job], payload)
+    assert {id(streams["decode"]), id(streams["copies"])} <= {id(stream) for stream in waited}
 
 
 def test_the_digest_rounds_master_weights_one_tensor_at_a_time(monkeypatch):

@@ -270,6 +270,8 @@ inline T atomicAdd(T* at, V x) { return std::exchange(*at, (T)(*at + (T)x)); }
 template <class T, class V>
 inline T atomicOr(T* at, V x) { return std::exchange(*at, (T)(*at | (T)x)); }
 template <class T, class V>
+inline T atomicXor(T* at, V x) { return std::exchange(*at, (T)(*at ^ (T)x)); }
+template <class T, class V>
 inline T atomicExch(T* at, V x) { return std::exchange(*at, (T)x); }
 
 inline int dot_low(unsigned words, unsigned factors, int sum) {

@@ -110,11 +110,11 @@ def emulated(gpu: EmulatedGpu) -> Iterator[EmulatedGpu]:
     """Treat all torch tensors of the host as tensors on this GPU within the context, and let GPU codecs use it."""
     import pytest
 
-    from deltawire.codec.gpu import codec, device
+    from deltawire.codec.gpu import device
     from deltawire.tensors import torch_types
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (codec, device):
+        for module in (device,):
             patch.setattr(module, "gpu_at", lambda device: gpu)
         patch.setattr(torch_types, "gpu_of", lambda tensor: gpu.device)
         yield gpu

@@ -1,28 +1,25 @@
-"""The GPU codec: jobs on CUDA tensors go to the kernels, all others to the codec of the host."""
+"""The GPU codec: groups with CUDA tensors go to the kernels, all others to the codec of the host."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ...dtypes import DTYPES
-from ...errors import CodecUnavailable
 from .. import default_codec
-from ..base import Buffer, EncodeJob, Encodings, Outcomes, Resolution, ResolveJob, Sums
+from ..base import Buffer, EncodedGroup, EncodeGroup, EncodeJob, Encodings, GroupCodec, Lanes, Sums
 from ..bits import Bits, DeviceBits, Indices, MasterWeightBits, on_gpu
-from .device import gpu_at
+from . import device as devices
+from .codec_stream import codec_stream, host_codec_works
 from .digest import digest_tensors
-from .encode import encode_tensors
-from .kernel_addresses import address_in_place, flat_on, readable_rows
-from .kernel_table import KernelTable
-from .patch import DevicePatch
-from .resolve import resolve_tensors
+from .encode import EncodedBlocks, encode_blocks
+from .kernel_addresses import Column, readable
+from .kernel_table import SUMS, KernelTable, Numbers
+from .resolution import GpuResolution, group_by_device
 
 
 class GpuCodec:
@@ -42,20 +39,37 @@ class GpuCodec:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
+        """See `codec.base.GroupCodec`. A group with tensors on a GPU is encoded there; tensors that are elsewhere are copied to it."""
+        sets: dict[tuple[torch.device, int], list[int]] = {}
+        found: dict[int, EncodedGroup] = {}
+        on_host = []
+        for number, group in enumerate(groups):
+            device = device_of(group.news, group.bases)
+            if device is None:
+                on_host.append(number)
+            else:
+                sets.setdefault((device, group.type.width), []).append(number)
+        if on_host:
+            host = cast(GroupCodec, default_codec())
+            found.update(zip(on_host, host.encode_groups([groups[number] for number in on_host], threads), strict=True))
+        for (device, _), numbers in sets.items():
+            with codec_stream(device) as stream:
+                encoded = _encode_on_device([groups[number] for number in numbers], device)
+                stream.synchronize()
+            found.update(zip(numbers, encoded, strict=True))
+        return [found[number] for number in range(len(groups))]
+
     def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
         found: list[tuple[Sequence[int], Encodings]] = []
-        groups = _groups((job.new if on_gpu(job.new) else job.base, _kind(job.new, job.dtype.itemsize)) for job in jobs)
-        for (device, kind), group in groups.items():
+        tensors = ((job.new if on_gpu(job.new) else job.base, job.dtype.itemsize) for job in jobs)
+        for (device, _), group in group_by_device(tensors).items():
             mine = jobs if len(group) == len(jobs) else [jobs[i] for i in group]
             if device is None:
                 found.append((group, default_codec().encode(mine, threads)))
                 continue
-            with _codec_stream(device) as stream:
-                for rows, (bases, news) in readable_rows([[job.base for job in mine], [job.new for job in mine]], device):
-                    part = mine[rows]
-                    facts = [job.new.size for job in part], [job.seed for job in part], [job.dtype.code for job in part]
-                    table = KernelTable.of(bases, *facts, news, [job.base is None for job in part], next_is_float32=kind > _MASTERS)
-                    found.append((group[rows], encode_tensors(table, gpu_at(device))))
+            with codec_stream(device) as stream:
+                found.append((group, _encode_payloads(mine, device)))
                 stream.synchronize()
         if len(found) == 1:
             return found[0][1]
@@ -63,27 +77,23 @@ class GpuCodec:
         return Encodings.of([by_job[i] for i in range(len(jobs))])
 
     def resolution(self, threads: int, budget: int) -> GpuResolution:
-        return GpuResolution(self.device, default_codec().resolution(threads, budget) if _host_codec_works() else None)
+        return GpuResolution(self.device, default_codec().resolution(threads, budget) if host_codec_works() else None)
 
     def deferred_resolution(self, threads: int) -> GpuResolution:
-        return GpuResolution(self.device, default_codec().deferred_resolution(threads) if _host_codec_works() else None)
+        return GpuResolution(self.device, default_codec().deferred_resolution(threads) if host_codec_works() else None)
 
     def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
         found = np.zeros((len(arrays), 4), np.uint32)
-        groups = _groups((bits, _kind(bits, bits.itemsize)) for bits, _ in arrays)
-        for (device, kind), group in groups.items():
+        # Master weights are rounded into copies, so they are digested one tensor at a time.
+        kinds = ((bits, bits.itemsize + _MASTERS * isinstance(bits, MasterWeightBits)) for bits, _ in arrays)
+        for (device, kind), numbers in group_by_device(kinds).items():
             if device is None:
-                found[group] = default_codec().digest([arrays[i] for i in group], threads)
+                found[numbers] = default_codec().digest([arrays[i] for i in numbers], threads)
                 continue
-            code = _INTEGERS[kind % _MASTERS]
-            with _codec_stream(device):
-                # Master weights are rounded into copies, so they are digested one tensor at a time.
-                for part in ([i] for i in group) if kind > _MASTERS else [group]:
-                    column = [bits.rounded() if isinstance(bits, MasterWeightBits) else bits for bits in (arrays[i][0] for i in part)]
-                    for rows, (bases,) in readable_rows([column], device):
-                        count = [bits.size for bits in column[rows]]
-                        table = KernelTable.of(bases, count, [arrays[i][1] for i in part[rows]], [code] * len(bases))
-                        found[part[rows]] = digest_tensors(table, gpu_at(device))
+            with codec_stream(device):
+                for some in ([i] for i in numbers) if kind > _MASTERS else [numbers]:
+                    column = [bits.rounded() if isinstance(bits, MasterWeightBits) else bits for bits in (arrays[i][0] for i in some)]
+                    found[some] = _digest_on_device(column, [arrays[i][1] for i in some], kind % _MASTERS, device)
                     del column  # it must be freed before the next copies are made
         return found
 
@@ -103,200 +113,118 @@ class GpuCodec:
             target[torch.unravel_index(at, target.shape)] = new
 
 
-@dataclass(slots=True)
-class _Group:
-    """Tensors that were resolved together."""
-
-    patch: DevicePatch
-    jobs: Sequence[ResolveJob]
-    bases: NDArray[np.uint64]
-    """The addresses of their elements."""
-    copies: dict[int, torch.Tensor]
-    """The elements of tensors that are added, or that the kernels cannot work on in place, by number in the group."""
-
-    def targets(self, which: Sequence[bool]) -> torch.Tensor | None:
-        """Return the addresses to which the changes of some of the tensors go. Changes of a tensor with a copy go to the copy."""
-        chosen = np.array(which, np.bool_)
-        return self.patch.targets(np.where(chosen, self.bases, np.uint64(0))) if chosen.any() else None
-
-    def write(self, targets: torch.Tensor | None, *, swap: bool) -> None:
-        """Write to some of the tensors, on the current stream."""
-        if targets is not None:
-            self.patch.write(targets, swap=swap)
-        for flat in self.copies.values():
-            self.patch.gpu.keep(flat, self.patch.gpu.current())
-
-
-@dataclass(slots=True)
-class GpuResolution:
-    """A `codec.base.Resolution` on GPUs. Nothing is written before `settle`."""
-
-    device: torch.device
-    host: Resolution | None
-    groups: list[_Group] = field(default_factory=list)
-    members: list[tuple[int, int]] = field(default_factory=list)
-    """For each tensor, its group (−1 is that of the host) and its number in the group."""
-    host_tensors: int = 0
-    targets: list[torch.Tensor | None] = field(default_factory=list)
-    """The targets of each group, once nothing more will be added."""
-
-    def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
-        found = Outcomes(np.zeros(len(jobs), np.int64), np.zeros((len(jobs), 4), np.uint32), np.zeros((len(jobs), 4), np.uint32))
-        groups = _groups(((job.base, job.dtype.itemsize) for job in jobs), self.device)
-        members: dict[int, tuple[int, int]] = {}
-        for (device, _), group in groups.items():
-            mine = jobs if len(group) == len(jobs) else [jobs[i] for i in group]
-            if device is None:
-                outcomes = self._add_on_host(mine, data)
-                members.update({i: (-1, self.host_tensors + n) for n, i in enumerate(group)})
-                self.host_tensors += len(group)
-            else:
-                outcomes = self._add_on_device(mine, data, device)
-                members.update({i: (len(self.groups) - 1, n) for n, i in enumerate(group)})
-            found.changed[group], found.before[group], found.after[group] = outcomes.changed, outcomes.before, outcomes.after
-        self.members += [members[i] for i in range(len(jobs))]
-        return found
-
-    def _add_on_host(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
-        if self.host is None:
-            default_codec()  # raises `CodecUnavailable` with the reason
-        assert self.host is not None
-        return self.host.add(jobs, data)
-
-    def _add_on_device(self, jobs: Sequence[ResolveJob], data: Buffer, device: torch.device) -> Outcomes:
-        with _codec_stream(device):
-            bases = [None if job.base is None else address_in_place(job.base, device) for job in jobs]
-            copies = {n: _elements(jobs[n], device) for n, base in enumerate(bases) if base is None}
-            addresses = [copies[n].data_ptr() if base is None else base for n, base in enumerate(bases)]
-            facts = [job.count for job in jobs], [job.seed for job in jobs], [job.dtype.code for job in jobs]
-            table = KernelTable.of(addresses, *facts)
-            patch, outcomes = resolve_tensors(table, [job.payload for job in jobs], data, gpu_at(device))
-        self.groups.append(_Group(patch, jobs, table.base, copies))
-        return outcomes
-
-    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[Indices, Bits]]:
-        found: dict[tuple[int, int], tuple[Indices, Bits]] = {}
-        wanted = [self.members[tensor] for tensor in tensors]
-        for group in {group for group, _ in wanted}:
-            numbers = [number for other, number in wanted if other == group]
-            if group < 0:
-                assert self.host is not None
-                found.update(zip([(-1, number) for number in numbers], self.host.changes(numbers), strict=True))
-            else:
-                patch = self.groups[group].patch
-                with patch.gpu.active():
-                    changes = patch.changes()
-                found.update({(group, number): (changes[number][0], DeviceBits(changes[number][1])) for number in numbers})
-        return [found[member] for member in wanted]
-
-    def dense(self, tensors: Sequence[int]) -> Sequence[Bits]:
-        wanted = [self.members[tensor] for tensor in tensors]
-        for number in {group for group, _ in wanted}:
-            group = self.groups[number]
-            with group.patch.gpu.active():
-                group.write(group.targets([job.base is None for job in group.jobs]), swap=False)
-        return [DeviceBits(self.groups[group].copies[number]) for group, number in wanted]
-
-    def settle(self) -> None:
-        """Write, on the current stream of each device."""
-        self._write(swap=False)
-        if self.host is not None:
-            self.host.settle()
-
-    def exchange(self) -> None:
-        """See `codec.base.Resolution`. Work goes to the current stream of each device. It is done when this returns, for any stream."""
-        self._write(swap=True)
-        for gpu in {id(group.patch.gpu): group.patch.gpu for group in self.groups}.values():
-            gpu.current().synchronize()
-        if self.host is not None:
-            self.host.exchange()
-
-    def compact(self) -> None:
-        """Make the targets that `exchange` needs, so that it cannot fail. On a GPU only the patch is kept, which cannot be smaller."""
-        self.targets = self._targets()
-        if self.host is not None:
-            self.host.compact()
-
-    def _write(self, *, swap: bool) -> None:
-        for group, targets in zip(self.groups, self.targets or self._targets(), strict=True):
-            with group.patch.gpu.active():
-                group.write(targets, swap=swap)
-                for number, flat in group.copies.items():
-                    base = group.jobs[number].base
-                    if group.jobs[number].write and on_gpu(base):
-                        base.tensor.copy_(flat.view(base.shape))
-
-    def _targets(self) -> list[torch.Tensor | None]:
-        """Return the addresses to which the changes of each group go."""
-        found = []
-        for group in self.groups:
-            with group.patch.gpu.active():
-                found.append(group.targets([job.write for job in group.jobs]))
-        return found
-
-    def revert(self) -> None:
-        if self.host is not None:
-            self.host.revert()
-
-
 _MASTERS = 16
-"""Added to the size of an element to put master weights into separate groups."""
+"""Added to the size of an element to tell master weights from others."""
 
 _INTEGERS = {dtype.itemsize: dtype.code for dtype in DTYPES if dtype.name in ("U8", "U16", "U32", "U64")}
 
 
-def _kind(bits: Bits, itemsize: int) -> int:
-    """Return a number that is the same for tensors that kernels can work on together, if they are on one device."""
-    return itemsize + _MASTERS * isinstance(bits, MasterWeightBits)
+def device_of(*columns: Iterable[Bits | None]) -> torch.device | None:
+    """Return the device of the first tensor that is on a GPU."""
+    return next((bits.device for column in columns for bits in column if on_gpu(bits)), None)
 
 
-def _groups(
-    tensors: Iterable[tuple[Bits | None, int]], default: torch.device | None = None
-) -> dict[tuple[torch.device | None, int], list[int]]:
-    """Return the numbers of tensors, grouped by device and kind.
-
-    All tensors on the host are one group with the device None. A tensor without bits counts as a tensor on the device `default`.
-    """
-    groups: dict[tuple[torch.device | None, int], list[int]] = {}
-    for number, (bits, kind) in enumerate(tensors):
-        device = bits.device if on_gpu(bits) else default if bits is None else None
-        groups.setdefault((device, kind if device else 0), []).append(number)
-    return groups
+def sizes_of(column: Sequence[Bits]) -> Numbers:
+    """Return the numbers of elements of tensors."""
+    if set(map(type, column)) <= {DeviceBits, MasterWeightBits}:
+        return np.array([bits.tensor.numel() for bits in column], np.int64)  # type: ignore[union-attr]
+    return np.array([bits.size for bits in column], np.int64)
 
 
-def _elements(job: ResolveJob, device: torch.device) -> torch.Tensor:
-    """Return a copy of the base's elements; zeros if there is no base."""
-    if job.base is not None:
-        return flat_on(device, job.base)
-    return torch.zeros(max(job.count, 1), dtype=getattr(torch, f"int{job.dtype.width}"), device=device)[: job.count]
+def _encode_on_device(groups: Sequence[EncodeGroup], device: torch.device) -> list[EncodedGroup]:
+    """Encode groups of one width."""
+    bases, news = [base for group in groups for base in group.bases], [new for group in groups for new in group.news]
+    each = np.array([len(group.news) for group in groups], np.int64)
+    counts = sizes_of(news) * np.repeat([group.type.per_element for group in groups], each)
+    seeds = np.concatenate([group.seeds for group in groups])
+    columns = [Column.of(bases, device), Column.of(news, device)]
+    kinds = [(len(group.news), group.type.code) for group in groups]
+    addresses = [column.addresses for column in columns]
+    table = KernelTable.of_groups(groups[0].type.width, kinds, addresses[0], counts, seeds, addresses[1], is_float32=_are_masters(news))
+    encoded, blocks = _encode_table(table, columns, device)
+    ends = np.append(0, np.cumsum(encoded.sizes))
+    changes = np.flatnonzero(encoded.sizes > encoded.unchanged)
+    ranges = []
+    for first, end in zip(blocks[:-1].tolist(), blocks[1:].tolist(), strict=True):
+        # Chunks after the last change are left out.
+        last = int(np.searchsorted(changes, end)) - 1
+        changed = last >= 0 and changes[last] >= first
+        ranges.append((int(ends[first]), int(ends[changes[last] + 1] - encoded.unchanged[changes[last]]) if changed else int(ends[first])))
+    found = []
+    for pieces, first, end in zip(encoded.cut(ranges), table.group_starts.tolist(), table.group_ends.tolist(), strict=True):
+        sums = encoded.sums[first:end]
+        before = sums["before"].sum(axis=0, dtype=np.uint32)
+        found.append(
+            EncodedGroup(
+                pieces, sums["changed"].astype(np.int64), _lanes(before), _lanes(before + sums["change"].sum(axis=0, dtype=np.uint32))
+            )
+        )
+    return found
 
 
-class _codec_stream:
-    """A context in which the calling thread's work goes to the codec's stream.
-
-    That work starts after earlier work of the caller's stream, and later work of the caller's stream starts after it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        gpu = gpu_at(device)
-        self._stream = gpu.stream("codec")
-        self._caller = gpu.current()
-        self._context = gpu.using(self._stream)
-
-    def __enter__(self) -> torch.cuda.Stream:
-        self._stream.wait_stream(self._caller)
-        self._context.__enter__()
-        return self._stream
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-        self._caller.wait_stream(self._stream)
+def _lanes(sums: NDArray[np.uint32]) -> Lanes:
+    a, b, c, d = sums.tolist()
+    return a, b, c, d
 
 
-@functools.cache
-def _host_codec_works() -> bool:
-    try:
-        default_codec()
-    except CodecUnavailable:
-        return False
-    return True
+def _are_masters(news: Sequence[Bits]) -> NDArray[np.bool_] | None:
+    types = list(map(type, news))
+    return np.array([kind is MasterWeightBits for kind in types], np.bool_) if MasterWeightBits in types else None
+
+
+def _encode_table(
+    table: KernelTable, columns: Sequence[Column], device: torch.device, codes: NDArray[np.uint8] | None = None
+) -> tuple[EncodedBlocks, Numbers]:
+    """Encode all blocks of a table, and copy tensors that kernels cannot read. Return also the number of each group's first block."""
+    tensors = table.rows()
+    blocks, starts = table.blocks(tensors)
+    last = blocks["tile0"].astype(np.int64) + blocks["tiles"] - 1
+    first_tensor, last_tensor = (np.searchsorted(tensors.tiles[1:], tile, "right") for tile in (blocks["tile0"].astype(np.int64), last))
+    found = []
+    for part, (base, next) in readable(columns, first_tensor, last_tensor + 1, device):
+        tensors.rows["base"], tensors.rows["next"] = base, next
+        found.append(encode_blocks(table, tensors, blocks[part], devices.gpu_at(device), codes))
+    if not found:
+        found.append(encode_blocks(table, tensors, blocks, devices.gpu_at(device), codes))
+    sums = found[0].sums
+    for more in found[1:]:
+        for name in SUMS.names or ():
+            sums[name] += more.sums[name]
+    sizes, unchanged = (np.concatenate([getattr(part, name) for part in found]) for name in ("sizes", "unchanged"))
+    return EncodedBlocks([piece for part in found for piece in part.pieces], sizes, unchanged, sums), starts
+
+
+def _encode_payloads(jobs: Sequence[EncodeJob], device: torch.device) -> Encodings:
+    """Encode tensors of one width into payloads of their own, as in versions 1 and 2 of the format."""
+    columns = [Column.of([job.base for job in jobs], device), Column.of([job.new for job in jobs], device)]
+    codes = np.array([job.dtype.code for job in jobs], np.uint8)
+    news = [job.new for job in jobs]
+    counts, seeds = sizes_of(news), np.array([job.seed for job in jobs], np.uint64)
+    addresses = [column.addresses for column in columns]
+    table = KernelTable.of_tensors(jobs[0].dtype.width, codes, addresses[0], counts, seeds, addresses[1], is_float32=_are_masters(news))
+    encoded, blocks = _encode_table(table, columns, device, codes)
+    ends = np.append(0, np.cumsum(encoded.sizes))[blocks]
+    sizes = np.diff(ends)
+    appears = np.array([job.base is None for job in jobs], np.bool_)
+    sums = encoded.sums
+    changed = sums["changed"].astype(np.int64)
+    left_out = (changed == 0) & ~appears
+    # The first and the end of each run of tensors that stay.
+    bounds = np.flatnonzero(np.diff(left_out, prepend=True, append=True)).reshape(-1, 2)
+    pieces: list[Buffer] = [piece for part in encoded.cut(ends[bounds].tolist()) for piece in part]
+    found = Encodings(pieces, np.where(left_out, 0, sizes), changed, sums["before"], sums["before"] + sums["change"])
+    nothing = appears & (counts == 0)
+    if nothing.any():  # an added tensor without elements still has a payload: its type
+        types = [bytes([code]) if is_empty else b"" for code, is_empty in zip(codes.tolist(), nothing.tolist(), strict=True)]
+        found = Encodings.of([row._replace(payload=[code] if code else row.payload) for row, code in zip(found, types, strict=True)])
+    return found
+
+
+def _digest_on_device(column: Sequence[Bits], seeds: Sequence[int], itemsize: int, device: torch.device) -> Sums:
+    numbers = np.arange(len(column))
+    codes, counts = np.full(len(column), _INTEGERS[itemsize], np.uint8), sizes_of(column)
+    found = np.zeros((len(column), 4), np.uint32)
+    for rows, (addresses,) in readable([Column.of(column, device)], numbers, numbers + 1, device):
+        facts = addresses[rows], counts[rows], np.array(seeds[rows], np.uint64)
+        found[rows] = digest_tensors(KernelTable.of_tensors(8 * itemsize, codes[rows], *facts), devices.gpu_at(device))
+    return found

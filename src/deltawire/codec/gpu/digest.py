@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..base import Sums
 from .device import Gpu
-from .kernel_table import SUMS, KernelTable, number_tiles
+from .kernel_table import SUMS, KernelTable, TensorRows
 
 _BLOCKS = 3
 """Thread blocks per processor."""
@@ -25,13 +23,13 @@ def digest_tensors(table: KernelTable, gpu: Gpu) -> Sums:
 def start_digest(table: KernelTable, gpu: Gpu) -> torch.Tensor:
     """Start to compute the word sums, and return `SUMS` of all tensors on the device without waiting."""
     sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
-    digest_ranges(table.blocks(), table.width, sums, gpu)
+    digest_rows(table.rows(table.base != 0), table.width, sums, gpu)
     return sums
 
 
-def digest_ranges(ranges: NDArray[np.void], width: int, sums: torch.Tensor, gpu: Gpu) -> None:
-    """Add the words of these ranges to the sums of their tensors."""
-    ntiles = number_tiles(ranges)
+def digest_rows(tensors: TensorRows, width: int, sums: torch.Tensor, gpu: Gpu) -> None:
+    """Add the words of these tensors to their sums."""
+    ntiles = tensors.ntiles
     if ntiles:
-        arguments = [gpu.upload(ranges), ctypes.c_uint32(len(ranges)), ctypes.c_uint32(ntiles), sums]
+        arguments = [gpu.upload(tensors.rows), ctypes.c_uint32(len(tensors.rows)), ctypes.c_uint32(ntiles), sums]
         gpu.kernels(width).launch("digest", min(-(-ntiles // 8), _BLOCKS * gpu.processors), 256, arguments)

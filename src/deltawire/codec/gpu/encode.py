@@ -14,12 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..base import Buffer, Encodings
+from ..base import Buffer
 from .device import Gpu
-from .kernel_table import BLOCK, SUMS, TILE, UNIT, Bodies, Changes, KernelTable, number_tiles
+from .kernel_table import SUMS, UNIT, Bodies, Changes, KernelTable, Layout, Numbers, TensorRows, Tiles, storage_type
 
 _SHARE = 0.0082
-"""The share of the weights' bytes that the list of changes may take. There is always room for one block whose elements all change."""
+"""The share of the weights' bytes that the list of changes may take."""
+
+_LEAST_LIST = 1 << 22
+"""The least number of changes that the list has room for. The list becomes longer if a single block has more."""
+
+_LEAST_BODIES = 1 << 19
+"""The least number of words for encoded bodies. There is more room if a single block needs it."""
 
 _PLAN_SHARE = 0.005
 """The share that the working memory of encoding thread blocks may take. Each processor has two of them, and at least one."""
@@ -27,12 +33,12 @@ _PLAN_SHARE = 0.005
 _FULL = 0.93
 """The share of the list that a slab should fill, according to the density of the slab before it."""
 
-_FIRST_SLAB = 4 * BLOCK
+_FIRST_SLAB = 1 << 26
 _MOST_SLAB = 1 << 31
 """Elements of the first slab, if no similar call was made before; and of any slab, because counters of changes have 32 bits."""
 
 _learnt: dict[tuple[torch.device, int, int], int] = {}
-"""The size of the last slab, by device, size of an element and length of the list."""
+"""The size of the last slab, by device, width of an element and length of the list."""
 
 _SCAN_BLOCKS = 4
 """Thread blocks per processor."""
@@ -41,19 +47,53 @@ _GRANT = 1024
 """Slots of the list that a warp takes at a time."""
 
 
-def encode_tensors(table: KernelTable, gpu: Gpu) -> Encodings:
-    """Encode tensors of one width, on the current stream. When this returns, all bytes are in pinned host memory."""
-    ranges = table.blocks()
-    upto = np.concatenate([[0], np.cumsum(ranges["count"], dtype=np.int64)])
-    work = _Workspace(table, gpu)
+@dataclass(slots=True)
+class EncodedBlocks:
+    """The chunks of blocks, one block after the other. All bytes are in pinned host memory."""
+
+    pieces: list[memoryview]
+    sizes: Numbers
+    """The bytes of each block."""
+    unchanged: Numbers
+    """How many of these bytes, at the end of the block, are a chunk that changes nothing."""
+    sums: NDArray[np.void]
+    """`SUMS` of all tensors, over the elements of these blocks."""
+
+    def cut(self, ranges: Sequence[tuple[int, int]]) -> list[list[Buffer]]:
+        """Return ranges of the bytes, ascending, as pieces of host memory."""
+        found: list[list[Buffer]] = []
+        at = number = 0  # the piece that the next range begins in, and where it begins
+        for begin, end in ranges:
+            parts: list[Buffer] = []
+            while begin < end:
+                while begin >= at + len(self.pieces[number]):
+                    at, number = at + len(self.pieces[number]), number + 1
+                parts.append(self.pieces[number][begin - at : end - at])
+                begin += len(parts[-1])
+            found.append(parts)
+        return found
+
+
+def encode_blocks(
+    table: KernelTable, tensors: TensorRows, blocks: NDArray[np.void], gpu: Gpu, codes: NDArray[np.uint8] | None = None
+) -> EncodedBlocks:
+    """Encode blocks, which follow each other, on the current stream. When this returns, all bytes are in pinned host memory.
+
+    Kernels must be able to read all tensors that have elements in these blocks. `codes` are the type codes of all tensors if they are
+    written as in versions 1 and 2 of the format; None if they are written as groups.
+    """
+    if not blocks.size:
+        return EncodedBlocks([], np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(len(table), SUMS))
+    upto = np.append(0, np.cumsum(blocks["elements"], dtype=np.int64))
+    work = _Workspace(table, tensors, int(upto[-1]), int(blocks["tiles"].sum(dtype=np.int64)), gpu, codes)
     pieces: list[memoryview] = []
-    sizes = np.zeros(len(table), np.int64)
+    facts: list[NDArray[np.int64]] = []
 
     def start(first: int, size: int) -> _Slab | None:
-        if first == len(ranges):
+        if first == len(blocks):
             return None
         end = max(first + 1, int(np.searchsorted(upto, upto[first] + size, "right")) - 1)
-        return work.start(first, end, ranges[first:end].copy())
+        return work.start(first, end, blocks[first:end])
 
     size = _learnt.get(work.kind, _FIRST_SLAB)
     slab = start(0, size)
@@ -63,46 +103,18 @@ def encode_tensors(table: KernelTable, gpu: Gpu) -> Encodings:
         size = work.next_size(slab)
         if slab.fits:
             pieces.append(memoryview(work.join(slab).numpy()))  # its bytes are still being copied
-            np.add.at(sizes, slab.ranges["tensor"], slab.sizes)
-        elif slab.end - slab.first == 1:
-            raise AssertionError("one block does not fit the workspace")
+            facts.append(slab.facts)
         else:
+            if slab.end - slab.first == 1:
+                work.grow(slab)
             work.sums.copy_(slab.sums_before)
             following = start(slab.first, size)
         slab = following
     _learnt[work.kind] = size
     sums = work.sums.cpu().numpy().view(SUMS).reshape(-1)
     work.copies.synchronize()
-    changed = sums["changed"].astype(np.int64)
-    unchanged = (changed == 0) & ~table.appears
-    found = Encodings(
-        _without(pieces, sizes, unchanged),
-        np.where(unchanged, 0, sizes),
-        changed,
-        sums["before"],
-        sums["before"] + sums["change"],
-    )
-    nothing = table.appears & (table.count == 0)
-    if nothing.any():  # an added tensor without elements still has a payload: its type
-        codes = [bytes([code]) if is_empty else b"" for code, is_empty in zip(table.codes.tolist(), nothing.tolist(), strict=True)]
-        found = Encodings.of([row._replace(payload=[code] if code else row.payload) for row, code in zip(found, codes, strict=True)])
-    return found
-
-
-def _without(pieces: Sequence[memoryview], sizes: NDArray[np.int64], left_out: NDArray[np.bool_]) -> list[Buffer]:
-    """Return the bytes of the tensors that are not left out. `pieces` have the bytes of all tensors, one after the other."""
-    ends = np.cumsum(sizes)
-    # The first and the end of each run of tensors that stay.
-    bounds = np.flatnonzero(np.diff(left_out, prepend=True, append=True)).reshape(-1, 2)
-    begins, stops = (ends - sizes)[bounds[:, 0]], ends[bounds[:, 1] - 1]
-    kept: list[Buffer] = []
-    at = 0
-    for piece in pieces:
-        runs = slice(np.searchsorted(stops, at, "right"), np.searchsorted(begins, at + len(piece)))
-        for begin, stop in zip((begins[runs] - at).tolist(), (stops[runs] - at).tolist(), strict=True):
-            kept.append(piece[max(begin, 0) : stop])
-        at += len(piece)
-    return kept
+    sizes, unchanged = np.concatenate(facts, axis=1)
+    return EncodedBlocks(pieces, sizes, unchanged, sums)
 
 
 @dataclass(slots=True)
@@ -111,24 +123,29 @@ class _Slab:
 
     first: int
     end: int
-    ranges: NDArray[np.void]
+    blocks: NDArray[np.void]
+    first_tile: int
     ntiles: int
     on_device: torch.Tensor
+    """The blocks."""
     found: torch.Tensor | None
-    """Facts of tiles that are needed until chunks are encoded: elements, counts, slots and sizes."""
+    """Elements and changes by context, slots and numbers of changes of every unit. Each is an array over all tiles."""
     chunks: torch.Tensor
-    """Three arrays of chunks by first tile: their facts, the list of chunks, and where their bytes end."""
+    """The facts of all chunks, the list of chunks to encode, and where they end. Each is an array over all tiles."""
     progress: torch.Tensor
-    """The cursors of changes and of bodies, the numbers of chunks listed and taken, and then the bytes of each range."""
+    """Slots of the list and words of bodies that are taken, the number of chunks, the number of the next one to encode; then the sizes
+    of all blocks, and the sizes of chunks at their ends that change nothing."""
     changes: Changes
     sums_before: torch.Tensor
     report: torch.Tensor | None = None
     reported: torch.cuda.Event | None = None
-    fits: bool = False
     nchunks: int = 0
+    words: int = 0
+    listed: int = 0
+    fits: bool = False
 
     def address(self, word: int) -> ctypes.c_void_p:
-        """Return the address of a word of `progress`."""
+        """Return the address of a number in `progress`."""
         return ctypes.c_void_p(self.progress.data_ptr() + 8 * word)
 
     def chunk_arrays(self) -> list[ctypes.c_void_p]:
@@ -136,58 +153,65 @@ class _Slab:
         return [ctypes.c_void_p(self.chunks.data_ptr() + offset * self.ntiles) for offset in (0, 24, 28)]
 
     @property
-    def sizes(self) -> NDArray[np.int64]:
-        """The bytes of each range."""
+    def facts(self) -> NDArray[np.int64]:
+        """The bytes of each block, and of the chunk at its end if that changes nothing."""
         assert self.report is not None
-        sizes: NDArray[np.int64] = self.report.numpy()[4:]
-        return sizes
+        found: NDArray[np.int64] = self.report.numpy()[4:].reshape(2, -1)
+        return found
 
 
 class _Workspace:
     """Device memory that all slabs of one call share."""
 
-    def __init__(self, table: KernelTable, gpu: Gpu) -> None:
+    def __init__(
+        self, table: KernelTable, tensors: TensorRows, elements: int, ntiles: int, gpu: Gpu, codes: NDArray[np.uint8] | None
+    ) -> None:
         self.gpu = gpu
         self.kernels = gpu.kernels(table.width)
-        self.width = table.itemsize
-        self.next_is_float32 = table.next_is_float32
-        scan_shared, self.plan_shared, scratch, masters_shared = self.kernels.constants("encode_sizes", 4)
-        masters = table.next_is_float32
+        self.tensors, self.ntensors = gpu.upload(tensors.rows), len(table)
+        self.codes = None if codes is None else gpu.upload(codes)
+        scan_shared, self.plan_shared, scratch, masters_shared, self.contexts = self.kernels.constants("encode_sizes", 5)
+        masters = table.is_float32 is not None and bool(table.is_float32.any())
         self.scan, self.scan_shared = ("find_changes_of_masters", masters_shared) if masters else ("find_changes", scan_shared)
-        elements, units, ntiles = (int((-(-table.count // size)).sum()) for size in (1, UNIT, TILE))
-        # A unit never takes more slots than it has elements, so one block always fits.
-        wanted = max(int(_SHARE * elements * self.width / (2 + 2 * self.width)), BLOCK)
-        self.capacity = min(wanted, units * UNIT)
-        self.kind = (gpu.device, self.width, self.capacity)
-        affordable = int(_PLAN_SHARE * elements * self.width / scratch)
+        nbytes = elements * table.width // 8
+        self.value_size = storage_type(table.width).itemsize
+        # A unit never takes more slots than a grant has.
+        wanted = max(int(_SHARE * nbytes / (2 + 2 * self.value_size)), _LEAST_LIST)
+        self.capacity = min(wanted, (-(-elements // UNIT) + ntiles) * UNIT)
+        self.kind = (gpu.device, table.width, self.capacity)
+        affordable = int(_PLAN_SHARE * nbytes / scratch)
         self.encode_blocks = min(max(affordable, gpu.processors), 2 * gpu.processors, ntiles)
-        self.ranks = gpu.empty(self.capacity, torch.int16)
-        self.pairs = gpu.empty(self.capacity * 2 * self.width, torch.uint8)
         self.scratch = gpu.empty(self.encode_blocks * scratch, torch.uint8)
-        # A body is shorter than the elements of its chunk; with each rounded up, the bodies of one block always fit.
-        self.body_words = max(self.capacity // 4, min(elements, BLOCK) * self.width // 4 + 4 * min(ntiles, BLOCK // TILE) + 16)
+        self._new_list()
+        # A body is shorter than the elements of its chunk, but is rounded up.
+        self.body_words = min(max(self.capacity // 4, _LEAST_BODIES), nbytes // 4 + 4 * ntiles + 16)
         self.bodies = gpu.zeros(self.body_words, torch.int32)
         self.used = 0
         self.sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
-        self.codes = gpu.upload(table.codes)
         self.copies = gpu.stream("copies")
 
-    def start(self, first: int, end: int, ranges: NDArray[np.void]) -> _Slab:
+    def _new_list(self) -> None:
+        self.ranks = self.gpu.empty(self.capacity, torch.int16)
+        self.pairs = self.gpu.empty(self.capacity * 2 * self.value_size, torch.uint8)
+
+    def start(self, first: int, end: int, blocks: NDArray[np.void]) -> _Slab:
         """Start to find the changes of blocks and to cut the blocks into chunks."""
-        ntiles = number_tiles(ranges)
-        on_device = self.gpu.upload(ranges)
-        found, chunks = self.gpu.empty(ntiles * 160, torch.uint8), self.gpu.empty(ntiles * 32, torch.uint8)
-        progress = self.gpu.zeros(4 + len(ranges), torch.int64)
-        elements, counts, slots, sizes = (found.data_ptr() + offset * ntiles for offset in (0, 32, 64, 128))
+        first_tile = int(blocks["tile0"][0])
+        ntiles = int(blocks["tile0"][-1]) + int(blocks["tiles"][-1]) - first_tile
+        on_device = self.gpu.upload(blocks)
+        arrays = (0, 2 * self.contexts, 4 * self.contexts, 4 * self.contexts + 64)
+        found, chunks = self.gpu.empty(ntiles * (arrays[-1] + 32), torch.uint8), self.gpu.empty(ntiles * 32, torch.uint8)
+        progress = self.gpu.zeros(4 + 2 * len(blocks), torch.int64)
+        elements, counts, slots, sizes = (found.data_ptr() + offset * ntiles for offset in arrays)
         changes = Changes(slots, sizes, counts, self.ranks.data_ptr(), self.pairs.data_ptr(), self.capacity, progress.data_ptr())
-        slab = _Slab(first, end, ranges, ntiles, on_device, found, chunks, progress, changes, self.sums.clone())
+        slab = _Slab(first, end, blocks, first_tile, ntiles, on_device, found, chunks, progress, changes, self.sums.clone())
         facts, work, _ = slab.chunk_arrays()
-        nranges, tiles, pointer = ctypes.c_uint32(len(ranges)), ctypes.c_uint32(ntiles), ctypes.c_void_p
+        pointer, number = ctypes.c_void_p, ctypes.c_uint32
+        tiles = Tiles(self.tensors.data_ptr(), on_device.data_ptr(), self.ntensors, len(blocks), first_tile, first_tile + ntiles)
         launch = self.kernels.launch
-        launch("choose_tops", len(ranges), 256, [on_device])
-        arguments = [on_device, nranges, tiles, pointer(elements), changes, self.sums]
-        launch(self.scan, self._scan_blocks(ntiles), 128, arguments, self.scan_shared)
-        launch("cut_chunks", len(ranges), 256, [on_device, pointer(counts), facts, work, slab.address(2)])
+        launch("choose_tops", len(blocks), 256, [self.tensors, number(self.ntensors), on_device])
+        launch(self.scan, self._scan_blocks(ntiles), 128, [tiles, pointer(elements), changes, self.sums], self.scan_shared)
+        launch("cut_chunks", len(blocks), 256, [on_device, number(first_tile), pointer(counts), facts, work, slab.address(2)])
         return slab
 
     def plan(self, slab: _Slab) -> None:
@@ -196,9 +220,11 @@ class _Workspace:
         self.bodies[: self.used].zero_()
         bodies = Bodies(self.bodies.data_ptr(), self.body_words, slab.address(1))
         facts, work, ends = slab.chunk_arrays()
-        arguments = [slab.on_device, facts, work, slab.address(2), slab.address(3), slab.found, slab.changes, self.scratch, bodies]
+        layout, lists = self._layout(slab), [facts, work, slab.address(2), slab.address(3)]
+        arguments = [layout, slab.on_device, *lists, slab.found, slab.changes, self.scratch, bodies]
         self.kernels.launch("encode_chunks", min(self.encode_blocks, slab.ntiles), 512, arguments, self.plan_shared)
-        self.kernels.launch("measure_chunks", len(slab.ranges), 256, [slab.on_device, facts, ends, slab.address(4), slab.changes])
+        totals, unchanged = slab.address(4), slab.address(4 + len(slab.blocks))
+        self.kernels.launch("measure_chunks", len(slab.blocks), 256, [layout, slab.on_device, facts, ends, totals, unchanged, slab.changes])
         slab.found = None  # the next slab may use this memory
         slab.report = self.gpu.pinned(slab.progress.numel(), torch.int64)
         slab.report.copy_(slab.progress, non_blocking=True)
@@ -209,37 +235,33 @@ class _Workspace:
         assert slab.report is not None
         assert slab.reported is not None
         slab.reported.synchronize()
-        listed, words, chunks = (int(number) for number in slab.report[:3])
-        slab.nchunks = chunks
-        slab.fits = listed <= self.capacity and words <= self.body_words
-        self.used = min(words, self.body_words)
-        elements = int(slab.ranges["count"].sum(dtype=np.int64))
+        slab.listed, slab.words, slab.nchunks = (int(number) for number in slab.report[:3])
+        slab.fits = slab.listed <= self.capacity and slab.words <= self.body_words
+        self.used = min(slab.words, self.body_words)
+        elements = int(slab.blocks["elements"].sum(dtype=np.int64))
         # Each warp leaves a part of its last grant empty: half of it on average, and all of it in the worst case.
         lost = _GRANT * 4 * self._scan_blocks(slab.ntiles)
-        density = max(listed - lost // 2, listed // 4, 1) / elements
+        density = max(slab.listed - lost // 2, slab.listed // 4, 1) / elements
         room = max(_FULL * self.capacity - lost, self.capacity / 4)
-        size = min(room / density, elements * _FULL * self.body_words / max(words, 1))
-        # One block always fits. As many elements in small tensors may not fit, because their last units leave much of their grants empty.
-        return min(max(int(size), BLOCK if slab.fits else 1), _MOST_SLAB)
+        size = min(room / density, elements * _FULL * self.body_words / max(slab.words, 1))
+        return min(max(int(size), 1), _MOST_SLAB)
+
+    def grow(self, slab: _Slab) -> None:
+        """Make room for a slab that is a single block and does not fit."""
+        if slab.listed > self.capacity:
+            self.capacity = slab.listed
+            self._new_list()
+        if slab.words > self.body_words:
+            self.body_words = slab.words
+            self.bodies = self.gpu.zeros(self.body_words, torch.int32)
 
     def join(self, slab: _Slab) -> torch.Tensor:
         """Start to put the chunks in order and to copy them to the host."""
-        size = int(slab.sizes.sum())
+        size = int(slab.facts[0].sum())
         out = self.gpu.empty(size, torch.uint8)
         facts, work, ends = slab.chunk_arrays()
-        range_ends = slab.progress[4:].cumsum(0)
-        arguments = [
-            slab.on_device,
-            facts,
-            work,
-            slab.address(2),
-            ends,
-            range_ends,
-            self.bodies,
-            self.codes,
-            ctypes.c_uint32(self.next_is_float32),
-            out,
-        ]
+        block_ends = slab.progress[4 : 4 + len(slab.blocks)].cumsum(0)
+        arguments = [self._layout(slab), facts, work, slab.address(2), ends, block_ends, self.bodies, out]
         self.kernels.launch("join_chunks", min(slab.nchunks, 16 * self.gpu.processors), 128, arguments)
         host = self.gpu.pinned(size)
         self.copies.wait_stream(self.gpu.current())
@@ -247,6 +269,9 @@ class _Workspace:
             host.copy_(out, non_blocking=True)
         self.gpu.keep(out, self.copies)
         return host
+
+    def _layout(self, slab: _Slab) -> Layout:
+        return Layout(self.tensors.data_ptr(), self.ntensors, slab.first_tile, None if self.codes is None else self.codes.data_ptr())
 
     def _scan_blocks(self, ntiles: int) -> int:
         return int(min(_SCAN_BLOCKS * self.gpu.processors, -(-ntiles // 4)))

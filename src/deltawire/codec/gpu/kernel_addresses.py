@@ -3,26 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ..bits import Bits, on_gpu
+from ..bits import Bits, DeviceBits, MasterWeightBits, on_gpu
+from .kernel_table import Numbers
 
 _MOST_COPIED = 256 << 20
 """The most bytes of tensors that are copied at a time."""
 
+_ALIGNMENT = 16
+"""Kernels read this many bytes at a time."""
 
-def address_in_place(bits: Bits | None, device: torch.device) -> int | None:
-    """Return the address at which kernels on a device can read a tensor as it is.
+_ON_DEVICE = {DeviceBits, MasterWeightBits, type(None)}
 
-    The address is 0 if there is nothing to read, and None if kernels need a copy.
-    """
-    if bits is None:
-        return 0
-    if on_gpu(bits) and bits.is_kernel_readable and bits.device == device:
-        return bits.address
-    return None if bits.size else 0
+
+@dataclass(slots=True)
+class Column:
+    """Tensors, and the addresses at which kernels of one device can read them as they are: 0 if there is nothing to read."""
+
+    bits: Sequence[Bits | None]
+    addresses: NDArray[np.uint64]
+    missing: Numbers
+    """The numbers of tensors that kernels can only read as copies."""
+
+    @classmethod
+    def of(cls, bits: Sequence[Bits | None], device: torch.device) -> Column:
+        """Look at each tensor once: models have a hundred thousand of them."""
+        index = -1 if device.index is None else device.index
+        if _ON_DEVICE.issuperset(map(type, bits)):
+            tensors = [None if one is None else one.tensor for one in bits]  # type: ignore[union-attr]
+            addresses = np.array([0 if tensor is None else tensor.data_ptr() for tensor in tensors], np.uint64)
+            others = [tensor is not None and not (tensor.is_contiguous() and tensor.get_device() == index) for tensor in tensors]
+        else:
+            found = [one.address if on_gpu(one) and one.is_contiguous and one.device == device else None for one in bits]
+            others = [address is None and one is not None and one.size > 0 for address, one in zip(found, bits, strict=True)]
+            addresses = np.array([address or 0 for address in found], np.uint64)
+        wrong = np.array(others, np.bool_) | (addresses % _ALIGNMENT != 0)
+        return cls(bits, np.where(wrong, np.uint64(0), addresses), np.flatnonzero(wrong))
+
+    def copied_bytes(self) -> Numbers:
+        """Return the bytes of the copy of each tensor, 0 if it needs none."""
+        sizes = np.zeros(len(self.bits), np.int64)
+        for number in self.missing.tolist():
+            bits = self.bits[number]
+            assert bits is not None
+            sizes[number] = bits.tensor.nbytes if on_gpu(bits) else bits.nbytes  # master weights are copied as float32
+        return sizes
+
+    def copied(self, numbers: Numbers, device: torch.device) -> tuple[NDArray[np.uint64], list[torch.Tensor]]:
+        """Copy some tensors. Return the addresses of all tensors, and the copies, which must live as long as kernels read them."""
+        addresses, copies = self.addresses.copy(), []
+        for number in numbers.tolist():
+            bits = self.bits[number]
+            assert bits is not None
+            copies.append(flat_on(device, bits))
+            addresses[number] = copies[-1].data_ptr()
+        return addresses, copies
 
 
 def flat_on(device: torch.device, bits: Bits) -> torch.Tensor:
@@ -33,35 +73,30 @@ def flat_on(device: torch.device, bits: Bits) -> torch.Tensor:
     return torch.from_numpy(flat if flat.flags.writeable else flat.copy()).to(device, non_blocking=True)
 
 
-def readable_rows(columns: Sequence[Sequence[Bits | None]], device: torch.device) -> Iterator[tuple[slice, list[list[int]]]]:
-    """Yield rows of tensors and, column by column, the addresses at which kernels can read them.
+def readable(
+    columns: Sequence[Column], first: Numbers, end: Numbers, device: torch.device
+) -> Iterator[tuple[slice, list[NDArray[np.uint64]]]]:
+    """Yield parts of a job, and the addresses of the tensors in each column. The part i of the job is about tensors `first[i]` … `end[i]`.
 
-    At most `_MOST_COPIED` bytes are copied at a time, unless a single row has more. Copies live until the next rows are requested.
+    At most `_MOST_COPIED` bytes are copied at a time, unless a single part of the job needs more. Copies live until the next parts are
+    requested.
     """
-    addresses = [[address_in_place(bits, device) for bits in column] for column in columns]
-    rows = len(columns[0])
-    missing = sorted({row for column in addresses if None in column for row, address in enumerate(column) if address is None})
-    begin = size = 0
-    copies: list[torch.Tensor] = []
-
-    def ready(end: int) -> tuple[slice, list[list[int]]]:
-        return slice(begin, end), [[address or 0 for address in column[begin:end]] for column in addresses]
-
-    for row in missing:
-        candidates = [(number, column[row]) for number, column in enumerate(columns) if addresses[number][row] is None]
-        lacking = [(number, bits) for number, bits in candidates if bits is not None]
-        more = sum(_copied_bytes(bits) for _, bits in lacking)
-        if size and size + more > _MOST_COPIED:
-            yield ready(row)
-            begin, size = row, 0
-            copies.clear()
-        size += more
-        for number, bits in lacking:
-            copies.append(flat_on(device, bits))
-            addresses[number][row] = copies[-1].data_ptr()
-    if begin < rows:
-        yield ready(rows)
-
-
-def _copied_bytes(bits: Bits) -> int:
-    return int(bits.tensor.nbytes if on_gpu(bits) else bits.nbytes)  # master weights are copied as float32
+    if not any(column.missing.size for column in columns):
+        if first.size:
+            yield slice(0, first.size), [column.addresses for column in columns]
+        return
+    upto = np.append(0, np.cumsum(sum(column.copied_bytes() for column in columns)))
+    begin = 0
+    while begin < first.size:
+        needed = upto[end[begin:]] - upto[first[begin]]
+        stop = begin + int(np.searchsorted(needed, max(_MOST_COPIED, int(needed[0])), "right"))
+        addresses, copies = [], []
+        for column in columns:
+            inside = column.missing[(column.missing >= first[begin]) & (column.missing < end[stop - 1])]
+            found, made = column.copied(inside, device)
+            addresses.append(found)
+            copies += made
+        yield slice(begin, stop), addresses
+        copies.clear()
+        del made
+        begin = stop

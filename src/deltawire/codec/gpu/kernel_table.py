@@ -8,22 +8,53 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from ...dtypes import DTYPES
+from ...dtypes import PAYLOAD_TYPES
 
-BLOCK, TILE, UNIT = 1 << 24, 1 << 14, 1 << 10
+TILE, UNIT = 1 << 14, 1 << 10
 CONTEXTS = 16
 
-RANGE = np.dtype(
-    [("base", "u8"), ("next", "u8"), ("seed", "u8"), ("first", "u8")]
-    + [(name, "u4") for name in ("count", "tile0", "tensor", "top", "shift", "mask", "start", "mode")]
+TENSOR = np.dtype([(name, "u8") for name in ("base", "next", "seed", "count", "element0")] + [("tile0", "u4"), ("is_float32", "u4")])
+RUN = np.dtype(
+    [("body", "u8")] + [(name, "u4") for name in ("tile0", "tiles", "top", "shift", "mask", "elements", "start", "mode", "block", "bytes")]
 )
 SUMS = np.dtype([("changed", "u8"), ("before", "u4", 4), ("change", "u4", 4)])
 
-SHIFTS = np.array([dtype.exponent_shift for dtype in DTYPES], np.uint32)
-MASKS = np.array([(1 << dtype.exponent_bits) - 1 for dtype in DTYPES], np.uint32)
+_SHIFTS = np.array([payload_type.exponent_shift for payload_type in PAYLOAD_TYPES], np.uint32)
+_MASKS = np.array([(1 << payload_type.exponent_bits) - 1 for payload_type in PAYLOAD_TYPES], np.uint32)
 """Exponent shifts and masks, by type code."""
+
+OLD_BLOCK_TILES = 1 << 10
+"""The most tiles of a block in versions 1 and 2 of the format."""
+
+Numbers = NDArray[np.int64]
+
+
+def block_tiles(width: int) -> int:
+    """Return the most tiles of a block of a group, by the width of an element in bits (docs/format.md §3)."""
+    return {4: 1 << 12, 8: 1 << 11}.get(width, 1 << 10)
+
+
+class Tiles(ctypes.Structure):
+    """See `Tiles` in scan.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tensors", "runs")),
+        *((name, ctypes.c_uint32) for name in ("ntensors", "nruns", "first", "end")),
+    ]
+
+
+class Layout(ctypes.Structure):
+    """See `Layout` in chunks.cuh."""
+
+    _fields_ = [
+        ("tensors", ctypes.c_void_p),
+        ("ntensors", ctypes.c_uint32),
+        ("first_tile", ctypes.c_uint32),
+        ("codes", ctypes.c_void_p),
+    ]
 
 
 class Changes(ctypes.Structure):
@@ -44,96 +75,128 @@ class Bodies(ctypes.Structure):
 
 @dataclass(slots=True)
 class KernelTable:
-    """Facts about many tensors of one width, in columns: models have thousands of tensors, and Python objects for each would be slow."""
+    """Facts about many tensors of one width, in columns: models have thousands of tensors, and Python objects for each would be slow.
 
+    The tensors form groups, one after the other. The blocks of a group are runs of its tiles, and may have tiles of many tensors.
+    """
+
+    width: int
+    """The width of an element in bits. All counts are in these elements: there are two 4-bit elements in each byte of a tensor."""
     base: NDArray[np.uint64]
     next: NDArray[np.uint64]
     """Addresses of the old and the new elements; 0 stands for zeros, or for no elements."""
-    count: NDArray[np.int64]
+    count: Numbers
     seed: NDArray[np.uint64]
-    codes: NDArray[np.uint8]
-    """The codes of their types."""
-    appears: NDArray[np.bool_]
-    """Whether each tensor is added. Then it has a payload even if all its elements are zero."""
-    next_is_float32: bool
-    """Whether `next` are float32 master weights, which kernels round to the type of the tensors (bfloat16)."""
+    group_ends: Numbers
+    """The number of the first tensor after each group."""
+    group_codes: NDArray[np.uint8]
+    """The code of each group's payload type."""
+    group_tiles: int
+    """The most tiles of a block."""
+    is_float32: NDArray[np.bool_] | None = None
+    """Which `next` are float32 master weights. Kernels round them to the type of the tensors (bfloat16)."""
 
     @classmethod
-    def of(
+    def of_tensors(
         cls,
-        base: Sequence[int],
-        count: Sequence[int],
-        seed: Sequence[int],
-        codes: Sequence[int],
-        next: Sequence[int] = (),
-        appears: Sequence[bool] = (),
+        width: int,
+        codes: NDArray[np.uint8],
+        base: NDArray[np.uint64],
+        count: Numbers,
+        seed: NDArray[np.uint64],
+        next: NDArray[np.uint64] | None = None,
         *,
-        next_is_float32: bool = False,
+        is_float32: NDArray[np.bool_] | None = None,
     ) -> KernelTable:
-        """Make the table of at least one tensor. Without `next`, there are no new elements; without `appears`, no tensor is added."""
-        return cls(
-            np.array(base, np.uint64),
-            np.array(next, np.uint64) if next else np.zeros(len(base), np.uint64),
-            np.array(count, np.int64),
-            np.array(seed, np.uint64),
-            np.frombuffer(bytes(codes), np.uint8),
-            np.array(appears, np.bool_) if appears else np.zeros(len(base), np.bool_),
-            next_is_float32,
-        )
+        """Make the table of tensors that are each on their own, as in versions 1 and 2 of the format."""
+        ends = np.arange(1, base.size + 1)
+        nowhere = np.zeros(base.size, np.uint64)
+        return cls(width, base, nowhere if next is None else next, count, seed, ends, codes, OLD_BLOCK_TILES, is_float32)
+
+    @classmethod
+    def of_groups(
+        cls,
+        width: int,
+        groups: Sequence[tuple[int, int]],
+        base: NDArray[np.uint64],
+        count: Numbers,
+        seed: NDArray[np.uint64],
+        next: NDArray[np.uint64] | None = None,
+        *,
+        is_float32: NDArray[np.bool_] | None = None,
+    ) -> KernelTable:
+        """Make the table of groups, given the number of tensors and the type code of each group."""
+        sizes, codes = zip(*groups, strict=True)
+        nowhere = np.zeros(base.size, np.uint64)
+        ends, types = np.cumsum(sizes, dtype=np.int64), np.array(codes, np.uint8)
+        return cls(width, base, nowhere if next is None else next, count, seed, ends, types, block_tiles(width), is_float32)
 
     def __len__(self) -> int:
         return self.base.size
 
     @property
-    def width(self) -> int:
-        """The width of an element in bits."""
-        return DTYPES[int(self.codes[0])].width
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPES[int(self.codes[0])].itemsize
-
-    @property
     def nbytes(self) -> int:
-        return int(self.count.sum()) * self.itemsize
+        return int(self.count.sum()) * self.width // 8
 
-    def blocks(self, which: NDArray[Any] | None = None) -> NDArray[np.void]:
-        """Return the blocks (at most 2²⁴ elements each) of all tensors, or of those with the given numbers."""
-        numbers = np.arange(len(self)) if which is None else which
-        each = -(-self.count[numbers] // BLOCK)
-        owner = np.repeat(numbers, each)
-        first = (np.arange(owner.size) - np.repeat(np.cumsum(each) - each, each)) * BLOCK
-        ranges = self.ranges(owner, first)
-        ranges["count"] = np.minimum(self.count[owner] - first, BLOCK)
-        ranges["base"] = addresses(self.base, owner, first, self.itemsize)
-        ranges["next"] = addresses(self.next, owner, first, 4 if self.next_is_float32 else self.itemsize)
-        number_tiles(ranges)
-        return ranges
+    @property
+    def group_starts(self) -> Numbers:
+        return np.append(0, self.group_ends[:-1])
 
-    def ranges(self, owner: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.void]:
-        """Return ranges of these tensors that start at these elements, without lengths and addresses."""
-        ranges = np.zeros(owner.size, RANGE)
-        ranges["seed"] = self.seed[owner]
-        ranges["first"] = first
-        ranges["tensor"] = owner
-        ranges["shift"] = SHIFTS[self.codes[owner]]
-        ranges["mask"] = MASKS[self.codes[owner]]
-        return ranges
+    def rows(self, which: NDArray[np.bool_] | None = None) -> TensorRows:
+        """Return the table as kernels read it. Tensors that are not chosen count as tensors without elements."""
+        count = self.count if which is None else np.where(which, self.count, 0)
+        tile_ends, element_ends = np.cumsum(-(-count // TILE)), np.cumsum(count)
+        rows = np.zeros(len(self), TENSOR)
+        rows["base"], rows["next"], rows["seed"], rows["count"] = self.base, self.next, self.seed, count
+        rows["tile0"][1:], rows["element0"][1:] = tile_ends[:-1], element_ends[:-1]
+        if self.is_float32 is not None:
+            rows["is_float32"] = self.is_float32
+        return TensorRows(rows, np.append(0, tile_ends), np.append(0, element_ends))
 
+    def blocks(self, tensors: TensorRows) -> tuple[NDArray[np.void], Numbers]:
+        """Return all blocks, and the number of each group's first block, followed by the number of all blocks."""
+        first, end = tensors.tiles[self.group_starts], tensors.tiles[self.group_ends]
+        each = -(-(end - first) // self.group_tiles)
+        starts = np.append(0, np.cumsum(each))
+        group = np.repeat(np.arange(each.size), each)
+        blocks = np.zeros(group.size, RUN)
+        blocks["tile0"] = first[group] + (np.arange(group.size) - starts[group]) * self.group_tiles
+        blocks["tiles"] = np.minimum(end[group] - blocks["tile0"], self.group_tiles)
+        self.set_coding(blocks, group)
+        tensors.set_elements(blocks)
+        return blocks, starts
 
-def addresses(column: NDArray[np.uint64], owner: NDArray[np.int64], first: NDArray[np.int64], itemsize: int) -> NDArray[np.uint64]:
-    """Return the addresses of elements, given the addresses of their tensors in `column`; 0 if the tensor has no address."""
-    start = column[owner]
-    return np.where(start != 0, start + first.astype(np.uint64) * np.uint64(itemsize), np.uint64(0))
-
-
-def number_tiles(ranges: NDArray[np.void]) -> int:
-    """Number the tiles of these ranges from 0 on. Return how many there are."""
-    tiles = tiles_of(ranges)
-    ends = np.cumsum(tiles)
-    ranges["tile0"] = ends - tiles
-    return int(ends[-1]) if ends.size else 0
+    def set_coding(self, runs: NDArray[np.void], group: Numbers) -> None:
+        """Set where elements of blocks or chunks have their exponents. `group` are the numbers of their groups."""
+        codes = self.group_codes[group]
+        runs["shift"], runs["mask"] = _SHIFTS[codes], _MASKS[codes]
 
 
-def tiles_of(ranges: NDArray[np.void]) -> NDArray[np.int64]:
-    return -(-ranges["count"].astype(np.int64) // TILE)
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """A table of tensors as kernels read it, and where each tensor's tiles and elements begin, followed by the numbers of all of them."""
+
+    rows: NDArray[np.void]
+    tiles: Numbers
+    elements: Numbers
+
+    @property
+    def ntiles(self) -> int:
+        return int(self.tiles[-1])
+
+    def elements_before(self, tiles: NDArray[Any]) -> Numbers:
+        """Return the number of elements in all tiles before the given ones."""
+        owner = np.searchsorted(self.tiles[1:], tiles, "right")
+        return self.elements[owner] + (tiles - self.tiles[owner]) * TILE
+
+    def set_elements(self, runs: NDArray[np.void]) -> None:
+        """Set the number of elements of blocks or chunks that follow each other without gaps."""
+        if runs.size:
+            last = int(runs["tile0"][-1]) + int(runs["tiles"][-1])
+            runs["elements"] = np.diff(self.elements_before(np.append(runs["tile0"].astype(np.int64), last)))
+
+
+def storage_type(width: int) -> torch.dtype:
+    """Return the torch type that kernels use for values of this width: bytes if two elements share a byte."""
+    found: torch.dtype = getattr(torch, f"int{max(width, 8)}")
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from .device import Gpu, KernelSet
+from .kernel_table import Numbers
 
 
 class Patch(ctypes.Structure):
@@ -20,22 +22,21 @@ class Patch(ctypes.Structure):
 
 @dataclass(slots=True)
 class DevicePatch:
-    """The changes of many tensors of one width, ascending: values, and 8-bit positions within blocks of 256 elements.
+    """The changes of many tensors of one width, ascending: values, and 8-bit positions within blocks of 256 cells.
 
-    The number of changes of each block is stored in its tile.
+    A cell is an element; or a byte, if two elements share one. The number of changes of each block is stored in its tile.
     """
 
     gpu: Gpu
     kernels: KernelSet
-    ranges: torch.Tensor
-    nranges: int
-    ntiles: int
+    width: int
+    tensors: torch.Tensor
+    tile_starts: Numbers
+    """The number of each tensor's first tile, and at the end the number of all tiles."""
     firsts: torch.Tensor
     tiles: torch.Tensor
     positions: torch.Tensor
     values: torch.Tensor
-    starts: NDArray[np.int64]
-    """The number of each tensor's first change; and at the end the number of all changes."""
 
     def targets(self, bases: NDArray[np.uint64]) -> torch.Tensor:
         """Upload the addresses of the tensors to write to; 0 skips a tensor. `write` allocates no other memory."""
@@ -46,22 +47,34 @@ class DevicePatch:
 
         With `swap`, the patch keeps the values that it replaces, so that a second call with the same arguments restores them.
         """
-        blocks = min(-(-self.ntiles // 8), 32 * self.gpu.processors)
-        arguments = [self.ranges, ctypes.c_uint32(self.nranges), ctypes.c_uint32(self.ntiles), self._struct(), targets]
-        self.kernels.launch("swap_patch" if swap else "write_patch", blocks, 256, arguments)
+        blocks = min(-(-self._ntiles // 8), 32 * self.gpu.processors)
+        self.kernels.launch("swap_patch" if swap else "write_patch", blocks, 256, [*self._numbers(), self._struct(), targets])
         self._used_here()
 
-    def changes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the changes of each tensor: ascending flat indices, 64 bits each, and values as integers.
+    def changes(self, tensors: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the changes of tensors: ascending flat indices of cells, 64 bits each, and values as integers.
 
         These are the new values; after a swap, the old ones.
         """
-        sizes = np.diff(self.starts).tolist()
-        indices = self.gpu.empty(int(self.starts[-1]), torch.int64)
-        arguments = [self.ranges, *map(ctypes.c_uint32, (self.nranges, 0, self.ntiles)), self._struct(), indices]
-        self.kernels.launch("flat_indices", -(-self.ntiles // 8), 256, arguments)
+        starts, values, listed, nothing = self.firsts, self.values, self.values, ctypes.c_void_p()
+        warps = -(-self._ntiles // 8)
+        if self.width < 8:  # several changed elements may share a cell
+            counts = self.gpu.zeros(self._ntiles + 1, torch.int32)
+            self.kernels.launch("count_cells", warps, 256, [ctypes.c_uint32(self._ntiles), self._struct(), counts])
+            starts = (counts.cumsum(0, dtype=torch.int32) - counts).contiguous()
+            values = listed = self.gpu.empty(self.values.numel(), self.values.dtype)
+        indices = self.gpu.empty(self.values.numel(), torch.int64)
+        lists = [starts, indices, listed if self.width < 8 else nothing]
+        self.kernels.launch("list_cells", warps, 256, [*self._numbers(), self._struct(), *lists])
         self._used_here()
-        return list(zip(indices.split(sizes), self.values.split(sizes), strict=True))
+        bounds = self.bounds(starts)
+        return [(indices[bounds[n] : bounds[n + 1]], values[bounds[n] : bounds[n + 1]]) for n in tensors]
+
+    def bounds(self, starts: torch.Tensor) -> list[int]:
+        """Return where the changes of each tensor start, and at the end the number of all changes, given where those of each tile start."""
+        chosen = self.gpu.upload(self.tile_starts).view(torch.int64)
+        found: list[int] = starts[chosen].cpu().numpy().view(np.uint32).tolist()
+        return found
 
     def _used_here(self) -> None:
         """Keep the arrays for the current stream: they were allocated for the codec's streams, which could reuse them too early."""
@@ -73,8 +86,15 @@ class DevicePatch:
         return sum(t.numel() * t.element_size() for t in self._arrays)
 
     @property
+    def _ntiles(self) -> int:
+        return int(self.tile_starts[-1])
+
+    @property
     def _arrays(self) -> tuple[torch.Tensor, ...]:
-        return self.ranges, self.firsts, self.tiles, self.positions, self.values
+        return self.tensors, self.firsts, self.tiles, self.positions, self.values
+
+    def _numbers(self) -> list[object]:
+        return [self.tensors, ctypes.c_uint32(self.tile_starts.size - 1), ctypes.c_uint32(self._ntiles)]
 
     def _struct(self) -> Patch:
         return Patch(*(array.data_ptr() for array in self._arrays[1:]))

@@ -1,4 +1,4 @@
-"""Payloads in host memory, and their copies to the device. There they form one image: all payloads in the order of the tensors."""
+"""Payloads in host memory, and their copies to the device. There they form one image: all payloads, one after the other."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ...errors import CorruptDelta
 from ..base import Buffer
 from .device import Gpu
+from .kernel_table import Numbers
 
 SLACK = 16 << 10
 """Bytes after an image on the device; see `CodeReader` in decode.cuh."""
@@ -25,82 +24,68 @@ _MOST_COPIES = 512
 _COPY_THREADS, _COPY_LEAST = 8, 1 << 18
 """The most threads that copy payloads into pinned memory, and the bytes from which on another thread is worth its start."""
 
-_FIRST_PART = 0.25
-"""The share of the payloads that is copied there first."""
+_PARTS = 8
+"""The number of parts that an image is copied in. The device can read the first ones before the last ones are there."""
 
-Numbers = NDArray[np.int64]
-PayloadRanges = Sequence[tuple[int, int] | None]
-"""The range of each tensor's payload; None if it has none."""
-
-_NO_PAYLOAD = (-1, -1)
 _Run = tuple[int, int, int]
 """A piece of host memory: its address, its size, and its offset in the image."""
 
 
 class Payloads:
-    """The payloads of tensors, which are ranges of `data`. If `data` is not pinned memory, threads copy them to pinned memory."""
+    """Payloads, which are ranges of `data`. If `data` is not pinned memory, threads copy them to pinned memory."""
 
-    def __init__(self, ranges: PayloadRanges, data: Buffer, gpu: Gpu) -> None:
-        numbers = itertools.chain.from_iterable([payload or _NO_PAYLOAD for payload in ranges])
-        bounds = np.fromiter(numbers, np.int64, 2 * len(ranges)).reshape(-1, 2)
-        self.numbers: Numbers = np.flatnonzero(bounds[:, 0] >= 0)
-        """The numbers of the tensors that have a payload."""
-        begins, ends = bounds[self.numbers].T
-        self._data = np.frombuffer(data, np.uint8)  # it keeps the payloads alive
+    def __init__(self, ranges: Sequence[tuple[int, int]], data: Buffer, gpu: Gpu) -> None:
+        bounds = np.array(ranges, np.int64).reshape(-1, 2)
+        self.data = np.frombuffer(data, np.uint8)  # it keeps the payloads alive
+        self.begins: Numbers
+        """Where each payload begins in `data`, and where it ends."""
+        self.begins, self.ends = bounds.T
         self._gpu = gpu
-        self.lengths: Numbers = ends - begins
-        """The length of each payload in bytes."""
-        self.addresses: Numbers = self._data.ctypes.data + begins
-        """The addresses at which the device can read the payloads."""
-        if (self.lengths == 0).any():
-            raise CorruptDelta("a payload is empty.")
-        ends = np.cumsum(self.lengths)
-        self.offsets: Numbers = ends - self.lengths
+        ends = np.cumsum(self.ends - self.begins)
+        self.offsets: Numbers = ends - (self.ends - self.begins)
         """The offset of each payload in the image."""
-        self.size = int(self.lengths.sum())
-        breaks = np.flatnonzero(np.append(True, self.addresses[1:] != (self.addresses + self.lengths)[:-1])[: ends.size])
-        begins = self.offsets[breaks]
-        sizes = np.diff(np.append(begins, self.size))
-        self._runs: list[_Run] = list(zip(self.addresses[breaks].tolist(), sizes.tolist(), begins.tolist(), strict=True))
-        self._moves: list[list[Future[None]]] = []
-        """The copies of both parts, if threads copy them to pinned memory."""
+        self.size = int(ends[-1]) if ends.size else 0
+        breaks = np.flatnonzero(np.append(True, self.begins[1:] != self.ends[:-1])[: ends.size])
+        starts = self.offsets[breaks]
+        sizes = np.diff(np.append(starts, self.size))
+        addresses = self.data.ctypes.data + self.begins[breaks]
+        runs = [run for run in zip(addresses.tolist(), sizes.tolist(), starts.tolist(), strict=True) if run[1]]
+        part_ends = np.unique(np.linspace(0, self.size, _PARTS + 1).astype(np.int64))[1:].tolist()
+        self._parts: list[tuple[int, int, list[Future[None]]]] = []
+        """The bounds of the parts that are not copied to the device yet, and what must be done before they can be."""
         pinned = gpu.is_pinned
-        if len(self._runs) > _MOST_COPIES or not all(pinned(a) and pinned(a + size - 1) for a, size, _ in self._runs):
+        if len(runs) > _MOST_COPIES or not all(pinned(a) and pinned(a + size - 1) for a, size, _ in runs):
             self._staged = gpu.pinned(self.size)
-            begin = self._staged.data_ptr()
-            first = self._end_of_first_part()
-            held = (self._data, self._staged)
-            self._moves = [_start_moves(_cut(self._runs, *part), begin, held) for part in ((0, first), (first, self.size))]
-            self._runs = [(begin, self.size, 0)]
-            self.addresses = begin + self.offsets
-            wait(self._moves[0])
-
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """Yield parts of `numbers` (first and end) as soon as the device can read them."""
-        count = self.numbers.size
-        first = int(np.searchsorted(self.offsets, self._end_of_first_part())) if self._moves else count
-        for part, moves in itertools.zip_longest(((0, first), (first, count)), self._moves):
-            for move in moves or ():
-                move.result()
-            if part[0] < part[1]:
-                yield part
-
-    def _end_of_first_part(self) -> int:
-        """Return where the first part ends in the image. The device works on it while threads copy the rest."""
-        last = int(np.searchsorted(self.offsets, _FIRST_PART * self.size))
-        return int(self.offsets[last]) if last < self.offsets.size else self.size
-
-    def copy(self, begin: int, end: int, to: int) -> None:
-        """Start to copy bytes `begin` … `end` of the image to an address on the device, on the current stream."""
-        stream = self._gpu.current()
-        for address, size, offset in _cut(self._runs, begin, end):
-            self._gpu.copy_in(to + offset - begin, address, size, stream)
+            to, held = self._staged.data_ptr(), (self.data, self._staged)
+            for begin, end in itertools.pairwise([0, *part_ends]):
+                self._parts.append((begin, end, _start_moves(_cut(runs, begin, end), to, held)))
+            runs = [(to, self.size, 0)] if self.size else []
+        else:
+            self._parts = [(begin, end, []) for begin, end in itertools.pairwise([0, *part_ends])]
+        self._runs: list[_Run] = runs
 
     def room(self) -> torch.Tensor:
         """Return memory for the whole image on the device, and slack for kernels that read beyond a corrupt payload."""
         room = self._gpu.empty(self.size + SLACK, torch.uint8)
         room[self.size :].zero_()
         return room
+
+    def advance(self, room: torch.Tensor, *, wait: bool = False) -> None:
+        """Start to copy all parts that are ready to `room`, on the current stream. With `wait`, wait until all are ready."""
+        while self._parts:
+            begin, end, moves = self._parts[0]
+            if not wait and not all(move.done() for move in moves):
+                return
+            for move in moves:
+                move.result()
+            self.copy(begin, end, room.data_ptr() + begin)
+            del self._parts[0]
+
+    def copy(self, begin: int, end: int, to: int) -> None:
+        """Start to copy bytes `begin` … `end` of the image to an address on the device, on the current stream."""
+        stream = self._gpu.current()
+        for address, size, offset in _cut(self._runs, begin, end):
+            self._gpu.copy_in(to + offset - begin, address, size, stream)
 
     def windows(self, parts: Sequence[tuple[int, int]], buffers: Sequence[int]) -> Iterator[int]:
         """Copy parts of the image to the device, one after the other. Yield, for each, the address that corresponds to offset 0.

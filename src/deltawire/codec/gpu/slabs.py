@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .kernel_table import CONTEXTS
-from .payloads import SLACK, Numbers
+from .kernel_table import CONTEXTS, Numbers
+from .payloads import SLACK
 
 Slab = tuple[int, int]
 """The number of the first chunk, and of the first one after the slab."""
@@ -19,13 +19,13 @@ _ALIGNMENT = 512
 
 
 class Chunks:
-    """All chunks of a delta, in order. `ends` are the running sums of their changes, `body_ends` the ends of their bodies in the image."""
+    """All chunks of a delta, in order. `ends` are the running sums of their changes."""
 
-    def __init__(self, ranges: NDArray[Any], ends: Numbers, body_ends: Numbers, ntiles: int) -> None:
+    def __init__(self, runs: NDArray[Any], ends: Numbers, ntiles: int) -> None:
         self._starts = np.append(0, ends)
-        self._bodies = ranges["next"].astype(np.int64)
-        self._body_ends = body_ends
-        self._tiles = np.append(ranges["tile0"], ntiles).astype(np.int64)
+        self._bodies = runs["body"].astype(np.int64)
+        self._body_ends = self._bodies + runs["bytes"].astype(np.int64)
+        self._tiles = np.append(runs["tile0"], ntiles).astype(np.int64)
 
     def slabs(self, first: int, *, changes: int, window: int, wave: int) -> list[Slab]:
         """Cut the chunks from `first` on into slabs.

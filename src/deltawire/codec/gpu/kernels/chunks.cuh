@@ -1,17 +1,30 @@
 // Turns tiles into chunks, and bodies into the bytes of payloads (docs/format.md §3 and §5, rules 1, 2 and 7).
 
-// Chooses `top` (§5.2). There is one thread block per range, which is a block of the format.
-extern "C" __global__ void __launch_bounds__(256) choose_tops(ElementRange* ranges) {
+// Chooses `top` of blocks (§5.2). There is one thread block per block of the format.
+extern "C" __global__ void __launch_bounds__(256) choose_tops(const Tensor* tensors, u32 ntensors, Run* blocks) {
     __shared__ u32 histogram[2048];
-    ElementRange& s = ranges[blockIdx.x];
-    if (!s.mask || !s.base) {
-        if (threadIdx.x == 0) s.top = 0;
+    Run& s = blocks[blockIdx.x];
+    if (!s.coding.mask) {
+        if (threadIdx.x == 0) s.coding.top = 0;
         return;
     }
     for (u32 i = threadIdx.x; i < 2048; i += 256) histogram[i] = 0;
     __syncthreads();
-    const u32 step = (s.count + 1023) / 1024, m = (s.count + step - 1) / step;
-    for (u32 i = threadIdx.x; i < m; i += 256) atomicAdd(&histogram[(u32)(s.base[(u64)i * step] >> s.shift) & s.mask], 1);
+    const u32 step = (s.elements + 1023) / 1024, m = (s.elements + step - 1) / step;
+    const Tensor& first = tensors[owner_of(tensors, ntensors, s.tile0)];
+    const u64 begin = first.element0 + (u64)(s.tile0 - first.tile0) * TILE;
+    for (u32 i = threadIdx.x; i < m; i += 256) {
+        const u64 element = begin + (u64)i * step;
+        u32 low = 0, high = ntensors;
+        while (high - low > 1) {
+            const u32 middle = (low + high) / 2;
+            if (tensors[middle].element0 <= element) low = middle;
+            else high = middle;
+        }
+        const Tensor& x = tensors[low];
+        const T value = x.base ? element_of(x.base, element - x.element0) : (T)0;
+        atomicAdd(&histogram[(u32)(value >> s.coding.shift) & s.coding.mask], 1);
+    }
     __syncthreads();
     if (threadIdx.x < 32) {  // starts at the largest exponent and goes down, 32 exponents at a time
         const u32 lane = threadIdx.x, above = m / 64;  // number of elements of the sample above the wanted one
@@ -20,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(256) choose_tops(ElementRange* rang
             const u32 upto = seen + inclusive_scan(histogram[high - (i32)lane], lane);
             const u32 found = __ballot_sync(ALL, upto > above);
             if (found) {
-                if (lane == 0) s.top = (u32)high - (__ffs(found) - 1);
+                if (lane == 0) s.coding.top = (u32)high - (__ffs(found) - 1);
                 break;
             }
             seen = __shfl_sync(ALL, upto, 31);
@@ -31,26 +44,29 @@ extern "C" __global__ void __launch_bounds__(256) choose_tops(ElementRange* rang
 // The number of a chunk is that of its first tile, so all arrays of chunks are as long as those of tiles.
 struct Chunk {
     u32 tiles;   // 0 if no chunk starts with this tile
-    u32 range;
+    u32 block;
     u32 mode;
     u32 bytes;   // size of its body
     u64 body;    // offset of its body, in words
 };
 
-// Cuts ranges into chunks (§5.1), one thread block per range. `work` lists the chunks in no particular order, `nwork` counts them.
-extern "C" __global__ void __launch_bounds__(256) cut_chunks(const ElementRange* ranges, const u16* counts, Chunk* chunks, u32* work, u32* nwork) {
-    __shared__ u32 changes[BLOCK / TILE], ended[BLOCK / TILE / 32], ended_before[BLOCK / TILE / 32], position;
-    const ElementRange s = ranges[blockIdx.x];
-    const u32 thread = threadIdx.x, lane = thread % 32, tiles = (s.count + TILE - 1) / TILE;
+// Cuts blocks into chunks (§5.1), one thread block per block. `work` lists the chunks in no particular order, `nwork` counts them. Arrays of tiles begin
+// with `first_tile`.
+extern "C" __global__ void __launch_bounds__(256) cut_chunks(const Run* blocks, u32 first_tile, const u16* counts, Chunk* chunks, u32* work, u32* nwork) {
+    __shared__ u32 changes[MOST_TILES], ended[MOST_TILES / 32], ended_before[MOST_TILES / 32], position;
+    const u32 thread = threadIdx.x, lane = thread % 32, tiles = blocks[blockIdx.x].tiles, tile0 = blocks[blockIdx.x].tile0 - first_tile;
     for (u32 t = thread; t < tiles; t += 256) {
-        const uint4* from = (const uint4*)(counts + (u64)(s.tile0 + t) * CONTEXTS);
-        const uint4 a = from[0], b = from[1];
-        const u32 w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        const uint4* from = (const uint4*)(counts + (u64)(tile0 + t) * USED);
         u32 sum = 0;
 #pragma unroll
-        for (u32 i = 0; i < 8; ++i) sum += (w[i] & 0xffff) + (w[i] >> 16);
+        for (u32 i = 0; i < USED / 8; ++i) {
+            const uint4 a = from[i];
+            const u32 w[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+            for (u32 q = 0; q < 4; ++q) sum += (w[q] & 0xffff) + (w[q] >> 16);
+        }
         changes[t] = sum;
-        chunks[s.tile0 + t].tiles = 0;
+        chunks[tile0 + t].tiles = 0;
     }
     __syncthreads();
     if (thread < 32) {  // finds the tiles that end a chunk
@@ -81,66 +97,120 @@ extern "C" __global__ void __launch_bounds__(256) cut_chunks(const ElementRange*
         const u32 number = ended_before[word] + __popc(earlier);
         while (!earlier && word) earlier = ended[--word];
         const u32 begin = earlier ? 32 * word + 32 - __clz(earlier) : 0;
-        Chunk& c = chunks[s.tile0 + begin];
+        Chunk& c = chunks[tile0 + begin];
         c.tiles = t + 1 - begin;
-        c.range = blockIdx.x;
-        work[position + number] = s.tile0 + begin;
+        c.block = blockIdx.x;
+        work[position + number] = tile0 + begin;
     }
 }
 
-// Finds where the bytes of each chunk end within those of its range, and the total of each range. There is one thread block per range.
-extern "C" __global__ void __launch_bounds__(256) measure_chunks(const ElementRange* ranges, const Chunk* chunks, u32* ends, u64* totals, Changes changes) {
+// How chunks are written: as groups of tensors (version 3), or as payloads of single tensors, which begin with the element type (versions 1 and 2).
+struct Layout {
+    const Tensor* tensors;
+    u32 ntensors, first_tile;
+    const u8* codes;  // the element types of all tensors; null for groups
+};
+
+__device__ __forceinline__ u32 varint_bytes(u32 x) { return x < 1u << 7 ? 1 : x < 1u << 14 ? 2 : x < 1u << 21 ? 3 : x < 1u << 28 ? 4 : 5; }
+
+// The number of bytes before the body of a chunk.
+__device__ __forceinline__ u32 header_bytes(const Layout& layout, const Chunk& c, u32 tile) {
+    if (!layout.codes) return varint_bytes(c.tiles << 2 | c.mode) + varint_bytes(c.bytes);
+    return 8 + (layout.tensors[owner_of(layout.tensors, layout.ntensors, layout.first_tile + tile)].tile0 == layout.first_tile + tile);
+}
+
+// Finds where the bytes of each chunk end within those of its block, the total of each block, and how much of it is a chunk at its end that changes nothing.
+// There is one thread block per block.
+extern "C" __global__ void __launch_bounds__(256) measure_chunks(
+    Layout layout, const Run* blocks, const Chunk* chunks, u32* ends, u64* totals, u64* unchanged, Changes changes) {
     __shared__ u32 sums[8];
     if (*changes.cursor > changes.capacity) return;  // in that case no chunk was encoded
-    const ElementRange& s = ranges[blockIdx.x];
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, tiles = (s.count + TILE - 1) / TILE, each = (tiles + 255) / 256;
+    const u32 tiles = blocks[blockIdx.x].tiles, tile0 = blocks[blockIdx.x].tile0 - layout.first_tile;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = (tiles + 255) / 256;
     const u32 begin = min(threadIdx.x * each, tiles), end = min(begin + each, tiles);
     const auto size_of = [&](u32 t) {
-        const Chunk& c = chunks[s.tile0 + t];
-        return c.tiles ? 8 + c.bytes + (s.first == 0 && t == 0) : 0;  // the element type comes before a tensor's first chunk
+        const Chunk& c = chunks[tile0 + t];
+        return c.tiles ? header_bytes(layout, c, tile0 + t) + c.bytes : 0;
     };
     u32 sum = 0;
-    for (u32 t = begin; t < end; ++t) sum += size_of(t);
+    for (u32 t = begin; t < end; ++t) {
+        sum += size_of(t);
+        const Chunk& c = chunks[tile0 + t];
+        if (c.tiles && c.mode == SAME) unchanged[blockIdx.x] = size_of(t);  // all chunks before the last change something
+    }
     u32 upto = inclusive_scan(sum, lane);
     if (lane == 31) sums[warp] = upto;
     __syncthreads();
     for (u32 w = 0; w < warp; ++w) upto += sums[w];
     u32 at = upto - sum;
-    for (u32 t = begin; t < end; ++t) ends[s.tile0 + t] = at += size_of(t);
+    for (u32 t = begin; t < end; ++t) ends[tile0 + t] = at += size_of(t);
     if (threadIdx.x == 255) totals[blockIdx.x] = upto;
 }
 
-// Writes the chunks in order, with their headers. `ends` are those of `measure_chunks`, and `range_ends` the running sums of its totals. `codes` are the
-// element types of the tensors. `masters` says that the new elements are float32 and must be rounded.
+// Copies bytes to any address. `word(i)` are four bytes from byte 4i on, `byte(i)` is one; words are read only within the bytes. `thread` is one of `threads`.
+template <class Word, class Byte>
+__device__ __forceinline__ void copy_bytes(u8* to, u32 bytes, u32 thread, u32 threads, Word word, Byte byte) {
+    const auto any_word = [&](u32 i) {
+        u32 x = 0;
+        if (4 * i + 4 <= bytes) return (u32)word(i);
+        for (u32 b = 4 * i; b < bytes; ++b) x |= (u32)byte(b) << (8 * (b % 4));
+        return x;
+    };
+    const u32 lead = min((u32)(-(u64)to) & 3, bytes), words = (bytes - lead) / 4, tail = lead + 4 * words;
+    if (thread < lead) to[thread] = byte(thread);
+    if (thread < bytes - tail) to[tail + thread] = byte(tail + thread);
+    u32* const aligned = (u32*)(to + lead);
+    for (u32 i = thread; i < words; i += threads) {
+        const u32 a = any_word(i);
+        aligned[i] = lead ? __funnelshift_r(a, 4 * (i + 1) < bytes ? any_word(i + 1) : 0, 8 * lead) : a;
+    }
+}
+
+__device__ __forceinline__ u8* put_varint(u8* to, u32 x) {
+    for (; x >= 128; x >>= 7) *to++ = (u8)(x | 128);
+    *to++ = (u8)x;
+    return to;
+}
+
+// Writes the chunks in order, with their headers. `ends` are those of `measure_chunks`, and `block_ends` the running sums of its totals.
 extern "C" __global__ void __launch_bounds__(128) join_chunks(
-    const ElementRange* ranges, const Chunk* chunks, const u32* work, const u32* nwork, const u32* ends, const u64* range_ends, const u32* bodies, const u8* codes,
-    u32 masters, u8* out) {
+    Layout layout, const Chunk* chunks, const u32* work, const u32* nwork, const u32* ends, const u64* block_ends, const u32* bodies, u8* out) {
+    const Tensor* const tensors = layout.tensors;
     for (u32 w = blockIdx.x; w < *nwork; w += gridDim.x) {
-        const u32 tile = work[w];
+        const u32 tile = work[w], first = layout.first_tile + tile;
         const Chunk c = chunks[tile];
-        const ElementRange& s = ranges[c.range];
-        const u64 end = (c.range ? range_ends[c.range - 1] : 0) + ends[tile], begin = end - c.bytes;
-        const u32 offset = (tile - s.tile0) * TILE, elements = min(c.tiles * TILE, s.count - offset);
-        if (threadIdx.x < 8) out[begin - 8 + threadIdx.x] = (u8)((threadIdx.x < 4 ? elements | c.mode << 30 : c.bytes) >> (8 * (threadIdx.x & 3)));
-        if (threadIdx.x == 8 && s.first == 0 && s.tile0 == tile) out[begin - 9] = codes[s.tensor];
-        const u32* const from = c.mode == RAW ? (const u32*)(s.next + offset) : bodies + c.body;  // 16-byte aligned
-        const bool rounds = masters && c.mode == RAW;
-        const u32* const floats = (const u32*)s.next + offset;
-        const auto byte = [&](u32 i) { return rounds ? (u8)(rounded(floats[i / 2]) >> (8 * (i % 2))) : ((const u8*)from)[i]; };
-        const auto word = [&](u32 i) {
-            u32 x = 0;
-            if (4 * i + 4 > c.bytes)  // never reads beyond the end of a tensor
-                for (u32 b = 4 * i; b < c.bytes; ++b) x |= (u32)byte(b) << (8 * (b % 4));
-            else x = rounds ? rounded(floats[2 * i]) | rounded(floats[2 * i + 1]) << 16 : from[i];
-            return x;
-        };
-        const u32 lead = min((u32)(-(u64)(out + begin)) & 3, c.bytes), words = (c.bytes - lead) / 4, tail = lead + 4 * words;
-        if (threadIdx.x < lead) out[begin + threadIdx.x] = byte(threadIdx.x);
-        if (threadIdx.x < c.bytes - tail) out[begin + tail + threadIdx.x] = byte(tail + threadIdx.x);
-        u32* const to = (u32*)(out + begin + lead);
-        for (u32 i = threadIdx.x; i < words; i += 128) {
-            const u32 a = word(i);
-            to[i] = lead ? __funnelshift_r(a, 4 * (i + 1) < c.bytes ? word(i + 1) : 0, 8 * lead) : a;
+        u8* const to = out + (c.block ? block_ends[c.block - 1] : 0) + ends[tile] - c.bytes;
+        if (threadIdx.x == 0) {
+            u8* at = to - header_bytes(layout, c, tile);
+            if (!layout.codes) {
+                put_varint(put_varint(at, c.tiles << 2 | c.mode), c.bytes);
+            } else {
+                const u32 tensor = owner_of(tensors, layout.ntensors, first), elements = elements_from(tensors, layout.ntensors, first, first + c.tiles - 1);
+                if (tensors[tensor].tile0 == first) *at++ = layout.codes[tensor];
+                for (u32 i = 0; i < 8; ++i) at[i] = (u8)((i < 4 ? elements | c.mode << 30 : c.bytes) >> (8 * (i & 3)));
+            }
+        }
+        if (c.mode != RAW) {
+            const u32* const body = bodies + c.body;
+            copy_bytes(to, c.bytes, threadIdx.x, 128, [&](u32 i) { return body[i]; }, [&](u32 i) { return ((const u8*)body)[i]; });
+            continue;
+        }
+        // The elements of all tiles one after the other. A warp copies one tile at a time.
+        const Tensor& owner = tensors[owner_of(tensors, layout.ntensors, first)];
+        const u64 begin = owner.element0 + (u64)(first - owner.tile0) * TILE;
+        for (u32 t = first + threadIdx.x / 32; t < first + c.tiles; t += 4) {
+            const Tensor x = tensors[owner_of(tensors, layout.ntensors, t)];
+            const u64 offset = (u64)(t - x.tile0) * TILE;
+            u8* const at = to + bytes_of(x.element0 + offset - begin);
+            const u32 bytes = (u32)bytes_of(elements_in(x, t));
+            if (x.is_float32) {
+                const u32* const from = (const u32*)x.next + offset;
+                copy_bytes(at, bytes, threadIdx.x % 32, 32, [&](u32 i) { return rounded(from[2 * i]) | rounded(from[2 * i + 1]) << 16; },
+                           [&](u32 i) { return (u8)(rounded(from[i / 2]) >> (8 * (i % 2))); });
+            } else {
+                const u8* const from = x.next + bytes_of(offset);
+                copy_bytes(at, bytes, threadIdx.x % 32, 32, [&](u32 i) { return ((const u32*)from)[i]; }, [&](u32 i) { return from[i]; });
+            }
         }
     }
 }

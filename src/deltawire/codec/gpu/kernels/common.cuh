@@ -1,5 +1,5 @@
 // Shared by all kernels: element types, the terms of docs/format.md §2 and §4, and the layout of a unit of 1024 elements in a warp.
-// NVRTC compiles this at run time, once per element width: WIDTH is 8, 16, 32 or 64. It needs no header of the CUDA toolkit.
+// NVRTC compiles this at run time, once per element width: WIDTH is 4, 8, 16, 32 or 64. It needs no header of the CUDA toolkit.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -7,8 +7,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef int i32;
 
-#if WIDTH == 8
-typedef u8 T;
+#if WIDTH <= 8
+typedef u8 T;  // 4-bit elements share bytes in memory, but each has a T of its own while it is processed
 #elif WIDTH == 16
 typedef u16 T;
 #elif WIDTH == 32
@@ -17,20 +17,25 @@ typedef u32 T;
 typedef u64 T;
 #endif
 
-constexpr u32 BYTES = WIDTH / 8;
+constexpr T MASK = (T)(~0ull >> (64 - WIDTH));  // all bits of an element
 constexpr u32 CONTEXTS = 16;
-constexpr u32 TILE = 1 << 14, BLOCK = 1 << 24;
+constexpr u32 USED = WIDTH == 4 ? 8 : CONTEXTS;  // contexts that elements can have; all others are empty
+constexpr u32 COUNTERS = USED / 2;               // words of 16-bit counters, one for each context
+constexpr u32 TILE = 1 << 14;
+constexpr u32 MOST_TILES = WIDTH == 4 ? 1 << 12 : WIDTH == 8 ? 1 << 11 : 1 << 10;  // of a block
+constexpr u32 BLOCK = MOST_TILES * TILE;
 constexpr u32 UNIT = 1 << 10;           // elements that a warp processes at a time
 constexpr u32 UNITS = TILE / UNIT;
 constexpr u32 RUN = 32;                 // consecutive elements of a lane
 constexpr u32 ALL = 0xffffffffu;
 
-// In shared memory a lane's run is a row. The 16 bytes between rows avoid bank conflicts for reads of 16 bytes.
-constexpr u32 ROW = RUN * BYTES;
-constexpr u32 STRIDE = ROW + 16;
+// In shared memory a lane's run is a row. The 16 bytes between rows avoid bank conflicts for reads of 16 bytes; rows of 16 bytes have none.
+constexpr u32 ROW = RUN * WIDTH / 8;
+constexpr u32 STRIDE = WIDTH == 4 ? ROW : ROW + 16;
 constexpr u32 PIECES = ROW / 16;
 constexpr u32 STAGE = 32 * STRIDE;
-constexpr u32 DIGEST_BLOCKS = UNIT * BYTES / 512;  // digest blocks (256 words each) in a unit
+constexpr u32 UNIT_BYTES = UNIT * WIDTH / 8, TILE_BYTES = TILE * WIDTH / 8;
+constexpr u32 DIGEST_BLOCKS = UNIT_BYTES / 512;  // digest blocks (256 words each) in a unit
 
 constexpr u32 SAME = 0, CODED = 1, RAW = 2;
 
@@ -38,20 +43,45 @@ struct Pair {
     T old, now;
 };
 
-// A range of one tensor's elements that share one `top`: a block when encoding, a chunk when resolving.
-struct ElementRange {
-    const T* base;   // null stands for zeros
-    const T* next;   // encoding only; float32 if they are master weights
+__device__ __forceinline__ u64 bytes_of(u64 elements) { return elements * WIDTH / 8; }
+
+// Returns an element of an array.
+__device__ __forceinline__ T element_of(const u8* array, u64 i) {
+#if WIDTH == 4
+    return array[i >> 1] >> (4 * (i & 1)) & 15;
+#else
+    return ((const T*)array)[i];
+#endif
+}
+
+// A tensor. Its tiles, and its elements, are numbered over all tensors of a call.
+struct Tensor {
+    const u8* base;  // null stands for zeros
+    const u8* next;  // encoding only
     u64 seed;
-    u64 first;       // index of its first element in the tensor
-    u32 count;
-    u32 tile0;       // number of its first tile, over all ranges
-    u32 tensor;
+    u64 count;
+    u64 element0;    // number of its first element
+    u32 tile0;       // number of its first tile
+    u32 is_float32;  // encoding: whether `next` are master weights, which are rounded to bfloat16
+};
+
+// How contexts follow from elements.
+struct Coding {
     u32 top;
     u32 shift;       // position of the exponent
     u32 mask;        // mask of the exponent; 0 means a single context
-    u32 start;       // resolving: number of its first change, over all ranges
-    u32 mode;        // resolving only
+};
+
+// Tiles, of one or more tensors, that share one `top`: a block or a chunk.
+struct Run {
+    u64 body;        // chunks: offset of the body in the image
+    u32 tile0, tiles;
+    Coding coding;
+    u32 elements;
+    u32 start;       // chunks: number of the first change, over all chunks
+    u32 mode;        // chunks
+    u32 block;       // chunks: number of the block; ALL if it has tiles of two blocks
+    u32 bytes;       // chunks: size of the body
 };
 
 struct Sums {
@@ -131,29 +161,32 @@ __device__ __forceinline__ void digest_change(u32 element, T old, T now, const u
         sums[2] += m.z * (u32)t.z * difference;
         sums[3] += m.w * (u32)t.w * difference;
     };
-#if WIDTH == 8
+#if WIDTH == 4
+    const u32 nibble = element & 3;  // the highest one of a word has the sign
+    word(element >> 2, nibble == 3 ? (u32)(((i32)(now ^ 8) - (i32)(old ^ 8))) << 12 : (u32)((i32)now - (i32)old) << (4 * nibble));
+#elif WIDTH == 8
     word(element >> 1, element & 1 ? (u32)((i32)(signed char)now - (i32)(signed char)old) << 8 : (u32)((i32)now - (i32)old));
 #else
 #pragma unroll
-    for (u32 i = 0; i < BYTES / 2; ++i)
-        word(element * (BYTES / 2) + i, (u32)((i32)(short)(u16)((u64)now >> (16 * i)) - (i32)(short)(u16)((u64)old >> (16 * i))));
+    for (u32 i = 0; i < WIDTH / 16; ++i)
+        word(element * (WIDTH / 16) + i, (u32)((i32)(short)(u16)((u64)now >> (16 * i)) - (i32)(short)(u16)((u64)old >> (16 * i))));
 #endif
 }
 
 // §4
 
-__device__ __forceinline__ u32 context_of(T x, const ElementRange& s) {
+__device__ __forceinline__ u32 context_of(T x, const Coding& s) {
     const i32 d = (i32)s.top - (i32)((u32)(x >> s.shift) & s.mask);
     return (u32)min(max(d, 0), (i32)CONTEXTS - 1);
 }
 
 __device__ __forceinline__ T ordered(T x, bool floating) {
     constexpr T top = (T)((T)1 << (WIDTH - 1));
-    return floating ? (T)(x ^ (x & top ? (T)~(T)0 : top)) : x;
+    return floating ? (T)(x ^ (x & top ? MASK : top)) : x;
 }
 __device__ __forceinline__ T unordered(T x, bool floating) {
     constexpr T top = (T)((T)1 << (WIDTH - 1));
-    return floating ? (T)(x ^ (x & top ? top : (T)~(T)0)) : x;
+    return floating ? (T)(x ^ (x & top ? top : MASK)) : x;
 }
 
 // Rounds a float32 to bfloat16: to nearest, ties to even. All NaNs become the same bits.
@@ -184,7 +217,21 @@ struct Planes {
     }
 };
 
-#if WIDTH == 16
+#if WIDTH == 4
+// Element 8q + i is bit 4i + q.
+__device__ __forceinline__ u32 below(u32 e) {
+    const u32 q = e >> 3;
+    return ((1u << q) - 1) * 0x11111111u | (0x11111111u << q & ((1u << (4 * (e & 7))) - 1));
+}
+__device__ __forceinline__ u32 element_at(u32 bit) { return (bit & 3) << 3 | bit >> 2; }
+__device__ __forceinline__ u32 in_order(u32 x) {
+    const auto swap = [](u32 x, u32 by, u32 which) {
+        const u32 t = ((x >> by) ^ x) & which;
+        return x ^ t ^ t << by;
+    };
+    return swap(swap(swap(swap(x, 14, 0x0000cccc), 7, 0x00aa00aa), 2, 0x0c0c0c0c), 1, 0x22222222);
+}
+#elif WIDTH == 16
 // Element 2i + h is bit 16h + i.
 __device__ __forceinline__ u32 below(u32 e) {
     const u32 m = (1u << (e >> 1)) - 1;
@@ -221,7 +268,36 @@ __device__ __forceinline__ u32 two_contexts(u32 exponents, u32 top_and_one) {
 }
 
 template <bool COMPARE>
-__device__ __forceinline__ Planes planes_of(const u8* base, const u8* next, const ElementRange& s) {
+__device__ __forceinline__ Planes planes_of(const u8* base, const u8* next, const Coding& s) {
+#if WIDTH == 4
+    // The exponents of all elements, one plane for each of their three bits.
+    const uint4 b = *(const uint4*)base;
+    const u32 words[4] = {b.x, b.y, b.z, b.w};
+    u32 exponent[3] = {}, differ = 0;
+#pragma unroll
+    for (u32 q = 0; q < 4; ++q)
+#pragma unroll
+        for (u32 i = 0; i < 3; ++i) exponent[i] |= (words[q] >> (s.shift + i) & 0x11111111u) << q;
+    if (COMPARE) {
+        const uint4 n = *(const uint4*)next;
+        const u32 news[4] = {n.x, n.y, n.z, n.w};
+#pragma unroll
+        for (u32 q = 0; q < 4; ++q) {
+            u32 x = words[q] ^ news[q];
+            x |= x >> 2;
+            differ |= ((x | x >> 1) & 0x11111111u) << q;
+        }
+    }
+    // Subtracts all exponents from `top`, bit by bit. Where the result is negative, it becomes 0.
+    u32 context[3], borrow = 0;
+#pragma unroll
+    for (u32 i = 0; i < 3; ++i) {
+        const u32 t = 0 - (s.top >> i & 1), e = exponent[i] & (0 - (s.mask >> i & 1));
+        context[i] = t ^ e ^ borrow;
+        borrow = (~t & (e | borrow)) | (e & borrow);
+    }
+    return {{context[0] & ~borrow, context[1] & ~borrow, context[2] & ~borrow, 0}, differ};
+#else
     const u32 top_and_one = (s.top + 1) * 0x10001u, mask = s.mask * 0x10001u;
     u32 w[4] = {}, changed = 0;
 #if WIDTH == 16
@@ -278,14 +354,15 @@ __device__ __forceinline__ Planes planes_of(const u8* base, const u8* next, cons
     swap(w[0], w[2], 2, 0x33333333);
     swap(w[1], w[3], 2, 0x33333333);
     return {{w[0], w[1], w[2], w[3]}, changed};
+#endif
 }
 
 // Counts the `valid` elements of a run by context. The halves of word i are the counts of contexts 2i and 2i + 1.
-__device__ __forceinline__ void count_contexts(const Planes& p, u32 valid, u32 counts[8]) {
+__device__ __forceinline__ void count_contexts(const Planes& p, u32 valid, u32 counts[COUNTERS]) {
     const u32 a[4] = {~p.bit[0] & ~p.bit[1] & valid, p.bit[0] & ~p.bit[1] & valid, ~p.bit[0] & p.bit[1] & valid, p.bit[0] & p.bit[1] & valid};
     const u32 b[4] = {~p.bit[2] & ~p.bit[3], p.bit[2] & ~p.bit[3], ~p.bit[2] & p.bit[3], p.bit[2] & p.bit[3]};
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) counts[i] = __popc(a[2 * i & 3] & b[i >> 1]) + (__popc(a[(2 * i & 3) + 1] & b[i >> 1]) << 16);
+    for (u32 i = 0; i < COUNTERS; ++i) counts[i] = __popc(a[2 * i & 3] & b[i >> 1]) + (__popc(a[(2 * i & 3) + 1] & b[i >> 1]) << 16);
 }
 
 #ifndef EMULATED
@@ -307,7 +384,7 @@ __device__ __forceinline__ void fetch_wait() {
 __device__ __forceinline__ void fetch_unit(u8* stage, const u8* from, u32 bytes, u32 lane, const u8* any) {
     u8* const to = stage + lane / PIECES * STRIDE + lane % PIECES * 16;
     constexpr u32 STEP = 32 / PIECES * STRIDE;  // distance between two pieces of a lane
-    if (from && bytes == UNIT * BYTES) {  // true for all units except the last of a tensor
+    if (from && bytes == UNIT_BYTES) {  // true for all units except the last of a tensor
 #pragma unroll
         for (u32 i = 0; i < PIECES; ++i) fetch_16(to + STEP * i, from + 16 * lane + 512 * i);
         return;
@@ -319,15 +396,26 @@ __device__ __forceinline__ void fetch_unit(u8* stage, const u8* from, u32 bytes,
     }
 }
 
-// Returns the number of the range that a tile belongs to.
-__device__ __forceinline__ u32 range_of(const ElementRange* ranges, u32 n, u32 tile) {
+// Returns the number of the tensor, or of the block or chunk, that has a tile. Tensors without elements have none.
+template <class Entry>
+__device__ __forceinline__ u32 owner_of(const Entry* table, u32 n, u32 tile) {
     u32 low = 0, high = n;
     while (high - low > 1) {
         const u32 middle = (low + high) / 2;
-        if (ranges[middle].tile0 <= tile) low = middle;
+        if (table[middle].tile0 <= tile) low = middle;
         else high = middle;
     }
     return low;
+}
+
+// The number of elements of a tile.
+__device__ __forceinline__ u32 elements_in(const Tensor& x, u32 tile) { return (u32)min((u64)TILE, x.count - (u64)(tile - x.tile0) * TILE); }
+
+// Returns the number of elements in all tiles from `first` to `last`.
+__device__ __forceinline__ u32 elements_from(const Tensor* tensors, u32 n, u32 first, u32 last) {
+    const Tensor &a = tensors[owner_of(tensors, n, first)], &b = tensors[owner_of(tensors, n, last)];
+    const u64 begin = a.element0 + (u64)(first - a.tile0) * TILE, end = b.element0 + (u64)(last - b.tile0) * TILE + elements_in(b, last);
+    return (u32)(end - begin);
 }
 
 __device__ __forceinline__ u32 warp_sum(u32 x) { return __reduce_add_sync(ALL, x); }

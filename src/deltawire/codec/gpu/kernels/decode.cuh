@@ -4,12 +4,14 @@
 struct Task {
     u32 chunk;       // ALL if there is nothing to do
     u32 at;          // offset of the first code in bits; from bit 24 on, the number of the segment
-    u32 more;        // for larger steps: offset of the first code of their magnitudes
-    u32 sum;         // sum of the values of all earlier codes; from bit 25 on the context, from bit 29 on the stream
+    u32 more;        // for larger steps: offset of the first code of their magnitudes; from bit 24 on the context, from bit 28 on the stream
+    u32 sum;         // sum of the values of all earlier codes
+    __device__ __forceinline__ u32 context() const { return more >> 24 & 15; }
+    __device__ __forceinline__ u32 stream() const { return more >> 28; }
 };
 
 static_assert(MOST / 128 <= 256, "segments are numbered with 8 bits");
-constexpr u32 LOW_24 = (1 << 24) - 1, LOW_25 = (1 << 25) - 1;
+constexpr u32 LOW_24 = (1 << 24) - 1;
 
 struct LongCode {
     u64 value, rest;
@@ -135,8 +137,8 @@ struct StreamIndexer {
         u32 i = 0, sum = 0;
         bool wild = false;
         do {
-            if (second) (second++)->more = in.taken();
-            else tasks[next++] = {chunk, in.taken() | i / each_time << 24, 0, (most ? sum : 0) | c << 25 | stream << 29};
+            if (second) (second++)->more |= in.taken();
+            else tasks[next++] = {chunk, in.taken() | i / each_time << 24, c << 24 | stream << 28, most ? sum : 0};
             for (const u32 end = min(i + each_time, n); i < end; ++i) {
                 u32 v, after;
                 if (!in.short_code(k, extra, v, after)) {
@@ -167,7 +169,7 @@ struct StreamIndexer {
                 in.seek(in.taken() + p.n);
             }
             if (p.mode == DIRECT) error = index(STEPS, c, p.n, p.kv, 0, 0, 0);
-            if (p.mode == SYMBOLS) error = index(XORS, c, p.n, h.ks, WIDTH - 8, 0, 0);
+            if (WIDTH >= 8 && p.mode == SYMBOLS) error = index(XORS, c, p.n, h.ks, WIDTH - 8, 0, 0);
             if (p.mode == RUNS) {
                 Task* const first = tasks + next;
                 error = index(LARGER, c, p.larger, p.kr, 0, 1, p.n);
@@ -182,12 +184,12 @@ struct StreamIndexer {
 
 // Makes the tasks of all chunks. There is one thread per chunk, and few of them in a warp. `ends` says where the tasks of each chunk end.
 extern "C" __global__ void __launch_bounds__(32) index_streams(
-    const ElementRange* ranges, u32 nranges, const u8* image, Head* heads, const u32* ends, Task* tasks) {
+    const Run* chunks, u32 nchunks, const u8* image, Head* heads, const u32* ends, Task* tasks) {
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= nranges || ranges[i].mode != CODED) return;
+    if (i >= nchunks || chunks[i].mode != CODED) return;
     Head& h = heads[i];
-    StreamIndexer indexer{CodeReader(image + (u64)ranges[i].next), h, tasks + ends[i] - h.tasks, i, 0};
-    const u32 error = indexer.run(ranges[i].mask ? CONTEXTS : 1);
+    StreamIndexer indexer{CodeReader(image + chunks[i].body), h, tasks + ends[i] - h.tasks, i, 0};
+    const u32 error = indexer.run(chunks[i].coding.mask ? CONTEXTS : 1);
     if (!error) return;
     h.error = error;
     for (u32 t = 0; t < h.tasks; ++t) indexer.tasks[t].chunk = ALL;
@@ -197,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(32) index_streams(
 struct Targets {
     u32* ranks;      // rank in its context, within the chunk
     T* operands;     // a step, or bits to XOR
-    u32 first;       // number of the slab's first change, over all ranges
+    u32 first;       // number of the slab's first change, over all chunks
 };
 
 struct SegmentDecoder {
@@ -209,15 +211,15 @@ struct SegmentDecoder {
     u32 at, end;     // number of the next code of the stream, and of the first one after the segment
     u32 sum;
 
-    __device__ u32 stream() const { return t.sum >> 29; }
+    __device__ u32 stream() const { return t.stream(); }
 
     __device__ void start() {
         const u32 codes = stream() == INVERTED_RANKS ? p.unchanged : stream() == LARGER ? p.larger : p.n;
         at = (t.at >> 24) * segment_codes(stream());
         end = min(at + segment_codes(stream()), codes);
-        sum = t.sum & LOW_25;
+        sum = t.sum;
         in.seek(t.at & LOW_24);
-        if (stream() == LARGER) magnitudes.seek(t.more);
+        if (stream() == LARGER) magnitudes.seek(t.more & LOW_24);
     }
 
     // Decodes the next ranks or operands, at most 32, into rows of the warp's memory. For larger steps these are the numbers of the changes and their
@@ -247,9 +249,9 @@ struct SegmentDecoder {
         } else {
             for (u32 j = 0; j < m; ++j) {
                 u64 low;
-                const u64 r = in.code(h.ks, WIDTH - 8, low);
+                const u64 r = in.code(h.ks, WIDTH > 8 ? WIDTH - 8 : 0, low);
                 if (r >= h.symbols) error = BAD_SYMBOL;
-                const u64 y = (u64)(in.peek(23 + 8 * (u32)min(r, 255ull)) & 0xff) << (WIDTH - 8) | low;
+                const u64 y = (u64)(in.peek(23 + 8 * (u32)min(r, 255ull)) & 0xff) << (WIDTH > 8 ? WIDTH - 8 : 0) | low;
                 if (!y) error = NO_CHANGE;
                 row_of_operands[j] = (T)y;
             }
@@ -271,7 +273,7 @@ struct SegmentDecoder {
 // contexts, so that no warp waits for another kind of stream. The results go through shared memory: the targets of the threads are far apart, but a warp
 // writes consecutive elements.
 extern "C" __global__ void __launch_bounds__(64) decode_segments(
-    const ElementRange* ranges, const u8* image, Head* heads, const Task* tasks, u32 ntasks, Targets out) {
+    const Run* chunks, const u8* image, Head* heads, const Task* tasks, u32 ntasks, Targets out) {
     __shared__ u32 stages[2][2][32 * STAGED];
     __shared__ u32 all_ranks[2][32][33];
     __shared__ T all_operands[2][32][33];
@@ -279,15 +281,15 @@ extern "C" __global__ void __launch_bounds__(64) decode_segments(
     auto& ranks = all_ranks[warp];
     auto& operands = all_operands[warp];
     const Task t = i < ntasks ? tasks[i] : Task{ALL, 0, 0, 0};
-    const u32 stream = t.sum >> 29;
+    const u32 stream = t.stream();
     const bool active = t.chunk != ALL && group == (stream == RANKS ? 0 : stream == STEPS || stream == XORS ? 1 : 2) && !heads[t.chunk].error;
     if (!__any_sync(ALL, active)) return;
     const u32 chunk = active ? t.chunk : 0;
     Head& h = heads[chunk];
-    const ElementRange& s = ranges[chunk];
-    const ContextHead p = h.contexts[t.sum >> 25 & 15];
+    const Run& s = chunks[chunk];
+    const ContextHead p = h.contexts[t.context()];
     const u32 to = s.start - out.first + p.before;
-    const u8* const body = image + (u64)s.next;
+    const u8* const body = image + s.body;
     SegmentDecoder d{CodeReader(body, stages[warp][0] + lane), CodeReader(body, stages[warp][1] + lane), h, p, t, out.ranks + to};
     const u64 signs = 8 * (u64)d.in.words + d.in.skew + p.signs_at;  // the address of the first sign bit
     u32 error = FINE, left = 0;

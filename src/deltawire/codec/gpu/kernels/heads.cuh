@@ -1,5 +1,4 @@
-// Reads payloads up to their streams: where the chunks are, and the headers of coded chunks. From here on ranges are chunks, and `ElementRange::next` is the
-// offset of a chunk's body in the image, in which all payloads follow each other. A chunk that breaks a rule gets an error, and nothing is located in it. Only
+// Reads the headers of coded chunks. The host has found where chunks are. A chunk that breaks a rule gets an error, and nothing is located in it. Only
 // `write_patch` and `swap_patch` ever write to a base, and they run only after all checks have passed.
 
 enum Error {
@@ -22,17 +21,8 @@ enum Error {
     NO_CHANGE,
     TOO_LONG,
     BAD_ELEMENTS,
-    SHORT_HEADER,
-    SHORT_BODY,
-    BAD_COUNT,
-    BAD_SIZE,
-    LONG_BODY,
-    NOT_TILES,
-    WRONG_TYPE,
-    WRONG_SHAPE,
+    HAS_TABLE,
 };
-
-constexpr u32 LONGEST_BODY = 1 << 21;  // of a coded chunk; 2¹⁵ changes with the longest codes take less
 
 enum Stream { RANKS, INVERTED_RANKS, STEPS, XORS, LARGER };
 
@@ -54,95 +44,27 @@ struct Head {
     u32 total;       // number of changes; in a raw chunk found by comparison
     u32 error;
     u32 tasks;       // number of segments of its streams
+    u32 other_top;   // whether its `top` is not the one that an encoder chooses
     u32 streams_at;  // offset in bits
     u16 symbols;
     u8 ks, unused;
     ContextHead contexts[CONTEXTS];
 };
 
-// A tensor that has a payload.
-struct Source {
-    const T* base;
-    const u8* payload;  // in host memory
-    u64 bytes, offset, count, seed;  // `offset` is that of the payload in the image
-    u32 tensor, tile0, shift, mask, code, unused;
-};
+// What a patch consists of: whole elements; or bytes, if two elements share a byte.
+constexpr u32 CELLS = WIDTH == 4 ? TILE / 2 : TILE;          // in a tile
+constexpr u32 ROW_CELLS = WIDTH == 4 ? RUN / 2 : RUN;        // in the run of a lane
+constexpr u32 PATCH_BLOCKS = CELLS / 256, UNIT_BLOCKS = PATCH_BLOCKS / UNITS;  // blocks of 256 cells in a tile, and in a unit
 
-struct Walk {
-    u64 covered;        // number of elements
-    u32 chunks, error;
-};
-
-__device__ __forceinline__ u32 word_at(const u8* from) { return from[0] | from[1] << 8 | from[2] << 16 | (u32)from[3] << 24; }
-
-// Calls `use(elements before, elements, mode, offset of the body, its length)` for every chunk (docs/format.md §3).
-template <class Use>
-__device__ Walk walk(const Source& s, Use use) {
-    Walk w = {0, 0, FINE};
-    const auto wrong = [&](u32 error) {
-        w.error = error;
-        return w;
-    };
-    if (s.payload[0] != s.code) return wrong(WRONG_TYPE);
-    for (u64 at = 1; at < s.bytes; ++w.chunks) {
-        if (s.bytes - at < 8) return wrong(SHORT_HEADER);
-        const u32 word = word_at(s.payload + at), length = word_at(s.payload + at + 4), elements = word & 0x3fffffff, mode = word >> 30;
-        at += 8;
-        if (length > s.bytes - at) return wrong(SHORT_BODY);
-        if (!elements || elements > BLOCK) return wrong(BAD_COUNT);
-        if (mode == SAME ? length != 0 : mode == CODED ? !length : mode != RAW || length != (u64)elements * BYTES) return wrong(BAD_SIZE);
-        if (mode == CODED && length > LONGEST_BODY) return wrong(LONG_BODY);
-        if (w.covered % TILE) return wrong(NOT_TILES);
-        use(w.covered, elements, mode, at, length);
-        w.covered += elements;
-        at += length;
-    }
-    return w.covered == s.count ? w : wrong(WRONG_SHAPE);
-}
-
-// The facts of a tile, one after the other in the same memory: the chunk that starts with it, if there is one; then its number of elements by context, or
-// its number of changes in a raw chunk; then, after its changes are located, their number in each block of 256 elements.
+// The facts of a tile, one after the other in the same memory: its number of elements by context; then, after its changes are located, their number in each
+// block of 256 cells.
 union Tile {
+    u16 elements[USED];
     struct {
-        u64 body;        // its offset in the payload
-        u32 chunk_elements, mode, length, top;
-    };
-    u16 elements[CONTEXTS];
-    struct {
-        u8 counts[64];   // changes in each block of 256 elements
-        u32 full[2];     // the blocks that have 256 changes; their count is stored as 0
+        u8 counts[PATCH_BLOCKS];
+        u32 full[PATCH_BLOCKS / 32];  // the blocks that have 256 changes; their count is stored as 0
     };
 };
-
-// Counts and checks the chunks of payloads, and notes where they are. There is one thread per payload.
-extern "C" __global__ void __launch_bounds__(32) find_chunks(const Source* sources, u32 n, Tile* tiles, Walk* out) {
-    const u32 i = blockIdx.x * 32 + threadIdx.x;
-    if (i >= n) return;
-    const Source s = sources[i];
-    out[i] = walk(s, [&](u64 first, u32 elements, u32 mode, u64 body, u32 length) {
-        if (first >= s.count) return;  // there are no such tiles; an error is reported later
-        Tile& tile = tiles[s.tile0 + first / TILE];
-        tile.body = body, tile.chunk_elements = elements, tile.mode = mode, tile.length = length;
-        tile.top = mode == CODED && length > 1 ? (s.payload[body] | s.payload[body + 1] << 8) & 0x7ff : 0;
-    });
-}
-
-// Lists the chunks that `find_chunks` found. `numbers` are the numbers of each payload's first chunk. `heads` are zeros.
-extern "C" __global__ void __launch_bounds__(32) list_chunks(
-    const Source* sources, u32 n, const u32* numbers, const Tile* tiles, ElementRange* ranges, Head* heads) {
-    const u32 i = blockIdx.x * 32 + threadIdx.x;
-    if (i >= n) return;
-    const Source s = sources[i];
-    u32 chunk = numbers[i];
-    for (u64 first = 0; first < s.count; ++chunk) {
-        const u32 number = s.tile0 + (u32)(first / TILE);
-        const Tile& tile = tiles[number];
-        heads[chunk].bytes = tile.length;
-        ranges[chunk] = {s.base ? s.base + first : nullptr, (const T*)(s.offset + tile.body), s.seed, first, tile.chunk_elements, number, s.tensor, tile.top,
-                        s.shift, s.mask, 0, tile.mode};
-        first += tile.chunk_elements;
-    }
-}
 
 // Reads single fields anywhere in a body. Beyond its end there are zeros.
 struct FieldReader {
@@ -168,11 +90,12 @@ struct FieldReader {
     }
 };
 
-__device__ u32 read_head(FieldReader in, const ElementRange& s, Head& h) {
-    const u32 top = in.take(11);
-    if (top > s.mask) return BAD_TOP;
+__device__ u32 read_head(FieldReader in, Run& s, Head& h) {
+    s.coding.top = in.take(11);
+    if (s.coding.top > s.coding.mask) return BAD_TOP;
     h.symbols = 0, h.ks = 0;
     if (in.take(1)) {
+        if (WIDTH == 4) return HAS_TABLE;
         h.symbols = (u16)(in.take(8) + 1);
         h.ks = (u8)in.take(3);
         u32 seen[8] = {};
@@ -187,7 +110,7 @@ __device__ u32 read_head(FieldReader in, const ElementRange& s, Head& h) {
         }
     }
     u32 total = 0;
-    for (u32 c = 0; c < (s.mask ? CONTEXTS : 1); ++c) {
+    for (u32 c = 0; c < (s.coding.mask ? CONTEXTS : 1); ++c) {
         ContextHead& p = h.contexts[c];
         const u32 n = in.take_count();
         if (n > MOST - total) return TOO_MANY_CHANGES;
@@ -221,20 +144,25 @@ __device__ u32 read_head(FieldReader in, const ElementRange& s, Head& h) {
     }
     if (in.overrun) return TOO_SHORT;
     if (!total) return NO_CHANGES;
-    if (total > s.count) return BAD_POSITION;
+    if (total > s.elements) return BAD_POSITION;
     h.total = total;
     h.streams_at = in.at;
     return FINE;
 }
 
-// Reads the headers of chunks. There is one thread per range.
-extern "C" __global__ void __launch_bounds__(64) read_heads(const ElementRange* ranges, u32 nranges, const u8* image, Head* heads) {
+// Reads the headers of chunks, and sets `top` of coded ones. There is one thread per chunk. `blocks` have the tops that an encoder chooses.
+extern "C" __global__ void __launch_bounds__(64) read_heads(Run* chunks, u32 nchunks, const Run* blocks, const u8* image, Head* heads) {
     const u32 i = blockIdx.x * 64 + threadIdx.x;
-    if (i >= nranges || ranges[i].mode != CODED) return;
+    if (i >= nchunks) return;
+    Run s = chunks[i];
     Head h = {};
-    h.bytes = heads[i].bytes;
-    FieldReader in{image + (u64)ranges[i].next, h.bytes, 0, false};
-    h.error = read_head(in, ranges[i], h);
-    if (h.error) h.total = h.tasks = 0;
+    h.bytes = s.bytes;
+    if (s.mode == CODED) {
+        FieldReader in{image + s.body, h.bytes, 0, false};
+        h.error = read_head(in, s, h);
+        if (h.error) h.total = h.tasks = 0;
+        h.other_top = s.block == ALL || s.coding.top != blocks[s.block].coding.top;
+        chunks[i].coding.top = s.coding.top;
+    }
     heads[i] = h;
 }

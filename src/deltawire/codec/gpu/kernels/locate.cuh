@@ -1,29 +1,48 @@
 // Finds the elements that decoded changes belong to: first the number of elements of each context before every tile, then the elements.
 
-__device__ __forceinline__ T unaligned(const u8* from) {
+// Returns an element of a raw body, which begins at any address.
+__device__ __forceinline__ T raw_element(const u8* body, u64 i) {
+#if WIDTH == 4
+    return element_of(body, i);
+#else
     u64 x = 0;
 #pragma unroll
-    for (u32 b = 0; b < BYTES; ++b) x |= (u64)from[b] << (8 * b);
+    for (u32 b = 0; b < WIDTH / 8; ++b) x |= (u64)body[i * (WIDTH / 8) + b] << (8 * b);
     return (T)x;
+#endif
 }
 
-// Counts the elements of each tile of raw chunks that change, and stores the number where other chunks have the elements of the first context. There is one
-// warp per tile.
-extern "C" __global__ void __launch_bounds__(128) count_raw(
-    const ElementRange* ranges, u32 nranges, u32 ntiles, const u8* image, Head* heads, Tile* tiles) {
-    const u32 tile = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (tile >= ntiles) return;
-    const u32 range = range_of(ranges, nranges, tile);
-    const ElementRange s = ranges[range];
+// Changes an element of a row in shared memory. Other lanes may change other elements of the row.
+__device__ __forceinline__ void set_element(u8* row, u32 e, T old, T now) {
+#if WIDTH == 4
+    atomicXor((u32*)row + e / 8, (u32)(old ^ now) << (4 * (e % 8)));
+#else
+    ((T*)row)[e] = now;
+#endif
+}
+
+// Returns where the elements of a tile begin in the body of its raw chunk.
+__device__ __forceinline__ const u8* raw_tile(const Tensor* tensors, u32 ntensors, const u8* image, const Run& s, const Tensor& x, u32 tile) {
+    const Tensor& first = tensors[owner_of(tensors, ntensors, s.tile0)];
+    return image + s.body + bytes_of(x.element0 + (u64)(tile - x.tile0) * TILE - first.element0 - (u64)(s.tile0 - first.tile0) * TILE);
+}
+
+// Counts the elements of each tile of raw chunks that change. There is one warp per tile. The chunks have the tiles first … end.
+extern "C" __global__ void __launch_bounds__(128) count_raw(Tiles tiles, const u8* image, Head* heads, u16* raw_changes) {
+    const u32 tile = tiles.first + blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (tile >= tiles.end) return;
+    const u32 chunk = owner_of(tiles.runs, tiles.nruns, tile);
+    const Run s = tiles.runs[chunk];
     if (s.mode != RAW) return;
-    const u32 offset = (tile - s.tile0) * TILE, n = min(TILE, s.count - offset);
+    const Tensor x = tiles.tensors[owner_of(tiles.tensors, tiles.ntensors, tile)];
+    const u64 offset = (u64)(tile - x.tile0) * TILE;
+    const u8* const body = raw_tile(tiles.tensors, tiles.ntensors, image, s, x, tile);
     u32 changed = 0;
-    for (u32 i = lane; i < n; i += 32)
-        changed += unaligned(image + (u64)s.next + (u64)(offset + i) * BYTES) != (s.base ? s.base[offset + i] : (T)0);
+    for (u32 i = lane; i < elements_in(x, tile); i += 32) changed += raw_element(body, i) != (x.base ? element_of(x.base, offset + i) : (T)0);
     changed = warp_sum(changed);
     if (lane == 0) {
-        tiles[tile].elements[0] = (u16)changed;
-        atomicAdd(&heads[range].total, changed);
+        raw_changes[tile] = (u16)changed;
+        atomicAdd(&heads[chunk].total, changed);
     }
 }
 
@@ -31,16 +50,16 @@ extern "C" __global__ void __launch_bounds__(128) count_raw(
 // thread block per chunk. `starts` are those of the slab's tiles. Checks the numbers of elements that inverted contexts state. In contexts where most steps
 // have magnitude 1, it sets all of them to 1; `decode_segments` overwrites the larger ones.
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) start_tiles(
-    const ElementRange* ranges, u32 first_range, u32 first_tile, const u8* image, Head* heads, const Tile* all_tiles, u32* starts, Targets out) {
+    const Run* chunks, u32 first_chunk, u32 first_tile, const u8* image, Head* heads, const Tile* all_tiles, const u16* raw_changes, u32* starts, Targets out) {
     __shared__ u32 parts[32][CONTEXTS];
-    const ElementRange& s = ranges[first_range + blockIdx.x];
-    Head& h = heads[first_range + blockIdx.x];
-    const u32 tiles = (s.count + TILE - 1) / TILE, c = threadIdx.x % CONTEXTS, part = threadIdx.x / CONTEXTS, size = (tiles + 31) / 32;
+    const Run& s = chunks[first_chunk + blockIdx.x];
+    Head& h = heads[first_chunk + blockIdx.x];
+    const u32 tiles = s.tiles, c = threadIdx.x % CONTEXTS, part = threadIdx.x / CONTEXTS, size = (tiles + 31) / 32;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, begin = min(part * size, tiles), end = min(begin + size, tiles);
     const u64 to = (u64)(s.tile0 - first_tile) * CONTEXTS + c;
     const bool raw = s.mode == RAW;
     if (s.mode == SAME) return;
-    const auto count = [&](u32 t) { return raw && c ? 0u : (u32)all_tiles[s.tile0 + t].elements[c]; };
+    const auto count = [&](u32 t) { return raw ? c ? 0u : (u32)raw_changes[s.tile0 + t] : c < USED ? (u32)all_tiles[s.tile0 + t].elements[c] : 0u; };
     u32 sum = 0;
     for (u32 t = begin; t < end; ++t) sum += count(t);
     parts[part][c] = sum;
@@ -60,21 +79,22 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) start_tiles(
         at += count(t);
     }
     if (raw || h.error) return;
-    const CodeReader in(image + (u64)s.next);
-    for (u32 k = 0; k < (s.mask ? CONTEXTS : 1); ++k) {
+    const CodeReader in(image + s.body);
+    for (u32 k = 0; k < (s.coding.mask ? CONTEXTS : 1); ++k) {
         const ContextHead p = h.contexts[k];
         if (p.mode != UNIT_MODE && p.mode != RUNS) continue;
         T* const operands = out.operands + (s.start - out.first + p.before);
-        for (u32 i = threadIdx.x; i < p.n; i += PLAN_THREADS) operands[i] = in.peek(p.signs_at + i) & 1 ? (T)~(T)0 : (T)1;
+        for (u32 i = threadIdx.x; i < p.n; i += PLAN_THREADS) operands[i] = in.peek(p.signs_at + i) & 1 ? MASK : (T)1;
     }
 }
 
-// The changes of all ranges, ascending. Those of a tile are from `firsts[tile]` to `firsts[tile + 1]`.
+// The changes of all tiles, ascending. Those of a tile begin at `firsts[tile]`. They end before `firsts[tile + 1]`: at it if cells are elements, and earlier
+// if several changed elements share a cell.
 struct Patch {
     u32* firsts;
     Tile* tiles;
-    u8* positions;   // within a block of 256 elements
-    T* values;       // the new values; after a swap, the old ones
+    u8* positions;   // within a block of 256 cells
+    T* values;       // the new cells; after a swap, the old ones
 };
 
 struct LocateSpace {
@@ -100,8 +120,7 @@ __device__ __forceinline__ u32 select_bit(u32 bits, u32 i) {
 
 // Finds the elements that decoded changes belong to. The slab's chunks have the tiles first … end. A warp takes `row` consecutive tiles.
 extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
-    const ElementRange* ranges, u32 nranges, u32 first_tile, u32 end_tile, u32 row, const u8* image, const Head* heads, const u32* starts, Targets decoded,
-    Patch patch, Sums* sums) {
+    Tiles tiles, u32 row, const u8* image, const Head* heads, const u32* starts, Targets decoded, Patch patch, Sums* sums) {
     extern __shared__ __align__(16) u8 shared[];
     int4* const factors = (int4*)shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % CONTEXTS;
@@ -110,30 +129,36 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
         factors[i] = make_int4(word_factor(i, 0), word_factor(i, 1), word_factor(i, 2), word_factor(i, 3));
     __syncthreads();
     u32 none[4] = {}, change[4] = {}, tensor = ALL;
-    const u32 groups = (end_tile - first_tile + row - 1) / row;
+    const u32 groups = (tiles.end - tiles.first + row - 1) / row;
     for (u32 group = blockIdx.x * LOCATE_WARPS + warp; group < groups; group += gridDim.x * LOCATE_WARPS) {
-        const u32 group_first = first_tile + group * row, group_end = min(group_first + row, end_tile);
-        u32 range = ALL, at = 0, base_at = 0, n_c = 0;  // in this lane's context: the next change, the first one, and their number
+        const u32 group_first = tiles.first + group * row, group_end = min(group_first + row, tiles.end);
+        u32 chunk = ALL, at = 0, base_at = 0, n_c = 0;  // in this lane's context: the next change, the first one, and their number
+        u32 owner = owner_of(tiles.tensors, tiles.ntensors, group_first);
         bool is_xor = false, ready = false;
-        ElementRange s;
+        Run s;
+        Tensor x = tiles.tensors[owner];
         for (u32 tile = group_first; tile < group_end; ++tile) {
-            if (range == ALL || (range + 1 < nranges && ranges[range + 1].tile0 <= tile)) {
-                range = range == ALL ? range_of(ranges, nranges, tile) : range + 1;
-                s = ranges[range];
+            if (chunk == ALL || (chunk + 1 < tiles.nruns && tiles.runs[chunk + 1].tile0 <= tile)) {
+                chunk = chunk == ALL ? owner_of(tiles.runs, tiles.nruns, tile) : chunk + 1;
+                s = tiles.runs[chunk];
                 ready = false;
-                if (s.tensor != tensor) {
-                    if (tensor != ALL) flush_sums(sums + tensor, lane, none, change, 0);
-                    tensor = s.tensor;
-                }
+            }
+            if (owner + 1 < tiles.ntensors && tiles.tensors[owner + 1].tile0 <= tile) {
+                while (owner + 1 < tiles.ntensors && tiles.tensors[owner + 1].tile0 <= tile) ++owner;
+                x = tiles.tensors[owner];
+            }
+            if (owner != tensor) {
+                if (tensor != ALL) flush_sums(sums + tensor, lane, none, change, 0);
+                tensor = owner;
             }
             const bool raw = s.mode == RAW;
-            if (s.mode == SAME || heads[range].error) {
+            if (s.mode == SAME || heads[chunk].error) {
                 if (lane == 0) patch.firsts[tile] = s.start;
                 continue;
             }
-            const u32 start = starts[(u64)(tile - first_tile) * CONTEXTS + c];
+            const u32 start = starts[(u64)(tile - tiles.first) * CONTEXTS + c];
             if (!raw && !ready) {
-                const ContextHead& p = heads[range].contexts[c];
+                const ContextHead& p = heads[chunk].contexts[c];
                 n_c = p.n;
                 is_xor = p.mode == SYMBOLS;
                 const u32 upto = inclusive_scan(lane < CONTEXTS ? n_c : 0, lane);
@@ -149,14 +174,17 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
             }
             u32 slot = s.start + (raw ? __shfl_sync(ALL, start, 0) : warp_sum(lane < CONTEXTS ? at : 0));
             if (lane == 0) patch.firsts[tile] = slot;
-            const u32 offset = (tile - s.tile0) * TILE, n = min(TILE, s.count - offset), units = (n + UNIT - 1) / UNIT;
-            const u8* const base = s.base ? (const u8*)(s.base + offset) : nullptr;
+            const u32 n = elements_in(x, tile), units = (n + UNIT - 1) / UNIT;
+            const u64 offset = bytes_of((u64)(tile - x.tile0) * TILE);
+            const u8* const base = x.base ? x.base + offset : nullptr;
             const auto fetch = [&](u32 u) {
-                fetch_unit(space.stages[u & 1], base ? base + u * UNIT * BYTES : nullptr, min(UNIT, n - u * UNIT) * BYTES, lane, (const u8*)ranges);
+                const u32 bytes = (u32)bytes_of(min(UNIT, n - u * UNIT));
+                fetch_unit(space.stages[u & 1], base ? base + u * UNIT_BYTES : nullptr, bytes, lane, (const u8*)tiles.tensors);
                 fetch_commit();
             };
             fetch(0);
-            const u64 digest_block = (s.first + offset) * BYTES / 512;
+            const u64 digest_block = offset / 512;
+            const u8* const body = raw ? raw_tile(tiles.tensors, tiles.ntensors, image, s, x, tile) : nullptr;
             u32 seen = 0, counts_of_unit = 0;
             u64 full = 0;
             // While the warp works on a unit, it fetches two changes of every context, one for each of the context's lanes.
@@ -171,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
             for (u32 u = 0; u < units; ++u) {
                 if (u % (32 / DIGEST_BLOCKS) == 0) {
                     __syncwarp();
-                    space.multipliers[lane] = block_factors(s.seed, digest_block + u * DIGEST_BLOCKS + lane);
+                    space.multipliers[lane] = block_factors(x.seed, digest_block + u * DIGEST_BLOCKS + lane);
                 }
                 if (u + 1 < units) {
                     fetch(u + 1);
@@ -186,19 +214,17 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                 const u32 run = min(max((i32)(n - u * UNIT) - (i32)(lane * RUN), 0), (i32)RUN);
                 if (raw) {
                     u32 marks = 0;
-                    const u8* const body = image + (u64)s.next + (u64)(offset + u * UNIT + lane * RUN) * BYTES;
                     for (u32 e = 0; e < run; ++e) {
-                        T& element = *(T*)(stage + lane * STRIDE + e * BYTES);
-                        const T now = unaligned(body + e * BYTES);
-                        if (now == element) continue;
-                        digest_change(lane * RUN + e, element, now, multipliers, factors, change);
-                        element = now;
+                        const T old = element_of(stage + lane * STRIDE, e), now = raw_element(body, u * UNIT + lane * RUN + e);
+                        if (now == old) continue;
+                        digest_change(lane * RUN + e, old, now, multipliers, factors, change);
+                        set_element(stage + lane * STRIDE, e, old, now);
                         marks |= 1u << e;
                     }
                     space.marks[lane] = marks;
                 } else {
-                    const Planes planes = planes_of<false>(stage + lane * STRIDE, nullptr, s);
-                    u32 counts[8];
+                    const Planes planes = planes_of<false>(stage + lane * STRIDE, nullptr, s.coding);
+                    u32 counts[COUNTERS];
                     count_contexts(planes, run == RUN ? ALL : below(run), counts);
                     seen = rank_lanes(space.ranks, counts, seen, lane, true);
                     const u32 end = start + (__shfl_sync(ALL, seen, c / 2) >> (c % 2 * 16) & 0xffff);
@@ -213,11 +239,11 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                         const Planes theirs = {{b.x, b.y, b.z, b.w}, 0};
                         const u32 within = rank - ((const u16*)(space.ranks + owner * RANK_WORDS))[context];
                         const u32 e = select_bit(in_order(theirs.of_context(context)), within) & (RUN - 1);
-                        T& element = *(T*)(stage + owner * STRIDE + e * BYTES);
-                        const T old = element;
-                        const T now = by_xor ? (T)(old ^ operand) : unordered((T)(ordered(old, s.mask != 0) + operand), s.mask != 0);
+                        const bool floating = s.coding.mask != 0;
+                        const T old = element_of(stage + owner * STRIDE, e);
+                        const T now = by_xor ? (T)(old ^ operand) : unordered((T)((ordered(old, floating) + operand) & MASK), floating);
                         digest_change(owner * RUN + e, old, now, multipliers, factors, change);
-                        element = now;
+                        set_element(stage + owner * STRIDE, e, old, now);
                         atomicOr(&space.marks[owner], 1u << e);
                     };
                     // The first two changes of every context are done at once, the others context by context.
@@ -270,23 +296,34 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                     }
                 }
                 __syncwarp();
-                const u32 marks = space.marks[lane], upto = inclusive_scan(__popc(marks), lane);
+                u32 marks = space.marks[lane];
+#if WIDTH == 4  // two elements share a cell
+                marks = (marks | marks >> 1) & 0x55555555;
+                marks = (marks | marks >> 1) & 0x33333333;
+                marks = (marks | marks >> 2) & 0x0f0f0f0f;
+                marks = (marks | marks >> 4) & 0x00ff00ff;
+                marks = (marks | marks >> 8) & 0x0000ffff;
+#endif
+                const u32 upto = inclusive_scan(__popc(marks), lane);
                 u32 to = slot + upto - __popc(marks);
                 for (u32 pending = marks; pending; pending &= pending - 1) {
                     const u32 e = __ffs(pending) - 1;
-                    patch.positions[to] = (u8)(lane * RUN + e);
-                    patch.values[to++] = *(const T*)(stage + lane * STRIDE + e * BYTES);
+                    patch.positions[to] = (u8)(lane * ROW_CELLS + e);
+                    patch.values[to++] = ((const T*)(stage + lane * STRIDE))[e];
                 }
-                // A unit has four blocks; each of four lanes counts one.
-                const u32 end = __shfl_sync(ALL, upto, (8 * lane + 7) % 32), before = __shfl_up_sync(ALL, end, 1), count = end - (lane ? before : 0);
-                const u32 four = warp_sum(lane < 4 ? (count & 0xff) << (8 * lane) : 0), whole = __ballot_sync(ALL, lane < 4 && count == 256);
-                if (lane == u) counts_of_unit = four;
-                full |= (u64)whole << (4 * u);
+                // A unit has several blocks of 256 cells; each is counted by one lane.
+                constexpr u32 LANES = 32 / UNIT_BLOCKS;
+                const u32 end = __shfl_sync(ALL, upto, (LANES * lane + LANES - 1) % 32), before = __shfl_up_sync(ALL, end, 1), count = end - (lane ? before : 0);
+                const u32 counts = warp_sum(lane < UNIT_BLOCKS ? (count & 0xff) << (8 * lane) : 0);
+                const u32 whole = __ballot_sync(ALL, lane < UNIT_BLOCKS && count == 256);
+                if (lane == u) counts_of_unit = counts;
+                full |= (u64)whole << (UNIT_BLOCKS * u);
                 slot += __shfl_sync(ALL, upto, 31);
                 __syncwarp();
             }
-            if (lane < UNITS) ((u32*)patch.tiles[tile].counts)[lane] = counts_of_unit;
-            if (lane < 2) patch.tiles[tile].full[lane] = (u32)(full >> (32 * lane));
+            for (u32 i = 0; i < UNIT_BLOCKS; ++i)
+                if (lane < UNITS) patch.tiles[tile].counts[lane * UNIT_BLOCKS + i] = (u8)(counts_of_unit >> (8 * i));
+            if (lane < PATCH_BLOCKS / 32) patch.tiles[tile].full[lane] = (u32)(full >> (32 * lane));
         }
     }
     if (tensor != ALL) flush_sums(sums + tensor, lane, none, change, 0);

@@ -1,23 +1,34 @@
 // Writes located changes to the weights.
 
-// Where the changes of each block of a tile start. The whole warp must call these functions.
+// Where the changes of each block of 256 cells start. The whole warp must call these functions.
 struct BlockStarts {
-    u16 of[64];
+    u16 of[PATCH_BLOCKS];
 
-    __device__ void load(const Tile& tile, u32 lane) {
-        const u32 two = ((const u16*)tile.counts)[lane], full = tile.full[lane / 16] >> (lane % 16 * 2);
-        const u32 a = (two & 0xff) + (full & 1) * 256, b = (two >> 8) + (full >> 1 & 1) * 256;
-        const u32 start = inclusive_scan(a + b, lane) - a - b;
+    // Returns the number of changes of the tile.
+    __device__ u32 load(const Tile& tile, u32 lane) {
+        constexpr u32 EACH = PATCH_BLOCKS / 32;
+        u32 counts[EACH], sum = 0;
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            const u32 block = EACH * lane + i;
+            sum += counts[i] = tile.counts[block] + (tile.full[block / 32] >> (block % 32) & 1) * 256;
+        }
+        const u32 upto = inclusive_scan(sum, lane);
+        u32 start = upto - sum;
         __syncwarp();
-        of[2 * lane] = (u16)start;
-        of[2 * lane + 1] = (u16)(start + a);
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) {
+            of[EACH * lane + i] = (u16)start;
+            start += counts[i];
+        }
         __syncwarp();
+        return __shfl_sync(ALL, upto, 31);
     }
-    // Returns the first element of the block that has the i-th change of the tile.
-    __device__ __forceinline__ u32 element(u32 i) const {
+    // Returns the first cell of the block that has the i-th change of the tile.
+    __device__ __forceinline__ u32 cell(u32 i) const {
         u32 block = 0;
 #pragma unroll
-        for (u32 d = 32; d; d /= 2)
+        for (u32 d = PATCH_BLOCKS / 2; d; d /= 2)
             if (of[block + d] <= i) block += d;
         return block * 256;
     }
@@ -26,15 +37,15 @@ struct BlockStarts {
 // Writes the values of a patch to tensors that start at `bases`; a tensor with a null base is skipped. When swapping, the patch gets the replaced values, so
 // that a second call restores them. There is one warp per tile.
 template <bool SWAP>
-__device__ __forceinline__ void write_tiles(const ElementRange* ranges, u32 nranges, u32 ntiles, Patch patch, T* const* bases) {
+__device__ __forceinline__ void write_tiles(const Tensor* tensors, u32 ntensors, u32 ntiles, Patch patch, T* const* bases) {
     constexpr u32 EACH = 8;
     __shared__ BlockStarts all_starts[8];
     const u32 lane = threadIdx.x % 32;
     BlockStarts& starts = all_starts[threadIdx.x / 32];
     for (u32 tile = blockIdx.x * 8 + threadIdx.x / 32; tile < ntiles; tile += gridDim.x * 8) {
-        const u32 first = patch.firsts[tile], end = patch.firsts[tile + 1];
-        if (first == end) continue;
-        starts.load(patch.tiles[tile], lane);
+        const u32 first = patch.firsts[tile];
+        if (first == patch.firsts[tile + 1]) continue;
+        const u32 end = first + starts.load(patch.tiles[tile], lane);
         T* base = nullptr;
         for (u32 i0 = first; i0 < end; i0 += 32 * EACH) {
             u32 position[EACH];
@@ -42,13 +53,13 @@ __device__ __forceinline__ void write_tiles(const ElementRange* ranges, u32 nran
 #pragma unroll
             for (u32 j = 0; j < EACH; ++j) {
                 const u32 i = min(i0 + 32 * j + lane, end - 1);
-                position[j] = starts.element(i - first) + patch.positions[i], now[j] = patch.values[i];
+                position[j] = starts.cell(i - first) + patch.positions[i], now[j] = patch.values[i];
             }
             if (i0 == first) {
-                const ElementRange& s = ranges[range_of(ranges, nranges, tile)];
-                base = bases[s.tensor];
+                const u32 owner = owner_of(tensors, ntensors, tile);
+                base = bases[owner];
                 if (!base) break;
-                base += s.first + (u64)(tile - s.tile0) * TILE;
+                base += (u64)(tile - tensors[owner].tile0) * CELLS;
             }
             if (SWAP) {
 #pragma unroll
@@ -65,26 +76,38 @@ __device__ __forceinline__ void write_tiles(const ElementRange* ranges, u32 nran
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) write_patch(const ElementRange* ranges, u32 nranges, u32 ntiles, Patch patch, T* const* bases) {
-    write_tiles<false>(ranges, nranges, ntiles, patch, bases);
+extern "C" __global__ void __launch_bounds__(256) write_patch(const Tensor* tensors, u32 ntensors, u32 ntiles, Patch patch, T* const* bases) {
+    write_tiles<false>(tensors, ntensors, ntiles, patch, bases);
 }
 
-extern "C" __global__ void __launch_bounds__(256) swap_patch(const ElementRange* ranges, u32 nranges, u32 ntiles, Patch patch, T* const* bases) {
-    write_tiles<true>(ranges, nranges, ntiles, patch, bases);
+extern "C" __global__ void __launch_bounds__(256) swap_patch(const Tensor* tensors, u32 ntensors, u32 ntiles, Patch patch, T* const* bases) {
+    write_tiles<true>(tensors, ntensors, ntiles, patch, bases);
 }
 
-// Computes the flat indices, within their tensors, of the changes in tiles first … end.
-extern "C" __global__ void __launch_bounds__(256) flat_indices(
-    const ElementRange* ranges, u32 nranges, u32 first_tile, u32 end_tile, Patch patch, u64* out) {
+// Counts the changed cells of all tiles.
+extern "C" __global__ void __launch_bounds__(256) count_cells(u32 ntiles, Patch patch, u32* out) {
     __shared__ BlockStarts all_starts[8];
-    const u32 tile = first_tile + blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 tile = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (tile >= ntiles) return;
+    const bool any = patch.firsts[tile] != patch.firsts[tile + 1];
+    const u32 n = any ? all_starts[threadIdx.x / 32].load(patch.tiles[tile], lane) : 0;
+    if (lane == 0) out[tile] = n;
+}
+
+// Computes the flat indices, within their tensors, of all changed cells, and lists their values. `starts` says where the cells of each tile go.
+extern "C" __global__ void __launch_bounds__(256) list_cells(
+    const Tensor* tensors, u32 ntensors, u32 ntiles, Patch patch, const u32* starts_of_tiles, u64* indices, T* values) {
+    __shared__ BlockStarts all_starts[8];
+    const u32 tile = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     BlockStarts& starts = all_starts[threadIdx.x / 32];
-    if (tile >= end_tile || patch.firsts[tile] == patch.firsts[tile + 1]) return;
-    starts.load(patch.tiles[tile], lane);
-    const ElementRange& s = ranges[range_of(ranges, nranges, tile)];
-    const u64 before = s.first + (u64)(tile - s.tile0) * TILE;
-    const u32 origin = patch.firsts[first_tile], first = patch.firsts[tile];
-    for (u32 i = first + lane; i < patch.firsts[tile + 1]; i += 32) out[i - origin] = before + starts.element(i - first) + patch.positions[i];
+    if (tile >= ntiles || patch.firsts[tile] == patch.firsts[tile + 1]) return;
+    const u32 n = starts.load(patch.tiles[tile], lane), first = patch.firsts[tile], to = starts_of_tiles[tile];
+    const Tensor& x = tensors[owner_of(tensors, ntensors, tile)];
+    const u64 before = (u64)(tile - x.tile0) * CELLS;
+    for (u32 i = lane; i < n; i += 32) {
+        indices[to + i] = before + starts.cell(i) + patch.positions[first + i];
+        if (values) values[to + i] = patch.values[first + i];
+    }
 }
 
 extern "C" __device__ const u32 resolve_sizes[] = {

@@ -2,7 +2,6 @@
 
 constexpr u32 PLAN_THREADS = 512, PLAN_WARPS = PLAN_THREADS / 32;
 constexpr u32 MOST = 1 << 15;            // the most changes that a chunk can have
-constexpr u32 MOST_TILES = 1024;
 constexpr u32 SEGMENT = 1024;            // values that a warp processes at a time
 constexpr u32 WINDOW = 4;                // parameters whose costs are computed in one pass
 constexpr u32 MOST_MOVE_TASKS = MOST / SEGMENT + CONTEXTS, MOST_TASKS = 6 * MOST_MOVE_TASKS;
@@ -25,8 +24,8 @@ struct PlanScratch {
     Move moves[MOST];
     union {
         struct {  // used until the changes are sorted
-            u32 element_starts[MOST_TILES][CONTEXTS];  // elements of each context in earlier tiles
-            u16 change_starts[MOST_TILES][CONTEXTS];   // changes of each context in earlier tiles
+            u32 element_starts[MOST_TILES][USED];  // elements of each context in earlier tiles
+            u16 change_starts[MOST_TILES][USED];   // changes of each context in earlier tiles
         };
         struct {
             u16 inverted[MOST];    // ranks of the elements that do not change, if they are the minority (then the context has fewer than 2¹⁶ elements)
@@ -124,14 +123,16 @@ __device__ __forceinline__ void put_rice(u32* out, u32 at, u32 k, V v) {
 }
 
 __device__ __forceinline__ Move move_of(Pair p, bool floating) {
-    return {(T)(ordered(p.now, floating) - ordered(p.old, floating)), (T)(p.old ^ p.now)};
+    return {(T)((ordered(p.now, floating) - ordered(p.old, floating)) & MASK), (T)(p.old ^ p.now)};
 }
-__device__ __forceinline__ T magnitude_of(T step) { return step >> (WIDTH - 1) ? (T)(0 - step) : step; }
+// What the symbol table is about. 4-bit elements have no symbols.
+__device__ __forceinline__ u32 top_byte(T flip) { return (u32)(flip >> (WIDTH > 8 ? WIDTH - 8 : 0)); }
+__device__ __forceinline__ T magnitude_of(T step) { return step >> (WIDTH - 1) ? (T)((0 - step) & MASK) : step; }
 
 struct Planner {
     PlanSpace& at;
     PlanScratch& scratch;
-    const ElementRange s;
+    const Coding s;
     const u32 thread, lane, warp, contexts;
     const bool floating;
 
@@ -160,20 +161,20 @@ struct Planner {
 #pragma unroll
         for (u32 j = 0; j < AHEAD; ++j) {
             const Move move = scratch.moves[offset + positions[j]];
-            if (kind == SYMBOLS_OF) out[j] = at.rank_of[move.flip >> (WIDTH - 8)];
+            if (kind == SYMBOLS_OF) out[j] = at.rank_of[top_byte(move.flip)];
             else out[j] = (T)(magnitude_of(move.step) - (kind == MAGNITUDES ? 1 : 2));
         }
     }
 
     // Counts the elements and changes of each context before every tile of the chunk, and in the whole chunk.
     __device__ void sum_tiles(u32 first_tile, u32 tiles, const u16* elements, const u16* counts) {
-        for (u32 i = thread; i < tiles * CONTEXTS; i += PLAN_THREADS) {
-            scratch.element_starts[i / CONTEXTS][i % CONTEXTS] = elements[(u64)first_tile * CONTEXTS + i];
-            scratch.change_starts[i / CONTEXTS][i % CONTEXTS] = counts[(u64)first_tile * CONTEXTS + i];
+        for (u32 i = thread; i < tiles * USED; i += PLAN_THREADS) {
+            scratch.element_starts[i / USED][i % USED] = elements[(u64)first_tile * USED + i];
+            scratch.change_starts[i / USED][i % USED] = counts[(u64)first_tile * USED + i];
         }
         __syncthreads();
         const u32 c = thread % CONTEXTS, part = thread / CONTEXTS, size = (tiles + 31) / 32;
-        const u32 begin = min(part * size, tiles), end = min(begin + size, tiles);
+        const u32 begin = min(part * size, tiles), end = c < USED ? min(begin + size, tiles) : begin;
         u32 e = 0, n = 0;
         for (u32 t = begin; t < end; ++t) e += scratch.element_starts[t][c], n += scratch.change_starts[t][c];
         at.part_sums[part][c] = e;
@@ -211,7 +212,7 @@ struct Planner {
     __device__ void sort_changes(u32 first_tile, u32 tiles, const Changes& from) {
         u32* const cursors = at.cursors[warp];
         for (u32 t = warp; t < tiles; t += PLAN_WARPS) {
-            if (lane < CONTEXTS) cursors[lane] = at.contexts[lane].offset + scratch.change_starts[t][lane];
+            if (lane < USED) cursors[lane] = at.contexts[lane].offset + scratch.change_starts[t][lane];
             const u64 unit0 = (u64)(first_tile + t) * UNITS;
             const u32 size = lane < UNITS ? from.sizes[unit0 + lane] : 0, slot = size ? from.slots[unit0 + lane] : 0;
             const u32 upto = inclusive_scan(size, lane), before_unit = upto - size, n = __shfl_sync(ALL, upto, 31);
@@ -428,7 +429,7 @@ struct Planner {
                 p.mode = runs < direct ? RUNS : DIRECT;
                 p.value_bits = min(runs, direct);
             }
-            p.candidate = p.n && p.value_bits > p.n * (WIDTH - 7);
+            p.candidate = WIDTH > 4 && p.n && p.value_bits > p.n * (WIDTH - 7);
         }
     }
 
@@ -447,7 +448,7 @@ struct Planner {
             if (!at.contexts[c].candidate) continue;
             if (thread == 0) at.considered += at.contexts[c].n;
             for (u32 i = thread; i < at.contexts[c].n; i += PLAN_THREADS) {
-                atomicAdd(&at.frequency[scratch.moves[at.contexts[c].offset + i].flip >> (WIDTH - 8)], 1);
+                atomicAdd(&at.frequency[top_byte(scratch.moves[at.contexts[c].offset + i].flip)], 1);
             }
         }
         __syncthreads();
@@ -485,7 +486,7 @@ struct Planner {
             ContextPlan& p = at.contexts[lane % CONTEXTS];
             u32 saved = 0;
             if (lane < contexts && p.candidate) {
-                p.symbols_bits = at.sequences[SYMBOLS_OF][lane].bits + p.n * (WIDTH - 8);
+                p.symbols_bits = at.sequences[SYMBOLS_OF][lane].bits + p.n * (u32)(WIDTH - 8);
                 if (p.symbols_bits < p.value_bits) saved = p.value_bits - p.symbols_bits;
             }
             const bool table = warp_sum(saved) > 11 + 8 * at.symbols;
@@ -522,7 +523,7 @@ struct Planner {
                 p.larger_at = p.codes_at + codes;
             }
             if (lane == 31) {
-                const u32 bytes = (upto + 7) / 8, raw = elements * BYTES;
+                const u32 bytes = (upto + 7) / 8, raw = (u32)bytes_of(elements);
                 at.mode = bytes < raw ? CODED : RAW;
                 at.bytes = min(bytes, raw);
             }
@@ -575,7 +576,7 @@ struct Planner {
                 put_bits(out, p.signs_at + first + 32 * lane, at.signs[p.first_move_task + segment][lane], min(32u, end - first - 32 * lane));
             if (!wanted) continue;
             u32 to = kind <= INVERTED_GAPS ? p.positions_at : kind == LARGER_MAGNITUDES ? p.larger_at : p.codes_at;
-            const u32 extra = kind == SYMBOLS_OF ? WIDTH - 8 : 0;
+            const u32 extra = WIDTH > 8 && kind == SYMBOLS_OF ? WIDTH - 8 : 0;
             to += warp_sum(lane < segment ? at.task_costs[task - segment + lane][q.k - k] + extra * SEGMENT : 0);
             for (u32 i0 = first; i0 < end; i0 += 32 * AHEAD) {
                 V v[AHEAD];
@@ -621,8 +622,8 @@ struct Planner {
 };
 
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
-    const ElementRange* ranges, Chunk* chunks, const u32* work, const u32* nwork, u32* taken, const u16* elements, Changes changes, PlanScratch* scratches,
-    Bodies bodies) {
+    Layout layout, const Run* blocks, Chunk* chunks, const u32* work, const u32* nwork, u32* taken, const u16* elements, Changes changes,
+    PlanScratch* scratches, Bodies bodies) {
     extern __shared__ __align__(16) u8 shared[];
     PlanSpace& at = *(PlanSpace*)shared;
     if (*changes.cursor > changes.capacity) return;
@@ -637,13 +638,12 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
         const u32 tiles = chunk.tiles;
         Planner p{at,
                   scratches[blockIdx.x],
-                  ranges[chunk.range],
+                  blocks[chunk.block].coding,
                   threadIdx.x,
                   threadIdx.x % 32,
                   threadIdx.x / 32,
-                  ranges[chunk.range].mask ? CONTEXTS : 1,
-                  ranges[chunk.range].mask != 0};
-        const u32 chunk_elements = min(tiles * TILE, p.s.count - (first_tile - p.s.tile0) * TILE);
+                  blocks[chunk.block].coding.mask ? CONTEXTS : 1,
+                  blocks[chunk.block].coding.mask != 0};
         p.sum_tiles(first_tile, tiles, elements, changes.counts);
         const u32 total = at.contexts[CONTEXTS - 1].offset + at.contexts[CONTEXTS - 1].n;
         if (!total) {
@@ -658,7 +658,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
         p.choose_parameters(plain);
         p.choose_modes();
         p.choose_symbols();
-        p.lay_out_streams(chunk_elements);
+        const u32 first = layout.first_tile + first_tile;
+        p.lay_out_streams(elements_from(layout.tensors, layout.ntensors, first, first + tiles - 1));
         if (threadIdx.x == 0) {
             at.body = ~0ull;
             if (at.mode == CODED) {
@@ -676,4 +677,4 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
 }
 
 extern "C" __device__ const u32 encode_sizes[] = {4096 + SCAN_WARPS * sizeof(ScanSpace<true>), sizeof(PlanSpace), sizeof(PlanScratch),
-                                                   4096 + SCAN_WARPS * sizeof(MasterSpace)};
+                                                   4096 + SCAN_WARPS * sizeof(MasterSpace), USED};

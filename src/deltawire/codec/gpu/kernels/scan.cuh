@@ -4,7 +4,7 @@
 constexpr u32 SCAN_WARPS = 4;
 constexpr u32 GRANT = 1024;              // slots that a warp takes from the list at a time; at least as many as a unit has elements
 constexpr u32 LISTED = 256;              // changes of a unit that are processed at a time
-constexpr u32 RANK_WORDS = 9;            // per lane; only eight are used, and the ninth avoids bank conflicts in columns
+constexpr u32 RANK_WORDS = COUNTERS + 1; // per lane; the last one is not used, and avoids bank conflicts in columns
 
 template <bool COMPARE>
 struct ScanSpace {
@@ -55,44 +55,52 @@ __device__ __forceinline__ void round_masters(u8* stage, const u8* masters, u32 
 }
 
 // Turns the counts of lanes (see `count_contexts`) into sums over all earlier lanes, plus `seen`, and leaves them in `ranks`. `seen` and the result
-// belong to counter `lane % 8`. The result includes this unit.
-__device__ __forceinline__ u32 rank_lanes(u32* ranks, const u32 counts[8], u32 seen, u32 lane, bool keep) {
+// belong to counter `lane % COUNTERS`. The result includes this unit.
+__device__ __forceinline__ u32 rank_lanes(u32* ranks, const u32 counts[COUNTERS], u32 seen, u32 lane, bool keep) {
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) ranks[lane * RANK_WORDS + i] = counts[i];
+    for (u32 i = 0; i < COUNTERS; ++i) ranks[lane * RANK_WORDS + i] = counts[i];
     __syncwarp();
-    u32* const column = ranks + lane / 8 * 8 * RANK_WORDS + lane % 8;
-    u32 mine[8], total = 0;
+    u32* const column = ranks + lane / COUNTERS * COUNTERS * RANK_WORDS + lane % COUNTERS;  // of as many lanes as there are counters
+    u32 mine[COUNTERS], total = 0;
 #pragma unroll
-    for (u32 t = 0; t < 8; ++t) total += mine[t] = column[t * RANK_WORDS];
+    for (u32 t = 0; t < COUNTERS; ++t) total += mine[t] = column[t * RANK_WORDS];
     u32 upto = total;
-    const u32 one = __shfl_up_sync(ALL, upto, 8);
-    if (lane >= 8) upto += one;
-    const u32 two = __shfl_up_sync(ALL, upto, 16);
-    if (lane >= 16) upto += two;
+#pragma unroll
+    for (u32 d = COUNTERS; d < 32; d *= 2) {
+        const u32 earlier = __shfl_up_sync(ALL, upto, d);
+        if (lane >= d) upto += earlier;
+    }
     if (keep) {
         u32 at = seen + upto - total;
 #pragma unroll
-        for (u32 t = 0; t < 8; ++t) {
+        for (u32 t = 0; t < COUNTERS; ++t) {
             column[t * RANK_WORDS] = at;
             at += mine[t];
         }
     }
-    return seen + __shfl_sync(ALL, upto, 24 + lane % 8);
+    return seen + __shfl_sync(ALL, upto, 32 - COUNTERS + lane % COUNTERS);
 }
 
 struct Changes {
     u32* slots;      // [tiles][UNITS]: index of the first change of a unit in the list
     u16* sizes;      // [tiles][UNITS]: number of changes of a unit
-    u16* counts;     // [tiles][CONTEXTS]: changes by context
+    u16* counts;     // [tiles][USED]: changes by context
     u16* ranks;      // rank of each change in its context, counted from the start of its tile
     Pair* pairs;
     u32 capacity;
     u32* cursor;     // number of slots taken; if it exceeds the capacity, the changes beyond were not written
 };
 
-// `stride` is the number of words between the `elements` of two tiles.
+// All tiles of a call, the tensors that they belong to, and the blocks or chunks that they belong to.
+struct Tiles {
+    const Tensor* tensors;
+    const Run* runs;
+    u32 ntensors, nruns, first, end;
+};
+
+// Arrays of tiles begin with tile `tiles.first`. `stride` is the number of words between the `elements` of two tiles. Without `sums` nothing is digested.
 template <bool COMPARE, bool MASTERS>
-__device__ __forceinline__ void scan_tiles(const ElementRange* ranges, u32 nranges, u32 first_tile, u32 end_tile, u16* elements, u32 stride, Changes out, Sums* sums) {
+__device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u32 stride, Changes out, Sums* sums) {
     extern __shared__ __align__(16) u8 shared[];
     int4* const factors = (int4*)shared;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -107,31 +115,36 @@ __device__ __forceinline__ void scan_tiles(const ElementRange* ranges, u32 nrang
 
     u32 before[4] = {}, change[4] = {}, tensor = ALL, next_slot = 0, left = 0;
     u64 changed = 0;
-    for (u32 tile = first_tile + blockIdx.x * SCAN_WARPS + warp; tile < end_tile; tile += gridDim.x * SCAN_WARPS) {
-        const ElementRange s = ranges[range_of(ranges, nranges, tile)];
-        if (s.tensor != tensor) {
-            if (tensor != ALL) flush_sums(sums + tensor, lane, before, change, changed);
-            tensor = s.tensor;
+    for (u32 tile = tiles.first + blockIdx.x * SCAN_WARPS + warp; tile < tiles.end; tile += gridDim.x * SCAN_WARPS) {
+        const u32 owner = owner_of(tiles.tensors, tiles.ntensors, tile), at = tile - tiles.first;
+        const Tensor x = tiles.tensors[owner];
+        const Coding s = tiles.runs[owner_of(tiles.runs, tiles.nruns, tile)].coding;
+        if (owner != tensor) {
+            if (tensor != ALL && sums) flush_sums(sums + tensor, lane, before, change, changed);
+            tensor = owner;
             changed = 0;
         }
-        const u32 offset = (tile - s.tile0) * TILE, n = min(TILE, s.count - offset), units = (n + UNIT - 1) / UNIT;
-        const u8* const base = s.base ? (const u8*)(s.base + offset) : nullptr;
-        const u8* const next = MASTERS ? (const u8*)((const u32*)s.next + offset) : COMPARE ? (const u8*)(s.next + offset) : base;
+        const u64 offset = (u64)(tile - x.tile0) * TILE;
+        const u32 n = elements_in(x, tile), units = (n + UNIT - 1) / UNIT;
+        const bool is_float32 = MASTERS && x.is_float32;
+        const u8* const base = x.base ? x.base + bytes_of(offset) : nullptr;
+        const u8* const next = is_float32 ? x.next + 4 * offset : COMPARE ? x.next + bytes_of(offset) : base;
         const auto fetch = [&](u32 u) {
-            const u32 bytes = min(UNIT, n - u * UNIT) * BYTES;
-            fetch_unit(space.stages[u & 1][0], base ? base + u * UNIT * BYTES : nullptr, bytes, lane, (const u8*)ranges);
-            if constexpr (MASTERS) fetch_masters(space.masters[u & 1], next + u * UNIT * 4, 4 * min(UNIT, n - u * UNIT), lane, (const u8*)ranges);
-            else if (COMPARE) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT * BYTES, bytes, lane, (const u8*)ranges);
+            const u32 count = min(UNIT, n - u * UNIT), bytes = (u32)bytes_of(count);
+            fetch_unit(space.stages[u & 1][0], base ? base + u * UNIT_BYTES : nullptr, bytes, lane, (const u8*)tiles.tensors);
+            if constexpr (MASTERS)
+                if (is_float32) fetch_masters(space.masters[u & 1], next + u * UNIT * 4, 4 * count, lane, (const u8*)tiles.tensors);
+            if (COMPARE && !is_float32) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT_BYTES, bytes, lane, (const u8*)tiles.tensors);
             fetch_commit();
         };
         fetch(0);
         if (COMPARE && lane < CONTEXTS) space.changes[lane] = 0;
-        const u64 digest_block = (s.first + offset) * BYTES / 512;
-        u32 own[8] = {}, seen = 0;  // elements by context, as in `count_contexts`: of the lane; and, when comparing, counter `lane % 8` of the warp
+        const u64 digest_block = bytes_of(offset) / 512;
+        u32 own[COUNTERS] = {}, seen = 0;  // elements by context, as in `count_contexts`: of the lane; and, when comparing, counter `lane % COUNTERS` of the warp
         for (u32 u = 0; u < units; ++u) {
             if (u % (32 / DIGEST_BLOCKS) == 0) {
                 __syncwarp();
-                space.multipliers[lane] = block_factors(s.seed, digest_block + u * DIGEST_BLOCKS + lane);
+                space.multipliers[lane] = block_factors(x.seed, digest_block + u * DIGEST_BLOCKS + lane);
             }
             if (u + 1 < units) {
                 fetch(u + 1);
@@ -139,8 +152,9 @@ __device__ __forceinline__ void scan_tiles(const ElementRange* ranges, u32 nrang
             } else {
                 fetch_wait<0>();
             }
-            u8* const next_stage = space.stages[MASTERS ? 0 : u & 1][COMPARE ? 1 : 0];
-            if constexpr (MASTERS) round_masters(next_stage, space.masters[u & 1], lane);
+            u8* const next_stage = space.stages[is_float32 ? 0 : u & 1][COMPARE ? 1 : 0];
+            if constexpr (MASTERS)
+                if (is_float32) round_masters(next_stage, space.masters[u & 1], lane);
             __syncwarp();
             const u8* const stage = space.stages[u & 1][0];
             const uint4* const multipliers = space.multipliers + u % (32 / DIGEST_BLOCKS) * DIGEST_BLOCKS;
@@ -154,17 +168,17 @@ __device__ __forceinline__ void scan_tiles(const ElementRange* ranges, u32 nrang
             const Planes planes = planes_of<COMPARE>(row, next_row, s);
             const u32 run = min(max((i32)(n - u * UNIT) - (i32)(lane * RUN), 0), (i32)RUN);
             const u32 valid = run == RUN ? ALL : below(run);
-            u32 counts[8];
+            u32 counts[COUNTERS];
             count_contexts(planes, valid, counts);
             if (!COMPARE) {
 #pragma unroll
-                for (u32 i = 0; i < 8; ++i) own[i] += counts[i];
+                for (u32 i = 0; i < COUNTERS; ++i) own[i] += counts[i];
                 __syncwarp();
                 continue;
             }
             const u32 mine = __popc(planes.changed), upto = inclusive_scan(mine, lane), total = __shfl_sync(ALL, upto, 31);
             seen = rank_lanes(space.ranks, counts, seen, lane, total != 0);
-            if (lane == 0) out.sizes[tile * UNITS + u] = (u16)total;
+            if (lane == 0) out.sizes[at * UNITS + u] = (u16)total;
             if (!total) {
                 __syncwarp();
                 continue;
@@ -175,7 +189,7 @@ __device__ __forceinline__ void scan_tiles(const ElementRange* ranges, u32 nrang
                 next_slot = __shfl_sync(ALL, next_slot, 0);
                 left = GRANT;
             }
-            if (lane == 0) out.slots[tile * UNITS + u] = next_slot;
+            if (lane == 0) out.slots[at * UNITS + u] = next_slot;
             u32 pending = in_order(planes.changed), position = upto - mine;
             for (u32 first = 0; first < total; first += LISTED) {
                 const u32 size = min(total - first, LISTED);
@@ -183,8 +197,7 @@ __device__ __forceinline__ void scan_tiles(const ElementRange* ranges, u32 nrang
                 __syncwarp();
                 for (u32 i = lane; i < size; i += 32) {
                     const u32 id = space.list[i], owner = id / RUN, e = id % RUN;
-                    const T old = *(const T*)(stage + owner * STRIDE + e * BYTES);
-                    const T now = *(const T*)(next_stage + owner * STRIDE + e * BYTES);
+                    const T old = element_of(stage + owner * STRIDE, e), now = element_of(next_stage + owner * STRIDE, e);
                     const u32 c = context_of(old, s);
                     const uint4 b = space.planes[owner];
                     const Planes theirs = {{b.x, b.y, b.z, b.w}, 0};
@@ -204,56 +217,54 @@ __device__ __forceinline__ void scan_tiles(const ElementRange* ranges, u32 nrang
             changed += total;
         }
         if (COMPARE) {
-            if (lane < 8) ((u32*)elements)[(u64)tile * stride + lane] = seen;
-            if (lane >= units && lane < UNITS) out.sizes[tile * UNITS + lane] = 0;
-            if (lane < CONTEXTS) out.counts[tile * CONTEXTS + lane] = (u16)space.changes[lane];
-        } else if (s.mode != RAW) {  // `count_raw` fills in the changes of raw chunks
+            if (lane < COUNTERS) ((u32*)elements)[(u64)at * stride + lane] = seen;
+            if (lane >= units && lane < UNITS) out.sizes[at * UNITS + lane] = 0;
+            if (lane < USED) out.counts[at * USED + lane] = (u16)space.changes[lane];
+        } else {
 #pragma unroll
-            for (u32 i = 0; i < 8; ++i) {
+            for (u32 i = 0; i < COUNTERS; ++i) {
                 const u32 all = warp_sum(own[i]);
-                if (lane == i) ((u32*)elements)[(u64)tile * stride + i] = all;
+                if (lane == i) ((u32*)elements)[(u64)at * stride + i] = all;
             }
         }
         __syncwarp();
     }
-    if (tensor != ALL) flush_sums(sums + tensor, lane, before, change, changed);
+    if (tensor != ALL && sums) flush_sums(sums + tensor, lane, before, change, changed);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes(
-    const ElementRange* ranges, u32 nranges, u32 ntiles, u16* elements, Changes out, Sums* sums) {
-    scan_tiles<true, false>(ranges, nranges, 0, ntiles, elements, CONTEXTS / 2, out, sums);
+extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes(Tiles tiles, u16* elements, Changes out, Sums* sums) {
+    scan_tiles<true, false>(tiles, elements, COUNTERS, out, sums);
 }
 
 #if WIDTH == 16
-extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes_of_masters(
-    const ElementRange* ranges, u32 nranges, u32 ntiles, u16* elements, Changes out, Sums* sums) {
-    scan_tiles<true, true>(ranges, nranges, 0, ntiles, elements, CONTEXTS / 2, out, sums);
+extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes_of_masters(Tiles tiles, u16* elements, Changes out, Sums* sums) {
+    scan_tiles<true, true>(tiles, elements, COUNTERS, out, sums);
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) count_elements(
-    const ElementRange* ranges, u32 nranges, u32 first_tile, u32 end_tile, u32 stride, u16* elements, Sums* sums) {
-    scan_tiles<false, false>(ranges, nranges, first_tile, end_tile, elements, stride, Changes{}, sums);
+extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) count_elements(Tiles tiles, u32 stride, u16* elements, Sums* sums) {
+    scan_tiles<false, false>(tiles, elements, stride, Changes{}, sums);
 }
 
 // Only the digest (§2): a warp reads eight digest blocks at a time, directly from global memory, and adds to `before` of each tensor's sums.
-extern "C" __global__ void __launch_bounds__(256) digest(const ElementRange* ranges, u32 nranges, u32 ntiles, Sums* sums) {
+extern "C" __global__ void __launch_bounds__(256) digest(const Tensor* tensors, u32 ntensors, u32 ntiles, Sums* sums) {
     const u32 lane = threadIdx.x % 32;
     WordFactors t;
     t.load(lane);
     u32 before[4] = {}, none[4] = {}, tensor = ALL;
-    constexpr u32 BLOCKS = TILE * BYTES / 512;  // digest blocks in a tile
+    constexpr u32 BLOCKS = TILE_BYTES / 512;  // digest blocks in a tile
     for (u32 tile = blockIdx.x * 8 + threadIdx.x / 32; tile < ntiles; tile += gridDim.x * 8) {
-        const ElementRange s = ranges[range_of(ranges, nranges, tile)];
-        if (s.tensor != tensor) {
+        const u32 owner = owner_of(tensors, ntensors, tile);
+        const Tensor x = tensors[owner];
+        if (owner != tensor) {
             if (tensor != ALL) flush_sums(sums + tensor, lane, before, none, 0);
-            tensor = s.tensor;
+            tensor = owner;
         }
-        const u32 offset = (tile - s.tile0) * TILE, bytes = min(TILE, s.count - offset) * BYTES;
-        const u8* const from = (const u8*)(s.base + offset);
-        const u64 first = (s.first + offset) * BYTES / 512;
+        const u64 offset = bytes_of((u64)(tile - x.tile0) * TILE), first = offset / 512;
+        const u32 bytes = (u32)bytes_of(elements_in(x, tile));
+        const u8* const from = x.base + offset;
         for (u32 group = 0; group < BLOCKS && group * 512 < bytes; group += 32) {
-            const uint4 mine = block_factors(s.seed, first + group + lane);
+            const uint4 mine = block_factors(x.seed, first + group + lane);
 #pragma unroll 1
             for (u32 b0 = 0; b0 < 32; b0 += 8) {
                 uint4 words[8];

@@ -1,0 +1,285 @@
+"""Resolutions on GPUs: groups with CUDA tensors go to the kernels, all others to the codec of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .. import default_codec
+from ..base import Buffer, GroupOutcome, GroupResolution, Lanes, Outcomes, Resolution, ResolveGroup, ResolveJob
+from ..bits import Bits, DeviceBits, Indices, on_gpu
+from . import device as devices
+from .codec_stream import codec_stream
+from .kernel_addresses import Column
+from .kernel_table import KernelTable, Numbers
+from .patch import DevicePatch
+from .resolve import Resolved, resolve_table
+
+_ON_HOST = -1
+"""The number of the group of all tensors that the codec of the host resolves."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Tensors that were resolved together."""
+
+    patch: DevicePatch
+    bases: Sequence[Bits | None]
+    writes: NDArray[np.bool_]
+    """Which changes are written to the bases."""
+    addresses: NDArray[np.uint64]
+    """The addresses of their elements."""
+    copies: dict[int, torch.Tensor]
+    """The elements of tensors that are added, or that the kernels cannot work on in place, by number in the group."""
+
+    def targets(self, chosen: NDArray[np.bool_]) -> torch.Tensor | None:
+        """Return the addresses to which the changes of some of the tensors go. Changes of a tensor with a copy go to the copy."""
+        return self.patch.targets(np.where(chosen, self.addresses, np.uint64(0))) if chosen.any() else None
+
+    def write(self, targets: torch.Tensor | None, *, swap: bool) -> None:
+        """Write to some of the tensors, on the current stream."""
+        if targets is not None:
+            self.patch.write(targets, swap=swap)
+        for flat in self.copies.values():
+            self.patch.gpu.keep(flat, self.patch.gpu.current())
+
+    def changes(self, numbers: Sequence[int]) -> list[tuple[Indices, Bits]]:
+        found: list[tuple[Indices, Bits]] = []
+        for number, (indices, values) in zip(numbers, self.patch.changes(numbers), strict=True):
+            base = self.bases[number]
+            if self.patch.width < 8 and self._itemsize(number) > 1:
+                indices, values = self._whole_elements(number, indices, values)
+            if base is None or on_gpu(base):
+                found.append((indices, DeviceBits(values)))
+            else:  # a tensor of the host that is in a group with tensors of a GPU
+                found.append((indices.cpu().numpy(), values.cpu().numpy().view(base.dtype)))
+        return found
+
+    def _itemsize(self, number: int) -> int:
+        base = self.bases[number]
+        return self.copies[number].element_size() if base is None else base.itemsize
+
+    def _whole_elements(self, number: int, indices: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn changed bytes into changed elements of the tensor, which have several bytes."""
+        base, itemsize = self.bases[number], self._itemsize(number)
+        flat = self.copies.get(number)
+        if flat is None:
+            assert on_gpu(base)
+            flat = base.flat()
+        elements, inverse = torch.unique_consecutive(indices // itemsize, return_inverse=True)
+        found = flat[elements]
+        found.view(torch.int8)[inverse * itemsize + indices % itemsize] = values
+        return elements, found
+
+
+@dataclass(slots=True)
+class GpuResolution:
+    """A `codec.base.Resolution` on GPUs. Nothing is written before `settle`."""
+
+    device: torch.device
+    host: Resolution | None
+    groups: list[_Group] = field(default_factory=list)
+    members: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """For each tensor, its group and its number in the group."""
+    host_tensors: int = 0
+    targets: list[torch.Tensor | None] = field(default_factory=list)
+    """The targets of each group, once nothing more will be added."""
+
+    def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
+        found = Outcomes(np.zeros(len(jobs), np.int64), np.zeros((len(jobs), 4), np.uint32), np.zeros((len(jobs), 4), np.uint32))
+        members = np.zeros((len(jobs), 2), np.int64)
+        for (device, _), numbers in group_by_device(((job.base, job.dtype.itemsize) for job in jobs), self.device).items():
+            mine = jobs if len(numbers) == len(jobs) else [jobs[i] for i in numbers]
+            outcomes: Outcomes | Resolved
+            if device is None:
+                outcomes = self._on_host().add(mine, data)
+                members[numbers] = self._host_members(len(mine))
+            else:
+                members[numbers] = self._device_members(len(mine))
+                outcomes = self._add_jobs(mine, data, device)
+            found.changed[numbers], found.before[numbers], found.after[numbers] = outcomes.changed, outcomes.before, outcomes.after
+        self.members = np.concatenate([self.members, members])
+        return found
+
+    def add_groups(self, groups: Sequence[ResolveGroup], data: Buffer) -> Sequence[GroupOutcome]:
+        """See `codec.base.GroupResolution`. A group with tensors on a GPU is resolved there; tensors of the host are copied to it."""
+        found: dict[int, GroupOutcome] = {}
+        members: dict[int, NDArray[np.int64]] = {}
+        sets: dict[tuple[torch.device | None, int], list[int]] = {}
+        for number, group in enumerate(groups):
+            device = _device_of(group, self.device)
+            sets.setdefault((device, 0 if device is None else group.type.width), []).append(number)
+        for (device, _), numbers in sets.items():
+            mine = [groups[number] for number in numbers]
+            each = [len(group.bases) for group in mine]
+            if device is None:
+                outcomes = cast(GroupResolution, self._on_host()).add_groups(mine, data)
+                rows = self._host_members(sum(each))
+            else:
+                rows = self._device_members(sum(each))
+                outcomes = self._add_groups(mine, data, device)
+            found.update(zip(numbers, outcomes, strict=True))
+            members.update(zip(numbers, np.split(rows, np.cumsum(each)[:-1]), strict=True))
+        self.members = np.concatenate([self.members, *(members[number] for number in range(len(groups)))])
+        return [found[number] for number in range(len(groups))]
+
+    def _on_host(self) -> Resolution:
+        if self.host is None:
+            default_codec()  # raises `CodecUnavailable` with the reason
+        assert self.host is not None
+        return self.host
+
+    def _host_members(self, count: int) -> NDArray[np.int64]:
+        self.host_tensors += count
+        return np.stack([np.full(count, _ON_HOST), np.arange(self.host_tensors - count, self.host_tensors)], axis=1)
+
+    def _device_members(self, count: int) -> NDArray[np.int64]:
+        return np.stack([np.full(count, len(self.groups)), np.arange(count)], axis=1)
+
+    def _add_jobs(self, jobs: Sequence[ResolveJob], data: Buffer, device: torch.device) -> Resolved:
+        counts, seeds = np.array([job.count for job in jobs], np.int64), np.array([job.seed for job in jobs], np.uint64)
+        codes, writes = np.array([job.dtype.code for job in jobs], np.uint8), np.array([job.write for job in jobs], np.bool_)
+        width = jobs[0].dtype.width
+        with codec_stream(device):
+            bases = [job.base for job in jobs]
+            addresses, copies = _elements(bases, counts, np.full(counts.size, width), device)
+            table = KernelTable.of_tensors(width, codes, addresses, counts, seeds)
+            patch, resolved = resolve_table(table, [job.payload for job in jobs], data, devices.gpu_at(device), groups=False)
+        self.groups.append(_Group(patch, bases, writes, addresses, copies))
+        return resolved
+
+    def _add_groups(self, groups: Sequence[ResolveGroup], data: Buffer, device: torch.device) -> list[GroupOutcome]:
+        """Resolve groups of one width."""
+        each = [len(group.bases) for group in groups]
+        counts, seeds = np.concatenate([group.counts for group in groups]), np.concatenate([group.seeds for group in groups])
+        widths, factors = np.repeat([(group.type.dtype.width, group.type.per_element) for group in groups], each, axis=0).T
+        writes = np.concatenate([np.full(size, group.writes, np.bool_) for size, group in zip(each, groups, strict=True)])
+        kinds = [(size, group.type.code) for size, group in zip(each, groups, strict=True)]
+        with codec_stream(device):
+            bases = [base for group in groups for base in group.bases]
+            addresses, copies = _elements(bases, counts, widths, device)
+            table = KernelTable.of_groups(groups[0].type.width, kinds, addresses, counts * factors, seeds)
+            patch, resolved = resolve_table(table, [group.payload for group in groups], data, devices.gpu_at(device), groups=True)
+        self.groups.append(_Group(patch, bases, writes, addresses, copies))
+        found = []
+        for first, end in zip(table.group_starts.tolist(), table.group_ends.tolist(), strict=True):
+            found.append(GroupOutcome(resolved.changed[first:end], _total(resolved.before[first:end]), _total(resolved.after[first:end])))
+        return found
+
+    def changes(self, tensors: Sequence[int]) -> Sequence[tuple[Indices, Bits]]:
+        wanted = self.members[np.array(tensors, np.int64)]
+        found: dict[int, tuple[Indices, Bits]] = {}
+        for group in np.unique(wanted[:, 0]).tolist():
+            rows = np.flatnonzero(wanted[:, 0] == group)
+            numbers = wanted[rows, 1].tolist()
+            if group == _ON_HOST:
+                found.update(zip(rows.tolist(), self._on_host().changes(numbers), strict=True))
+            else:
+                with self.groups[group].patch.gpu.active():
+                    found.update(zip(rows.tolist(), self.groups[group].changes(numbers), strict=True))
+        return [found[row] for row in range(len(tensors))]
+
+    def dense(self, tensors: Sequence[int]) -> Sequence[Bits]:
+        wanted = self.members[np.array(tensors, np.int64)].tolist()
+        found: list[Bits] = []
+        for number in {group for group, _ in wanted if group != _ON_HOST}:
+            group = self.groups[number]
+            with group.patch.gpu.active():
+                group.write(group.targets(np.array([base is None for base in group.bases], np.bool_)), swap=False)
+        for member, number in wanted:
+            if member == _ON_HOST:
+                found += self._on_host().dense([number])
+            else:
+                found.append(DeviceBits(self.groups[member].copies[number]))
+        return found
+
+    def settle(self) -> None:
+        """Write, on the current stream of each device."""
+        self._write(swap=False)
+        if self.host is not None:
+            self.host.settle()
+
+    def exchange(self) -> None:
+        """See `codec.base.Resolution`. Work goes to the current stream of each device. It is done when this returns, for any stream."""
+        self._write(swap=True)
+        for gpu in {id(group.patch.gpu): group.patch.gpu for group in self.groups}.values():
+            gpu.current().synchronize()
+        if self.host is not None:
+            self.host.exchange()
+
+    def compact(self) -> None:
+        """Make the targets that `exchange` needs, so that it cannot fail. On a GPU only the patch is kept, which cannot be smaller."""
+        self.targets = self._targets()
+        if self.host is not None:
+            self.host.compact()
+
+    def _write(self, *, swap: bool) -> None:
+        for group, targets in zip(self.groups, self.targets or self._targets(), strict=True):
+            with group.patch.gpu.active():
+                group.write(targets, swap=swap)
+                for number, flat in group.copies.items():
+                    base = group.bases[number]
+                    if base is None or not group.writes[number]:
+                        continue
+                    if on_gpu(base):
+                        base.tensor.copy_(flat.view(base.shape))
+                    else:
+                        base[...] = flat.cpu().numpy().view(base.dtype).reshape(base.shape)
+
+    def _targets(self) -> list[torch.Tensor | None]:
+        """Return the addresses to which the changes of each group go."""
+        found = []
+        for group in self.groups:
+            with group.patch.gpu.active():
+                found.append(group.targets(group.writes))
+        return found
+
+    def revert(self) -> None:
+        if self.host is not None:
+            self.host.revert()
+
+
+def group_by_device(
+    tensors: Iterable[tuple[Bits | None, int]], default: torch.device | None = None
+) -> dict[tuple[torch.device | None, int], list[int]]:
+    """Return the numbers of tensors, grouped by device and kind.
+
+    All tensors on the host are one group with the device None. A tensor without bits counts as a tensor on the device `default`.
+    """
+    groups: dict[tuple[torch.device | None, int], list[int]] = {}
+    for number, (bits, kind) in enumerate(tensors):
+        device = bits.device if on_gpu(bits) else default if bits is None else None
+        groups.setdefault((device, kind if device else 0), []).append(number)
+    return groups
+
+
+def _device_of(group: ResolveGroup, default: torch.device) -> torch.device | None:
+    """Return the device on which a group is resolved: that of its first tensor on a GPU; None is the host."""
+    for base in group.bases:
+        if on_gpu(base):
+            return base.device
+    return default if all(base is None for base in group.bases) else None
+
+
+def _elements(
+    bases: Sequence[Bits | None], counts: Numbers, widths: NDArray[np.int64], device: torch.device
+) -> tuple[NDArray[np.uint64], dict[int, torch.Tensor]]:
+    """Return addresses at which kernels can read tensors, and the copies among them. A tensor that is added begins with zeros."""
+    column = Column.of(bases, device)
+    addresses, made = column.copied(column.missing, device)
+    copies = dict(zip(column.missing.tolist(), made, strict=True))
+    for number in [number for number, base in enumerate(bases) if base is None]:
+        count = int(counts[number])
+        copies[number] = torch.zeros(max(count, 1), dtype=getattr(torch, f"int{widths[number]}"), device=device)[:count]
+        addresses[number] = copies[number].data_ptr()
+    return addresses, copies
+
+
+def _total(sums: NDArray[np.uint32]) -> Lanes:
+    a, b, c, d = sums.sum(axis=0, dtype=np.uint32).tolist()
+    return a, b, c, d
