@@ -14,7 +14,7 @@ from deltawire import Digest
 from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
 from deltawire.format.records.canonical import MAX_RECORD_BYTES
 from deltawire.format.records.collection_records import Mark, Pin
-from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, Signature, link_targets
+from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, RecipeRecord, Signature, link_targets
 from deltawire.format.records.run_records import Epoch, Head, Run
 from deltawire.format.records.version_records import Commit, Shortcut
 
@@ -61,6 +61,8 @@ ATTACHED = tuple(data_file(name, raw=0, hash_=OTHER, suffix="file") for name in 
 DELTA_2 = dataclasses.replace(DELTA, run="my run", attachments=ATTACHED)
 ANCHOR_2 = dataclasses.replace(ANCHOR, run="my run", files=CHECKPOINT[:1], attachments=ATTACHED)
 FENCE_2 = dataclasses.replace(FENCE, run="my run", attachments=())
+RECIPE = RecipeRecord("fp8-block", 1, {"scale": "fp32", "sticky": True, "ignore": ["re:.*lm_head$"], "group_size": 32})
+DELTA_3 = dataclasses.replace(DELTA_2, recipe=RECIPE)
 SKIP = Shortcut(ID, 3, ID, 1, CommitRef(8, HASH, DIGEST), CommitRef(4, OTHER, Digest()), 100, 4, DELTA.files, SIGNATURE)
 ANCHOR_SHORTCUT = dataclasses.replace(SKIP, base=None, files=CHECKPOINT, signature=None)
 
@@ -72,6 +74,8 @@ RECORDS = {
     "delta": DELTA,
     "delta with attachments": DELTA_2,
     "anchor with attachments": ANCHOR_2,
+    "quantised delta": DELTA_3,
+    "quantised anchor": dataclasses.replace(ANCHOR_2, recipe=RecipeRecord("of-the-future", 77)),
     "fence of version 2": FENCE_2,
     "anchor": ANCHOR,
     "fence": FENCE,
@@ -125,7 +129,7 @@ def test_a_record_reads_back_as_it_was_written(record):
 def test_every_field_is_needed(record):
     document = json.loads(record.to_bytes())
     for path in places(document):
-        if path and isinstance(path[-1], str) and path[0] != "meta":
+        if path and isinstance(path[-1], str) and path[0] != "meta" and path[:2] != ("recipe", "options"):
             refused(record, edited(document, path, lambda inner, key: inner.pop(key)))
 
 
@@ -137,7 +141,7 @@ def test_no_field_is_unknown(record):
         inner = document
         for key in path:
             inner = inner[key]
-        if isinstance(inner, dict) and path != ("meta",):
+        if isinstance(inner, dict) and path not in (("meta",), ("recipe", "options")):
             refused(record, edited(document, (*path, "extra"), lambda inner, key: inner.update({key: 1})))
 
 
@@ -158,6 +162,8 @@ def test_every_field_has_one_type(record):
                 continue  # a poor name, but a valid one
             if path[0] == "meta" and len(path) == 2 and value == "\n":
                 continue
+            if path[:2] == ("recipe", "options") and len(path) == 3 and value in (True, []):
+                continue  # readers do not know which options a recipe has
             refused(record, edited(document, path, lambda inner, key, value=value: inner.__setitem__(key, value)))
 
 
@@ -198,7 +204,7 @@ def test_other_spellings_are_refused(record):
 def test_another_version_is_named_as_such(record):
     document = json.loads(record.to_bytes())
     with pytest.raises(UnsupportedVersion):
-        type(record).parse(spelled(document | {"version": 3}))
+        type(record).parse(spelled(document | {"version": 4}))
 
 
 @ALL
@@ -206,6 +212,21 @@ def test_another_kind_of_record_is_refused(record):
     for other in RECORDS.values():
         if type(other) is not type(record):
             refused(record, other.to_bytes())
+
+
+def test_a_recipe_is_in_commits_of_version_3_and_only_there():
+    refused(DELTA, DELTA_3.plain() | {"version": 2})
+    refused(DELTA, DELTA_2.plain() | {"version": 3})
+    refused(DELTA, DELTA_3.plain() | {"recipe": None})
+    refused(DELTA, dataclasses.replace(FENCE_2, recipe=RECIPE).plain())
+    assert DELTA_2.version == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"a": {"b": 1}}, {"a": [1]}, {"a": [["b"]]}, {"a": None}, {"A b": 1}, {"a": "\x1b[2J"}, {"a": ["\ud800"]}]
+)
+def test_options_of_recipes_are_plain_values(options):
+    refused(DELTA, dataclasses.replace(DELTA_3, recipe=RecipeRecord("x", 1, options)).plain())
 
 
 def test_text_beyond_ascii_is_escaped():

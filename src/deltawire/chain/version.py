@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from ..errors import VersionUnknown
 from ..format.digest import Digest
+from ..format.records.record_parts import RecipeRecord
 from ..format.records.version_records import Commit
 
 
@@ -50,6 +51,8 @@ class Version:
         The strings that it was published with.
     attachments
         The names of its attachments, with the BLAKE3 hash of each. Empty for versions whose commits (record version 1) name none.
+    recipe
+        How the publisher quantised the weights: `name`, `release` and `options` of the recipe. None if it did not quantise them.
     """
 
     seq: int
@@ -64,6 +67,7 @@ class Version:
     time: float
     meta: Mapping[str, str] = field(default_factory=dict)
     attachments: Mapping[str, str] = field(default_factory=dict)
+    recipe: RecipeRecord | None = None
 
     @classmethod
     def of(cls, commit: Commit) -> Version:
@@ -91,6 +95,7 @@ class Version:
             time=commit.time / 1000,
             meta=dict(commit.meta),
             attachments={str(entry.name): entry.blake3 for entry in commit.attachments or ()},
+            recipe=commit.recipe,
         )
 
     def describe(self) -> str:

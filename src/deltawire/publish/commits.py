@@ -26,7 +26,7 @@ from ..errors import (
 from ..events import OnEvent, emit
 from ..format.digest import Digest
 from ..format.records.canonical import MAX_INTEGER, MAX_RECORD_BYTES
-from ..format.records.record_parts import MAX_EPOCH, CommitRef, FileEntry, Limits, link_targets, record_hash
+from ..format.records.record_parts import MAX_EPOCH, CommitRef, FileEntry, Limits, RecipeRecord, link_targets, record_hash
 from ..format.records.run_records import Epoch, Head, Run
 from ..format.records.signing import SigningKey, check_signature
 from ..format.records.version_records import Commit
@@ -165,6 +165,7 @@ class ChainWriter:
         attachments: Sequence[FileEntry] = (),
         step: int | None = None,
         meta: Mapping[str, str] | None = None,
+        recipe: RecipeRecord | None = None,
     ) -> Attempt:
         """Prepare the next commit, and write nothing yet. Raises `LimitExceeded` if this run does not allow such a record."""
         self.check_fenced()
@@ -192,6 +193,7 @@ class ChainWriter:
             meta=dict(meta or {}),
             run=self.run.run,
             attachments=tuple(attachments),
+            recipe=recipe,
         )
         self.run.limits.check(commit)
         return self._attempt(commit)

@@ -78,6 +78,7 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
         "files_changed": list(entry.changed_files),
         "digest": commit.digest and commit.digest.hex(),
         "meta": dict(commit.meta),
+        "recipe": commit.recipe and commit.recipe.plain(),
         "signed_by": commit.signature and commit.signature.key,
         "anchored": entry.anchored,
         "skips_from": list(entry.skips),

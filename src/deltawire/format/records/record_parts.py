@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -22,6 +23,8 @@ READER = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
 _DATA_KEY = re.compile(r"data/[0-9]{10}/[0-9]{20}/([0-9a-f]{64})\.(safetensors|file)")
 _MAX_FILE_NAME = 255
+_RECIPE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+_RECIPE_OPTION = re.compile(r"[a-z][a-z0-9_]{0,63}")
 MAX_RUN_NAME = 200
 MAX_EPOCH = 10**10 - 2
 """The highest number of an epoch or mark. This number and the next one both have ten digits."""
@@ -149,6 +152,34 @@ class Signature:
         return signature
 
 
+@dataclass(frozen=True, slots=True)
+class RecipeRecord:
+    """Says how a version was quantised: the recipe, its release, and its options.
+
+    Readers need not know the recipe: the tensors and config.json of the version say how engines load it.
+
+    Parameters
+    ----------
+    name
+        The name of the recipe, such as "fp8-block".
+    release
+        The release of the recipe. The same weights become other bytes in another release.
+    options
+        The options of the recipe, by name: strings, integers, booleans, or lists of strings.
+    """
+
+    name: str
+    release: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name} (release {self.release})"
+
+    def plain(self) -> dict[str, Any]:
+        """Return the recipe as JSON values."""
+        return {"name": self.name, "release": self.release, "options": dict(self.options)}
+
+
 def hex_or_none(digest: Digest | None) -> str | None:
     return None if digest is None else digest.hex()
 
@@ -171,6 +202,27 @@ def read_short(fields: Fields, name: str) -> int:
     if number > MAX_EPOCH:
         fields.refuse(f"{name} {number} is out of range")
     return number
+
+
+def read_recipe(fields: Fields) -> RecipeRecord:
+    """Read how a version was quantised. Options of later releases are accepted: readers do not need them."""
+    inner = fields.object("recipe")
+    name, release = inner.matching("name", _RECIPE_NAME), inner.integer("release")
+    if release < 1:
+        inner.refuse("release must be at least 1")
+    options = inner.mapping("options")
+    for option, value in options.items():
+        each = value if isinstance(value, list) else [value]
+        if not (_RECIPE_OPTION.fullmatch(option) and all(_is_option(item, in_list=isinstance(value, list)) for item in each)):
+            inner.refuse(f"{option!r} is not an option of a recipe")
+    inner.done()
+    return RecipeRecord(name, release, options)
+
+
+def _is_option(value: Any, *, in_list: bool) -> bool:
+    if isinstance(value, str):
+        return value.isprintable()  # half a character is not printable, either
+    return not in_list and isinstance(value, int) and 0 <= value <= MAX_INTEGER
 
 
 def read_signature(fields: Fields) -> Signature | None:

@@ -56,6 +56,8 @@ def check_commit(commit: Commit, fields: Fields) -> None:
         fields.refuse(f"a {commit.kind} needs a base that has a state")
     if commit.attachments is not None:
         _check_attachments(commit, fields)
+    if commit.kind == "fence" and commit.recipe is not None:
+        fields.refuse("a fence has no recipe: it makes no version")
     if commit.kind == "delta":
         _check_delta_files(commit, commit.digest, fields)
     elif commit.changed:

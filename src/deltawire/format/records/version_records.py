@@ -13,12 +13,14 @@ from .record_parts import (
     NONCE,
     CommitRef,
     FileEntry,
+    RecipeRecord,
     Signature,
     hex_or_none,
     plain_attachment,
     read_attachments,
     read_digest,
     read_links,
+    read_recipe,
     read_run_name,
     read_short,
     read_signature,
@@ -30,7 +32,8 @@ from .record_rules import check_commit, check_shortcut
 class Commit(CanonicalRecord):
     """One position in the chain. docs/protocol.md §2 defines every field.
 
-    `run` and `attachments` are None in records of version 1, which do not have these fields.
+    `run` and `attachments` are None in records of version 1, which do not have these fields. `recipe` is None in records of versions 1
+    and 2: their versions were published as they are, or another program had quantised them.
     """
 
     id: str
@@ -54,6 +57,7 @@ class Commit(CanonicalRecord):
     signature: Signature | None = None
     run: str | None = None
     attachments: tuple[FileEntry, ...] | None = None
+    recipe: RecipeRecord | None = None
 
     def describe(self) -> str:
         """Return the name for messages. People count versions, the chain counts commits, and a fence is a commit that makes no version."""
@@ -62,6 +66,8 @@ class Commit(CanonicalRecord):
     @property
     def version(self) -> int:
         """The version of the record."""
+        if self.recipe is not None:
+            return 3
         return 1 if self.run is None and self.attachments is None else 2
 
     @property
@@ -82,6 +88,8 @@ class Commit(CanonicalRecord):
         added: dict[str, Any] = {}
         if self.version > 1:
             added = {"run": self.run, "attachments": None if self.attachments is None else list(map(plain_attachment, self.attachments))}
+        if self.recipe is not None:
+            added["recipe"] = self.recipe.plain()
         return {
             **added,
             "deltawire": "commit",
@@ -109,7 +117,7 @@ class Commit(CanonicalRecord):
 
     @classmethod
     def parse(cls, data: bytes) -> Commit:
-        fields = Fields.parse(data, "commit", versions=(1, 2))
+        fields = Fields.parse(data, "commit", versions=(1, 2, 3))
         commit = cls(
             id=fields.matching("id", NONCE),
             seq=fields.integer("seq"),
@@ -132,6 +140,7 @@ class Commit(CanonicalRecord):
             signature=read_signature(fields),
             run=None if fields.version == 1 else read_run_name(fields),
             attachments=None if fields.version == 1 else read_attachments(fields),
+            recipe=read_recipe(fields) if fields.version > 2 else None,
         )
         fields.done()
         check_commit(commit, fields)
