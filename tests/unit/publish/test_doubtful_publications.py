@@ -10,7 +10,7 @@ import pytest
 from deltawire import Publisher
 from deltawire.chain.version import Version
 from deltawire.errors import CorruptRecord, PublisherClosed
-from deltawire.publish import background
+from deltawire.publish import PendingVersion, background
 from deltawire.store.memory import MemoryStore
 from deltawire.testing.faulty_store import After, FaultyStore, Reading, call
 
@@ -19,32 +19,31 @@ def state(value: int) -> dict[str, np.ndarray]:
     return {"w": np.full(64, value, np.uint16)}
 
 
-def test_a_state_that_is_copied_while_the_publisher_closes_is_refused_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    copying, closed = threading.Event(), threading.Event()
+def test_a_state_that_is_copied_while_another_thread_closes_the_publisher_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    copying, may_copy = threading.Event(), threading.Event()
     publisher = Publisher(MemoryStore(), background=True)
     copy = background.copy_tensors
 
     def slowly(source: object, target: object, *, wait: bool) -> None:
         copying.set()
-        closed.wait(120)
+        may_copy.wait(120)
         copy(source, target, wait=wait)  # type: ignore[arg-type]
 
     monkeypatch.setattr(background, "copy_tensors", slowly)
-    outcome: list[object] = []
-
-    def publish() -> None:
-        try:
-            outcome.append(publisher.publish(state(1)))
-        except PublisherClosed as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=publish)
-    thread.start()
+    pending: list[Version | PendingVersion] = []
+    publishing = threading.Thread(target=lambda: pending.append(publisher.publish(state(1))))
+    publishing.start()
     assert copying.wait(120)
-    publisher.close()
-    closed.set()
-    thread.join(120)
-    assert [type(found) for found in outcome] == [PublisherClosed]
+    closing = threading.Thread(target=publisher.close)
+    closing.start()  # it waits for the copy, and then for the version
+    may_copy.set()
+    for thread in (publishing, closing):
+        thread.join(120)
+    (accepted,) = pending
+    assert isinstance(accepted, PendingVersion)
+    assert accepted.result(0) == publisher.version
+    with pytest.raises(PublisherClosed):
+        publisher.publish(state(2))
 
 
 @pytest.mark.parametrize("lie", ["flip", "truncate"])
