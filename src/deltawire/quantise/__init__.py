@@ -9,9 +9,23 @@ scales      fresh scales, and the rule by which previous ones stay
 reference   the definition of codes, in NumPy
 quantise    whole states
 dequantise  the weights that an engine computes with
+measure     the error of quantising, and what scales that stayed add to it
 """
 
+from .dequantise import dequantise_state
 from .layout import Output, QuantisedLayout, QuantisedWeight, TensorSpec
+from .measure import QuantisationError, quantisation_error
+from .quantise import quantise_state
 from .recipe import Recipe
 
-__all__ = ["Output", "QuantisedLayout", "QuantisedWeight", "Recipe", "TensorSpec"]
+__all__ = [
+    "Output",
+    "QuantisationError",
+    "QuantisedLayout",
+    "QuantisedWeight",
+    "Recipe",
+    "TensorSpec",
+    "dequantise_state",
+    "quantisation_error",
+    "quantise_state",
+]

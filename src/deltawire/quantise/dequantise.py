@@ -22,7 +22,7 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, 
 _FLOATS = {dtype_named(name) for name in ("F16", "BF16", "F32", "F64")}
 
 
-def dequantise(state: State, layout: QuantisedLayout, dtype: DTypeLike = "float32") -> dict[str, Tensor]:
+def dequantise_state(state: State, layout: QuantisedLayout, dtype: DTypeLike = "float32") -> dict[str, Tensor]:
     """Return the weights that published tensors stand for, under the names and with the shapes of the source tensors.
 
     A weight is the product of its code and its scale, rounded once to `dtype`. As bfloat16 this is what transformers computes with.

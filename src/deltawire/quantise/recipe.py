@@ -149,8 +149,16 @@ class Recipe:
 
     @cached_property
     def largest(self) -> float:
-        """The largest quotient of a weight and its scale that a code represents without clipping."""
+        """The quotient of the largest weight of a block and its fresh scale."""
         return {"e4m3": 448.0, "e2m1": 6.0, "int4": 7.5}[self.element]
+
+    @cached_property
+    def fits_up_to(self) -> float:
+        """The largest quotient of a weight and its scale with which the scale may stay: the nearest code is still the largest one.
+
+        An integer of 4 bits is at most 8 in magnitude, though 8 itself becomes 7.
+        """
+        return {"e4m3": 464.0, "e2m1": 7.0, "int4": 8.0}[self.element]
 
     @cached_property
     def has_global_scale(self) -> bool:

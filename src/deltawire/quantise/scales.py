@@ -5,7 +5,6 @@ All functions round exactly as compressed-tensors does: in the type of the weigh
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
@@ -24,6 +23,8 @@ Grid = NDArray[np.float32]
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E4M3_LARGEST = 448.0
+_E4M3_FITS_UP_TO = 464.0
+_E2M1_FITS_UP_TO = 7.0
 _NVFP4_RANGE = 448.0 * 6.0
 _ZERO_E4M3 = np.float32(0.125)
 """The scale of nvfp4 for a block whose own scale rounds to 0."""
@@ -116,15 +117,22 @@ def _fresh(recipe: Recipe, source: DType, maxima: Grid) -> NDArray[Any]:
 
 
 def _stays(recipe: Recipe, source: DType, maxima: Grid, fresh: NDArray[Any], previous: NDArray[Any]) -> NDArray[np.bool_]:
-    """The sticky rule. A scale that is not a positive number never stays."""
+    """Tell which scales of blocks stay."""
     old, new = numbers_of(recipe, previous), numbers_of(recipe, fresh)
-    fits = quotients(recipe, source, maxima, previous.astype(np.float32) if recipe.name != "mxfp4" else old.astype(np.float32))
-    found = np.isfinite(old) & (old > 0) & ((maxima == 0) | (old == new) | ((fits <= recipe.largest) & (2 * new >= old)))
+    fits = quotients(recipe, source, maxima, old.astype(np.float32)) <= recipe.fits_up_to
+    found = _rule(old, new, maxima == 0, fits, 2 * new >= old)
     if recipe.scale == "ue8m0":
         found &= np.frexp(old)[0] == 0.5
     if recipe.name == "mxfp4":
         found &= previous != 255
-    return np.asarray(found)
+    return found
+
+
+def _rule(
+    old: NDArray[Any], new: NDArray[Any], is_zero: NDArray[np.bool_], fits: NDArray[np.bool_], is_near: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """The sticky rule: tell which of the old scales stay. A scale that is not a positive number never stays."""
+    return np.asarray(np.isfinite(old) & (old > 0) & (is_zero | (old == new) | (fits & is_near)))
 
 
 def quotients(recipe: Recipe, source: DType, values: NDArray[Any], scale: NDArray[np.float32]) -> Grid:
@@ -163,13 +171,12 @@ def _nvfp4(source: DType, maxima: Grid, previous: Scales | None, largest: NDArra
     if previous is None or previous.global_scale is None:
         return Scales(_nvfp4_blocks(source, maxima, global_scale), global_scale)
     old = previous.global_scale
-    fits = (old * _in(source, largest / np.float32(6)).astype(np.float32)) <= _E4M3_LARGEST
-    near = global_scale.astype(np.float64) <= 2 * old.astype(np.float64)
-    if not (math.isfinite(old[0]) and old[0] > 0 and (largest == 0 or old[0] == global_scale[0] or (fits & near)[0])):
+    fits = (old * _in(source, largest / np.float32(6)).astype(np.float32)) <= _E4M3_FITS_UP_TO
+    if not _rule(old, global_scale, largest == 0, fits, global_scale.astype(np.float64) <= 2 * old.astype(np.float64)).all():
         return Scales(_nvfp4_blocks(source, maxima, global_scale), global_scale)
     fresh = _nvfp4_blocks(source, maxima, old)
     before, now = previous.scale.astype(np.float32), fresh.astype(np.float32)
-    stays = np.isfinite(before) & (before > 0) & ((maxima == 0) | (before == now) | ((maxima / (before / old) <= 6) & (2 * now >= before)))
+    stays = _rule(before, now, maxima == 0, maxima / (before / old) <= _E2M1_FITS_UP_TO, 2 * now >= before)
     return Scales(np.where(stays, previous.scale, fresh), old)
 
 
@@ -188,17 +195,20 @@ def _nvfp4_blocks(source: DType, maxima: Grid, global_scale: NDArray[np.float32]
 
 
 def previous_scales(layout: QuantisedLayout, weight: QuantisedWeight, previous: State | None) -> Scales | None:
+    """Return the scales that may stay: None if the recipe is not sticky, or as `published_scales` does."""
+    return None if previous is None or not layout.recipe.sticky else published_scales(layout, weight, previous)
+
+
+def published_scales(layout: QuantisedLayout, weight: QuantisedWeight, published: State) -> Scales | None:
     """Return the scales that a weight has in published tensors; None if they are missing, or have another type or shape."""
-    if previous is None or not layout.recipe.sticky:
-        return None
     found: dict[str, NDArray[Any]] = {}
     for role in ("scale", "global_scale"):
         if role not in weight.outputs:
             continue
         output = layout.outputs[weight.outputs[role]]
-        if output.name not in previous:
+        if output.name not in published:
             return None
-        tensor = tensor_bits(output.name, previous[output.name])
+        tensor = tensor_bits(output.name, published[output.name])
         if tensor.dtype != output.dtype or tensor.shape != output.shape:
             return None
         found[role] = np.ascontiguousarray(_on_host(tensor.bits)).view(output.dtype.numpy)

@@ -10,7 +10,7 @@ import pytest
 from sample_weights import DTYPES, KINDS, make_weight
 
 from deltawire.quantise import QuantisedLayout
-from deltawire.quantise.dequantise import dequantise
+from deltawire.quantise.dequantise import dequantise_state
 from deltawire.quantise.quantise import quantise_state
 from deltawire.tensors.bits import tensor_bits
 from deltawire.tensors.torch_types import to_torch
@@ -110,7 +110,7 @@ def test_dequantising_gives_the_weights_that_compressed_tensors_computes_with(sp
     state = {"a.weight": weight}
     layer = compressed(spelling, to_torch(weight.copy()))
     decompress_module(layer)
-    ours = dequantise(quantise_state(state, spelling), QuantisedLayout.of_state(spelling, state), "bfloat16")["a.weight"]
+    ours = dequantise_state(quantise_state(state, spelling), QuantisedLayout.of_state(spelling, state), "bfloat16")["a.weight"]
     np.testing.assert_array_equal(ours.view(np.uint16), tensor_bits("a", layer.weight.detach().to(torch.bfloat16)).bits)
 
 

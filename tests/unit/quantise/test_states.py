@@ -8,9 +8,7 @@ import pytest
 from sample_weights import make_weight
 
 from deltawire.errors import DtypeMismatch, NonFiniteWeights, ShapeMismatch, TensorMissing
-from deltawire.quantise import QuantisedLayout, Recipe
-from deltawire.quantise.dequantise import dequantise
-from deltawire.quantise.quantise import quantise_state
+from deltawire.quantise import QuantisedLayout, Recipe, dequantise_state, quantisation_error, quantise_state
 from deltawire.quantise.recipe import SPELLINGS
 
 BF16 = ml_dtypes.bfloat16
@@ -67,7 +65,7 @@ def test_parts_of_a_state_are_made_as_the_whole(spelling):
 def test_dequantised_weights_are_near_the_weights(spelling):
     state = a_model("float32")
     layout = QuantisedLayout.of_state(spelling, state)
-    weights = dequantise(quantise_state(state, spelling), layout)
+    weights = dequantise_state(quantise_state(state, spelling), layout)
     assert weights.keys() == state.keys()
     for name, tensor in state.items():
         assert weights[name].shape == tensor.shape
@@ -82,7 +80,7 @@ def test_transposed_experts_are_quantised_as_those_that_are_not(spelling):
     one, other = quantise_state(state, spelling), quantise_state(turned, spelling)
     assert one.keys() == other.keys()
     assert all(equal(one[name], other[name]) for name in one)
-    again = dequantise(other, QuantisedLayout.of_state(spelling, turned))
+    again = dequantise_state(other, QuantisedLayout.of_state(spelling, turned))
     assert all(again[name].shape == turned[name].shape for name in turned)
 
 
@@ -141,7 +139,25 @@ def test_a_state_that_the_layout_was_not_made_for_is_refused():
     with pytest.raises(ShapeMismatch, match="q_proj"):
         layout.quantise([name], {name: state[name][1:]})
     with pytest.raises(TensorMissing, match="missing in the published"):
-        dequantise({}, layout)
+        dequantise_state({}, layout)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_error_of_scales_that_stayed_is_measured(spelling):
+    state = a_model("float32")
+    layout = QuantisedLayout.of_state(spelling, state)
+    first = quantise_state(state, spelling)
+    fresh = quantisation_error(layout, state, first)
+    assert fresh.relative_error == fresh.fresh_relative_error > 0
+    assert (fresh.wider_scales, fresh.widest) == (0, 1.0)
+    assert fresh.scales == sum(tensor.size for name, tensor in first.items() if name.endswith(("weight_scale", "_scale_inv")))
+    smaller = {name: tensor * tensor.dtype.type(0.7) for name, tensor in state.items()}
+    kept = quantisation_error(layout, smaller, quantise_state(smaller, spelling, first))
+    assert kept.wider_scales > 0
+    assert 1 < kept.widest <= 2.3
+    assert kept.relative_error < 2 * kept.fresh_relative_error
+    with pytest.raises(TensorMissing):
+        quantisation_error(layout, state, {})
 
 
 def test_torch_tensors_give_the_same_bytes():
