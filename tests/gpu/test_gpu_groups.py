@@ -16,7 +16,8 @@ from deltawire.codec.base import EncodeGroup, ResolveGroup
 from deltawire.codec.reference import groups as reference_groups
 from deltawire.codec.reference.codec import ReferenceCodec
 from deltawire.codec.reference.encoder import encode_coded
-from deltawire.codec.reference.groups import elements_of, tensor_of, varint
+from deltawire.codec.reference.groups import elements_of, tensor_of
+from deltawire.codec.varints import to_varint
 from deltawire.dtypes import F4_E2M1, PAYLOAD_TYPES, U4
 from deltawire.errors import CorruptDelta, DeltawireError
 
@@ -253,7 +254,7 @@ def test_a_chunk_may_have_another_top_than_our_encoder_chooses(payload_type):
     bases, news = (np.concatenate([elements_of(bits, payload_type) for bits in side]) for side in (case.bases, case.news))
     bodies = [encode_coded(bases, news, payload_type, top) for top in range(3)]
     for body in bodies:
-        assert case.check_resolved(varint(2 << 2 | 1) + varint(len(body)) + body) is None
+        assert case.check_resolved(to_varint(2 << 2 | 1) + to_varint(len(body)) + body) is None
 
 
 @pytest.mark.parametrize("payload_type", [BF16, F4_E2M1, U4], ids=lambda payload_type: payload_type.name)

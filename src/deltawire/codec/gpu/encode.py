@@ -18,8 +18,9 @@ from ..base import Buffer
 from .device import Gpu
 from .kernel_table import SUMS, UNIT, Bodies, Changes, KernelTable, Layout, Numbers, TensorRows, Tiles, storage_type
 
-_SHARE = 0.0082
-"""The share of the weights' bytes that the list of changes may take."""
+_SHARE, _NARROW_SHARE = 0.0082, 0.0075
+"""The share of the weights' bytes that the list of changes may take; the second one if elements have at most 8 bits, because then all that
+is kept for each tile takes a larger share."""
 
 _LEAST_LIST = 1 << 22
 """The least number of changes that the list has room for. The list becomes longer if a single block has more."""
@@ -28,14 +29,16 @@ _LEAST_BODIES = 1 << 19
 """The least number of words for encoded bodies. There is more room if a single block needs it."""
 
 _PLAN_SHARE = 0.005
-"""The share that the working memory of encoding thread blocks may take. Each processor has two of them, and at least one."""
+"""The share that the working memory of encoding thread blocks may take. Each processor has two of them, and at least one. Of 4-bit elements
+few change, so half as many are enough."""
 
 _FULL = 0.93
 """The share of the list that a slab should fill, according to the density of the slab before it."""
 
 _FIRST_SLAB = 1 << 26
 _MOST_SLAB = 1 << 31
-"""Elements of the first slab, if no similar call was made before; and of any slab, because counters of changes have 32 bits."""
+"""Elements of the first slab, if no similar call was made before; and of any slab, because counters of changes have 32 bits. A slab of
+4-bit elements has at most half as many, because what is kept for each tile takes a large share of them."""
 
 _learnt: dict[tuple[torch.device, int, int], int] = {}
 """The size of the last slab, by device, width of an element and length of the list."""
@@ -176,11 +179,13 @@ class _Workspace:
         nbytes = elements * table.width // 8
         self.value_size = storage_type(table.width).itemsize
         # A unit never takes more slots than a grant has.
-        wanted = max(int(_SHARE * nbytes / (2 + 2 * self.value_size)), _LEAST_LIST)
+        share = _SHARE if table.width > 8 else _NARROW_SHARE
+        wanted = max(int(share * nbytes / (2 + 2 * self.value_size)), _LEAST_LIST)
         self.capacity = min(wanted, (-(-elements // UNIT) + ntiles) * UNIT)
         self.kind = (gpu.device, table.width, self.capacity)
         affordable = int(_PLAN_SHARE * nbytes / scratch)
-        self.encode_blocks = min(max(affordable, gpu.processors), 2 * gpu.processors, ntiles)
+        least, self.most_slab = (gpu.processors, _MOST_SLAB) if table.width > 4 else (max(gpu.processors // 2, 1), _MOST_SLAB // 2)
+        self.encode_blocks = min(max(affordable, least), 2 * gpu.processors, ntiles)
         self.scratch = gpu.empty(self.encode_blocks * scratch, torch.uint8)
         self._new_list()
         # A body is shorter than the elements of its chunk, but is rounded up.
@@ -244,7 +249,7 @@ class _Workspace:
         density = max(slab.listed - lost // 2, slab.listed // 4, 1) / elements
         room = max(_FULL * self.capacity - lost, self.capacity / 4)
         size = min(room / density, elements * _FULL * self.body_words / max(slab.words, 1))
-        return min(max(int(size), 1), _MOST_SLAB)
+        return min(max(int(size), 1), self.most_slab)
 
     def grow(self, slab: _Slab) -> None:
         """Make room for a slab that is a single block and does not fit."""

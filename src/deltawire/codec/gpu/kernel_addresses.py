@@ -20,6 +20,9 @@ _ALIGNMENT = 16
 
 _ON_DEVICE = {DeviceBits, MasterWeightBits, type(None)}
 
+_NOT_READABLE = 1
+"""Stands for the address of a tensor that kernels cannot read where it is. It is not aligned, like others that they cannot read."""
+
 
 @dataclass(slots=True)
 class Column:
@@ -33,16 +36,20 @@ class Column:
     @classmethod
     def of(cls, bits: Sequence[Bits | None], device: torch.device) -> Column:
         """Look at each tensor once: models have a hundred thousand of them."""
-        index = -1 if device.index is None else device.index
         if _ON_DEVICE.issuperset(map(type, bits)):
-            tensors = [None if one is None else one.tensor for one in bits]  # type: ignore[union-attr]
-            addresses = np.array([0 if tensor is None else tensor.data_ptr() for tensor in tensors], np.uint64)
-            others = [tensor is not None and not (tensor.is_contiguous() and tensor.get_device() == index) for tensor in tensors]
+            index = -1 if device.index is None else device.index
+            found = [
+                0
+                if one is None
+                else tensor.data_ptr()
+                if (tensor := one.tensor).is_contiguous() and tensor.get_device() == index  # type: ignore[union-attr]
+                else _NOT_READABLE
+                for one in bits
+            ]
         else:
-            found = [one.address if on_gpu(one) and one.is_contiguous and one.device == device else None for one in bits]
-            others = [address is None and one is not None and one.size > 0 for address, one in zip(found, bits, strict=True)]
-            addresses = np.array([address or 0 for address in found], np.uint64)
-        wrong = np.array(others, np.bool_) | (addresses % _ALIGNMENT != 0)
+            found = [_address(one, device) for one in bits]
+        addresses = np.array(found, np.uint64)
+        wrong = addresses % _ALIGNMENT != 0
         return cls(bits, np.where(wrong, np.uint64(0), addresses), np.flatnonzero(wrong))
 
     def copied_bytes(self) -> Numbers:
@@ -63,6 +70,12 @@ class Column:
             copies.append(flat_on(device, bits))
             addresses[number] = copies[-1].data_ptr()
         return addresses, copies
+
+
+def _address(bits: Bits | None, device: torch.device) -> int:
+    if bits is None or not bits.size:
+        return 0
+    return bits.address if on_gpu(bits) and bits.is_contiguous and bits.device == device else _NOT_READABLE
 
 
 def flat_on(device: torch.device, bits: Bits) -> torch.Tensor:
