@@ -55,6 +55,7 @@ PAGES = {
         "[The GRPO trainer](../fleet.md#the-grpo-trainer) has an example.",
         ("deltawire.rl.member.MemberOptions", "deltawire.rl.member.serve"),
     ),
+    "quantise": Page("deltawire.quantise", "Quantising", "[Quantise](../quantise.md) says what each recipe makes."),
     "store": Page("deltawire.store", "Stores", "[Operate](../operations.md#stores) says how to use them."),
     "testing": Page(
         "deltawire.testing",

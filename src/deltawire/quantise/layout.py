@@ -77,7 +77,16 @@ class Output(NamedTuple):
 class QuantisedLayout:
     """What a recipe makes of the tensors of a model: pure names, types and shapes.
 
-    Make one with `QuantisedLayout.of` or `QuantisedLayout.of_state`. Equal arguments give the same object.
+    Make one with `QuantisedLayout.of` or `QuantisedLayout.of_state`, which return the same object for equal arguments.
+
+    Parameters
+    ----------
+    recipe
+        The recipe.
+    specs
+        The type and shape of each tensor, by name.
+    dtype
+        The type of floating-point tensors that are not quantised, as for `of`.
     """
 
     def __init__(self, recipe: Recipe, specs: Mapping[str, TensorSpec], dtype: KeptDType = None) -> None:
@@ -126,7 +135,17 @@ class QuantisedLayout:
 
     @classmethod
     def of_state(cls, recipe: RecipeLike, state: State, dtype: KeptDType = None) -> QuantisedLayout:
-        """Return what a recipe makes of the tensors of a state. The parameters are those of `of`."""
+        """Return what a recipe makes of the tensors of a state. Raise `UnquantisableWeight` if it cannot quantise one of them.
+
+        Parameters
+        ----------
+        recipe
+            The recipe, or its spelling.
+        state
+            Names to tensors. A part of a tensor stands for the whole tensor.
+        dtype
+            The type of floating-point tensors that are not quantised, as for `of`.
+        """
         return cls.of(recipe, {tensor.name: (tensor.dtype, tensor.whole or tensor.shape) for tensor in state_bits(state)}, dtype)
 
     @cached_property
@@ -185,7 +204,15 @@ class QuantisedLayout:
         return quantise_outputs(self, names, state, previous, out)
 
     def previous_scales(self, weight: QuantisedWeight, previous: State | None) -> Scales | None:
-        """Return the scales that a weight has in the published tensors, as arrays; None if they are missing or have another form."""
+        """Return the scales of a weight that may stay, as arrays; None if they are missing or have another form, or if all are fresh.
+
+        Parameters
+        ----------
+        weight
+            The weight.
+        previous
+            The tensors that were published last, or None.
+        """
         from .scales import previous_scales
 
         return previous_scales(self, weight, previous)
@@ -284,7 +311,13 @@ class QuantisedLayout:
         return found
 
     def source_names(self, names: Iterable[str]) -> set[str]:
-        """Return the names of the source tensors that are needed to make these outputs, including weights that share a scale with them."""
+        """Return the names of the source tensors that are needed to make outputs, including weights that share a scale with them.
+
+        Parameters
+        ----------
+        names
+            The names of the outputs.
+        """
         found: set[str] = set()
         for name in names:
             weight = self.output(name).weight
@@ -297,7 +330,13 @@ class QuantisedLayout:
         return found
 
     def output(self, name: str) -> Output:
-        """Return the published tensor with this name. Raise `TensorMissing` if there is none."""
+        """Return a published tensor. Raise `TensorMissing` if there is none with this name.
+
+        Parameters
+        ----------
+        name
+            Its name.
+        """
         try:
             return self.outputs[name]
         except KeyError:

@@ -120,7 +120,13 @@ class Recipe:
 
     @classmethod
     def of(cls, recipe: RecipeLike) -> Recipe:
-        """Return a recipe as it is, or the one with this spelling."""
+        """Return a recipe as it is, or the one with this spelling.
+
+        Parameters
+        ----------
+        recipe
+            The recipe, or its spelling.
+        """
         return recipe if isinstance(recipe, Recipe) else cls.parse(recipe)
 
     @property
@@ -171,7 +177,13 @@ class Recipe:
         return self.name in ("nvfp4", "fp8-tensor")
 
     def scale_dtype(self, source: DType) -> DType:
-        """Return the type of the scales of a weight that has the type `source`."""
+        """Return the type of the scales of a weight.
+
+        Parameters
+        ----------
+        source
+            The type of the weight.
+        """
         fixed = {"fp8-block": "F32", "nvfp4": "F8_E4M3", "mxfp4": "U8"}.get(self.name)
         return source if fixed is None else dtype_named(fixed)
 
@@ -186,7 +198,13 @@ class Recipe:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Recipe:
-        """Return the recipe of a record. Raise `ValueError` if the record does not have the form that `to_json` makes."""
+        """Return the recipe of a record. Raise `ValueError` if the record does not have the form that `to_json` makes.
+
+        Parameters
+        ----------
+        record
+            What `to_json` returned.
+        """
         kinds = {"name": str, "release": int, "sticky": bool, "ignore": list, "scale": str, "group_size": int}
         wrong = [key for key, value in record.items() if key not in kinds or type(value) is not kinds[key]]
         missing = [key for key in ("name", "release", "sticky", "ignore") if key not in record]
@@ -195,5 +213,11 @@ class Recipe:
         return cls(**{**record, "ignore": tuple(record["ignore"])})
 
     def makes_same_tensors(self, other: Recipe) -> bool:
-        """Tell whether a version of this recipe can follow a version of the other one by a delta: only `sticky` may differ."""
+        """Tell whether a version of this recipe can follow a version of another one by a delta: only `sticky` may differ.
+
+        Parameters
+        ----------
+        other
+            The other recipe.
+        """
         return dataclasses.replace(self, sticky=True) == dataclasses.replace(other, sticky=True)
