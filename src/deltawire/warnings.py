@@ -7,6 +7,8 @@
         ├── AttachmentsMissing  no config.json is published, so readers get a directory that cannot be loaded
         ├── AttachmentLeftOut   a file of a version has the name of a mirror's own record, so mirrors leave it out
         ├── NonFinitePublished  NaN or infinite weights are published
+        ├── QuantizationConfigMissing  weights are quantised, and no config.json tells engines how
+        ├── RecipeChanged       a version is quantised by another recipe than the version before
         ├── LayoutChanged       a version has other tensors than the version before, as if it were another model
         ├── StepWentBack        a version has a lower step than the version before, as if training had begun again
         └── VersionsLost        versions that `publish` accepted did not reach the store
@@ -59,6 +61,18 @@ class NonFinitePublished(DeltawireWarning):
     """Some weights are NaN or infinite, and are published."""
 
     event = "non-finite-published"
+
+
+class QuantizationConfigMissing(DeltawireWarning):
+    """The weights are quantised, and no config.json is published that tells engines how."""
+
+    event = "quantization-config-missing"
+
+
+class RecipeChanged(DeltawireWarning):
+    """A version is quantised by another recipe than the version before, or only one of both is. It is published as a full checkpoint."""
+
+    event = "recipe-changed"
 
 
 class LayoutChanged(DeltawireWarning):

@@ -13,9 +13,20 @@ from ..chain.version import Version
 from ..dtypes import DType
 from ..errors import NonFiniteWeights
 from ..events import OnEvent
+from ..format.records.record_parts import RecipeRecord
 from ..tensors.bits import State
 from ..tensors.finite import count_nonfinite
-from ..warnings import AttachmentsMissing, DenseUpdates, LayoutChanged, NonFinitePublished, StepWentBack, WideWeights, warn
+from ..warnings import (
+    AttachmentsMissing,
+    DenseUpdates,
+    LayoutChanged,
+    NonFinitePublished,
+    QuantizationConfigMissing,
+    RecipeChanged,
+    StepWentBack,
+    WideWeights,
+    warn,
+)
 from .upload.segments import TensorTable
 
 _DENSE_SHARE, _DENSE_VERSIONS = 0.9, 3
@@ -51,11 +62,16 @@ class Advice:
         self._dense = 0
         self._table: TensorTable | None = None
         self._step: int | None = None
+        self._recipe: tuple[RecipeRecord | None] | None = None
 
     def follows(self, table: TensorTable | None, step: int | None) -> None:
         """Remember tensors and step of the version that the next one follows. What is None is not known, and stays as it was."""
         self._table = table or self._table
         self._step = self._step if step is None else step
+
+    def follows_recipe(self, recipe: RecipeRecord | None) -> None:
+        """Remember how the version that the next one follows is quantised."""
+        self._recipe = (recipe,)
 
     def before(self, table: TensorTable, step: int | None, attachments: Collection[str] | None) -> None:
         """Warn before a version is published. Call it on the user's thread. `attachments` are file names; None if none are needed."""
@@ -72,6 +88,39 @@ class Advice:
                 self._on_event,
             )
         self._is_new = False
+
+    def check_recipe(self, recipe: RecipeRecord | None, *, may_raise: bool = True) -> bool:
+        """Warn if the next version is quantised in another way than the one that it follows. Returns whether it is.
+
+        Its tensors differ, too, so `check_layout` need not warn.
+        """
+        if self._recipe is None or continues(recipe, self._recipe[0]):
+            return False
+        before, after = (str(each) if each else "no recipe" for each in (self._recipe[0], recipe))
+        options = ", with other options" if before == after else ""
+        warn(
+            RecipeChanged,
+            f"the version before was quantised by {before}, and this one is by {after}{options}. It is published as a full checkpoint, "
+            "which every reader of this run loads. Readers that serve the run must support the new form. If they do not, stop, and publish "
+            "a new run at another URL.",
+            self._on_event,
+            may_raise=may_raise,
+            before=before,
+            after=after,
+        )
+        self._table = None
+        return True
+
+    def check_quantization_config(self, *, is_published: bool) -> None:
+        """Warn if quantised weights are published without a config.json."""
+        if is_published or not self._is_new:
+            return
+        warn(
+            QuantizationConfigMissing,
+            "the weights are quantised, and no config.json with a quantization_config is published, so engines cannot load them. Give "
+            "publish() the model instead of its state dict, or pass the checkpoint's directory as attachments.",
+            self._on_event,
+        )
 
     def check_layout(self, table: TensorTable, *, may_raise: bool = True) -> None:
         """Warn if the next version has other tensors than the one that it follows."""
@@ -142,6 +191,11 @@ class Advice:
                 changed=changed,
                 elements=elements,
             )
+
+
+def continues(recipe: RecipeRecord | None, before: RecipeRecord | None) -> bool:
+    """Tell whether a version that is quantised by a recipe, or not at all, can follow the version before by a delta."""
+    return before is None if recipe is None else recipe.makes_same_tensors(before)
 
 
 def _differences(old: TensorTable, new: TensorTable) -> tuple[list[str], list[str], list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -16,19 +16,22 @@ from ..chain.version import Version
 from ..errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltaError, Fenced, PublishError, StateError
 from ..events import OnEvent, emit
 from ..format.digest import Digest
-from ..format.records.record_parts import CommitRef
+from ..format.records.record_parts import CommitRef, RecipeRecord
 from ..format.records.version_records import Commit
+from ..quantise import QuantisedLayout
 from ..tensors.bits import State
+from .advice import continues
 from .attachments.stored_files import AttachedFiles
 from .baseline import Baseline
 from .commits import Attempt, ChainWriter, emit_published
 from .publication import Publication
+from .quantising import SegmentOf, quantise
 from .resume import Resumed, read_state, version_commit
 from .shortcuts.cadence import ChainCost, Speed
 from .snapshots import Arrays, SnapshotMemory, copy_tensors, new_arrays
 from .upload.checkpoint_files import lay_out
 from .upload.data_objects import DataLocation, upload_checkpoint, upload_update
-from .upload.segments import TensorTable, cut_segments
+from .upload.segments import Segment, TensorTable, cut_segments
 from .writer_options import WriterOptions
 
 
@@ -44,6 +47,8 @@ class Unsettled:
     """The caller's state. It is dropped when the call ends."""
     arrays: Arrays | None
     """The publisher's own copy of the state, if it has one."""
+    reverse: Mapping[int, bytes] | None = None
+    """The deltas back by segment, if they are known already."""
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -152,17 +157,32 @@ class Appender:
         ours = [self._unsettled.arrays if self._unsettled else None, self.baseline.arrays if self.baseline else None]
         return any(kept is not None and kept.keys() == state.keys() and all(kept[n] is state[n] for n in kept) for kept in ours)
 
+    def previous(self, recipe: RecipeRecord | None) -> State | None:
+        """Return the tensors of the newest version, whose scales may stay. None if there are none, or another recipe made them."""
+        baseline, version = self.baseline, self.version
+        if recipe is None or baseline is None or not baseline.intact or version is None:
+            return None
+        return baseline.arrays if continues(recipe, version.recipe) else None
+
     def _delta(self, publication: Publication) -> Unsettled | None:
         """Encode and upload a delta over the baseline, and propose its commit. Returns None if a full checkpoint is needed instead."""
-        state, table = publication.weights, publication.table
-        if self._starts_full:
+        state, table, layout = publication.weights, publication.table, publication.layout
+        if self._starts_full or self.version is None or not continues(publication.recipe, self.version.recipe):
             return None
         for _ in range(2):
             baseline = self._sound_baseline()
             if baseline is None or baseline.table != table:
                 return None
-            baseline.move_to_device(state, self._memory.device)
-            update = upload_update(self._location(), baseline, state, self._threads, limit=table.state_bytes)
+            baseline.move_to_device(publication.located, self._memory.device)
+            update = upload_update(
+                self._location(),
+                baseline,
+                state,
+                self._threads,
+                limit=table.state_bytes,
+                segment_of=None if layout is None else self._quantised(publication, layout, baseline.segments),
+                wants_reverse=layout is not None and baseline.needs_reverse(remember=self._options.skips),
+            )
             if update is None:
                 return None
             if update.before == baseline.digest:
@@ -184,19 +204,44 @@ class Appender:
             attachments=self._attached.upload(self._location(), publication.attachments),
             step=publication.step,
             meta=publication.meta,
+            recipe=publication.recipe,
         )
-        seconds = {"encode": update.encode_seconds, "upload": update.upload_seconds, "wait": update.wait_seconds}
-        return Unsettled(attempt, update.after, update.deltas, state, _owned(publication), seconds)
+        seconds = {
+            "quantise": update.quantise_seconds,
+            "encode": update.encode_seconds,
+            "upload": update.upload_seconds,
+            "wait": update.wait_seconds,
+        }
+        as_published = state if layout is None else None
+        return Unsettled(attempt, update.after, update.deltas, as_published, _owned(publication), update.reverse, seconds)
+
+    def _quantised(
+        self, publication: Publication, layout: QuantisedLayout, segments: Sequence[Segment], out: Arrays | None = None
+    ) -> SegmentOf:
+        """Return a function that quantises one segment at a time."""
+
+        def segment(index: int) -> Arrays:
+            names = publication.table.names_of(segments[index])
+            return quantise(layout, names, publication.weights, self.previous(publication.recipe), out, threads=self._threads)
+
+        return segment
 
     def _checkpoint(self, publication: Publication, attached: AttachedFiles) -> Unsettled:
         """Upload a full checkpoint, and propose its commit. Its attachments follow those of `attached`."""
         table = publication.table
-        arrays = _owned(publication)
-        if arrays is None:
-            arrays = new_arrays(table, publication.weights, self._memory.device)
-            copy_tensors(publication.weights, arrays)
-        own = arrays
         segments = cut_segments(table.sizes, segment_bytes=self._options.segment_bytes)
+        arrays = _owned(publication)
+        start = time.perf_counter()
+        if arrays is None:
+            arrays = new_arrays(table, publication.located, self._memory.device)
+            if publication.layout is None:
+                copy_tensors(publication.weights, arrays)
+            else:
+                make = self._quantised(publication, publication.layout, segments, arrays)
+                for index in range(len(segments)):
+                    make(index)
+        quantising = 0.0 if publication.layout is None else time.perf_counter() - start
+        own = arrays
         layout = lay_out(table, segments, shard_bytes=self._options.shard_bytes)
 
         def segment(index: int) -> Arrays:
@@ -214,8 +259,10 @@ class Appender:
             attachments=attached.upload(self._location(), publication.attachments, anew=True),
             step=publication.step,
             meta=publication.meta,
+            recipe=publication.recipe,
         )
-        return Unsettled(attempt, done.digest, None, None, arrays, {"encode": 0.0, "upload": done.seconds})
+        seconds = {"quantise": quantising, "encode": 0.0, "upload": done.seconds}
+        return Unsettled(attempt, done.digest, None, None, arrays, None, seconds)
 
     def _move(self, landed: Unsettled) -> None:
         """Move the baseline to a commit that has landed."""
@@ -248,10 +295,10 @@ class Appender:
             baseline.move_by_copy(landed.state, landed.deltas, at, landed.digest, size, remember=self._options.skips)
         else:
             with contextlib.suppress(DeltaError, StateError):  # the baseline is not intact then, and is rebuilt before its next use
-                baseline.move_by_deltas(landed.deltas, at, landed.digest)
+                baseline.move_by_deltas(landed.deltas, at, landed.digest, landed.reverse, size)
 
     def _report(self, commit: Commit, seconds: Mapping[str, float]) -> None:
-        phases = {f"{phase}_seconds": seconds.get(phase, 0.0) for phase in ("encode", "upload", "wait", "commit")}
+        phases = {f"{phase}_seconds": seconds.get(phase, 0.0) for phase in ("quantise", "encode", "upload", "wait", "commit")}
         emit_published(self._on_event, commit, **phases, total_seconds=seconds.get("before_commit", 0.0) + seconds.get("commit", 0.0))
 
     def _sound_baseline(self) -> Baseline | None:
@@ -277,7 +324,7 @@ class Appender:
             # Its data are marked for deletion, and a slow collector may be about to delete them. So make a full checkpoint instead.
             attached = self._attached.at(commit)  # files of the versions that are abandoned do not stay
             again = Publication(
-                resumed.arrays, TensorTable.of(resumed.arrays), commit.step, commit.meta, attached.contents(), is_owned=True
+                resumed.arrays, TensorTable.of(resumed.arrays), commit.step, commit.meta, attached.contents(), True, commit.recipe
             )
             self._unsettled = self._checkpoint(again, attached)
             self.settle()
@@ -291,6 +338,7 @@ class Appender:
             attachments=self._attached.at(commit).upload(self._location(), None),
             step=commit.step,
             meta=commit.meta,
+            recipe=commit.recipe,
         )
         self._writer.land(attempt)
         self._attached.took(attempt.commit)

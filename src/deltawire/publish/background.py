@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from ..chain.version import Version
 from ..errors import PublisherClosed, PublishError
 from ..events import OnEvent, emit
+from ..tensors.bits import State
 from ..tensors.gpu_handover import GpuHandover
 from .at_exit import finish_at_exit, forget, wait_at_exit
 from .publication import Publication
+from .quantising import quantise, refuse_nonfinite_sources
 from .snapshots import SnapshotMemory, copy_tensors
 
 
@@ -94,6 +96,8 @@ class BackgroundQueue:
         Called after every `write`, when the handle is done already.
     memory
         The memory of the copies.
+    previous
+        Returns the tensors of the newest version in the chain, for the scales of a state that is quantised.
     on_event
         Receives the events.
     """
@@ -104,11 +108,13 @@ class BackgroundQueue:
         follow_up: Callable[[], None],
         memory: SnapshotMemory,
         *,
+        previous: Callable[[], State | None] = lambda: None,
         on_event: OnEvent | None = None,
     ) -> None:
         self._write = write
         self._follow_up = follow_up
         self._memory = memory
+        self._previous = previous
         self.on_event = on_event
         self._changed = threading.Condition()
         self._waiting: _Snapshot | None = None
@@ -126,11 +132,14 @@ class BackgroundQueue:
     def submit(self, publication: Publication) -> PendingVersion:
         """Copy a state, and publish the copy soon. If an earlier one has failed, raise that error instead and accept nothing."""
         self._raise_error()
+        if publication.layout is not None and self._waiting is not None:  # find bad weights before it is written over
+            refuse_nonfinite_sources(publication.layout, publication.weights)
         with self._changed:
             self._check_open()
             superseded, self._waiting = self._waiting, None  # the newer state is copied into its memory
+            before = self._publishing  # it will be the version before this one
         try:
-            snapshot = self._copy(publication, superseded)
+            snapshot = self._copy(publication, superseded, before)
             with self._changed:
                 self._check_open()  # it may have been closed while the state was copied
                 overtaken, self._waiting = self._waiting, snapshot  # another thread may have submitted one meanwhile
@@ -144,14 +153,20 @@ class BackgroundQueue:
                 self._supersede(older)
         return snapshot.handle
 
-    def _copy(self, publication: Publication, superseded: _Snapshot | None) -> _Snapshot:
-        """Copy a state, into the memory of the one that it supersedes if that fits."""
+    def _copy(self, publication: Publication, superseded: _Snapshot | None, before: _Snapshot | None) -> _Snapshot:
+        """Copy or quantise a state, into the memory of the one that it supersedes if that fits. `before` is being published."""
         state, table = publication.weights, publication.table
-        arrays = self._memory.take(table, state, None if superseded is None else dict(superseded.publication.weights))
+        arrays = self._memory.take(table, publication.located, None if superseded is None else dict(superseded.publication.weights))
         if superseded is not None:
             superseded.copied.delay_current_streams()  # another stream may still be copying into this memory
-        copy_tensors(state, arrays, wait=False)
-        copy = replace(publication, weights=arrays, is_owned=True)
+        if publication.layout is None:
+            copy_tensors(state, arrays, wait=False)
+        else:
+            previous = None if before is None else before.publication.weights
+            if previous is None or any(previous.get(name) is array for name, array in arrays.items()):
+                previous = self._previous()  # the one before is in the chain, or it failed, and its memory is used again
+            quantise(publication.layout, table.names, state, previous, arrays)
+        copy = replace(publication, weights=arrays, is_owned=True, layout=None)
         return _Snapshot(copy, GpuHandover(state), PendingVersion(self._forget_error, publication.step))
 
     def flush(self, timeout: float | None = None) -> None:

@@ -90,9 +90,19 @@ class Baseline:
             self.arrays = arrays
         return old
 
-    def move_by_deltas(self, deltas: Mapping[int, bytes], at: CommitRef, digest: Digest) -> None:
-        """Move to the next version by its deltas, if the new state is not available. Deltas back are lost."""
-        with self._moving(at, digest, None, 0):
+    def needs_reverse(self, *, remember: bool) -> bool:
+        """Tell whether a move to the next version needs deltas back: for skips (`remember`), or because an older version is held."""
+        with self._lock:
+            return remember or self._history.held
+
+    def move_by_deltas(
+        self, deltas: Mapping[int, bytes], at: CommitRef, digest: Digest, back: Mapping[int, bytes] | None = None, size: int = 0
+    ) -> None:
+        """Move to the next version by its deltas, if the new state is not available. Without `back`, deltas back are lost.
+
+        Readers fetch `size` bytes to get to it.
+        """
+        with self._moving(at, digest, back, size):
             for index, delta in deltas.items():
                 apply_delta(self.part(index), delta, threads=self._threads)
                 GpuHandover(self.part(index)).synchronize()
@@ -160,7 +170,7 @@ class Baseline:
                 self._history.prune()
 
     def _reverse(self, state: State, changed: Collection[int], remember: bool) -> dict[int, bytes] | None:
-        if not remember and not self._history.held:
+        if not self.needs_reverse(remember=remember):
             return None
         return {index: encode_delta(self.part_of(state, index), self.part(index), threads=self._threads) for index in changed}
 

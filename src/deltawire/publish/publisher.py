@@ -19,7 +19,9 @@ from ..chain.maintenance.collect import Collected, collect
 from ..chain.version import Version
 from ..errors import PublisherClosed, PublishError
 from ..events import OnEvent
+from ..format.records.record_parts import RecipeRecord
 from ..format.records.signing import SigningKey
+from ..quantise import Recipe
 from ..store import Store, open_store
 from ..tensors.bits import State
 from ..tensors.casting import Casting, WireDType
@@ -28,10 +30,12 @@ from .advice import Advice
 from .append import Appender
 from .at_exit import warn_lost
 from .attachments.model_files import TokenizerFiles, files_of_model
+from .attachments.quantised_config import CONFIG
 from .attachments.read_files import Attachments, CollectedFiles, read_attachments
 from .background import BackgroundQueue, PendingVersion
 from .commits import check_meta, check_step
 from .publication import Publication
+from .quantising import QuantisedConfig, Quantising
 from .resume import read_state, read_table
 from .shortcuts.shortcut_writer import ShortcutWriter
 from .shortcuts.upkeep import JobThread, Upkeep
@@ -93,8 +97,13 @@ class Publisher:
         The type that the engines serve. Weights of type float16, bfloat16, float32 or float64 are published as this type, for example a
         trainer's float32 rounded to bfloat16. It is a torch or NumPy type, its name, or a function of a tensor's name and the tensor. None:
         nothing is cast.
+    quantise
+        The recipe by which weights are quantised before they are published, such as "fp8-block", or a `Recipe`. See docs/quantise.md.
+        `dtype` is the type of the other weights then, bfloat16 by default. The `quantization_config` of the recipe is written into the
+        published config.json. None: weights are not quantised.
     refuse_nonfinite
         Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite. By default they are published with a warning.
+        With `quantise`, they always raise.
     attachments
         Further files of each version: a directory, or names with bytes or paths. They replace files of the model and tokenizer that have
         the same names. None: other files of the version before stay. An empty mapping removes them.
@@ -119,6 +128,7 @@ class Publisher:
         background: bool = False,
         snapshot: SnapshotDevice = "host",
         dtype: WireDType | None = None,
+        quantise: str | Recipe | None = None,
         refuse_nonfinite: bool = False,
         attachments: Attachments | None = None,
         tokenizer: Any = None,
@@ -134,8 +144,10 @@ class Publisher:
         files = self._read_attachments()  # so that errors in them are raised now, not hours later
         self._on_event = on_event
         self._casting = Casting(dtype)
-        self._advice = Advice(on_event, has_dtype=self._casting.is_given, refuse_nonfinite=refuse_nonfinite, threads=options.threads)
-        self._memory = SnapshotMemory(snapshot, keeps_spare=background or self._casting.is_given)
+        self._quantising = None if quantise is None else Quantising(quantise, dtype)
+        has_dtype = self._casting.is_given or quantise is not None
+        self._advice = Advice(on_event, has_dtype=has_dtype, refuse_nonfinite=refuse_nonfinite, threads=options.threads)
+        self._memory = SnapshotMemory(snapshot, keeps_spare=background or (self._casting.is_given and quantise is None))
         self._source: tuple[Module, WeightSource] | None = None
         """The model that was published last, and how its weights are read."""
         self._turn = threading.RLock()
@@ -153,6 +165,7 @@ class Publisher:
             if chain.start is not None and reads_back:
                 state = read_state(chain.log, chain.start, threads=options.threads, on_event=on_event)
             chain.require_files()
+            self._config = QuantisedConfig(self._quantising, chain if attachments is None else None)
             self._writer = chain.fence()
             uploads = opened.enter_context(UploadPool(_STREAMS, "deltawire-upload"))
             attached = chain.attached(self._writer, on_event)
@@ -172,7 +185,9 @@ class Publisher:
             self._versions = VersionWriter(self._appender, upkeep, self._advice, self._memory, on_event)
             self._background: BackgroundQueue | None = None
             if background:
-                self._background = BackgroundQueue(self._versions.write, self._versions.follow_up, self._memory, on_event=on_event)
+                self._background = BackgroundQueue(
+                    self._versions.write, self._versions.follow_up, self._memory, previous=self._previous, on_event=on_event
+                )
             self._opened = opened.pop_all()
 
     @property
@@ -230,6 +245,7 @@ class Publisher:
         with self._taking_a_turn():
             published = self._publish_now(accepted) if self._background is None else self._background.submit(accepted)
         self._advice.follows(accepted.table, accepted.step)
+        self._advice.follows_recipe(accepted.recipe)
         return published
 
     def flush(self, timeout: float | None = None) -> None:
@@ -297,16 +313,23 @@ class Publisher:
     def _accept(self, state: State | Module, step: int | None, meta: Mapping[str, str] | None) -> Publication:
         """Check everything about a call of `publish` that can be checked at once, and read the attachments."""
         weights: State = self._weights_of(state) if is_module(state) else cast("State", state)
-        table = TensorTable.of(weights, self._casting)
+        layout, quantising = None, self._quantising
+        if quantising is None:
+            table = TensorTable.of(weights, self._casting)
+        else:
+            layout = quantising.layout_of(weights)
+            table = quantising.table_of(layout)
         strings = check_meta(meta)
         check_step(step)
         self._appender.check_limits(table)
-        self._warn(table, step)
+        files = self._config.written_into(self._read_attachments(), layout)
+        recipe = None if quantising is None else quantising.record
+        self._warn(table, step, recipe, files)
         self._writer.check_fenced()
-        return Publication(weights, table, step, strings, self._read_attachments())
+        return Publication(weights, table, step, strings, files, recipe=recipe, layout=layout)
 
     def _weights_of(self, model: Any) -> State:
-        self._attachments.taken |= files_of_model(model, self._casting.dtype)
+        self._attachments.taken |= files_of_model(model, self._casting.dtype)  # with `quantise`, the type is set later
         if self._source is None or self._source[0] is not model:
             self._source = model, WeightSource(model)
         return self._source[1].snapshot()
@@ -322,13 +345,20 @@ class Publisher:
             baseline = self._appender.baseline
             table = read_table(chain.log, chain.start) if baseline is None else baseline.table
             self._advice.follows(table, chain.start.step if has_step else None)
+            self._advice.follows_recipe(chain.start.recipe)
 
-    def _warn(self, table: TensorTable, step: int | None) -> None:
+    def _warn(self, table: TensorTable, step: int | None, recipe: RecipeRecord | None, files: Mapping[str, bytes]) -> None:
         """Warn of what the user probably does not want, before anything is published."""
         attachments = None
-        if self._appender.version is None and not self._wants_no_attachments:
+        if recipe is not None:
+            self._advice.check_quantization_config(is_published=CONFIG in files)
+        elif self._appender.version is None and not self._wants_no_attachments:
             attachments = self._attachments.keys()
+        self._advice.check_recipe(recipe)
         self._advice.before(table, step, attachments)
+
+    def _previous(self) -> State | None:
+        return None if self._quantising is None else self._appender.previous(self._quantising.record)
 
     # Publish in the foreground
 
@@ -339,7 +369,7 @@ class Publisher:
 
     def _cast(self, accepted: Publication) -> Publication:
         """Return the publication with a copy of its weights in the published type, if they have another type."""
-        if not self._casting.is_given or TensorTable.of(accepted.weights) == accepted.table:
+        if accepted.layout is not None or not self._casting.is_given or TensorTable.of(accepted.weights) == accepted.table:
             return accepted
         arrays = self._memory.take(accepted.table, accepted.weights)
         copy_tensors(accepted.weights, arrays)

@@ -5,6 +5,7 @@ Copies of weights on a GPU are kept in pinned memory of the host, or on the GPU,
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
@@ -31,7 +32,10 @@ _PIECE = 8 << 20
 
 
 def new_arrays(table: TensorTable, state: State, device: SnapshotDevice) -> Arrays:
-    """Return memory for a copy of a state. Its contents are undefined."""
+    """Return memory for tensors of these types and shapes, each on the device of the tensor with its name in `state`, or on the host.
+
+    Its contents are undefined.
+    """
     each = zip(table.names, table.dtypes, table.shapes, strict=True)
     return {name: _new_array(dtype, shape, tensor_bits(name, state[name]).bits, device) for name, dtype, shape in each}
 
@@ -137,8 +141,8 @@ def _new_array(dtype: DType, shape: tuple[int, ...], like: Bits, device: Snapsho
 
     gpu, integer = gpu_at(like.device), getattr(torch, f"int{dtype.width}")
     if device == "device":
-        return typed(DeviceBits(gpu.empty(like.size, integer)), dtype, shape)
-    return gpu.pinned(like.size, integer).numpy().view(dtype.numpy).reshape(shape)
+        return typed(DeviceBits(gpu.empty(math.prod(shape), integer)), dtype, shape)
+    return gpu.pinned(math.prod(shape), integer).numpy().view(dtype.numpy).reshape(shape)
 
 
 def _as_tensor(bits: Bits) -> Any:

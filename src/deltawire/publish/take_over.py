@@ -66,6 +66,15 @@ class TakeOver:
             attached = AttachedFiles(self.log, self.start, self._stored, keeps_others=self._keeps_others)
             attached.require(self._files, rewinds=self._resume_from_seq is not None)
 
+    def read_file(self, name: str) -> bytes | None:
+        """Return an attachment of the version that the writer continues from. None if there is none of this name.
+
+        Raises as `Fetcher.fetch` does.
+        """
+        if self.start is None:
+            return None
+        return AttachedFiles(self.log, self.start, self._stored).read(name)
+
     def fence(self) -> ChainWriter:
         """Exclude earlier writers, and return the writer of the new epoch."""
         return ChainWriter(self._store, self.log, signing_key=self._options.signing_key, resumed_from=self._resume_from_seq)

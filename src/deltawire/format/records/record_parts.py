@@ -175,6 +175,13 @@ class RecipeRecord:
     def __str__(self) -> str:
         return f"{self.name} (release {self.release})"
 
+    def makes_same_tensors(self, other: RecipeRecord | None) -> bool:
+        """Tell whether a version of this recipe can follow a version of the other one by a delta: only the option `sticky` may differ."""
+        if other is None or (self.name, self.release) != (other.name, other.release):
+            return False
+        mine, theirs = ({name: value for name, value in each.options.items() if name != "sticky"} for each in (self, other))
+        return mine == theirs
+
     def plain(self) -> dict[str, Any]:
         """Return the recipe as JSON values."""
         return {"name": self.name, "release": self.release, "options": dict(self.options)}

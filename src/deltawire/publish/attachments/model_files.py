@@ -32,11 +32,11 @@ def files_of_model(model: Any, dtype: DType | None = None) -> dict[str, bytes]:
         if not config.keys() & _DTYPE_NAMES:  # as `save_pretrained` does, by the name that all releases of transformers read
             config["torch_dtype"] = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
         if dtype is not None:
-            _set_dtype(config, torch_name(dtype))
-        files["config.json"] = _to_bytes(config)
+            set_dtype(config, torch_name(dtype))
+        files["config.json"] = to_bytes(config)
     generation = _as_json(getattr(model, "generation_config", None))
     if generation is not None:
-        files["generation_config.json"] = _to_bytes(generation)
+        files["generation_config.json"] = to_bytes(generation)
     return files
 
 
@@ -103,14 +103,15 @@ def _as_json(config: Any) -> dict[str, Any] | None:
     return None
 
 
-def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+def set_dtype(config: dict[str, Any], dtype: str) -> None:
     """Set the type of the weights, also in the configurations of a model's parts."""
     for name, value in config.items():
         if name in _DTYPE_NAMES and isinstance(value, str):
             config[name] = dtype
         elif isinstance(value, dict) and name.endswith("_config") and name != "quantization_config":
-            _set_dtype(value, dtype)
+            set_dtype(value, dtype)
 
 
-def _to_bytes(config: dict[str, Any]) -> bytes:
+def to_bytes(config: dict[str, Any]) -> bytes:
+    """Return a configuration as the bytes of its file."""
     return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

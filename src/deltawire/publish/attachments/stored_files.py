@@ -139,6 +139,17 @@ class AttachedFiles:
         found = {str(entry.name): entry for entry in in_force}
         return {name: bytes(fetcher.fetch(entry)) if self._stored.is_intact(entry) else self._spare(entry) for name, entry in found.items()}
 
+    def read(self, name: str) -> bytes | None:
+        """Return one of the attachments in force. None if there is none of this name. Raises as `Fetcher.fetch` does."""
+        in_force = self._in_force()
+        if in_force is None:
+            return self.contents().get(name)
+        entry = next((entry for entry in in_force if entry.name == name), None)
+        if entry is None:
+            return None
+        is_intact = self._stored.is_intact(entry)
+        return bytes(Fetcher(self._log.store, limits=self._log.limits).fetch(entry)) if is_intact else self._spare(entry)
+
     def upload(self, location: DataLocation, wanted: Mapping[str, bytes] | None, *, anew: bool = False) -> tuple[FileEntry, ...]:
         """Return the attachments of the next version. Uploads those that are not in the store, or are damaged there.
 

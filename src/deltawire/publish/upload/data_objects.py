@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...delta.encode import encode_with_summary
+from ...delta.encode import encode_delta, encode_with_summary
 from ...format.checkpoints.checkpoint import INDEX_FILE
 from ...format.content_hash import content_hash, new_hash
 from ...format.digest import Digest
@@ -88,13 +88,18 @@ class Uploads:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The uploaded deltas of a state over the baseline. `deltas` has the same bytes by segment; unchanged segments have none."""
+    """The uploaded deltas of a state over the baseline. `deltas` has the same bytes by segment; unchanged segments have none.
+
+    `reverse` has the deltas back to the baseline, if they were asked for.
+    """
 
     files: tuple[FileEntry, ...]
     deltas: Mapping[int, bytes]
+    reverse: Mapping[int, bytes] | None
     before: Digest
     after: Digest
     changed: int
+    quantise_seconds: float
     encode_seconds: float
     upload_seconds: float
     """From the start of the first upload to the end of the last."""
@@ -117,18 +122,52 @@ class Segmented(Protocol):
     def part_of(self, state: State, index: int) -> State: ...
 
 
-def upload_update(location: DataLocation, baseline: Segmented, state: State, threads: int | None, *, limit: int) -> Update | None:
-    """Encode a state against the baseline, which has the same table, and upload the deltas. Returns None if they reach `limit` bytes."""
+def upload_update(
+    location: DataLocation,
+    baseline: Segmented,
+    state: State,
+    threads: int | None,
+    *,
+    limit: int,
+    segment_of: Callable[[int], State] | None = None,
+    wants_reverse: bool = False,
+) -> Update | None:
+    """Encode a state against the baseline, which has the same table, and upload the deltas. Returns None if they reach `limit` bytes.
+
+    Parameters
+    ----------
+    location
+        Where the deltas are uploaded to.
+    baseline
+        The state to encode against.
+    state
+        The new state.
+    threads
+        The number of threads that encode.
+    limit
+        The most bytes that deltas may have together.
+    segment_of
+        Makes the tensors of a segment, which are freed before those of the next one are made. None: they are those of `state`.
+    wants_reverse
+        Whether deltas back to the baseline are encoded, too.
+    """
     uploads = Uploads(location.pool)
     deltas: dict[int, bytes] = {}
+    reverse: dict[int, bytes] = {}
     before, after = Digest(), Digest()
     changed = size = 0
-    encoding = 0.0
+    making = encoding = 0.0
     try:
         for index, segment in enumerate(baseline.segments):
             start = time.perf_counter()
-            delta, summary = encode_with_summary(baseline.part(index), baseline.part_of(state, index), threads=threads)
-            encoding += time.perf_counter() - start
+            new = baseline.part_of(state, index) if segment_of is None else segment_of(index)
+            made = time.perf_counter()
+            delta, summary = encode_with_summary(baseline.part(index), new, threads=threads)
+            if wants_reverse and summary.tensors_changed:
+                reverse[index] = encode_delta(new, baseline.part(index), threads=threads)
+            del new
+            making += made - start
+            encoding += time.perf_counter() - made
             before += summary.before
             after += summary.after
             changed += summary.changed
@@ -143,7 +182,8 @@ def upload_update(location: DataLocation, baseline: Segmented, state: State, thr
     except BaseException:
         uploads.abandon()
         raise
-    return Update(files, deltas, before, after, changed, encoding, uploading, uploads.waited)
+    back = reverse if wants_reverse else None
+    return Update(files, deltas, back, before, after, changed, making, encoding, uploading, uploads.waited)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,157 @@
+"""Quantises what is published: the layout, the published tensors, and the record of the recipe (docs/quantise.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..dtypes import DType, dtype_named
+from ..errors import LimitExceeded, NonFiniteWeights
+from ..format.records.record_parts import RecipeRecord
+from ..quantise import QuantisedLayout, Recipe, TensorSpec
+from ..quantise.recipe import RecipeLike
+from ..tensors.bits import State
+from ..tensors.casting import Casting, DTypeLike, WireDType
+from ..tensors.finite import count_nonfinite
+from .advice import describe_nonfinite
+from .attachments.quantised_config import CONFIG, with_quantization, without_quantization
+from .snapshots import Arrays
+from .take_over import TakeOver
+from .upload.segments import TensorTable
+
+_MOST_RECORD_BYTES = 8192
+"""Most bytes that a recipe takes in a commit."""
+
+
+class Quantising:
+    """What one publisher does to its states before it publishes them.
+
+    Parameters
+    ----------
+    recipe
+        The recipe, or its spelling.
+    dtype
+        The type of floating-point tensors that are not quantised. None: bfloat16.
+    """
+
+    def __init__(self, recipe: RecipeLike, dtype: WireDType | None) -> None:
+        self.recipe = Recipe.of(recipe)
+        self.record = record_of(self.recipe)
+        self._dtype = dtype
+        self._tables: tuple[QuantisedLayout, TensorTable] | None = None
+
+    @property
+    def kept_dtype(self) -> DType | None:
+        """The one type of all floating-point tensors that are not quantised; None if there is no such type."""
+        return dtype_named("BF16") if self._dtype is None else Casting(self._dtype).dtype
+
+    def layout_of(self, state: State) -> QuantisedLayout:
+        """Return which tensors are published for a state. Raises a `TensorError` or `PublishError` if they cannot be published."""
+        table = TensorTable.of(state)
+        specs = {name: (dtype, shape) for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True)}
+        dtype = self._dtype
+        if callable(dtype) and not isinstance(dtype, type):
+            dtype = _ChosenTypes(tuple((name, dtype(name, tensor)) for name, tensor in state.items()))
+        return QuantisedLayout.of(self.recipe, specs, dtype)
+
+    def table_of(self, layout: QuantisedLayout) -> TensorTable:
+        """Return the names, types and shapes of the published tensors."""
+        if self._tables is None or self._tables[0] is not layout:
+            outputs = sorted(layout.outputs.values(), key=lambda output: output.name)
+            names, dtypes = tuple(output.name for output in outputs), tuple(output.dtype for output in outputs)
+            self._tables = layout, TensorTable(names, dtypes, tuple(output.shape for output in outputs))
+        return self._tables[1]
+
+
+class QuantisedConfig:
+    """Keeps config.json in step with how the weights of a publisher are quantised.
+
+    Parameters
+    ----------
+    quantising
+        How they are quantised; None if they are not.
+    chain
+        The chain whose version before leaves its config.json to the next one, if the user does not give one. None: it does not.
+    """
+
+    def __init__(self, quantising: Quantising | None, chain: TakeOver | None) -> None:
+        self._quantising = quantising
+        self._stored: bytes | None = None
+        """The config.json that stays unless the user gives another, and that does not fit how these weights are quantised."""
+        before = None if chain is None or chain.start is None else chain.start.recipe
+        if chain is not None and not (quantising is None and before is None):
+            self._stored = chain.read_file(CONFIG)
+
+    def written_into(self, files: dict[str, bytes], layout: QuantisedLayout | None) -> dict[str, bytes]:
+        """Return the files of a version, with a config.json that says how its weights are quantised, if there is one."""
+        config = files.get(CONFIG, self._stored)
+        if config is None:
+            return files
+        if self._quantising is not None and layout is not None:
+            return files | {CONFIG: with_quantization(config, layout.quantization_config(), self._quantising.kept_dtype)}
+        return files if CONFIG in files else files | {CONFIG: without_quantization(config)}
+
+
+@dataclass(frozen=True)
+class _ChosenTypes:
+    """The types that the user's function chose for the tensors of a state. Equal choices are equal, so that layouts are made once."""
+
+    chosen: tuple[tuple[str, DTypeLike | None], ...]
+
+    @cached_property
+    def _by_name(self) -> dict[str, DTypeLike | None]:
+        return dict(self.chosen)
+
+    def __call__(self, name: str, spec: TensorSpec) -> DTypeLike | None:
+        return self._by_name[name]
+
+
+def record_of(recipe: Recipe) -> RecipeRecord:
+    """Return the recipe as commits name it. Raises `LimitExceeded` if a commit has no room for it."""
+    values = recipe.to_json()
+    record = RecipeRecord(values.pop("name"), values.pop("release"), values)
+    size = len(json.dumps(record.plain()))
+    if size > _MOST_RECORD_BYTES:
+        raise LimitExceeded(f"the recipe has {size:,} bytes with its patterns; a version has room for {_MOST_RECORD_BYTES:,}.")
+    return record
+
+
+def quantise(
+    layout: QuantisedLayout,
+    names: Iterable[str],
+    state: State,
+    previous: State | None,
+    out: Mapping[str, Any] | None = None,
+    *,
+    threads: int | None = None,
+) -> Arrays:
+    """Return published tensors of a state. Raises `NonFiniteWeights` if one of their weights is NaN or infinite.
+
+    `previous` are the tensors of the version before, whose scales stay where that is possible. `out` has the memory to write into.
+    """
+    chosen = list(names)
+    made = layout.quantise(chosen, state, previous, out)
+    refuse_nonfinite({name: made[name] for name in chosen if layout.outputs[name].weight is None}, threads=threads)
+    return made
+
+
+def refuse_nonfinite(state: State, *, threads: int | None = None) -> None:
+    """Raise `NonFiniteWeights` if a weight is NaN or infinite. Quantised models never publish such weights."""
+    bad = count_nonfinite(state, threads=threads)
+    if bad:
+        raise NonFiniteWeights(f"{describe_nonfinite(bad)}. Nothing is published.")
+
+
+def refuse_nonfinite_sources(layout: QuantisedLayout, state: State, *, threads: int | None = None) -> None:
+    """Raise as `quantise` would for all tensors, but write nothing."""
+    refuse_nonfinite({name: state[name] for name in layout.weights_of_source}, threads=threads)
+    kept = [output.name for output in layout.outputs.values() if output.weight is None]
+    for name in kept:  # one by one, because each may need a copy in another type, and large numbers may become infinite in it
+        quantise(layout, [name], state, None, threads=threads)
+
+
+SegmentOf = Callable[[int], State]
+"""Returns the tensors of a segment as they are published, by its index."""
