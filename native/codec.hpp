@@ -99,7 +99,6 @@ private:
     std::vector<Unit> units_;
     std::vector<std::unique_ptr<Worker>> workers_;
     std::atomic<size_t> kept_{0};
-    bool defer_;
 };
 
 // Writes elements at flat indices, which the caller must check.

@@ -20,7 +20,7 @@ struct ContextRule {
 };
 
 // The result of scanning one piece: which elements change, and the data to rank any element in its context. For 4-bit codes `positions` are
-// those of changed bytes, there are no masks, and a row of `ranks` is for a digest block (512 bytes) instead of a group.
+// those of changed bytes, and a row of `masks` counts the codes before 512 bytes of the piece (kernels_impl.hpp).
 struct PieceScan {
     uint32_t changes = 0;  // the number of positions
     alignas(64) uint16_t positions[kPieceBytes + kGroup];

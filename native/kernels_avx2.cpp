@@ -5,7 +5,7 @@ namespace deltawire {
 namespace {
 
 struct Avx2 : OneByOne, SingleBits {
-    static constexpr unsigned kCountLanes = 4;
+    using Words = FourWords;
 
     static __m256i load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
     // Narrows 16-bit lanes of at most 255 to bytes, in order.

@@ -29,7 +29,7 @@ inline __m512i load(const void* p) { return _mm512_loadu_si512(p); }
 inline __m512i load(const Bytes& b) { return _mm512_load_si512(b.at); }
 
 struct Avx512 : SingleBits {
-    static constexpr unsigned kCountLanes = 8;
+    using Words = EightWords;
 
     struct Masks {
         __m512i low, high;  // contexts 0–7 and 8–15, a 64-bit mask each

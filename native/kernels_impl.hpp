@@ -19,6 +19,36 @@ DELTAWIRE_INLINE void prefetch_group(const T* group) {
     for (unsigned i = 0; i < kGroup * sizeof(T); i += 64) __builtin_prefetch(ahead + i, 0, 2);
 }
 
+// Words that are processed together. Compilers split them where the machine has only shorter vectors.
+typedef uint64_t FourWords __attribute__((vector_size(32)));
+typedef uint64_t EightWords __attribute__((vector_size(64)));
+#if defined(__clang__)
+#define DELTAWIRE_SHUFFLE(Words, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define DELTAWIRE_SHUFFLE(Words, a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
+#endif
+
+// Adds up the words of each of eight vectors. The eight sums are in one vector or two.
+DELTAWIRE_INLINE void sum_words(const EightWords (&v)[8], EightWords (&out)[1]) {
+    EightWords pairs[4], quads[2];
+    for (unsigned i = 0; i < 4; ++i)
+        pairs[i] = DELTAWIRE_SHUFFLE(EightWords, v[2 * i], v[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+                   DELTAWIRE_SHUFFLE(EightWords, v[2 * i], v[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (unsigned i = 0; i < 2; ++i)
+        quads[i] = DELTAWIRE_SHUFFLE(EightWords, pairs[2 * i], pairs[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                   DELTAWIRE_SHUFFLE(EightWords, pairs[2 * i], pairs[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    out[0] = DELTAWIRE_SHUFFLE(EightWords, quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+             DELTAWIRE_SHUFFLE(EightWords, quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}
+DELTAWIRE_INLINE void sum_words(const FourWords (&v)[8], FourWords (&out)[2]) {
+    FourWords pairs[4];
+    for (unsigned i = 0; i < 4; ++i)
+        pairs[i] = DELTAWIRE_SHUFFLE(FourWords, v[2 * i], v[2 * i + 1], 0, 4, 2, 6) + DELTAWIRE_SHUFFLE(FourWords, v[2 * i], v[2 * i + 1], 1, 5, 3, 7);
+    for (unsigned i = 0; i < 2; ++i)
+        out[i] = DELTAWIRE_SHUFFLE(FourWords, pairs[2 * i], pairs[2 * i + 1], 0, 1, 4, 5) +
+                 DELTAWIRE_SHUFFLE(FourWords, pairs[2 * i], pairs[2 * i + 1], 2, 3, 6, 7);
+}
+
 struct RiceSums {
     uint64_t sum, escapes;
 };
@@ -276,24 +306,20 @@ struct Kernel {
     // Finds the codes of a word that have a context: those whose magnitudes are in a range.
     class Members {
     public:
+        unsigned least = kMagnitudes, after = 0;
+
         Members(const ContextRule& rule, unsigned context) {
-            unsigned least = kMagnitudes, after = 0;
             for (unsigned m = kMagnitudes; m-- > 0;)
                 if (rule(m) == context) {
                     if (!after) after = m + 1;
                     least = m;
                 }
-            least_ = least * kLowBits;
-            after_ = after * kLowBits;
         }
         // Returns the lowest bits of these codes.
         DELTAWIRE_INLINE uint64_t operator()(uint64_t word) const {
             const uint64_t above = (word & 7 * kLowBits) | 8 * kLowBits;  // a difference has bit 3 of a code if the magnitude is at least that
-            return ((above - least_) & ~(above - after_)) >> 3 & kLowBits;
+            return ((above - least * kLowBits) & ~(above - after * kLowBits)) >> 3 & kLowBits;
         }
-
-    private:
-        uint64_t least_, after_;
     };
 
     DELTAWIRE_INLINE static uint64_t word_at(const uint8_t* piece, uint32_t bytes, uint32_t word) {
@@ -304,69 +330,74 @@ struct Kernel {
     }
     DELTAWIRE_INLINE static uint8_t nibble_at(const uint8_t* piece, uint32_t at) { return piece[at / 2] >> 4 * (at % 2) & 15; }
 
-    // Counts the members of each context block by block.
+    // Counts the codes of a piece by magnitude. A row of `masks` is for a block: for each set of bits (0–7), how many codes before it have all
+    // of them. `of_magnitudes` makes numbers of codes by magnitude of a row.
     class NibbleCounts {
     public:
-        NibbleCounts(const ContextRule& rule, PieceScan& out) : out_(out) {
-            for (unsigned m = 0; m < kMagnitudes; ++m) context_[m] = uint8_t(rule(m));
-        }
+        explicit NibbleCounts(PieceScan& out) : out_(out) {}
         // `block` has kCountBlock bytes, of which `bytes` count. The others must be zero.
         DELTAWIRE_INLINE void add(const uint8_t* block, uint32_t bytes) {
-            // How many codes have all bits of a set of bits, for each set: a sum of products of bits.
-            uint32_t with[kMagnitudes] = {2 * bytes};
-            for (uint32_t part = 0; part < kCountBlock; part += 64 * kLanes) count_products(block + part, with);
-            // Of those, the codes that have no other bit.
-            for (unsigned bit = 1; bit < kMagnitudes; bit *= 2)
-                for (unsigned m = 0; m < kMagnitudes; ++m)
-                    if (!(m & bit)) with[m] -= with[m | bit];
-            for (unsigned c = 0; c < kMagnitudes; ++c) out_.ranks[rows_][c] = uint16_t(totals_[c]);
-            ++rows_;
-            for (unsigned m = 0; m < kMagnitudes; ++m) totals_[context_[m]] += with[m];
+            Words counters[kMagnitudes] = {};
+#pragma GCC unroll 2
+            for (uint32_t part = 0; part < kCountBlock; part += 8 * sizeof(Words)) count_products(block + part, counters);
+            Words sums[kParts];
+            sum_words(counters, sums);
+            std::memcpy(out_.masks[rows_++], totals_, sizeof totals_);
+            for (unsigned p = 0; p < kParts; ++p) {  // no byte of a sum exceeds 128
+                Words n = (sums[p] & 0x00ff00ff00ff00ffu) + (sums[p] >> 8 & 0x00ff00ff00ff00ffu);
+                n += n >> 32;
+                n += n >> 16;
+                totals_[p] += n & 0xffff;
+            }
+            totals_[0][0] += 2 * bytes;
         }
-        void finish() {
-            for (unsigned c = 0; c < kContexts; ++c) out_.totals[c] = c < kMagnitudes ? totals_[c] : 0;
+        void finish(const ContextRule& rule) {
+            uint64_t of[kMagnitudes];
+            std::memcpy(of, totals_, sizeof of);
+            of_magnitudes(of);
+            std::memset(out_.totals, 0, sizeof out_.totals);
+            for (unsigned m = 0; m < kMagnitudes; ++m) out_.totals[rule(m)] += int64_t(of[m]);
+        }
+        DELTAWIRE_INLINE static void of_magnitudes(uint64_t (&of)[kMagnitudes]) {
+            for (unsigned m = 0; m < 4; ++m) of[m] -= of[m + 4];
+            for (unsigned m = 0; m < 6; m += m == 1 ? 3 : 1) of[m] -= of[m + 2];
+            for (unsigned m = 0; m < 8; m += 2) of[m] -= of[m + 1];
         }
 
     private:
-        static constexpr unsigned kLanes = Isa::kCountLanes;  // words that are counted in parallel
+        using Words = typename Isa::Words;
+        static constexpr unsigned kParts = kMagnitudes * 8 / sizeof(Words);
 
-        // Reads 8 × kLanes words. Each word of a counter holds 16 numbers of 4 bits, and none exceeds 8.
-        DELTAWIRE_INLINE static void count_products(const uint8_t* from, uint32_t (&with)[kMagnitudes]) {
-            uint64_t counters[kMagnitudes][kLanes] = {};
+        // Counts in eight vectors the products of the bits of each code. The counters hold a number in each byte, and add at most 16 to it.
+        DELTAWIRE_INLINE static void count_products(const uint8_t* from, Words (&counters)[kMagnitudes]) {
+            Words n[kMagnitudes] = {};  // 16 numbers of 4 bits in each word, and none exceeds 8
+#pragma GCC unroll 8
             for (unsigned v = 0; v < 8; ++v) {
-                uint64_t x[kLanes];
-                std::memcpy(x, from + v * sizeof x, sizeof x);
-                for (unsigned l = 0; l < kLanes; ++l) {
-                    const uint64_t a = x[l] & kLowBits, b = x[l] >> 1 & kLowBits, c = x[l] >> 2 & kLowBits, bc = b & c;
-                    counters[1][l] += a;
-                    counters[2][l] += b;
-                    counters[3][l] += a & b;
-                    counters[4][l] += c;
-                    counters[5][l] += a & c;
-                    counters[6][l] += bc;
-                    counters[7][l] += a & bc;
-                }
+                Words x;
+                std::memcpy(&x, from + v * sizeof x, sizeof x);
+                const Words a = x & kLowBits, b = x >> 1 & kLowBits, c = x >> 2 & kLowBits, bc = b & c;
+                n[1] += a;
+                n[2] += b;
+                n[3] += a & b;
+                n[4] += c;
+                n[5] += a & c;
+                n[6] += bc;
+                n[7] += a & bc;
             }
-            constexpr uint64_t low = 0x0f0f0f0f0f0f0f0fu, low16 = 0x00ff00ff00ff00ffu;
-            for (unsigned m = 1; m < kMagnitudes; ++m) {
-                uint64_t total = 0;  // of bytes of at most 16, so that no byte exceeds 128
-                for (const uint64_t n : counters[m]) total += (n & low) + (n >> 4 & low);
-                total = (total & low16) + (total >> 8 & low16);
-                with[m] += uint32_t(total * 0x0001000100010001u >> 48);
-            }
+            constexpr uint64_t low = 0x0f0f0f0f0f0f0f0fu;
+            for (unsigned m = 1; m < kMagnitudes; ++m) counters[m] += (n[m] & low) + (n[m] >> 4 & low);
         }
 
         PieceScan& out_;
-        uint8_t context_[kMagnitudes];
         uint32_t rows_ = 0;
-        uint32_t totals_[kContexts] = {};
+        Words totals_[kParts] = {};
     };
 
     // Ranks the codes of one context, or finds those with given ranks, in ascending order.
     class NibbleWalk {
     public:
         NibbleWalk(const ContextRule& rule, unsigned context, const uint8_t* piece, uint32_t bytes, const PieceScan& scan)
-            : members_(rule, context), piece_(piece), bytes_(bytes), column_(scan.ranks[0] + context) {}
+            : members_(rule, context), piece_(piece), bytes_(bytes), scan_(scan) {}
         uint32_t rank_of(uint32_t at) {
             const uint32_t target = at / 16;
             if (target / kBlockWords != word_ / kBlockWords) enter(target / kBlockWords);
@@ -376,7 +407,7 @@ struct Kernel {
         uint32_t position_of(uint32_t rank) {
             const uint32_t blocks = (bytes_ + kCountBlock - 1) / kCountBlock;
             uint32_t block = word_ / kBlockWords;
-            while (block + 1 < blocks && column_[(block + 1) * kContexts] <= rank) ++block;
+            while (block + 1 < blocks && before_block(block + 1) <= rank) ++block;
             if (block != word_ / kBlockWords) enter(block);
             for (;; ++word_) {
                 const uint64_t mask = members();
@@ -395,13 +426,20 @@ struct Kernel {
         }
         void enter(uint32_t block) {
             word_ = block * kBlockWords;
-            before_ = column_[block * kContexts];
+            before_ = before_block(block);
+        }
+        uint32_t before_block(uint32_t block) const {
+            uint64_t of[kMagnitudes], n = 0;
+            std::memcpy(of, scan_.masks[block], sizeof of);
+            NibbleCounts::of_magnitudes(of);
+            for (unsigned m = members_.least; m < members_.after; ++m) n += of[m];
+            return uint32_t(n);
         }
 
         Members members_;
         const uint8_t* piece_;
         uint32_t bytes_;
-        const uint16_t* column_;
+        const PieceScan& scan_;
         uint32_t word_ = 0, before_ = 0;
     };
 
@@ -409,7 +447,7 @@ struct Kernel {
                              PieceScan& out, Lanes& lanes) {
         const uint32_t bytes = count / 2, whole = bytes / kGroup;
         DigestAlong<uint8_t> digest(base, bytes, multipliers);
-        NibbleCounts counts(rule, out);
+        NibbleCounts counts(out);
         uint16_t* positions = out.positions;
         for (uint32_t g = 0; g < whole; ++g) {
             const uint8_t *const a = base + g * kGroup, *const b = next + g * kGroup;
@@ -424,17 +462,17 @@ struct Kernel {
             const Padded<uint8_t> a(base + whole * kGroup, rest), b(next + whole * kGroup, rest);
             positions = Isa::positions(Isa::differ(a.data, b.data), uint16_t(whole * kGroup), positions);
         }
-        if (rule.mask) finish_counts(base, bytes, counts);
+        if (rule.mask) finish_counts(base, bytes, rule, counts);
         digest.finish(lanes);
         out.changes = uint32_t(positions - out.positions);
     }
-    static void finish_counts(const uint8_t* base, uint32_t bytes, NibbleCounts& counts) {
+    static void finish_counts(const uint8_t* base, uint32_t bytes, const ContextRule& rule, NibbleCounts& counts) {
         if (const uint32_t rest = bytes % kCountBlock) {
             alignas(64) uint8_t padded[kCountBlock] = {};
             std::memcpy(padded, base + bytes - rest, rest);
             counts.add(padded, rest);
         }
-        counts.finish();
+        counts.finish(rule);
     }
 
     static uint32_t collect_nibbles(const uint8_t* base, const uint8_t* next, uint32_t count, const ContextRule& rule, const PieceScan& scan,
@@ -478,13 +516,13 @@ struct Kernel {
         const bool floating = rule.mask != 0;
         if (floating) {
             DigestAlong<uint8_t> digest(base, bytes, multipliers);
-            NibbleCounts counts(rule, space.scan);
+            NibbleCounts counts(space.scan);
             for (uint32_t g = 0; g < bytes / kGroup; ++g) {
                 prefetch_group(base + g * kGroup);
                 digest.before_group(g);
                 if (g % (kCountBlock / kGroup) == 0 && g * kGroup + kCountBlock <= bytes) counts.add(base + g * kGroup, kCountBlock);
             }
-            finish_counts(base, bytes, counts);
+            finish_counts(base, bytes, rule, counts);
             digest.finish(lanes);
         } else {
             digest_bytes(base, bytes, multipliers, lanes);

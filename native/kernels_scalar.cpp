@@ -5,7 +5,7 @@ namespace deltawire {
 namespace {
 
 struct Scalar : OneByOne {
-    static constexpr unsigned kCountLanes = 4;
+    using Words = FourWords;
 
     struct Sorter {
         ContextRule rule;

@@ -312,7 +312,7 @@ void Resolution::split(Group& group) {
 
 Resolution::~Resolution() = default;
 
-Resolution::Resolution(unsigned threads, size_t budget, bool defer, const Kernels& kernels) : defer_(defer) {
+Resolution::Resolution(unsigned threads, size_t budget, bool defer, const Kernels& kernels) {
     for (unsigned t = 0; t < std::max(1u, threads); ++t)
         workers_.push_back(std::make_unique<Worker>(kernels, kept_, defer ? ~size_t(0) : budget, defer));
 }

@@ -130,7 +130,6 @@ struct Isa {
         resolution.groups_.clear();
         resolution.first_tensor_.clear();
         resolution.kept_ = 0;
-        resolution.defer_ = defer;
         Resolution::Worker& worker = *resolution.workers_[0];
         worker.arena_.clear();
         worker.budget_ = defer ? kUnlimited : budget;
