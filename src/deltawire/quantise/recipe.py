@@ -21,11 +21,13 @@ DEFAULT_IGNORE: Final = (
     "re:(.*\\.)?lm_head$",
     "re:(.*\\.)?(embed_tokens|embed_positions|embed_out|wte|wpe|word_embeddings|embeddings?)(\\..*)?$",
     "re:.*norm[^.]*$",
+    "re:.*\\blora_",
     "re:.*gate$",
     "re:.*router(\\..*)?$",
     "re:(.*\\.)?(visual|vision_tower|vision_model|multi_modal_projector)(\\..*)?$",
 )
-"""The modules that stay in their own precision by default: the head, embeddings, norms, routers and gates of experts, vision towers."""
+"""The modules that stay in their own precision by default: the head, embeddings, norms, LoRA adapters, routers and gates of experts,
+vision towers."""
 
 ScaleFormat: TypeAlias = Literal["fp32", "ue8m0"]
 Element: TypeAlias = Literal["e4m3", "e2m1", "int4"]
@@ -44,6 +46,10 @@ class BlockShape(NamedTuple):
             1 if self.rows is None else -(-rows // self.rows),
             1 if self.columns is None else -(-columns // self.columns),
         )
+
+    def rows_of_grid(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of rows of blocks that the rows from `start` to `stop` of a weight lie in."""
+        return (0, 1) if self.rows is None else (start // self.rows, -(-stop // self.rows))
 
 
 @dataclass(frozen=True)

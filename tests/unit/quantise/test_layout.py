@@ -164,6 +164,7 @@ def test_what_cannot_be_quantised_is_refused_by_name():
         ("model.layers.3.mlp.router", True),
         ("model.visual.blocks.0.attn.qkv", True),
         ("model.layers.3.self_attn.q_norm", True),
+        ("base_model.model.layers.3.self_attn.q_proj.lora_A", True),
         ("model.layers.3.mlp.gate_proj", False),
         ("model.layers.3.mlp.experts.7.gate_proj", False),
         ("model.layers.3.self_attn.o_proj", False),

@@ -97,9 +97,8 @@ def test_shards_give_the_bytes_of_the_whole(spelling, dtype, rows, blocks, moves
     codes, scales = quantise_weight(recipe, weight, previous)
     source = dtype_of_numpy(weight.dtype)
     cuts = sorted({0, rows, *np.random.default_rng(seed).integers(0, rows + 1, 3).tolist()})
-    height = recipe.block.rows or rows
-    grid = np.zeros((-(-rows // height), block_maxima(recipe, weight[:1]).shape[1]), np.float32)
-    ranges = [(start, stop, slice(start // height, -(-stop // height))) for start, stop in itertools.pairwise(cuts)]
+    grid = np.zeros(recipe.block.grid(*weight.shape), np.float32)
+    ranges = [(start, stop, slice(*recipe.block.rows_of_grid(start, stop))) for start, stop in itertools.pairwise(cuts)]
     for start, stop, part in ranges:  # each rank takes the maxima of its rows, and they reduce to the maximum
         grid[part] = np.maximum(grid[part], block_maxima(recipe, weight[start:stop], start))
     pieces = []
