@@ -174,6 +174,23 @@ def test_one_grown_weight_does_not_move_its_block_until_it_no_longer_fits(spelli
     assert same(fifth, quantise_weight(FRESH[spelling], weight)[1])
 
 
+def test_scales_of_blocks_follow_the_rule_under_the_same_global_scale():
+    recipe = Recipe.parse("nvfp4")
+    weight = np.full((2, 16), 8.0, np.float32)
+
+    def step(value, previous):
+        weight[1] = value
+        return quantise_weight(recipe, weight, previous)[1]
+
+    first = step(1.0, None)
+    expected = [(0.7, 1.0), (0.4, 0.4), (0.44, 0.4), (0.6, 0.6), (0.32, 0.6), (0.25, 0.25)]  # the largest weight, and the one of its scale
+    scales = first
+    for value, kept in expected:
+        scales = step(value, scales)
+        assert scales.global_scale == first.global_scale
+        assert scales.scale[1] == step(kept, None).scale[1], value
+
+
 def test_a_block_that_became_zero_keeps_its_scale():
     weight = np.full((4, 128), 0.3, np.float32)
     for spelling in SPELLINGS:
