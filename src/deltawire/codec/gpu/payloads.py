@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -24,8 +25,8 @@ _MOST_COPIES = 512
 _COPY_THREADS, _COPY_LEAST = 8, 1 << 18
 """The most threads that copy payloads into pinned memory, and the bytes from which on another thread is worth its start."""
 
-_PARTS = 8
-"""The number of parts that an image is copied in. The device can read the first ones before the last ones are there."""
+_PARTS = 2 * _COPY_THREADS
+"""The most parts that an image is copied in. The first half goes to the device while threads copy the second into pinned memory."""
 
 _Run = tuple[int, int, int]
 """A piece of host memory: its address, its size, and its offset in the image."""
@@ -35,11 +36,11 @@ class Payloads:
     """Payloads, which are ranges of `data`. If `data` is not pinned memory, threads copy them to pinned memory."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]], data: Buffer, gpu: Gpu) -> None:
-        bounds = np.array(ranges, np.int64).reshape(-1, 2)
+        limits = np.array(ranges, np.int64).reshape(-1, 2)
         self.data = np.frombuffer(data, np.uint8)  # it keeps the payloads alive
         self.begins: Numbers
         """Where each payload begins in `data`, and where it ends."""
-        self.begins, self.ends = bounds.T
+        self.begins, self.ends = limits.T
         self._gpu = gpu
         ends = np.cumsum(self.ends - self.begins)
         self.offsets: Numbers = ends - (self.ends - self.begins)
@@ -50,18 +51,18 @@ class Payloads:
         sizes = np.diff(np.append(starts, self.size))
         addresses = self.data.ctypes.data + self.begins[breaks]
         runs = [run for run in zip(addresses.tolist(), sizes.tolist(), starts.tolist(), strict=True) if run[1]]
-        part_ends = np.unique(np.linspace(0, self.size, _PARTS + 1).astype(np.int64))[1:].tolist()
-        self._parts: list[tuple[int, int, list[Future[None]]]] = []
+        bounds = np.linspace(0, self.size, min(_PARTS, -(-self.size // _COPY_LEAST)) + 1).astype(np.int64).tolist()
+        self._parts: list[tuple[int, int, Future[None] | None]] = []
         """The bounds of the parts that are not copied to the device yet, and what must be done before they can be."""
         pinned = gpu.is_pinned
         if len(runs) > _MOST_COPIES or not all(pinned(a) and pinned(a + size - 1) for a, size, _ in runs):
             self._staged = gpu.pinned(self.size)
             to, held = self._staged.data_ptr(), (self.data, self._staged)
-            for begin, end in itertools.pairwise([0, *part_ends]):
-                self._parts.append((begin, end, _start_moves(_cut(runs, begin, end), to, held)))
+            for begin, end in itertools.pairwise(bounds):
+                self._parts.append((begin, end, _pool().submit(_move, _cut(runs, begin, end), to, held)))
             runs = [(to, self.size, 0)] if self.size else []
-        else:
-            self._parts = [(begin, end, []) for begin, end in itertools.pairwise([0, *part_ends])]
+        elif self.size:
+            self._parts = [(0, self.size, None)]
         self._runs: list[_Run] = runs
 
     def room(self) -> torch.Tensor:
@@ -72,11 +73,13 @@ class Payloads:
 
     def advance(self, room: torch.Tensor, *, wait: bool = False) -> None:
         """Start to copy all parts that are ready to `room`, on the current stream. With `wait`, wait until all are ready."""
+        if self._parts and not wait:
+            time.sleep(0)  # lets threads that are done with a part start the next one: they need Python's lock for that
         while self._parts:
-            begin, end, moves = self._parts[0]
-            if not wait and not all(move.done() for move in moves):
-                return
-            for move in moves:
+            begin, end, move = self._parts[0]
+            if move is not None:
+                if not wait and not move.done():
+                    return
                 move.result()
             self.copy(begin, end, room.data_ptr() + begin)
             del self._parts[0]
@@ -119,19 +122,8 @@ def _cut(runs: Sequence[_Run], begin: int, end: int) -> list[_Run]:
     return found
 
 
-def _start_moves(runs: Sequence[_Run], to: int, held: object) -> list[Future[None]]:
-    """Start threads that copy runs to an image that begins at `to`, with about as many bytes for each thread.
-
-    `held` owns the memory. The threads keep it alive until they are done, even if the caller does not wait for them.
-    """
-    if not runs:
-        return []
-    begin, end = runs[0][2], runs[-1][2] + runs[-1][1]
-    bounds = np.linspace(begin, end, min(_COPY_THREADS, -(-(end - begin) // _COPY_LEAST)) + 1).astype(np.int64).tolist()
-    return [_pool().submit(_move, _cut(runs, *part), to, held) for part in itertools.pairwise(bounds)]
-
-
 def _move(runs: Sequence[_Run], to: int, held: object) -> None:
+    """Copy runs to an image that begins at `to`. `held` owns the memory, and is alive until the copy is done."""
     for address, size, offset in runs:
         ctypes.memmove(to + offset, address, size)
 
