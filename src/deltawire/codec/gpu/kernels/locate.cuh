@@ -187,6 +187,8 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
             const u8* const body = raw ? raw_tile(tiles.tensors, tiles.ntensors, image, s, x, tile) : nullptr;
             u32 seen = 0, counts_of_unit = 0;
             u64 full = 0;
+            // The number of elements of this lane's context up to the end of the tile.
+            const u32 tile_end = tile + 1 < s.tile0 + s.tiles ? starts[(u64)(tile + 1 - tiles.first) * CONTEXTS + c] : heads[chunk].contexts[c].elements;
             // While the warp works on a unit, it fetches two changes of every context, one for each of the context's lanes.
             u32 target = ALL;
             T operand = 0;
@@ -197,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
             };
             if (!raw) look_ahead();
             for (u32 u = 0; u < units; ++u) {
+                if (!raw && !__any_sync(ALL, target < tile_end)) break;  // no change is left in this tile
                 if (u % (32 / DIGEST_BLOCKS) == 0) {
                     __syncwarp();
                     space.multipliers[lane] = block_factors(x.seed, digest_block + u * DIGEST_BLOCKS + lane);
@@ -321,6 +324,8 @@ extern "C" __global__ void __launch_bounds__(32 * LOCATE_WARPS, 6) locate(
                 slot += __shfl_sync(ALL, upto, 31);
                 __syncwarp();
             }
+            fetch_wait<0>();
+            __syncwarp();
             for (u32 i = 0; i < UNIT_BLOCKS; ++i)
                 if (lane < UNITS) patch.tiles[tile].counts[lane * UNIT_BLOCKS + i] = (u8)(counts_of_unit >> (8 * i));
             if (lane < PATCH_BLOCKS / 32) patch.tiles[tile].full[lane] = (u32)(full >> (32 * lane));

@@ -140,7 +140,10 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
         fetch(0);
         if (COMPARE && lane < CONTEXTS) space.changes[lane] = 0;
         const u64 digest_block = bytes_of(offset) / 512;
-        u32 own[COUNTERS] = {}, seen = 0;  // elements by context, as in `count_contexts`: of the lane; and, when comparing, counter `lane % COUNTERS` of the warp
+        // Elements by context, as in `count_contexts`: those of the lane that are not yet in `seen`, and counter `lane % COUNTERS` of the whole warp.
+        u32 own[COUNTERS] = {}, seen = 0;
+        u32 unit_size = 0, unit_slot = 0;  // of unit `lane`
+        bool has_own = false;
         for (u32 u = 0; u < units; ++u) {
             if (u % (32 / DIGEST_BLOCKS) == 0) {
                 __syncwarp();
@@ -170,26 +173,29 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
             const u32 valid = run == RUN ? ALL : below(run);
             u32 counts[COUNTERS];
             count_contexts(planes, valid, counts);
-            if (!COMPARE) {
+            if (!COMPARE || !__any_sync(ALL, planes.changed != 0)) {
 #pragma unroll
                 for (u32 i = 0; i < COUNTERS; ++i) own[i] += counts[i];
+                has_own = true;
                 __syncwarp();
                 continue;
+            }
+            if (has_own) {
+                seen = rank_lanes(space.ranks, own, seen, lane, false);
+#pragma unroll
+                for (u32 i = 0; i < COUNTERS; ++i) own[i] = 0;
+                has_own = false;
+                __syncwarp();
             }
             const u32 mine = __popc(planes.changed), upto = inclusive_scan(mine, lane), total = __shfl_sync(ALL, upto, 31);
-            seen = rank_lanes(space.ranks, counts, seen, lane, total != 0);
-            if (lane == 0) out.sizes[at * UNITS + u] = (u16)total;
-            if (!total) {
-                __syncwarp();
-                continue;
-            }
+            seen = rank_lanes(space.ranks, counts, seen, lane, true);
             space.planes[lane] = make_uint4(planes.bit[0], planes.bit[1], planes.bit[2], planes.bit[3]);
             if (left < total) {
                 if (lane == 0) next_slot = atomicAdd(out.cursor, GRANT);
                 next_slot = __shfl_sync(ALL, next_slot, 0);
                 left = GRANT;
             }
-            if (lane == 0) out.slots[at * UNITS + u] = next_slot;
+            if (lane == u) unit_size = total, unit_slot = next_slot;
             u32 pending = in_order(planes.changed), position = upto - mine;
             for (u32 first = 0; first < total; first += LISTED) {
                 const u32 size = min(total - first, LISTED);
@@ -217,8 +223,9 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
             changed += total;
         }
         if (COMPARE) {
+            if (has_own) seen = rank_lanes(space.ranks, own, seen, lane, false);
             if (lane < COUNTERS) ((u32*)elements)[(u64)at * stride + lane] = seen;
-            if (lane >= units && lane < UNITS) out.sizes[at * UNITS + lane] = 0;
+            if (lane < UNITS) out.sizes[at * UNITS + lane] = (u16)unit_size, out.slots[at * UNITS + lane] = unit_slot;
             if (lane < USED) out.counts[at * USED + lane] = (u16)space.changes[lane];
         } else {
 #pragma unroll
