@@ -25,7 +25,7 @@ if not REAL and compiler() is None:
 
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
-from deltawire.codec.gpu import resolve  # noqa: E402
+from deltawire.codec.gpu import kernel_table, resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.tensors.bits import tensor_bits  # noqa: E402
 from deltawire.tensors.torch_types import torch_types  # noqa: E402
@@ -160,6 +160,7 @@ def test_changes_are_located_slab_by_slab(monkeypatch):
     """First come long slabs, whose lists are in the memory of the patch, then short ones. Only the payloads of a slab are on the device."""
     for name, value in {"_SHARE": 0, "_MOST_SLABS": 10**6, "_LEAST_SLAB": 2500, "_KEPT": 0, "_KEPT_SHARE": 0}.items():
         monkeypatch.setattr(resolve, name, value)
+    monkeypatch.setattr(kernel_table, "block_tiles", lambda width: 2)  # each tensor has a block, and so a chunk, of its own
     dtype = dtype_named("BF16")
     cases = list(pairs(dtype, [20_000], [0.5]))[:1] * 3 + list(pairs(dtype, [20_000 + 3], [0.45, 0.0, 0.6]))
     base = {f"t{i:02}": cuda(b, dtype) for i, (b, _) in enumerate(cases)}
@@ -175,6 +176,7 @@ def test_changes_are_located_slab_by_slab(monkeypatch):
 def test_lists_of_slabs_become_shorter_as_the_patch_fills_up(monkeypatch):
     for name, value in {"_SHARE": 0, "_MOST_SLABS": 10**6, "_LEAST_SLAB": 500, "_KEPT": 0, "_KEPT_SHARE": 0}.items():
         monkeypatch.setattr(resolve, name, value)
+    monkeypatch.setattr(kernel_table, "block_tiles", lambda width: 1)  # each tensor has a block, and so a chunk, of its own
     dtype = dtype_named("BF16")
     cases = list(pairs(dtype, [2000], [0.5]))[:1] * 200
     base = {f"t{i:03}": cuda(b, dtype) for i, (b, _) in enumerate(cases)}
