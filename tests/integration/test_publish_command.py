@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from deltawire.errors import LimitExceeded
 from deltawire.format.records.record_parts import Limits
 from deltawire.publish import Publisher
 from deltawire.publish.writer_options import WriterOptions
+from deltawire.quantise.quantise import quantise_state
 
 
 def test_the_first_version_is_a_checkpoint_and_the_next_a_small_delta(checkpoints: list[Path], tmp_path: Path) -> None:
@@ -129,3 +131,36 @@ def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoint
     fail("publish", tmp_path / "nowhere", chain, kind="FileNotFoundError")
     fail("publish", tmp_path, chain, kind="CheckpointError")
     assert succeed("log", chain)["head"] == before  # no publisher was fenced off
+
+
+def test_weights_are_quantised_on_request(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    weights = [{"a.q_proj.weight": random.standard_normal((40, 64)).astype(np.float32), "norm.weight": np.ones(9, np.float32)}]
+    weights.append({**weights[0], "a.q_proj.weight": weights[0]["a.q_proj.weight"] * np.float32(0.99)})
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder, tensors in zip(folders, weights, strict=True):
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text('{"torch_dtype": "float32"}')
+    first = succeed("publish", folders[0], tmp_path / "chain", "--quantise", "fp8-block")
+    assert (first["recipe"]["name"], first["warnings"]) == ("fp8-block", [])
+    planned = succeed("publish", folders[1], tmp_path / "chain", "--quantise", "fp8-block", "--dry-run")
+    second = succeed("publish", folders[1], tmp_path / "chain", "--quantise", "fp8-block", "--if-changed")
+    assert (planned["kind"], planned["changed"]) == (second["kind"], second["changed"])
+    assert (second["kind"], second["elements"], second["weight_bytes"]) == ("delta", 40 * 64 + 1 + 9, 40 * 64 + 4 + 18)
+    assert not succeed("publish", folders[1], tmp_path / "chain", "--quantise", "fp8-block", "--if-changed")["published"]
+    assert succeed("publish", folders[1], tmp_path / "chain", "--dry-run")["kind"] == "anchor"
+    [warning] = succeed("publish", folders[1], tmp_path / "chain", "--quantise", "fp8-tensor")["warnings"]
+    assert "fp8-block (release 1)" in warning
+    assert [version["recipe"]["name"] for version in succeed("log", tmp_path / "chain")["versions"]] == ["fp8-tensor", *["fp8-block"] * 2]
+    assert "quantised by fp8-block (release 1)" in " ".join(run("show", tmp_path / "chain", 2).stdout.split())
+    succeed("pull", tmp_path / "chain", tmp_path / "out", "--at", 2)
+    before = quantise_state(weights[0], "fp8-block")
+    assert_same(load_checkpoint(tmp_path / "out"), quantise_state(weights[1], "fp8-block", before))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["torch_dtype"], config["quantization_config"]["weight_block_size"]) == ("bfloat16", [128, 128])
+    for wrong in (["--quantise", "fp7"], ["--quantise", "int4", "--allow-nonfinite"]):
+        assert run("publish", folders[0], tmp_path / "new", *wrong).returncode == 2
+    save_file({"a.q_proj.weight": np.ones((4, 33), np.float32)}, tmp_path / "odd.safetensors")
+    fail("publish", tmp_path / "odd.safetensors", tmp_path / "new", "--quantise", "int4", kind="UnquantisableWeight")
+    assert not (tmp_path / "new").exists()

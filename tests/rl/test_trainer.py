@@ -22,6 +22,7 @@ from deltawire.rl.settings import GrpoSettings
 from deltawire.rl.trainer import GrpoTrainer
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe.model_files import read_model_files
+from deltawire.warnings import RecipeChanged
 
 
 @pytest.fixture
@@ -260,3 +261,22 @@ def test_settings_that_cannot_work_are_refused(store: MemoryStore, tmp_path: Pat
         GrpoTrainer(model(), ROWS[:2], store, settings=SETTINGS, fleet=FLEET, attachments=attachments())
     with pytest.raises(ValueError, match="keeps fewer"):
         trainer(store, tmp_path, settings=replace(SETTINGS, save_steps=64))
+
+
+def test_a_trainer_that_quantises_continues_its_own_chain_only(store: MemoryStore, tmp_path: Path):
+    with trainer(store, tmp_path / "mine", quantise="fp8-block") as learning:
+        with torch.no_grad():
+            for weight in learning._model.parameters():
+                weight += 0.003 * torch.rand_like(weight)  # most scales stay, so that they are not what fresh ones would be
+        learning.step = 1
+        learning._checkpoints.save(1, learning._model, learning._optimizer, None)
+        version = learning._publish().result()
+    assert version.recipe.name == "fp8-block"
+    with trainer(store, tmp_path / "mine", quantise="fp8-block") as learning:
+        assert (learning.step, learning.version) == (1, version)  # it has the weights of the checkpoint, so none are published
+    with trainer(MemoryStore(), tmp_path / "other", seed=1, quantise="fp8-block") as other:
+        other._checkpoints.save(1, other._model, other._optimizer, None)
+    with pytest.raises(CheckpointError, match="no version there has its weights"):
+        trainer(store, tmp_path / "other", seed=1, quantise="fp8-block")
+    with pytest.warns(RecipeChanged), trainer(store, tmp_path / "mine") as learning:
+        assert (learning.version.kind, learning.version.recipe) == ("anchor", None)

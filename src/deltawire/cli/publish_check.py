@@ -18,9 +18,13 @@ from ..chain.routes import Routes
 from ..delta.encode import encode_with_summary
 from ..errors import NoChain
 from ..events import emit
+from ..format.checkpoints.shard_layout import LAYOUT_FILE
 from ..format.content_hash import content_hash
-from ..format.records.record_parts import Limits
-from ..publish.advice import Advice
+from ..format.records.record_parts import Limits, RecipeRecord
+from ..publish.advice import Advice, continues
+from ..publish.attachments.quantised_config import CONFIG
+from ..publish.attachments.read_files import read_attachments
+from ..publish.quantising import QuantisedConfig, Quantising, quantise
 from ..publish.resume import read_table
 from ..publish.upload.segments import TensorTable
 from ..store.occupancy import refuse_occupied
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from ..events import OnEvent
     from ..format.checkpoints.checkpoint import Checkpoint
     from ..format.records.version_records import Commit
+    from ..tensors.bits import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +54,72 @@ class Forecast:
         return self.kind == "delta" and not self.changed and not self.files
 
 
-def refuse_above_limits(log: ChainLog, state: Checkpoint) -> None:
-    """Raise `LimitExceeded` if the run does not allow this checkpoint, and a `TensorError` if no run does."""
+class PublishedForm:
+    """What is published of a checkpoint: its weights as they are, or what a recipe makes of them.
+
+    Raises a `TensorError` if the weights cannot be published.
+
+    Parameters
+    ----------
+    state
+        The checkpoint.
+    recipe
+        The spelling of the recipe; None publishes the weights as they are.
+    """
+
+    def __init__(self, state: Checkpoint, recipe: str | None) -> None:
+        self.state = state
+        self._quantising = None if recipe is None else Quantising(recipe, None)
+        self._layout = None if self._quantising is None else self._quantising.layout_of(state)
+        self.table = TensorTable.of(state) if self._quantising is None or self._layout is None else self._quantising.table_of(self._layout)
+        """The names, types and shapes of the published tensors."""
+
+    @property
+    def record(self) -> RecipeRecord | None:
+        """The recipe as commits name it; None if the weights are not quantised."""
+        return None if self._quantising is None else self._quantising.record
+
+    def files(self, attached: Mapping[str, bytes | Path] | None) -> dict[str, bytes | Path] | None:
+        """Return the files to publish with the weights. The checkpoint's own layout of weights does not fit quantised ones."""
+        if attached is None or self._layout is None or self._quantising is None:
+            return None if attached is None else dict(attached)
+        found = {name: content for name, content in attached.items() if name != LAYOUT_FILE}
+        if CONFIG in found:
+            config = read_attachments({CONFIG: found[CONFIG]}) or {}
+            found |= QuantisedConfig(self._quantising, None).written_into(config, self._layout)
+        return found
+
+    def weights(self, before: State | None, recipe_before: RecipeRecord | None) -> State:
+        """Return the published tensors. Those of the version before, and its recipe, give the scales."""
+        if self._layout is None:
+            return self.state
+        return quantise(self._layout, self.table.names, self.state, before if continues(self.record, recipe_before) else None)
+
+
+def refuse_above_limits(log: ChainLog, table: TensorTable) -> None:
+    """Raise `LimitExceeded` if the run does not allow tensors of these types and shapes."""
     try:
         limits = log.limits
     except NoChain:
         limits = Limits()
-    TensorTable.of(state).check_limits(limits)
+    table.check_limits(limits)
 
 
-def newest_if_same(log: ChainLog, state: Checkpoint, attached: Mapping[str, bytes | Path] | None, threads: int | None) -> Commit | None:
-    """Return the newest version if it has these weights and these attachments already. Reads no weights of the chain."""
+def newest_if_same(log: ChainLog, form: PublishedForm, attached: Mapping[str, bytes | Path] | None, threads: int | None) -> Commit | None:
+    """Return the newest version if it has these weights and these attachments already.
+
+    Reads no weights of the chain, unless these weights are quantised: their scales depend on those of the chain.
+    """
     newest = newest_or_none(log)
-    if newest is None or newest.digest != state_digest(state, threads=threads) or changed_files(log, newest, attached):
+    if newest is None or not continues(form.record, newest.recipe) or changed_files(log, newest, attached):
         return None
-    return newest
+    before = None if form.record is None else _read_back(log, newest, threads, None)
+    return newest if newest.digest == state_digest(form.weights(before, newest.recipe), threads=threads) else None
 
 
 def forecast(
     log: ChainLog,
-    state: Checkpoint,
+    form: PublishedForm,
     attached: Mapping[str, bytes | Path] | None,
     base: Commit | None,
     *,
@@ -83,8 +134,8 @@ def forecast(
     ----------
     log
         The chain.
-    state
-        The checkpoint.
+    form
+        What is published of the checkpoint.
     attached
         The files to publish with it; None keeps those of the version before.
     base
@@ -101,7 +152,7 @@ def forecast(
     newest = newest_or_none(log)
     if newest is None:
         refuse_occupied(log.store)
-        return Forecast(1, "anchor", None, state.weight_bytes, 0, sorted(attached or ()))
+        return Forecast(1, "anchor", None, form.table.state_bytes, 0, sorted(attached or ()))
     base = base or newest
     is_rewound = base.seq != newest.seq
     files = changed_files(log, base, attached)
@@ -109,24 +160,33 @@ def forecast(
     advice = Advice(on_event, has_dtype=True, refuse_nonfinite=False)
     advice.follows(None, None if is_rewound else base.step)
     advice.check_step(step)
-    if full:
-        advice.follows(read_table(log, base), None)
-        advice.check_layout(TensorTable.of(state))
-        return Forecast(version, "anchor", None, state.weight_bytes, 0, files)
-    before = MemoryState(threads=threads)
-    routes = Routes(log, on_event=on_event)
-    hops = routes.find(None, base)
-    size = sum(entry.size for hop in hops for entry in hop.files)
-    emit(on_event, "planned", seq=base.seq, updates=base.updates, hops=fetched_hops(hops), bytes=size)
-    rebuild(before, log, Fetcher(log.store, limits=log.limits, on_event=on_event), base, routes=routes)
-    table, table_before = TensorTable.of(state), TensorTable.of(before)
+    advice.follows_recipe(base.recipe)
+    is_other_recipe = advice.check_recipe(form.record)
+    table = form.table
+    if full or is_other_recipe:
+        advice.follows(None if is_other_recipe else read_table(log, base), None)
+        advice.check_layout(table)
+        return Forecast(version, "anchor", None, table.state_bytes, 0, files)
+    before = _read_back(log, base, threads, on_event)
+    table_before = TensorTable.of(before)
     advice.follows(table_before, None)
     advice.check_layout(table)
     if table == table_before:
-        delta, summary = encode_with_summary(before, state, threads=threads)
-        if len(delta) < state.weight_bytes or not summary.changed:
+        delta, summary = encode_with_summary(before, form.weights(before, base.recipe), threads=threads)
+        if len(delta) < table.state_bytes or not summary.changed:
             return Forecast(version, "delta", base.updates, len(delta), summary.changed, files)
-    return Forecast(version, "anchor", None, state.weight_bytes, 0, files)
+    return Forecast(version, "anchor", None, table.state_bytes, 0, files)
+
+
+def _read_back(log: ChainLog, commit: Commit, threads: int | None, on_event: OnEvent | None) -> State:
+    """Return the weights of a version."""
+    state = MemoryState(threads=threads)
+    routes = Routes(log, on_event=on_event)
+    hops = routes.find(None, commit)
+    size = sum(entry.size for hop in hops for entry in hop.files)
+    emit(on_event, "planned", seq=commit.seq, updates=commit.updates, hops=fetched_hops(hops), bytes=size)
+    rebuild(state, log, Fetcher(log.store, limits=log.limits, on_event=on_event), commit, routes=routes)
+    return state
 
 
 def newest_or_none(log: ChainLog) -> Commit | None:

@@ -20,6 +20,16 @@ def check_step(step: int | None) -> int | None:
     return step
 
 
+def check_recipe(recipe: str | None) -> str | None:
+    """Return the recipe. Raise an error about wrong usage if there is none of this name."""
+    if recipe is not None:
+        from ..quantise.recipe import SPELLINGS
+
+        if recipe not in SPELLINGS:
+            raise typer.BadParameter(f"there is no recipe {recipe!r}. Choose one of {', '.join(SPELLINGS)}.")
+    return recipe
+
+
 def check_run(run: str | None) -> None:
     """Raise an error about wrong usage if a run cannot have this name."""
     from ..format.records.record_parts import MAX_RUN_NAME

@@ -12,7 +12,7 @@ from ..dtypes import DType, dtype_named
 from ..errors import LimitExceeded, NonFiniteWeights
 from ..format.records.record_parts import RecipeRecord
 from ..quantise import QuantisedLayout, Recipe, TensorSpec
-from ..quantise.recipe import RecipeLike
+from ..quantise.recipe import RELEASES, RecipeLike
 from ..tensors.bits import State
 from ..tensors.casting import Casting, DTypeLike, WireDType
 from ..tensors.finite import count_nonfinite
@@ -117,6 +117,15 @@ def record_of(recipe: Recipe) -> RecipeRecord:
     if size > _MOST_RECORD_BYTES:
         raise LimitExceeded(f"the recipe has {size:,} bytes with its patterns; a version has room for {_MOST_RECORD_BYTES:,}.")
     return record
+
+
+def recipe_of(record: RecipeRecord) -> Recipe | None:
+    """Return the recipe that a commit names. None if this release of deltawire does not know it, or has another release of it."""
+    try:
+        recipe = Recipe.from_json({**record.options, "name": record.name, "release": record.release})
+    except ValueError:
+        return None
+    return recipe if recipe.release == RELEASES[recipe.name] else None
 
 
 def quantise(

@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from ..chain.log import ChainLog
 from ..errors import CheckpointError, VersionUnknown
 from ..format.digest import Digest
 from ..format.records.version_records import Commit
+from ..publish.quantising import recipe_of
+from ..publish.resume import read_state
+from ..quantise.quantise import quantise_state
+from ..tensors.state import state_digest
+from ..trainers import WeightSource
+
+if TYPE_CHECKING:
+    import torch
 
 
-def resume_point(log: ChainLog, step: int | None, digest: Digest) -> int | None:
-    """Return the version to rewind to, or None if no rewind is needed.
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a trainer continues.
+
+    Parameters
+    ----------
+    seq
+        The newest version, if it has the weights of the checkpoint. None if they are to be published.
+    rewind_to
+        The version to rewind to. None if no rewind is needed.
+    """
+
+    seq: int | None = None
+    rewind_to: int | None = None
+
+
+def digest_like(log: ChainLog, commit: Commit, model: torch.nn.Module, dtype: torch.dtype, threads: int | None) -> Digest:
+    """Return the digest that a version would have if these weights were published in the form of that version.
+
+    A version that is quantised is read, because its scales depend on the versions before it. Weights always become the same codes and
+    scales again if the scales before are those that they became first. The digest of a version of an unknown recipe is returned as it is.
+    """
+    if commit.recipe is None:
+        return state_digest(WeightSource(model, dtype=dtype).snapshot(), threads=threads)
+    recipe = recipe_of(commit.recipe)
+    if recipe is None:
+        assert commit.digest is not None
+        return commit.digest
+    before = read_state(log, commit, threads=threads, on_event=None).arrays
+    return state_digest(quantise_state(WeightSource(model).snapshot(), recipe, before, dtype=dtype), threads=threads)
+
+
+def resume_point(log: ChainLog, step: int | None, digest_of: Callable[[Commit], Digest]) -> ResumePoint:
+    """Return the version to continue from. `digest_of` returns the digest of the checkpoint in the form of a version.
 
     A rewind is needed if versions follow the one of the checkpoint's `step`. A checkpoint that is ahead of the chain is fine, because
     checkpoints are written before the version of their step is published. `step` is None if there is no checkpoint.
@@ -18,20 +62,20 @@ def resume_point(log: ChainLog, step: int | None, digest: Digest) -> int | None:
     """
     head = log.head()
     if head is None or (newest := _version(log, log.in_force(head))) is None:
-        return None
+        return ResumePoint()
     if step is None:
         raise CheckpointError(
             f"{log.store.url} holds a run at step {newest.step}, but there is no checkpoint to continue from. "
             "Pass the directory of its checkpoints, or another location for a new run."
         )
     if newest.step is not None and newest.step < step:
-        return None
+        return ResumePoint()
     found = _of_step(log, newest, step)
-    if found is None or found.digest != digest:
+    if found is None or found.digest != digest_of(found):
         raise CheckpointError(
             f"the checkpoint of step {step} does not belong to the run in {log.store.url}: no version there has its weights."
         )
-    return None if found.seq == newest.seq else found.seq
+    return ResumePoint(seq=found.seq) if found.seq == newest.seq else ResumePoint(rewind_to=found.seq)
 
 
 def _of_step(log: ChainLog, newest: Commit, step: int) -> Commit | None:

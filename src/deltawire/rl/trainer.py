@@ -27,16 +27,18 @@ from ..fleet.steps.batch_steps import Batch
 from ..format.records.fleet_files import Row
 from ..format.records.trainer_records import Sampling
 from ..publish import PendingVersion, Publisher, WriterOptions
+from ..publish.advice import continues
 from ..publish.attachments.read_files import Attachments
+from ..publish.quantising import record_of
 from ..publish.snapshots import SnapshotDevice
+from ..quantise import Recipe
 from ..store import Store, open_store
-from ..tensors.state import state_digest
 from ..trainers import WeightSource
 from .checkpoints import TrainerCheckpoints
 from .metrics import printed_completions, step_metrics
 from .preflight import check_rows, files_with_tokenizer, read_files, training_limits
 from .report import StepReporter
-from .resume_point import resume_point
+from .resume_point import digest_like, resume_point
 from .settings import GrpoSettings
 from .step_training import StepTraining
 from .update import PolicyUpdate
@@ -87,6 +89,9 @@ class GrpoTrainer:
         How many tasks each member is offered.
     dtype
         The type that the fleet serves. Weights are published as this type.
+    quantise
+        The recipe by which weights are quantised before they are published, such as "fp8-block". The fleet serves the quantised policy.
+        `dtype` is the type of the other weights then. See `Publisher`.
     run
         The name of a new run, or the run that must be at `url`. The default is a name made from `url`.
     tokenizer
@@ -118,6 +123,7 @@ class GrpoTrainer:
         fleet: FleetOptions | None = None,
         scheduler: Scheduler | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        quantise: str | Recipe | None = None,
         run: str | None = None,
         tokenizer: Any = None,
         snapshot: SnapshotDevice = "host",
@@ -166,8 +172,8 @@ class GrpoTrainer:
             if not update.weights_are_finite():
                 raise TrainingFailed("the initial weights are not finite.")
             threads = None if options is None else options.threads
-            digest = state_digest(WeightSource(model, dtype=dtype).snapshot(), threads=threads)
-            rewind = resume_point(ChainLog(self._store), step, digest)
+            log = ChainLog(self._store)
+            point = resume_point(log, step, lambda commit: digest_like(log, commit, model, dtype, threads))
             if self._checkpoints is not None and step is None:
                 self._checkpoints.save(0, model, self._optimizer, lr_scheduler)
             self._publisher = opened.enter_context(
@@ -177,16 +183,18 @@ class GrpoTrainer:
                     background=True,
                     snapshot=snapshot,
                     dtype=dtype,
+                    quantise=quantise,
                     refuse_nonfinite=refuse_nonfinite,
                     attachments=attachments,
-                    resume_from_seq=rewind,
+                    resume_from_seq=point.rewind_to,
                     starts_full=starts_full,
                     options=options,
                     on_event=on_event,
                 )
             )
             version = self._publisher.version
-            if rewind is not None or version is None or version.step != self.step or version.digest != digest:
+            recipe = None if quantise is None else record_of(Recipe.of(quantise))
+            if version is None or version.seq != point.seq or not continues(recipe, version.recipe):
                 version = _published(self._publish())  # after a rewind too: this commit abandons the versions in between
             self._coordinator = Coordinator(
                 self._store,

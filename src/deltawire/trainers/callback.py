@@ -15,6 +15,7 @@ from ..publish.attachments.model_files import files_of_model
 from ..publish.attachments.read_files import Attachments
 from ..publish.snapshots import SnapshotDevice
 from ..publish.weight_source import WeightSource
+from ..quantise import Recipe
 from ..store import Store
 from ..tensors.casting import Casting, WireDType
 from ..tensors.module_tensors import NameMap
@@ -40,6 +41,8 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         Publish after every this many steps.
     dtype
         The type that the fleet serves, as for `Publisher`.
+    quantise
+        The recipe by which weights are quantised before they are published, as for `Publisher`.
     names
         Maps the names of a checkpoint to the published names, or to None for tensors that are not published. See `WeightSource`.
     keep
@@ -65,6 +68,7 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         every: int = 1,
         *,
         dtype: WireDType | None = None,
+        quantise: str | Recipe | None = None,
         names: NameMap | None = None,
         keep: Callable[[str], bool] = lambda name: True,
         run: str | None = None,
@@ -91,6 +95,7 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             "background": background,
             "snapshot": snapshot,
             "dtype": dtype,
+            "quantise": quantise,
             "refuse_nonfinite": refuse_nonfinite,
             "resume_from_seq": resume_from_seq,
             "starts_full": starts_full,

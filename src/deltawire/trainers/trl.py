@@ -20,6 +20,7 @@ from ..errors import EngineError
 from ..events import OnEvent, emit
 from ..publish import Publisher, WriterOptions
 from ..publish.attachments.read_files import Attachments
+from ..quantise import Recipe
 from ..store import Store, open_store
 from ..tensors.checkpoint_layout import CheckpointLayout
 
@@ -49,6 +50,9 @@ class DeltaWireTransfer:
         as soon as the version is published.
     dtype
         The type that the servers serve, for example bfloat16 for a trainer in float32. None: nothing is cast.
+    quantise
+        The recipe by which weights are quantised before they are published, as for `Publisher`. `dtype` is the type of the other weights
+        then, bfloat16 by default.
     timeout
         The longest time in seconds that a sync waits, before it raises `EngineError`.
     model
@@ -71,6 +75,7 @@ class DeltaWireTransfer:
         server: str | None = None,
         engines: int = 1,
         dtype: torch.dtype | None = None,
+        quantise: str | Recipe | None = None,
         timeout: float = 600.0,
         model: torch.nn.Module | None = None,
         run: str | None = None,
@@ -88,6 +93,7 @@ class DeltaWireTransfer:
         self._server = server.rstrip("/") if server else None
         self._engines = engines
         self._dtype = dtype
+        self._quantise = quantise
         self._timeout = timeout
         self._layout = None if model is None else CheckpointLayout(model)
         self._on_event = on_event
@@ -123,7 +129,12 @@ class DeltaWireTransfer:
         if self._publisher is None:
             self._store = open_store(self._url, options=self._options.store, on_event=self._on_event)
             self._publisher = Publisher(
-                self._store, dtype=self._dtype, options=self._options, on_event=self._on_event, **self._publisher_arguments
+                self._store,
+                dtype=self._dtype,
+                quantise=self._quantise,
+                options=self._options,
+                on_event=self._on_event,
+                **self._publisher_arguments,
             )
             newest = self._publisher.version
             self._first_step = 0 if newest is None or newest.step is None else newest.step + 1
@@ -161,8 +172,8 @@ class DeltaWireTransfer:
         self._store = None
 
     def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return tensor.detach().to(device="cpu", dtype=dtype)
+        is_cast = self._quantise is None and self._dtype is not None and tensor.is_floating_point()  # masters are quantised as they are
+        return tensor.detach().to(device="cpu", dtype=self._dtype if is_cast else tensor.dtype)
 
     def _wait(self, version: Version) -> None:
         if self._server is None and not self._engines:

@@ -18,7 +18,7 @@ from ..output.event_notices import print_if_verbose
 from ..output.progress import transfer_bars
 from ..output.publish_report import Published, report_forecast, report_published, report_unchanged, warnings_of
 from ..process.exit_codes import exit_codes
-from ..publish_input import check_run, check_step, find_attachments, parse_meta, refuse_chain, refuse_nonfinite
+from ..publish_input import check_recipe, check_run, check_step, find_attachments, parse_meta, refuse_chain, refuse_nonfinite
 from ..stores.opened import opened
 
 if TYPE_CHECKING:
@@ -77,6 +77,16 @@ def publish(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be published, and write nothing.")] = False,
     allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="Publish weights even if some are NaN or infinite.")] = False,
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            "--quantise",
+            metavar="RECIPE",
+            help="Quantise the weights first: fp8-block, fp8-block-ue8m0, fp8-channel, fp8-tensor, nvfp4, mxfp4, int4 or int4-128.",
+            show_default=False,
+            callback=check_recipe,
+        ),
+    ] = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonOption = False,
@@ -88,12 +98,17 @@ def publish(
 
     The other files of a checkpoint directory (config.json, tokenizer) are published with the weights, except other weights, hidden files
     and subdirectories. If CKPT is a single file, the version keeps the files of the version before.
+
+    With --quantise, the version holds what the recipe makes of the weights, with the scales of the version before as long as they fit.
+    Weights that the recipe leaves out become bfloat16.
     """
     # Wrong usage must be found before the run is taken over.
     strings = parse_meta(meta or [])
     check_run(run)
     if trust and sign is None:
         raise typer.BadParameter("it names further keys that may have signed the chain, so it needs --sign.", param_hint="--trust")
+    if quantise is not None and allow_nonfinite:
+        raise typer.BadParameter("weights that are NaN or infinite cannot be quantised.", param_hint="--allow-nonfinite")
     with exit_codes(json), transfer_bars(f"publish {checkpoint.name}", quiet=json or verbose) as bars:
         from ...chain.find import find_version
         from ...chain.version import Version
@@ -101,7 +116,7 @@ def publish(
         from ...publish.commits import open_log
         from ...publish.publisher import Publisher
         from ...publish.writer_options import WriterOptions
-        from ..publish_check import forecast, newest_if_same, newest_or_none, refuse_above_limits
+        from ..publish_check import PublishedForm, forecast, newest_if_same, newest_or_none, refuse_above_limits
         from ..stores.metered_store import MeteredStore
 
         started = time.perf_counter()
@@ -110,6 +125,8 @@ def publish(
         if not allow_nonfinite:
             refuse_nonfinite(state, threads)  # before the run is taken over
         attached, left_out = find_attachments(state)
+        form = PublishedForm(state, quantise)
+        attached = form.files(attached)
         key = None if sign is None else load_signing_key(sign)
         options = WriterOptions(signing_key=key, trusted_keys=trust or (), threads=threads)
         events: list[Event] = []
@@ -123,28 +140,29 @@ def publish(
         with opened(url, verbose=verbose) as plain:
             store = MeteredStore(plain, bars.read, written=bars.uploaded, announced=bars.expect_upload)
             chain = open_log(store, run, options)
-            refuse_above_limits(chain, state)
+            refuse_above_limits(chain, form.table)
             base = None if resume_from is None else find_version(chain, resume_from)
             if if_changed and base is None:
-                same = newest_if_same(chain, state, attached, threads)
+                same = newest_if_same(chain, form, attached, threads)
                 if same is not None:
                     bars.close()
                     report_unchanged(store.url, Version.of(same), json)
                     return
             if dry_run:
                 with _events_instead_of_warnings():
-                    plan = forecast(chain, state, attached, base, step=step, full=full, threads=threads, on_event=on_event)
+                    plan = forecast(chain, form, attached, base, step=step, full=full, threads=threads, on_event=on_event)
                 bars.close()
-                report_forecast(store.url, plan, state.weight_bytes, left_out, warnings_of(events), json)
+                report_forecast(store.url, plan, form.table.state_bytes, left_out, warnings_of(events), json)
                 return
             if newest_or_none(chain) is None:
-                bars.announce_upload(state.weight_bytes)
+                bars.announce_upload(form.table.state_bytes)
             with (
                 _events_instead_of_warnings(),
                 Publisher(
                     store,
                     run,
                     attachments=attached,
+                    quantise=quantise,
                     resume_from_seq=None if base is None else base.seq,
                     starts_full=full,
                     options=options,
@@ -153,7 +171,7 @@ def publish(
             ):
                 version = publisher.publish(state, step=step, meta=strings)
         assert isinstance(version, Version)  # because it does not publish in the background
-        elements = sum(math.prod(state.entry(name).shape) for name in state)
+        elements = sum(map(math.prod, form.table.shapes))
         bars.close()
         report_published(Published(store.url, version, elements, left_out, events, time.perf_counter() - started), json)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..publish_check import Forecast
 
 _FILES_ONLY = "files only, no weights changed"
-_WARNINGS = ("wide-weights", "non-finite-published", "layout-changed", "step-went-back")
+_WARNINGS = ("wide-weights", "non-finite-published", "quantization-config-missing", "recipe-changed", "layout-changed", "step-went-back")
 """The publisher's warnings that are printed."""
 
 
@@ -140,6 +140,7 @@ def _as_json(done: Published) -> dict[str, Any]:
         "density": version.changed / done.elements if done.elements else 0.0,
         "digest": version.digest.hex(),
         "meta": dict(version.meta),
+        "recipe": version.recipe and version.recipe.plain(),
         "skips_from": [made["base"] for made in done.shortcuts("skip-made")],
         "anchored": bool(done.shortcuts("anchored")),
         "left_out": done.left_out,
@@ -159,6 +160,7 @@ def _rows(done: Published) -> list[tuple[str, str]]:
         ("at", done.url),
         ("kind", whole if version.kind == "anchor" else version.kind),
         ("step", "" if version.step is None else f"{version.step:,}"),
+        ("quantised by", "" if version.recipe is None else str(version.recipe)),
         ("changed weights", changed if version.kind == "delta" else ""),
         ("changed files", ", ".join(done.files_changed)),
         ("size", figures.size(version.bytes) if version.bytes or not done.files_changed else _FILES_ONLY),
