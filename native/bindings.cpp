@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "codec.hpp"
+#include "quantise_bindings.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -311,4 +312,5 @@ NB_MODULE(_native, m) {
         .def("compact", &PyResolution::compact)
         .def("settle", &PyResolution::settle)
         .def("revert", &PyResolution::revert);
+    bind_quantise(m);
 }

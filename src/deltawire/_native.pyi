@@ -38,3 +38,49 @@ class Resolution:
     def compact(self) -> None: ...
     def settle(self) -> None: ...
     def revert(self) -> None: ...
+
+# Quantising (native/quantise.hpp). Addresses are those of arrays that the caller keeps alive.
+def quantise(
+    kind: int,
+    group: int,
+    data: NDArray[np.uint64],
+    strides: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    sources: NDArray[np.uint8],
+    codes: NDArray[np.uint64],
+    scales: NDArray[np.uint64],
+    globals: NDArray[np.uint64],
+    previous: NDArray[np.uint64],
+    previous_globals: NDArray[np.uint64],
+    groups: NDArray[np.int64],
+    threads: int,
+    isa: str,
+) -> int | None: ...
+def block_maxima(
+    kind: int,
+    group: int,
+    address: int,
+    stride: int,
+    rows: int,
+    columns: int,
+    source: int,
+    first_row: int,
+    out: NDArray[np.float32],
+    threads: int,
+    isa: str,
+) -> None: ...
+def encode_codes(
+    kind: int,
+    group: int,
+    address: int,
+    stride: int,
+    rows: int,
+    columns: int,
+    source: int,
+    first_row: int,
+    divisors: NDArray[np.float32],
+    codes: NDArray[np.uint8],
+    threads: int,
+    isa: str,
+) -> None: ...

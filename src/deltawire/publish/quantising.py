@@ -142,7 +142,7 @@ def quantise(
     `previous` are the tensors of the version before, whose scales stay where that is possible. `out` has the memory to write into.
     """
     chosen = list(names)
-    made = layout.quantise(chosen, state, previous, out)
+    made = layout.quantise(chosen, state, previous, out, threads=threads)
     refuse_nonfinite({name: made[name] for name in chosen if layout.outputs[name].weight is None}, threads=threads)
     return made
 

@@ -7,6 +7,8 @@ layout      which published tensors a recipe makes of a model
 config      the `quantization_config` that engines read
 scales      fresh scales, and the rule by which previous ones stay
 reference   the definition of codes, in NumPy
+native      the same in C++
+whole_weights  many weights in one call of native code
 quantise    whole states
 dequantise  the weights that an engine computes with
 measure     the error of quantising, and what scales that stayed add to it

@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from ..dtypes import DType, dtype_named
-from ..errors import TensorMissing, UnquantisableWeight
+from ..errors import DtypeMismatch, ShapeMismatch, TensorMissing, UnquantisableWeight
 from ..format.bundle_names import MAIN, split_name
-from ..tensors.bits import State, Tensor, state_bits
+from ..tensors.bits import State, Tensor, TensorBits, state_bits
 from ..tensors.casting import DTypeLike, wire_dtype
 from . import experts
 from .config import quantization_config
@@ -72,6 +72,19 @@ class Output(NamedTuple):
     """The weight that it belongs to; None for a tensor that is not quantised."""
     role: Role | None
     """What it is for its weight; None for a tensor that is not quantised."""
+
+    def check(self, target: TensorBits) -> None:
+        """Raise `DtypeMismatch` or `ShapeMismatch` if a tensor cannot hold this one.
+
+        Parameters
+        ----------
+        target
+            The tensor that is to be written.
+        """
+        if target.dtype != self.dtype:
+            raise DtypeMismatch(f"tensor {self.name!r} has type {target.dtype.name}, but it is published as {self.dtype.name}.")
+        if target.shape != self.shape:
+            raise ShapeMismatch(f"tensor {self.name!r} has shape {target.shape}, but it is published with shape {self.shape}.")
 
 
 class QuantisedLayout:
@@ -181,7 +194,13 @@ class QuantisedLayout:
         return quantization_config(self.recipe, self.kept_modules, [weight.module for weight in self.weights], self.is_gpt_oss)
 
     def quantise(
-        self, names: Iterable[str], state: State, previous: State | None = None, out: Mapping[str, Tensor] | None = None
+        self,
+        names: Iterable[str],
+        state: State,
+        previous: State | None = None,
+        out: Mapping[str, Tensor] | None = None,
+        *,
+        threads: int | None = None,
     ) -> dict[str, Tensor]:
         """Return published tensors, from a state that holds their sources.
 
@@ -198,10 +217,12 @@ class QuantisedLayout:
             The tensors that were published last, for their scales. If it is None, all scales are fresh.
         out
             Tensors to write into, by name. Other tensors are new.
+        threads
+            The number of threads to use; by default, as many as there are processors that this process may use.
         """
         from .quantise import quantise_outputs
 
-        return quantise_outputs(self, names, state, previous, out)
+        return quantise_outputs(self, names, state, previous, out, threads)
 
     def previous_scales(self, weight: QuantisedWeight, previous: State | None) -> Scales | None:
         """Return the scales of a weight that may stay, as arrays; None if they are missing or have another form, or if all are fresh.

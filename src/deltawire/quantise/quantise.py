@@ -8,10 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..codec import default_codec
 from ..codec.bits import in_host_memory
 from ..errors import DtypeMismatch, ShapeMismatch, TensorMissing
 from ..tensors.bits import State, Tensor, TensorBits, tensor_bits, typed
 from ..tensors.casting import Casts
+from ..tensors.state import thread_count
 from . import reference
 from .layout import KeptDType, Output, QuantisedLayout, QuantisedWeight
 from .recipe import Recipe, RecipeLike
@@ -32,6 +34,7 @@ def quantise_state(
     *,
     dtype: KeptDType = None,
     out: Mapping[str, Tensor] | None = None,
+    threads: int | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensors that a recipe publishes for a state.
 
@@ -50,9 +53,11 @@ def quantise_state(
         The type of floating-point tensors that are not quantised; bfloat16 by default.
     out
         Tensors to write into, by name. Other tensors are new. Their contents are undefined after an error.
+    threads
+        The number of threads to use; by default, as many as there are processors that this process may use.
     """
     layout = QuantisedLayout.of_state(recipe, state, dtype)
-    return quantise_outputs(layout, layout.outputs, state, previous, out)
+    return quantise_outputs(layout, layout.outputs, state, previous, out, threads)
 
 
 def quantise_outputs(
@@ -61,16 +66,32 @@ def quantise_outputs(
     state: State,
     previous: State | None = None,
     out: Mapping[str, Tensor] | None = None,
+    threads: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return some of the tensors that are published for a state (`QuantisedLayout.quantise`)."""
-    work = _Work(layout, state, previous)
-    casts = Casts()
+    """Return some of the tensors that are published for a state (`QuantisedLayout.quantise`).
+
+    Native code quantises with the instruction set of the codec in use. If that is the reference codec, the reference quantises.
+    """
+    names = list(names)
     found: dict[str, Tensor] = {}
+    codec = default_codec()
+    if codec.name == "reference":
+        work = _Work(layout, state, previous)
+    else:
+        from .native import NativeQuantiser
+        from .whole_weights import WholeWeights
+
+        quantiser = NativeQuantiser(thread_count(threads), codec.name)
+        work = _Work(layout, state, previous, quantiser)
+        WholeWeights(layout, names).quantise(quantiser, work.source, previous, out or {}, found)
+    casts = Casts()
     for name in names:
+        if name in found:
+            continue
         output = layout.output(name)
         made = work.tensor(output) if output.weight is not None else _kept(output, work.source(name), casts)
         found[name] = made if out is None or name not in out else _written(output, made, out[name])
-    return found
+    return {name: found[name] for name in names}
 
 
 class _Work:
@@ -154,14 +175,6 @@ def _kept(output: Output, source: TensorBits, casts: Casts) -> Tensor:
 
 def _written(output: Output, made: Tensor, into: Tensor) -> Tensor:
     target = tensor_bits(output.name, into)
-    check_form(output, target)
+    output.check(target)
     np.copyto(in_host_memory(target.bits), in_host_memory(tensor_bits(output.name, made).bits))
     return into
-
-
-def check_form(output: Output, target: TensorBits) -> None:
-    """Raise `DtypeMismatch` or `ShapeMismatch` if a tensor cannot hold an output."""
-    if target.dtype != output.dtype:
-        raise DtypeMismatch(f"tensor {output.name!r} has type {target.dtype.name}, but it is published as {output.dtype.name}.")
-    if target.shape != output.shape:
-        raise ShapeMismatch(f"tensor {output.name!r} has shape {target.shape}, but it is published with shape {output.shape}.")

@@ -1,0 +1,305 @@
+// Quantising, written once for any `Isa`, which has vectors of floats and of unsigned integers with `kWidth` lanes.
+// Only quantise_*.cpp include this file, each compiled for one instruction set. Everything here must have internal linkage there.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "quantise_numbers.hpp"
+
+namespace deltawire {
+namespace {
+
+template <class Isa>
+struct Quantise {
+    using F = typename Isa::F;
+    using U = typename Isa::U;
+    static constexpr unsigned kWidth = Isa::kWidth;
+
+    template <Source S>
+    using Stored = std::conditional_t<S == Source::f32, float, uint16_t>;
+
+    template <Source S>
+    DELTAWIRE_INLINE static F load(const Stored<S>* p) {
+        if constexpr (S == Source::f32) return Isa::load(p);
+        else if constexpr (S == Source::bf16) return Isa::load_bf16(p);
+        else return Isa::load_f16(p);
+    }
+
+    // A divisor, and its reciprocal where `kFast`.
+    struct Divisor {
+        F divisor, reciprocal;
+    };
+    // Within these bounds a corrected product decides like the quotient at all boundaries between codes (native/fuzz/check_quotients.cpp tries
+    // all divisors), and a quotient is 0 only if the weight is.
+    static constexpr float kLeastFast = 0x1p-60f, kMostFast = 1.0f;
+    DELTAWIRE_INLINE static bool is_fast(float divisor) { return Isa::kHasFma && divisor >= kLeastFast && divisor <= kMostFast; }
+
+    // Returns the codes of kWidth elements, one per lane.
+    template <Source S, Element E, bool kRounds, bool kFast>
+    DELTAWIRE_INLINE static U code(F x, const Divisor& by) {
+        F q;
+        if constexpr (kFast) {
+            F product = Isa::mul(x, by.reciprocal);
+            if constexpr (E == Element::int4) product = Isa::min(Isa::max(product, Isa::splat(-16.0f)), Isa::splat(16.0f));  // never infinite
+            q = Isa::fma(Isa::fnma(product, by.divisor, x), by.reciprocal, product);
+        } else {
+            q = Isa::div(x, by.divisor);
+        }
+        if constexpr (kRounds && S == Source::bf16) {
+            const U b = Isa::bits(q);
+            const U up = Isa::add(Isa::splat_u(0x7fff), Isa::and_(Isa::template shift_right<16>(b), Isa::splat_u(1)));
+            q = Isa::from_bits(Isa::and_(Isa::add(b, up), Isa::splat_u(0xffff0000)));
+        }
+        if constexpr (kRounds && S == Source::f16) q = Isa::round_f16(q);
+        if constexpr (E == Element::int4) {
+            q = Isa::min(Isa::max(q, Isa::splat(-8.0f)), Isa::splat(7.0f));
+            return Isa::add(Isa::round_to_integer(q), Isa::splat_u(8));
+        } else {
+            using C = Coding<E>;
+            // The sign of -0.0 is dropped. If the product overflowed, only the weight knows the sign.
+            const U signs = Isa::bits(Isa::add_f(kFast ? x : q, Isa::splat(0.0f)));
+            const U a = Isa::min_u(Isa::and_(Isa::bits(q), Isa::splat_u(0x7fffffff)), Isa::splat_u(C::kLargest));
+            const U odd = Isa::and_(Isa::template shift_right<C::kDropped>(a), Isa::splat_u(1));
+            const U normal = Isa::template shift_right<C::kDropped>(Isa::add(Isa::add(a, Isa::splat_u(C::kRounding)), odd));
+            const U small = Isa::sub(Isa::bits(Isa::add_f(Isa::from_bits(a), Isa::from_bits(Isa::splat_u(C::kMagic)))), Isa::splat_u(C::kMagic));
+            const U sign = Isa::and_(Isa::template shift_right<C::kSignShift>(signs), Isa::splat_u(C::kSign));
+            return Isa::or_(Isa::select_below(a, Isa::splat_u(C::kLeastNormal), small, normal), sign);
+        }
+    }
+
+    template <Element E>
+    DELTAWIRE_INLINE static void store(uint8_t* out, U codes) {
+        if constexpr (E == Element::e4m3) Isa::store_bytes(out, codes);
+        else Isa::store_nibbles(out, codes);
+    }
+
+    template <Source S, Element E, bool kRounds, bool kFast>
+    DELTAWIRE_INLINE static void run_codes(const Stored<S>* x, size_t n, const Divisor& by, uint8_t* out) {
+        constexpr unsigned per_byte = E == Element::e4m3 ? 1 : 2;
+        size_t i = 0;
+        for (; i + kWidth <= n; i += kWidth) store<E>(out + i / per_byte, code<S, E, kRounds, kFast>(load<S>(x + i), by));
+        if (i < n) {
+            Stored<S> padded[kWidth] = {};
+            uint8_t codes[kWidth];
+            std::memcpy(padded, x + i, (n - i) * sizeof(Stored<S>));
+            store<E>(codes, code<S, E, kRounds, kFast>(load<S>(padded), by));
+            std::memcpy(out + i / per_byte, codes, (n - i) / per_byte);
+        }
+    }
+
+    template <Source S, Element E, bool kRounds>
+    DELTAWIRE_INLINE static void run(const Stored<S>* x, size_t n, float divisor, uint8_t* out) {
+        const F by = Isa::splat(divisor);
+        if (is_fast(divisor)) run_codes<S, E, kRounds, true>(x, n, {by, Isa::splat(1.0f / divisor)}, out);
+        else run_codes<S, E, kRounds, false>(x, n, {by, by}, out);
+    }
+
+    template <Source S, Element E, bool kRounds>
+    DELTAWIRE_INLINE static void run_groups(const Stored<S>* x, size_t n, uint32_t group, const float* divisors, uint8_t* out) {
+        constexpr unsigned per_byte = E == Element::e4m3 ? 1 : 2;
+        for (size_t at = 0; at < n; at += kBatch) {
+            const size_t count = n - at < kBatch ? n - at : kBatch;
+            float reciprocals[kBatch];
+            bool fast = Isa::kHasFma;
+            for (size_t i = 0; i < count; ++i) {
+                reciprocals[i] = 1.0f / divisors[at + i];
+                fast &= (divisors[at + i] >= kLeastFast) & (divisors[at + i] <= kMostFast);
+            }
+            const auto each = [&]<bool kFast>() {
+                for (size_t i = 0; i < count; ++i) {
+                    const Divisor by{Isa::splat(divisors[at + i]), Isa::splat(reciprocals[i])};
+                    run_codes<S, E, kRounds, kFast>(x + (at + i) * group, group, by, out + (at + i) * group / per_byte);
+                }
+            };
+            if (fast) each.template operator()<true>();
+            else each.template operator()<false>();
+        }
+    }
+
+    // Calls `f` with the types of a rule.
+    template <class Function>
+    DELTAWIRE_INLINE static void with_types(const QuantiseRule& rule, Source source, Function f) {
+        const auto with_source = [&]<Source S>() {
+            if (rule.element() == Element::int4) f.template operator()<S, Element::int4, true>();
+            else if (rule.element() == Element::e2m1) rule.rounds() ? f.template operator()<S, Element::e2m1, true>() : f.template operator()<S, Element::e2m1, false>();
+            else rule.rounds() ? f.template operator()<S, Element::e4m3, true>() : f.template operator()<S, Element::e4m3, false>();
+        };
+        if (source == Source::f32) with_source.template operator()<Source::f32>();
+        else if (source == Source::bf16) with_source.template operator()<Source::bf16>();
+        else with_source.template operator()<Source::f16>();
+    }
+
+    static void codes(const QuantiseRule& rule, const void* elements, size_t n, Source source, float divisor, uint8_t* out) {
+        with_types(rule, source, [&]<Source S, Element E, bool kRounds>() { run<S, E, kRounds>(static_cast<const Stored<S>*>(elements), n, divisor, out); });
+    }
+    static void group_codes(const QuantiseRule& rule, const void* elements, size_t n, Source source, const float* divisors, uint8_t* out) {
+        with_types(rule, source, [&]<Source S, Element E, bool kRounds>() {
+            if constexpr (E != Element::e4m3) run_groups<S, E, kRounds>(static_cast<const Stored<S>*>(elements), n, rule.group, divisors, out);
+        });
+    }
+
+    // The largest magnitude of elements, as stored bits without the sign.
+    DELTAWIRE_INLINE static uint32_t largest_stored(const float* x, size_t n) {
+        const auto* bits = reinterpret_cast<const float*>(x);
+        size_t i = 0;
+        U found = Isa::splat_u(0);
+        const U mask = Isa::splat_u(0x7fffffff);
+        if (n >= 4 * kWidth) {
+            U more[4] = {found, found, found, found};
+            for (; i + 4 * kWidth <= n; i += 4 * kWidth)
+                for (unsigned k = 0; k < 4; ++k) more[k] = Isa::max_u(more[k], Isa::and_(Isa::bits(Isa::load(bits + i + k * kWidth)), mask));
+            found = Isa::max_u(Isa::max_u(more[0], more[1]), Isa::max_u(more[2], more[3]));
+        }
+        for (; i + kWidth <= n; i += kWidth) found = Isa::max_u(found, Isa::and_(Isa::bits(Isa::load(bits + i)), mask));
+        uint32_t out = Isa::reduce_max(found);
+        for (; i < n; ++i) {
+            const uint32_t b = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;
+            out = b > out ? b : out;
+        }
+        return out;
+    }
+    DELTAWIRE_INLINE static uint32_t largest_stored(const uint16_t* x, size_t n) {
+        uint16_t out = 0;
+        for (size_t i = 0; i < n; ++i) {  // the compiler makes vectors of it
+            const uint16_t b = x[i] & 0x7fff;
+            out = b > out ? b : out;
+        }
+        return out;
+    }
+    template <Source S>
+    DELTAWIRE_INLINE static uint32_t largest_of(const Stored<S>* x, size_t n) {
+        const uint32_t found = largest_stored(x, n);
+        if constexpr (S == Source::f32) return found;
+        else if constexpr (S == Source::bf16) return found << 16;
+        else return std::bit_cast<uint32_t>(from_f16(uint16_t(found)));
+    }
+    static uint32_t largest(const void* elements, size_t n, Source source) {
+        if (source == Source::f32) return largest_of<Source::f32>(static_cast<const float*>(elements), n);
+        const auto* x = static_cast<const uint16_t*>(elements);
+        return source == Source::bf16 ? largest_of<Source::bf16>(x, n) : largest_of<Source::f16>(x, n);
+    }
+    template <Source S>
+    DELTAWIRE_INLINE static void run_group_largest(const Stored<S>* x, size_t n, uint32_t group, float* out) {
+        const auto all = [&](uint32_t size) {
+            for (size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(largest_of<S>(x + i * size, size));
+        };
+        if (group == 16) all(16);
+        else if (group == 32) all(32);
+        else all(group);
+    }
+    static void group_largest(const void* elements, size_t n, uint32_t group, Source source, float* out) {
+        if (source == Source::f32) return run_group_largest<Source::f32>(static_cast<const float*>(elements), n, group, out);
+        const auto* x = static_cast<const uint16_t*>(elements);
+        source == Source::bf16 ? run_group_largest<Source::bf16>(x, n, group, out) : run_group_largest<Source::f16>(x, n, group, out);
+    }
+
+    static constexpr size_t kBatch = 64;         // groups that are processed at a time, in the first-level cache
+    static constexpr uint32_t kTileBlocks = 4;   // blocks beside each other whose second pass reads from the second-level cache
+
+    // 128 rows at most: one row of blocks. While the codes of some blocks are computed, the next blocks are prefetched.
+    template <Source S, bool kPower>
+    DELTAWIRE_INLINE static uint32_t quantise_blocks(const QuantiseRows& job) {
+        const Rows& rows = job.rows;
+        const auto row = [&](uint32_t r) { return reinterpret_cast<const Stored<S>*>(rows.data + int64_t(r) * rows.stride); };
+        uint32_t all = 0;
+        for (uint32_t begin = 0; begin < rows.columns; begin += kTileBlocks * kBlockColumns) {
+            const uint32_t end = std::min(rows.columns, begin + kTileBlocks * kBlockColumns), count = (end - begin + kBlockColumns - 1) / kBlockColumns;
+            uint32_t found[kTileBlocks] = {};
+            for (uint32_t r = 0; r < rows.rows; ++r)
+                for (uint32_t b = 0; b < count; ++b) {
+                    const uint32_t first = begin + b * kBlockColumns;
+                    found[b] = std::max(found[b], largest_of<S>(row(r) + first, std::min(kBlockColumns, end - first)));
+                }
+            float maxima[kTileBlocks], divisors[kTileBlocks];
+            for (uint32_t b = 0; b < count; ++b) all = std::max(all, found[b]), maxima[b] = std::bit_cast<float>(found[b]);
+            if (all >= kNotFinite) return all;
+            const uint32_t first_scale = begin / kBlockColumns;
+            choose_block<kPower>(maxima, job.previous ? job.previous + 4 * first_scale : nullptr, count, job.scales + 4 * first_scale, divisors);
+            const uint32_t next = end, next_end = std::min(rows.columns, next + kTileBlocks * kBlockColumns);
+            for (uint32_t r = 0; r < rows.rows; ++r) {
+                for (uint32_t at = next; at < next_end; at += 64 / sizeof(Stored<S>)) __builtin_prefetch(row(r) + at, 0, 2);
+                for (uint32_t b = 0; b < count; ++b) {
+                    const uint32_t first = begin + b * kBlockColumns;
+                    run<S, Element::e4m3, false>(row(r) + first, std::min(kBlockColumns, end - first), divisors[b],
+                                                 job.codes + size_t(r) * rows.columns + first);
+                }
+            }
+        }
+        return all;
+    }
+
+    template <Source S, RecipeKind K>
+    DELTAWIRE_INLINE static uint32_t quantise_groups(const QuantiseRule& rule, const QuantiseRows& job) {
+        const Rows& rows = job.rows;
+        const uint32_t group = K == RecipeKind::nvfp4 ? 16 : K == RecipeKind::mxfp4 ? 32 : rule.group, per_row = rows.columns / group;
+        constexpr unsigned scale_bytes = K == RecipeKind::int4 ? sizeof(Stored<S>) : 1;
+        constexpr Element element = K == RecipeKind::int4 ? Element::int4 : Element::e2m1;
+        uint32_t all = 0;
+        for (uint32_t r = 0; r < rows.rows; ++r) {
+            const auto* x = reinterpret_cast<const Stored<S>*>(rows.data + int64_t(r) * rows.stride);
+            for (uint32_t at = 0; at < per_row; at += kBatch) {
+                const uint32_t count = std::min<uint32_t>(kBatch, per_row - at);
+                float maxima[kBatch], divisors[kBatch];
+                run_group_largest<S>(x + size_t(at) * group, count, group, maxima);
+                uint32_t found = 0;
+                for (uint32_t i = 0; i < count; ++i) found = std::max(found, std::bit_cast<uint32_t>(maxima[i]));
+                all = std::max(all, found);
+                if (all >= kNotFinite) return all;
+                const size_t first = size_t(r) * per_row + at;
+                const uint8_t* previous = job.previous ? job.previous + first * scale_bytes : nullptr;
+                uint8_t* scales = job.scales + first * scale_bytes;
+                if constexpr (K == RecipeKind::nvfp4) choose_nvfp4<S>(job.shared, maxima, previous, count, scales, divisors);
+                else if constexpr (K == RecipeKind::mxfp4) choose_mxfp4<S>(maxima, previous, count, scales, divisors);
+                else choose_plain<S, Element::int4>(maxima, previous, count, scales, divisors);
+                run_groups<S, element, K != RecipeKind::nvfp4>(x + size_t(at) * group, count, group, divisors, job.codes + first * group / 2);
+            }
+        }
+        return all;
+    }
+
+    template <Source S>
+    DELTAWIRE_INLINE static uint32_t quantise_rows(const QuantiseRule& rule, const QuantiseRows& job) {
+        const Rows& rows = job.rows;
+        uint32_t all = 0;
+        for (uint32_t r = 0; r < rows.rows; ++r) {
+            const auto* x = reinterpret_cast<const Stored<S>*>(rows.data + int64_t(r) * rows.stride);
+            const uint32_t found = largest_of<S>(x, rows.columns);
+            all = std::max(all, found);
+            if (all >= kNotFinite) return all;
+            float divisor = job.shared;
+            if (rule.kind == RecipeKind::fp8_channel) {
+                const float maximum = std::bit_cast<float>(found);
+                constexpr unsigned bytes = sizeof(Stored<S>);
+                choose_plain<S, Element::e4m3>(&maximum, job.previous ? job.previous + size_t(r) * bytes : nullptr, 1, job.scales + size_t(r) * bytes, &divisor);
+            }
+            run<S, Element::e4m3, true>(x, rows.columns, divisor, job.codes + size_t(r) * rows.columns);
+        }
+        return all;
+    }
+
+    static uint32_t quantise(const QuantiseRule& rule, const QuantiseRows& job) {
+        uint32_t found = 0;
+        const auto with_source = [&]<Source S>() {
+            switch (rule.kind) {
+                case RecipeKind::fp8_block: found = quantise_blocks<S, false>(job); break;
+                case RecipeKind::fp8_block_ue8m0: found = quantise_blocks<S, true>(job); break;
+                case RecipeKind::nvfp4: found = quantise_groups<S, RecipeKind::nvfp4>(rule, job); break;
+                case RecipeKind::mxfp4: found = quantise_groups<S, RecipeKind::mxfp4>(rule, job); break;
+                case RecipeKind::int4: found = quantise_groups<S, RecipeKind::int4>(rule, job); break;
+                default: found = quantise_rows<S>(rule, job);
+            }
+        };
+        if (job.rows.source == Source::f32) with_source.template operator()<Source::f32>();
+        else if (job.rows.source == Source::bf16) with_source.template operator()<Source::bf16>();
+        else with_source.template operator()<Source::f16>();
+        return found;
+    }
+
+    static constexpr QuantiseKernels table(const char* name) { return {name, &quantise, &largest, &group_largest, &codes, &group_codes}; }
+};
+
+}  // namespace
+}  // namespace deltawire
