@@ -17,12 +17,15 @@ import fleet_coordination
 import fsdp_publish
 import import_time
 import publish_overhead
+import quantised_size
 import rl_async
 import seaweed
 from report import RESULTS, Table, keep, show
 
 NAMES = [
     "size",
+    "quantised-size",
+    "quantised-size-large",
     "speed",
     "memory",
     "density",
@@ -43,7 +46,9 @@ NAMES = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*NAMES, []], help="the benchmarks to run; all by default")
-    parser.add_argument("--trace", default="", help="recorded updates (npz) for `size`; by default it uses synthetic updates")
+    parser.add_argument(
+        "--trace", default="", help="recorded updates (npz) for `size` and `quantised-size`; by default they use synthetic ones"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="use small sizes, to check that the benchmarks run; their results are not meaningful"
     )
@@ -54,6 +59,8 @@ def main() -> int:
     quick = arguments.quick
     benchmarks = {
         "size": lambda: codec_size.measure(trace),
+        "quantised-size": lambda: quantised_size.measure(trace),
+        "quantised-size-large": lambda: quantised_size.measure_large(1 << (24 if quick else 30)),
         "speed": lambda: codec_speed.measure(1 << (24 if quick else 29), 2 if quick else 5),
         "memory": lambda: codec_memory.measure(1 << (25 if quick else 28)),
         "density": lambda: codec_density.measure(1 << (20 if quick else 26)),

@@ -99,6 +99,17 @@ def synthetic_update(elements: int, density: float, dtype: npt.DTypeLike = BF16,
     return base, new
 
 
+def synthetic_masters(elements: int, size: float, seed: int = 0) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Return float32 weights of the scale of bf16 models, and the same after a normal update of standard deviation `size`."""
+    random = np.random.Generator(np.random.SFC64(seed))
+    masters = random.standard_normal(elements, np.float32)
+    masters *= np.float32(_WEIGHTS[BF16][0])
+    updated = random.standard_normal(elements, np.float32)
+    updated *= np.float32(size)
+    updated += masters
+    return masters, updated
+
+
 def update_size(density: float, dtype: np.dtype[Any]) -> float:
     """Return the standard deviation of an update that changes the share `density` of the weights, by bisection."""
     if density == 0:
@@ -157,6 +168,31 @@ def order0_bound_bits(base: Array, new: Array) -> float:
     positions = _n_log_n(elements) - _n_log_n(changed) - _n_log_n(elements - changed)
     steps = _n_log_n(changed) - _n_log_n(pair_counts)
     return positions + steps
+
+
+def code_bound_bits(base: Array, new: Array, element: str) -> float:
+    """Return the bits that an ideal order-0 coder needs for the codes of one quantised tensor, without its tables.
+
+    `element` is "e4m3" (fp8, one code in each byte: the exponents of `base` are known), "e2m1" or "int4" (one 4-bit code in each byte: the
+    codes of `base` are known).
+    """
+    codes = np.arange(256 if element == "e4m3" else 16)
+    contexts = codes >> 3 & 15 if element == "e4m3" else codes
+    sign = len(codes) // 2
+    order = codes if element == "int4" else np.where(codes & sign, len(codes) - 1 - codes, codes + sign)
+    pairs = np.zeros(len(codes) ** 2, np.int64)
+    for start in range(0, base.size, _SLAB):
+        a, b = base[start : start + _SLAB].astype(np.int64), new[start : start + _SLAB]
+        pairs += np.bincount(a * len(codes) + b, minlength=pairs.size)
+    old, now = np.divmod(np.flatnonzero(pairs), len(codes))
+    counts = pairs[pairs > 0]
+    elements = np.bincount(contexts[old], weights=counts, minlength=16)
+    is_change = old != now
+    changed = np.bincount(contexts[old[is_change]], weights=counts[is_change], minlength=16)
+    steps, which = np.unique(contexts[old[is_change]] * 1024 + order[now[is_change]] - order[old[is_change]], return_inverse=True)
+    step_counts = np.bincount(which, weights=counts[is_change], minlength=len(steps))
+    positions = _n_log_n(elements) - _n_log_n(changed) - _n_log_n(elements - changed)
+    return positions + _n_log_n(changed) - _n_log_n(step_counts)
 
 
 def _ordered(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
