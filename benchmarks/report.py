@@ -51,12 +51,12 @@ def show(table: Table) -> None:
 
 
 def keep(table: Table) -> None:
-    """Write a table to benchmarks/results/ and between its markers in docs/benchmarks.md."""
+    """Write a table to benchmarks/results/ and between its markers in docs/benchmarks.md or docs/scale.md."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{table.name}.json").write_text(json.dumps({"machine": machine()} | asdict(table), indent=1, ensure_ascii=False) + "\n")
-    page = ROOT / "docs" / "benchmarks.md"
     begin, end = f"<!-- {table.name} -->", f"<!-- end of {table.name} -->"
-    text = page.read_text()
-    if begin in text and end in text:
-        head, rest = text.split(begin, 1)
-        page.write_text(head + begin + f"\n{table.markdown()}\n\n*{machine()}*\n" + end + rest.split(end, 1)[1])
+    for page in (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "scale.md"):
+        text = page.read_text()
+        if begin in text and end in text:
+            head, rest = text.split(begin, 1)
+            page.write_text(head + begin + f"\n{table.markdown()}\n\n*{machine()}*\n" + end + rest.split(end, 1)[1])

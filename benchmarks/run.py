@@ -20,12 +20,14 @@ import publish_overhead
 import quantised_size
 import rl_async
 import seaweed
+import step_cost
 from report import RESULTS, Table, keep, show
 
 NAMES = [
     "size",
     "quantised-size",
     "quantised-size-large",
+    "step-cost",
     "speed",
     "memory",
     "density",
@@ -61,6 +63,7 @@ def main() -> int:
         "size": lambda: codec_size.measure(trace),
         "quantised-size": lambda: quantised_size.measure(trace),
         "quantised-size-large": lambda: quantised_size.measure_large(1 << (24 if quick else 30)),
+        "step-cost": step_cost.measure,
         "speed": lambda: codec_speed.measure(1 << (24 if quick else 29), 2 if quick else 5),
         "memory": lambda: codec_memory.measure(1 << (25 if quick else 28)),
         "density": lambda: codec_density.measure(1 << (20 if quick else 26)),
