@@ -53,8 +53,16 @@ Template = tuple[dict[str, bytes], dict[str, Any]]
 
 
 def _template(seed: int) -> Template:
-    """Return the chain to change: for every fourth seed one that a publisher wrote, for the others one that was written by hand."""
-    return published_chain() if seed % 4 == 3 else handmade_chain()
+    """Return the chain to change: for every fourth seed one that a publisher wrote, for the others one that was written by hand.
+
+    Every eighth chain has file lists.
+    """
+    return published_chain() if seed % 4 == 3 else handmade_chain(listed=has_lists(seed))
+
+
+def has_lists(seed: int) -> bool:
+    """Return whether the chain of a seed has file lists."""
+    return seed % 8 == 6
 
 
 @cache
@@ -77,8 +85,8 @@ def published_chain() -> Template:
 
 
 @cache
-def handmade_chain() -> Template:
-    """Write a chain with all kinds of commits and objects."""
+def handmade_chain(*, listed: bool = False) -> Template:
+    """Write a chain with all kinds of commits and objects. With `listed`, its last records have file lists."""
     store = MemoryStore()
     chain = ToyChain(store)
     chain.anchor(first_state())
@@ -91,7 +99,9 @@ def handmade_chain() -> Template:
     chain.delta()
     chain.claim(3)
     chain.anchor(next_state(chain.state, 77))
-    chain.grow(4)
+    chain.grow(2)
+    chain.listed = listed
+    chain.grow(2)
     chain.add_skip(15, 11)
     chain.add_anchor(13)
     store.put(keys.mark_key(1), Mark(chain.run.id, 1, 3, 1, "0" * 32, 0).to_bytes())

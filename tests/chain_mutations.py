@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import random
 from collections.abc import Callable
 from typing import Any
 
 from blake3 import blake3
-from chain_drafts import ChainDraft, Record, draft_of, linked_store
+from chain_drafts import ChainDraft, Record, draft_of, has_lists, linked_store, parse
 from support import join_delta, split_delta
 
 from deltawire.store import keys
@@ -171,7 +172,47 @@ def _change_data(draft: ChainDraft, chance: random.Random) -> str:
         for file in record.get("files") or []:
             if isinstance(file, dict) and file.get("key") == old:
                 file |= {"key": new, "blake3": digest, "size": len(data)}
+        if isinstance(record.get("list"), dict) and record["list"].get("key") == old:
+            record["list"] |= {"key": new, "size": len(data)}
     return f"content of {old[-90:-60]}…: {how}"
+
+
+def _change_list(draft: ChainDraft, chance: random.Random) -> str:
+    """Change a file list, or what its record says about it. The record gets the right name of the changed list."""
+    name, record = chance.choice([(key, each) for key, each in _all_records(draft) if isinstance(each.get("list"), dict)] or [("", {})])
+    reference = record.get("list")
+    if reference is None or draft.data.get(reference.get("key")) is None:
+        return "no file list to change"
+    listed = parse(draft.data[reference["key"]])
+    rows = listed["files"]
+    choice = chance.randrange(8)
+    if choice == 0:
+        rows.pop(chance.randrange(len(rows)))
+    elif choice == 1:
+        rows.append(copy.deepcopy(chance.choice(rows)))
+    elif choice == 2:
+        chance.shuffle(rows)
+    elif choice == 3:
+        rows[:] = rows * chance.choice([2, 1000, 70000])
+    elif choice == 4:
+        listed[chance.choice(["version", "deltawire", "more"])] = chance.choice([2, 0, "commit", None])
+    elif choice == 5:
+        reference[chance.choice(["size", "files", "bytes"])] = _number(chance, reference.get("size"))
+    else:
+        row, column = chance.choice(rows), chance.randrange(6)
+        row[column] = chance.choice([_number(chance, row[column]), *_ODD])
+    with contextlib.suppress(ValueError):
+        data = json.dumps(listed, sort_keys=True, separators=(",", ":")).encode()
+        reference["key"] = f"{reference['key'].rpartition('/')[0]}/{blake3(data).hexdigest()}.file"
+        draft.data[reference["key"]] = data
+        if chance.random() < 0.8 and choice != 5:
+            sizes = [row[1] for row in rows if isinstance(row, list) and isinstance(row[1], int)]
+            reference |= {"size": len(data), "files": len(rows), "bytes": sum(sizes)}
+    return f"file list of {name}, choice {choice}"
+
+
+def _all_records(draft: ChainDraft) -> list[tuple[str, Record]]:
+    return [*((f"commit {slot}", commit) for slot, commit in enumerate(draft.commits)), *sorted(draft.others.items())]
 
 
 def _other_content(data: bytes, chance: random.Random) -> tuple[bytes, str]:
@@ -291,7 +332,8 @@ def hostile(seed: int) -> tuple[MemoryStore, list[str]]:
     """Return the chain of a seed, and what was changed. Seed 0 is the sound chain."""
     chance = random.Random(seed)
     draft = copy.deepcopy(draft_of(seed))
-    mutations, weights = zip(*MUTATIONS, strict=True)
+    # Chains without lists keep their own choice, so that a seed which once found something still makes the same chain.
+    mutations, weights = zip(*MUTATIONS, *([(_change_list, 40)] if has_lists(seed) else []), strict=True)
     for _ in range(0 if seed == 0 else chance.choice([1, 1, 1, 2, 2, 3])):
         for mutate in chance.choices(mutations, weights):
             # an earlier change removed what this one would change

@@ -55,11 +55,11 @@ def read_states(store: Store) -> dict[int, dict[str, Any]]:
             assert base["commit"] == commits[base["seq"]]["_hash"]
             assert base["digest"] == commits[base["seq"]]["digest"]
         if commit["kind"] == "anchor":
-            states[commit["seq"]] = read_checkpoint(store, commit["files"])
+            states[commit["seq"]] = read_checkpoint(store, files_of(store, commit))
         elif commit["kind"] == "delta":
             assert before is not None
             assert base["seq"] == before["seq"]
-            states[commit["seq"]] = apply_files(store, states[before["state_seq"]], commit["files"])
+            states[commit["seq"]] = apply_files(store, states[before["state_seq"]], files_of(store, commit))
         elif commit["kind"] == "rewind":
             states[commit["seq"]] = states[commits[base["seq"]]["state_seq"]]
         if commit["kind"] != "fence":
@@ -68,6 +68,27 @@ def read_states(store: Store) -> dict[int, dict[str, Any]]:
             assert commit["digest"] == deltawire.state_digest(state).hex()
             assert (commit["tensors"], commit["state_bytes"]) == (len(state), sum(array.nbytes for array in state.values()))
     return states
+
+
+def files_of(store: Store, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the files that a record names itself or in its file list."""
+    reference = record.get("list")
+    if reference is None:
+        files: list[dict[str, Any]] = record["files"]
+        return files
+    assert record["files"] == []
+    folder, _, name = reference["key"].rpartition("/")
+    data = read_file(store, reference | {"blake3": name.removesuffix(".file")})
+    listed = json.loads(data)
+    assert data == json.dumps(listed, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    assert (listed.keys(), listed["deltawire"], listed["version"]) == ({"deltawire", "version", "files"}, "files", 1)
+    columns = ("blake3", "size", "raw", "name", "first", "count")
+    files = [dict(zip(columns, row, strict=True)) for row in listed["files"]]
+    for file in files:
+        suffix = "safetensors" if file["name"] is None or file["name"].endswith(".safetensors") else "file"
+        file["key"] = f"{folder}/{file['blake3']}.{suffix}"
+    assert (len(files), sum(file["size"] for file in files)) == (reference["files"], reference["bytes"])
+    return files
 
 
 def apply_files(store: Store, state: dict[str, Any], files: list[dict[str, Any]]) -> dict[str, Any]:

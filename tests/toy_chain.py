@@ -16,6 +16,7 @@ from blake3 import blake3
 from safetensors.numpy import save
 
 import deltawire
+from deltawire.format.records.file_list import FileListRef, list_bytes
 from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, link_targets, record_hash
 from deltawire.format.records.run_records import Epoch, Head, Run
 from deltawire.format.records.version_records import Commit, Shortcut
@@ -47,9 +48,13 @@ def next_state(state: Mapping[str, Any], seed: int) -> State:
 
 
 class ToyChain:
-    """Append versions to a store. `commits[seq]` and `states[seq]` are their expected content. Slot 0 holds a fence."""
+    """Append versions to a store. `commits[seq]` and `states[seq]` are their expected content. Slot 0 holds a fence.
 
-    def __init__(self, store: Store, *, sign: Any = None, shards: int = 2) -> None:
+    While `listed` is set, new records have file lists.
+    """
+
+    def __init__(self, store: Store, *, sign: Any = None, shards: int = 2, listed: bool = False) -> None:
+        self.listed = listed
         self.store = store
         self.run = Run("toy", secrets.token_hex(16), 0, Limits())
         self.epoch = 1
@@ -129,7 +134,7 @@ class ToyChain:
             weight_map.update(dict.fromkeys(part, file))
             data = save({name: state[name] for name in part})
             files.append(self.upload(data, "safetensors", at=at, raw=sum(state[name].nbytes for name in part), name=file))
-        others = {"config.json": b'{"model_type": "toy"}', **(extra or {})}
+        others = {} if self.listed else {"config.json": b'{"model_type": "toy"}', **(extra or {})}
         if len(parts) > 1:
             others["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
         files += [self.upload(data, "file", at=at, raw=0, name=name) for name, data in others.items()]
@@ -152,6 +157,12 @@ class ToyChain:
         self.store.put(key, data)
         return FileEntry(key, len(data), raw, digest, **more)
 
+    def upload_list(self, files: tuple[FileEntry, ...]) -> FileListRef:
+        data = list_bytes(files)
+        key = f"{files[0].key.rpartition('/')[0]}/{blake3(data).hexdigest()}.file"
+        self.store.put(key, data)
+        return FileListRef(key, len(data), len(files), sum(entry.size for entry in files))
+
     def _append(self, state: State | None, *, kind: str, **more: Any) -> Commit:
         seq = len(self.commits)
         fields: dict[str, Any] = {
@@ -164,6 +175,9 @@ class ToyChain:
             "files": (),
             "step": None if state is None else 10 * seq,
         } | more
+        if self.listed and fields["files"]:
+            config = () if kind == "fence" else (self.upload(b'{"model_type": "toy"}', "file", raw=0, name="config.json"),)
+            fields |= {"run": "toy", "attachments": config, "file_list": self.upload_list(fields["files"]), "files": ()}
         commit = Commit(
             id=self.run.id,
             seq=seq,
@@ -194,7 +208,8 @@ class ToyChain:
             base=None if base is None else self.ref(base),
             state_bytes=target.state_bytes,
             tensors=target.tensors,
-            files=files,
+            files=() if self.listed else files,
+            file_list=self.upload_list(files) if self.listed else None,
         )
         shortcut = self._sign(shortcut)
         self.store.put_if_absent(key, shortcut.to_bytes())

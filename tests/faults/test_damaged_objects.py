@@ -103,6 +103,52 @@ def test_a_bad_delta_in_front_of_an_anchor_that_was_confirmed_before_is_avoided(
     assert "avoiding" in events.names()
 
 
+def test_a_bad_file_list_is_avoided_by_another_route_or_stops_at_the_last_good_version(opened: Open, harm: str) -> None:
+    chain = ToyChain(MemoryStore(), listed=True)
+    chain.anchor(first_state())
+    chain.grow(3)
+    lists = [commit.file_list.entry for commit in chain.commits if commit.file_list is not None]
+    events = Listener()
+    with opened(chain, on_event=events) as reader:
+        reader.sync(seq=2)
+        whole = do_harm(chain, lists[-1], harm, lists[-2])
+        with pytest.raises(HARMS[harm]) as caught:
+            reader.sync()
+        assert caught.value.retryable
+        assert reader.version is not None
+        assert reader.version.seq == 2
+        assert bits_of(reader.state) == bits_of(chain.states[2] or {})
+        assert not verify(chain.store).ok
+        chain.add_anchor(4)
+        assert reader.sync().seq == 4
+        assert bits_of(reader.state) == bits_of(chain.state)
+        assert "avoiding" in events.names()
+    with opened(chain) as joiner:
+        joiner.sync(seq=3)
+        chain.lose(lists[0])
+        assert joiner.sync().seq == 4
+    chain.store.put(lists[-1].key, whole)
+    assert not verify(chain.store).problems
+
+
+def test_collection_keeps_the_files_of_a_list_that_it_cannot_read(chain: ToyChain) -> None:
+    chain.listed = True
+    chain.anchor(chain.state)
+    chain.anchor(chain.state)
+    chain.delta()
+    newest = chain.commits[-1].file_list
+    assert newest is not None
+    whole = chain.store.get(newest.key, limit=1 << 20)
+    chain.lose(newest.entry)
+    collected = collect(chain.store, grace=0.0)
+    assert (collected.outcome, collected.floor) == ("collected", 5)
+    chain.store.put(newest.key, whole)
+    with open_subscriber(chain.store) as reader:
+        assert reader.sync().seq == 7
+        assert bits_of(reader.state) == bits_of(chain.state)
+    assert verify(chain.store, deep=True).ok
+
+
 def test_a_bad_anchor_is_replaced_by_an_older_one(chain: ToyChain, opened: Open, harm: str) -> None:
     shortcut = chain.add_anchor(4)
     do_harm(chain, shortcut.files[0], harm, chain.commits[1].files[0])

@@ -22,12 +22,12 @@ from deltawire.chain.version import Version
 from deltawire.errors import ChainStale, CheckpointError, CorruptRecord, DataDamaged, DataMissing, LimitExceeded
 from deltawire.events import Event
 from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.format.records.file_list import MOST_IN_RECORD
 from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, Signature, link_targets
 from deltawire.format.records.version_records import Commit
 from deltawire.publish.attachments.read_files import MOST_FILES, MOST_NAME_BYTES
 from deltawire.publish.publisher import Publisher
 from deltawire.publish.sharded import ShardedPublisher
-from deltawire.publish.sharded.division import MOST_FILES as MOST_DELTAS
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import Store, keys, open_store
@@ -289,13 +289,13 @@ def test_the_longest_record_has_room_for_all_attachments() -> None:
     hash_, ident = "ab" * 32, "0" * 32
     most = 2**63 - 1
     key = f"data/{10**10 - 2:010}/{10**18:020}/{hash_}"
-    deltas = tuple(FileEntry(f"{key}.safetensors", 64 << 30, 64 << 30, hash_, None, index, 1) for index in range(MOST_DELTAS))
+    deltas = tuple(FileEntry(f"{key}.safetensors", 64 << 30, 64 << 30, hash_, None, index, 1) for index in range(MOST_IN_RECORD))
     letters = MOST_NAME_BYTES // MOST_FILES - 2
     attached = tuple(FileEntry(f"{key}.file", 64 << 30, 0, hash_, f"{index:0{letters}}") for index in range(MOST_FILES))
     seq = 1 << 40
     commit = Commit(
         ident, seq, 10**10 - 2, ident, "delta", hash_, tuple((m, hash_) for m in link_targets(seq)),
-        CommitRef(seq - 1, hash_, first_digest()), seq, 10**9, first_digest(), 1 << 50, MOST_DELTAS, most, most, most, deltas,
+        CommitRef(seq - 1, hash_, first_digest()), seq, 10**9, first_digest(), 1 << 50, MOST_IN_RECORD, most, most, most, deltas,
         {"x": "y" * 7000}, Signature(hash_, hash_ * 2), "r" * 200, attached,
     )  # fmt: skip
     assert Commit.parse(commit.to_bytes()) == commit

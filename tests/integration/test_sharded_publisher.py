@@ -9,6 +9,8 @@ from support import bits_of, copied, publisher_arguments
 from threads_as_ranks import run_ranks, shards_of
 
 from deltawire import Publisher, Subscriber, pull
+from deltawire.chain.log import ChainLog
+from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import (
@@ -21,10 +23,12 @@ from deltawire.errors import (
     StoreUnavailable,
     UnsupportedDtype,
 )
+from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import open_store
+from deltawire.store.memory import MemoryStore
 from deltawire.tensors.bits import TensorPart, tensor_bits
 from deltawire.testing import After, Before, FaultyStore, call
 
@@ -361,3 +365,44 @@ def test_the_first_rank_reports_other_tensors_and_a_lower_step(tmp_path, size):
     assert ": 1 added ('scale'). It is published" in told[2].fields["message"]
     assert ": 1 removed ('scale'). It is published" in told[0].fields["message"]
     assert (told[1].fields["step"], told[1].fields["newest_step"]) == (0, 2)
+
+
+def test_hundreds_of_ranks_publish_together_and_every_reader_finds_their_files_in_lists(tmp_path):
+    """Small shards are enough: what grows with the number of ranks is the number of files."""
+    size = 165
+    shapes = {"up": (size, 128), "down": (size, 128), "norm": (30,)}
+    versions = [first_state(0, shapes)]
+    for seed in range(4):
+        versions.append(copied(versions[-1]))
+        for name in ("up", "down"):
+            versions[-1][name][:, seed] += 1
+    policy = AnchorPolicy(min_versions=2, max_versions=2)
+    store = MemoryStore()
+    found = publish_all(store, size, versions, anchor_policy=policy)[0]
+    commits = read_commits(store)
+    assert [commit["version"] for commit in commits[-4:]] == [4] * 4
+    assert {commit["list"]["files"] for commit in commits[-4:]} == {size}
+    assert not any(commit["files"] for commit in commits[-4:])
+    states_read = read_states(store)
+    assert [bits_of(state) for _, state in sorted(states_read.items())] == [bits_of(state) for state in versions]
+    log = ChainLog(store)
+    assert log.shortcut(found[4].seq, found[0].seq).file_list.files == size
+    with Subscriber(store, tmp_path / "mirror", options=ReaderOptions(pin=False), threads=1) as reader:
+        for number in (1, 2, 4):
+            reader.sync(seq=found[number].seq)
+            assert bits_of({name: np.array(array) for name, array in reader.state.items()}) == bits_of(versions[number])
+    pull(store, tmp_path / "pulled", options=ReaderOptions(pin=False))
+    assert bits_of({**Checkpoint(tmp_path / "pulled")}) == bits_of(versions[-1])
+    assert follow(store)[0] == bits_of(versions[-1])
+    assert verify(store, deep=True).problems == []
+    assert publish_all(store, 3, [versions[1]])[0][0].kind == "delta"  # the resumed job reads the lists
+    assert follow(store)[0] == bits_of(versions[1])
+    assert collect(store, grace=0.0, keep_anchors=1).outcome == "collected"
+    assert follow(store)[0] == bits_of(versions[1])
+    assert verify(store, deep=True).problems == []
+
+
+def test_too_many_ranks_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("deltawire.publish.sharded.publisher.MOST_RANKS", 2)
+    with pytest.raises(PublishError, match="3 processes cannot publish together, at most 2 can"):
+        publish_all(tmp_path, 3, [first_state()])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import chain_fuzz
 import pytest
+from chain_drafts import handmade_chain
 from chain_readers import check_weights
 from toy_chain import ToyChain, first_state
 
@@ -17,7 +18,7 @@ from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 
-SEEDS = [*range(1, 49), 217, 428]
+SEEDS = [*range(1, 49), 69, 217, 428]
 """The last two seeds once found a mirror that looped forever, and a history that contained a loop."""
 
 
@@ -33,6 +34,18 @@ def test_everything_reads_the_sound_chain(tmp_path: Path) -> None:
     outcomes: dict[str, int] = {}
     assert chain_fuzz.try_seed(0, tmp_path, outcomes) == []
     assert outcomes == {"succeeded": len(chain_fuzz.READERS)}
+
+
+def test_everything_reads_a_sound_chain_with_file_lists(tmp_path: Path) -> None:
+    objects, _ = handmade_chain(listed=True)
+    assert sum(b'"list":{' in data for data in objects.values()) == 4
+    for number, read in enumerate(chain_fuzz.READERS):
+        store = MemoryStore()
+        for key, data in objects.items():
+            store.put(key, data)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        read(store, folder)
 
 
 def test_every_reader_of_a_hostile_chain_has_right_weights_or_a_named_error(tmp_path: Path) -> None:

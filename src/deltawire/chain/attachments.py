@@ -37,7 +37,7 @@ def attachments_hop(commit: Commit) -> Hop:
 
 def read_attachments_of(log: ChainLog, commit: Commit, fetcher: Fetcher) -> dict[str, bytes]:
     """Fetch the attachments of a version, by name. Raises the errors of `Fetcher.fetch`."""
-    hop = attachments_hop(commit) if commit.attachments is not None else Routes(log).find(None, commit)[0]
+    hop = attachments_hop(commit) if commit.attachments is not None else Routes(log, fetcher=fetcher).find(None, commit)[0]
     return fetch_attachments(log, attachments_of(commit, hop), hop, fetcher)
 
 

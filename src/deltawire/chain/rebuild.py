@@ -29,7 +29,7 @@ def rebuild(
     Raises the error of a hop that failed if no route is left. Each hop is taken completely or not at all, so after a failure the state is
     at some version. `routes` afterwards knows which hops to avoid.
     """
-    known = routes or Routes(log)
+    known = routes or Routes(log, fetcher=fetcher)
 
     def take(hops: Sequence[Hop]) -> None:
         for hop in hops:

@@ -13,13 +13,15 @@ from collections.abc import Collection
 from ..errors import CorruptRecord, LimitExceeded, NoChain, ObjectMissing, RunMismatch, UnsupportedVersion, VersionUnknown, WrongRun
 from ..format.records.canonical import MAX_RECORD_BYTES
 from ..format.records.collection_records import Mark
-from ..format.records.record_parts import CommitRef, Limits, record_hash
+from ..format.records.record_parts import CommitRef, FileEntry, Limits, record_hash
 from ..format.records.run_records import Head, Run, check_same_run
 from ..format.records.signing import check_signature
 from ..format.records.version_records import Commit, Shortcut
 from ..store import keys
 from ..store.base import Store
 from ..store.urls import default_run_name
+from .fetch import Fetcher, WasCollected
+from .file_lists import FileLists
 
 _KEPT_BYTES = 32 << 20
 """Bytes of commits that are kept in memory."""
@@ -61,6 +63,7 @@ class RecordReader:
         self._run: Run | None = None
         self._kept: OrderedDict[int, tuple[bytes, str, Commit]] = OrderedDict()
         self._kept_bytes = 0
+        self._lists = FileLists()
         self._lock = threading.RLock()
 
     @property
@@ -121,6 +124,19 @@ class RecordReader:
         with self._lock:
             self._kept.clear()
             self._kept_bytes = 0
+        self._lists.forget()
+
+    def files_of(
+        self, record: Commit | Shortcut, *, fetcher: Fetcher | None = None, collected: WasCollected | None = None
+    ) -> tuple[FileEntry, ...]:
+        """Return the files of a commit or shortcut. If it has a file list, the list is read from the store, once.
+
+        Raises the errors of `FileLists.files_of`. Without a `fetcher`, a missing list is not waited for.
+        """
+        if record.file_list is None:
+            return record.files
+        fetcher = fetcher or Fetcher(self.store, limits=self.limits, patience=0)
+        return self._lists.files_of(record, fetcher, self.limits, collected=collected)
 
     def anchors(self, after: int | None, upto: int) -> list[int]:
         """Return the versions above `after`, up to `upto`, that have an anchor in the listing."""

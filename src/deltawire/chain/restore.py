@@ -32,7 +32,8 @@ class Hop:
     """One step of a route: `files` lead from version `base`, or from nothing, to `target`. The sources "fence", "rewind" and "undo" have no
     files.
 
-    `base_digest` is the digest of the state that the hop starts from.
+    `base_digest` is the digest of the state that the hop starts from. `shortcut` is the record that the files belong to, unless they
+    belong to the commit that made the target. `find_route` leaves `files` empty if that record has a file list; `Routes.find` reads it.
     """
 
     target: Commit
@@ -40,11 +41,22 @@ class Hop:
     files: tuple[FileEntry, ...]
     source: str
     base_digest: Digest | None = None
+    shortcut: Shortcut | None = None
 
     @property
     def is_shortcut(self) -> bool:
         """Whether the files belong to a shortcut, not to the commit that made the target."""
-        return bool(self.files) and self.files != self.target.files
+        return self.shortcut is not None
+
+    @property
+    def record(self) -> Commit | Shortcut:
+        """The record that the files belong to."""
+        return self.target if self.shortcut is None else self.shortcut
+
+    @property
+    def has_unread_list(self) -> bool:
+        """Whether `files` still has to be read from a file list."""
+        return not self.files and self.source in ("commit", "anchor", "skip") and self.record.file_list is not None
 
     @property
     def name(self) -> HopName:
@@ -61,7 +73,7 @@ def find_route(
     log: ChainLog, have: CommitRef | None, target: Commit, *, extra: Sequence[Edge] = (), without: Collection[HopName] = ()
 ) -> list[Hop]:
     """Return the hops that lead from the reader's version to `target`, a commit that is not void. Returns [] if the reader is already
-    there.
+    there. The files of hops whose records have a file list are not read: use `Routes.find` to get them.
 
     Raises `VersionGone` if no route is left, and `ChainBroken` if the chain contradicts itself.
 
@@ -205,7 +217,7 @@ class _RouteSearch:
         del self._presumed_shortcuts[presumed.base, presumed.target]
         if shortcut is None:
             return False
-        edge = Edge(presumed.base, presumed.target, shortcut.stored_bytes, len(shortcut.files), presumed.source)
+        edge = Edge(presumed.base, presumed.target, shortcut.stored_bytes, _objects(shortcut), presumed.source)
         self._presumed_shortcuts[edge.base, edge.target] = edge
         self._shortcuts[_name(edge)] = shortcut
         self._read.add(_name(edge))
@@ -230,7 +242,7 @@ class _RouteSearch:
         base = None if edge.base is None else self._commit_at(edge.base)
         shortcut = self._shortcuts.get(_name(edge))
         files = shortcut.files if shortcut is not None else target.files if edge.source in ("commit", "anchor") else ()
-        return Hop(target, edge.base, files, edge.source, None if base is None else base.digest)
+        return Hop(target, edge.base, files, edge.source, None if base is None else base.digest, shortcut)
 
     def _commit_at(self, seq: int) -> Commit:
         """Return a commit, also that of the reader's version, which may lie above the target."""
@@ -260,6 +272,11 @@ class _RouteSearch:
                 self._presumed_shortcuts[base, seq] = Edge(base, seq, estimate, 1, "skip")
 
 
+def _objects(record: Commit | Shortcut) -> int:
+    """Return how many objects must be fetched for a record's files."""
+    return record.file_count + (record.file_list is not None)
+
+
 def _name(edge: Edge) -> HopName:
     return edge.base, edge.target, edge.source
 
@@ -272,9 +289,9 @@ def _bears_out(edge: Edge, presumed: Edge) -> bool:
 def _edges_of(commit: Commit) -> list[Edge]:
     """Return the hops that a commit offers: its files, or the fact that two commits have the same state."""
     if commit.kind == "anchor":
-        return [Edge(None, commit.seq, commit.stored_bytes, len(commit.files), "anchor")]
+        return [Edge(None, commit.seq, commit.stored_bytes, _objects(commit), "anchor")]
     if commit.base is None:
         return []
     if commit.kind == "delta":
-        return [Edge(commit.base.seq, commit.seq, commit.stored_bytes, len(commit.files), "commit")]
+        return [Edge(commit.base.seq, commit.seq, commit.stored_bytes, _objects(commit), "commit")]
     return [Edge(commit.base.seq, commit.seq, 0, 0, commit.kind), Edge(commit.seq, commit.base.seq, 0, 0, commit.kind)]

@@ -26,6 +26,7 @@ from ..errors import (
 from ..events import OnEvent, emit
 from ..format.digest import Digest
 from ..format.records.canonical import MAX_INTEGER, MAX_RECORD_BYTES
+from ..format.records.file_list import FileListRef
 from ..format.records.record_parts import MAX_EPOCH, CommitRef, FileEntry, Limits, RecipeRecord, link_targets, record_hash
 from ..format.records.run_records import Epoch, Head, Run
 from ..format.records.signing import SigningKey, check_signature
@@ -162,12 +163,16 @@ class ChainWriter:
         tensors: int,
         changed: int = 0,
         files: Sequence[FileEntry] = (),
+        file_list: FileListRef | None = None,
         attachments: Sequence[FileEntry] = (),
         step: int | None = None,
         meta: Mapping[str, str] | None = None,
         recipe: RecipeRecord | None = None,
     ) -> Attempt:
-        """Prepare the next commit, and write nothing yet. Raises `LimitExceeded` if this run does not allow such a record."""
+        """Prepare the next commit, and write nothing yet. Raises `LimitExceeded` if this run does not allow such a record.
+
+        With a `file_list`, which must be uploaded, the record does not name the files.
+        """
         self.check_fenced()
         seq = self.next_seq
         updates = 0 if self._tip is None else self._tip.updates
@@ -189,11 +194,12 @@ class ChainWriter:
             changed=changed,
             step=step,
             time=int(self._clock() * 1000),
-            files=tuple(files),
+            files=tuple(files) if file_list is None else (),
             meta=dict(meta or {}),
             run=self.run.run,
             attachments=tuple(attachments),
             recipe=recipe,
+            file_list=file_list,
         )
         self.run.limits.check(commit)
         return self._attempt(commit)

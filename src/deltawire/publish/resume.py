@@ -66,7 +66,8 @@ def require_route(log: ChainLog, target: Commit) -> None:
     Every object of the route must be in the store with the right size. The smallest objects with weights, up to `MOST_READ` bytes together,
     are also read and compared with their hashes.
     """
-    routes, fetcher = Routes(log), Fetcher(log.store, limits=log.limits, patience=0)
+    fetcher = Fetcher(log.store, limits=log.limits, patience=0)
+    routes = Routes(log, fetcher=fetcher)
     left, intact = MOST_READ, set[str]()
 
     def check(hops: Sequence[Hop]) -> None:
@@ -114,11 +115,12 @@ def read_state(log: ChainLog, target: Commit, *, start: Resumed | None = None, t
     state = MemoryState(threads=threads)
     if start is not None:
         state.adopt(dict(start.arrays), start.commit)
-    routes = Routes(log, on_event=on_event)
+    fetcher = Fetcher(log.store, limits=log.limits, on_event=on_event)
+    routes = Routes(log, fetcher=fetcher, on_event=on_event)
     planned = routes.find(None, target)
     size = sum(entry.size for hop in planned for entry in hop.files) + sum(entry.size for entry in target.attachments or ())
     emit(on_event, "planned", seq=target.seq, updates=target.updates, hops=fetched_hops(planned), bytes=size)
-    rebuild(state, log, Fetcher(log.store, limits=log.limits, on_event=on_event), target, routes=routes)
+    rebuild(state, log, fetcher, target, routes=routes)
     hops = routes.find(None, target)
     return Resumed(target, dict(state.writable), cost_of(hops, target), min(hop.target.seq for hop in hops if hop.files))
 

@@ -128,7 +128,7 @@ def _read(log: ChainLog, target: Commit, patience: float) -> ModelFiles:
     """Read the attachments, and the types of the tensors from the first hop of the cheapest route that is left."""
     fetcher = Fetcher(log.store, limits=log.limits, patience=patience)
     files = None if target.attachments is None else _attachments(log, target, attachments_hop(target), fetcher)
-    routes = Routes(log)
+    routes = Routes(log, fetcher=fetcher)
 
     def read(hops: Sequence[Hop]) -> ModelFiles:
         with taking(hops[0]):

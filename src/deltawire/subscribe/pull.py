@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..chain.fetch import Fetcher
 from ..chain.reader_options import ReaderOptions
 from ..chain.restore import Hop, fetched_hops
 from ..chain.routes import Routes
@@ -87,7 +88,8 @@ def pull(
         staged = StagedOutput(out, directory=True, replace=replace)
 
         def build(target: Commit) -> Commit:
-            routes = Routes(chain.log, on_event=on_event)
+            fetcher = Fetcher(store, limits=chain.log.limits, patience=options.patience, on_event=on_event)
+            routes = Routes(chain.log, fetcher=fetcher, on_event=on_event)
             context = SyncContext(chain.log, routes, patience=options.patience, progress=arrived, on_event=on_event)
 
             def take(hops: Sequence[Hop]) -> Commit:

@@ -10,6 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ..chain.fetch import Fetcher
 from ..chain.reader_options import ReaderOptions
 from ..chain.routes import Routes
 from ..chain.version import Version
@@ -211,7 +212,15 @@ class Subscriber:
         if have == commit:
             self._pins.hold(run, commit.seq)
             return
-        routes = Routes(self._chain.log, on_event=self._on_event)
+        fetcher = Fetcher(
+            self._chain.log.store,
+            limits=self._chain.log.limits,
+            patience=self._options.patience,
+            watch=report.watch,
+            on_event=self._on_event,
+            is_stopped=self._closed.is_set,
+        )
+        routes = Routes(self._chain.log, fetcher=fetcher, on_event=self._on_event)
         if have is None:
             self._pins.hold_route(run, routes.find(None, commit))
         else:

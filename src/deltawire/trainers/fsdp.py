@@ -1,8 +1,8 @@
 """Publish from FSDP2, or from any training that keeps weights as DTensors: every rank encodes and uploads its own shards.
 
-At most 160 ranks publish together. Shards that are rows (`Shard(0)`, which `fully_shard` makes) and replicas stay on their ranks. Other
-shards (`Shard(1)` of tensor parallelism, strided shards) are redistributed to rows first, one tensor at a time. This causes traffic of that
-tensor's size between the ranks that hold it.
+Thousands of ranks can publish together. Shards that are rows (`Shard(0)`, which `fully_shard` makes) and replicas stay on their ranks.
+Other shards (`Shard(1)` of tensor parallelism, strided shards) are redistributed to rows first, one tensor at a time. This causes traffic
+of that tensor's size between the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -303,6 +303,7 @@ class TorchRanks:
         self._group = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
         self.rank: int = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
+        self._first = dist.get_global_rank(self._group, 0)
 
     def exchange(self, message: bytes) -> list[bytes]:
         with _talking():
@@ -313,6 +314,14 @@ class TorchRanks:
             found = [torch.empty(room, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(found, own, group=self._group)
         return [answer[: int(size)].numpy().tobytes() for answer, size in zip(found, sizes, strict=True)]
+
+    def broadcast(self, message: bytes) -> bytes:
+        with _talking():
+            size = torch.tensor([len(message)])
+            dist.broadcast(size, self._first, group=self._group)
+            buffer = bytearray(message.ljust(int(size))[: int(size)])
+            dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), self._first, group=self._group)
+        return bytes(buffer)
 
     def deliver(self, pieces: Sequence[Buffer]) -> list[memoryview]:
         arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from ...errors import DeltawireError, StoreError, VersionGone
+from ...errors import ChainError, DeltawireError, StoreError, UnsupportedVersion, VersionGone
 from ...format.records.version_records import Commit, Shortcut
 from ..fetch import Fetcher
 from ..log import ChainLog
@@ -45,7 +45,7 @@ class DeepCheck:
         state = MemoryState(threads=self._threads)
         for done, commit in enumerate(self._sound, 1):
             if checkpoint is not None and commit.seq == target_seq(checkpoint):
-                self._report.rebuilt += self._load(state, checkpoint, Hop(commit, None, checkpoint.files, "anchor"), fetcher)
+                self._report.rebuilt += self._load(state, checkpoint, commit, fetcher)
             elif commit.seq > self._report.floor and commit.digest is not None:
                 self._rebuild(state, commit, fetcher)
             if state.commit is commit:
@@ -66,10 +66,15 @@ class DeepCheck:
                 state.relabel(commit)
             return
         if commit.kind == "anchor":
-            rebuilt = self._load(state, commit, Hop(commit, None, commit.files, "anchor"), fetcher)
+            rebuilt = self._load(state, commit, commit, fetcher)
         elif commit.kind == "delta" and commit.base is not None and at_base:
-            hop = Hop(commit, commit.base.seq, commit.files, "commit", commit.base.digest)
-            rebuilt = self._attempt(commit, lambda: state.apply(state.resolve(hop, fetcher), commit))
+            base = commit.base
+
+            def resolve() -> None:
+                hop = Hop(commit, base.seq, self._log.files_of(commit, fetcher=fetcher), "commit", base.digest)
+                state.apply(state.resolve(hop, fetcher), commit)
+
+            rebuilt = self._attempt(commit, resolve)
         else:
             rebuilt = self._attempt(commit, lambda: rebuild(state, self._log, fetcher, commit))
         self._report.rebuilt += rebuilt
@@ -78,13 +83,21 @@ class DeepCheck:
         target = next(commit for commit in self._sound if commit.seq == shortcut.target.seq)
         base = shortcut.base
         if base is None:
-            self._load(state, shortcut, Hop(target, None, shortcut.files, "anchor"), fetcher)
+            self._load(state, shortcut, target, fetcher)
         elif target.seq > self._report.floor:
-            hop = Hop(target, base.seq, shortcut.files, "skip", base.digest)
-            self._attempt(shortcut, lambda: state.resolve(hop, fetcher))
 
-    def _load(self, state: MemoryState, record: Record, hop: Hop, fetcher: Fetcher) -> bool:
-        """Load a checkpoint, and also read its other files, which a state does not need."""
+            def resolve() -> None:
+                state.resolve(Hop(target, base.seq, self._log.files_of(shortcut, fetcher=fetcher), "skip", base.digest, shortcut), fetcher)
+
+            self._attempt(shortcut, resolve)
+
+    def _load(self, state: MemoryState, record: Record, target: Commit, fetcher: Fetcher) -> bool:
+        """Load a checkpoint of `target`, and also read its other files, which a state does not need."""
+        try:
+            files = self._log.files_of(record, fetcher=fetcher)
+        except (ChainError, UnsupportedVersion):
+            return False  # the check of the files has reported it
+        hop = Hop(target, None, files, "anchor", shortcut=record if isinstance(record, Shortcut) else None)
         others = [entry for entry in hop.files if entry.name is not None and not entry.name.endswith(".safetensors")]
         intact = [self._attempt(record, functools.partial(fetcher.fetch, entry)) for entry in others]
         return self._attempt(record, lambda: state.load_anchor(hop, fetcher)) and all(intact)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from ...errors import CorruptRecord, DataDamaged, LimitExceeded, NoChain, ObjectMissing, SignatureInvalid, UnsupportedVersion
+from ...errors import (
+    CorruptRecord,
+    DataDamaged,
+    DataMissing,
+    LimitExceeded,
+    NoChain,
+    ObjectMissing,
+    SignatureInvalid,
+    UnsupportedVersion,
+)
 from ...format.records.record_parts import FileEntry
 from ...format.records.version_records import Commit, Shortcut
 from ...store import keys
@@ -17,11 +26,11 @@ from ..pins import lowest_pin
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A full checkpoint in the store. All its files, which include its version's attachments, exist with the right size."""
+    """A full checkpoint in the store, and its version's attachments. `record` is a commit, or a shortcut."""
 
     seq: int
-    files: tuple[FileEntry, ...]
-    is_shortcut: bool
+    record: Commit | Shortcut
+    attachments: tuple[FileEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,7 @@ def survey(log: ChainLog, keep_anchors: int, now: datetime) -> Survey:
     head = log.in_force(head)
     anchors = []
     for anchor in _live_anchors(log, head):
-        if all(is_stored(log, entry) for entry in anchor.files):
+        if _is_whole(log, anchor):
             anchors.append(anchor)
         if len(anchors) == keep_anchors:
             break
@@ -78,34 +87,79 @@ def survey(log: ChainLog, keep_anchors: int, now: datetime) -> Survey:
 def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
     """Return the objects that nothing above `floor` needs. Data that a writer may be about to commit are not garbage."""
     kept_anchor = _newest_anchor_upto(log, found, floor)
-    kept = {entry.key for entry in kept_anchor.files} if kept_anchor else set()
+    kept = _Kept()
+    kept_record = None
+    if kept_anchor is not None:
+        kept.add(kept_anchor.record, kept_anchor.attachments)
+        kept_record = keys.anchor_key(kept_anchor.seq) if isinstance(kept_anchor.record, Shortcut) else None
     for seq in range(found.head.seq, floor, -1):
-        kept |= {entry.key for entry in log.ancestor(found.head, seq).all_files}
+        kept.add(log.ancestor(found.head, seq))
     data = list(log.store.list(keys.DATA))
     there = {info.key for info in data}
     shortcuts, collected, unread = [], set(), []
     for info, shortcut in _shortcut_records(log):
         seq = _target_seq(info.key)
-        files = {entry.key for entry in shortcut.files} if shortcut else set()
-        if shortcut is not None and shortcut.epoch < found.head.epoch and not files <= there and _is_dangling(log, shortcut):
+        if shortcut is not None and shortcut.epoch < found.head.epoch and _lacks_files(log, shortcut, there):
             shortcuts.append(info)
-        elif seq > floor or (kept_anchor and kept_anchor.is_shortcut and info.key == keys.anchor_key(kept_anchor.seq)):
-            kept |= files
+        elif seq > floor or info.key == kept_record:
             if shortcut is None:  # a cache may hide it now, or a later release have written it: its data lie under no lower number
                 unread.append(seq)
+            else:
+                kept.add(shortcut)
         else:
             shortcuts.append(info)
-            collected |= files
+            collected |= _keys_of(log, shortcut) if shortcut is not None else set()
+    committed = _Committed(log, floor)
     garbage, staying = [], 0
     for info in data:
         data_key = keys.parse_data_key(info.key)
         if data_key is None or info.key in kept or (unread and data_key.seq >= min(unread)):
             staying += 1
-        elif data_key.epoch < found.head.epoch or info.key in collected or _was_committed(log, data_key.seq, floor, info.key):
+        elif data_key.epoch < found.head.epoch or info.key in collected or info.key in committed.keys(data_key.seq):
             garbage.append(info)
         else:
             staying += 1
+    # Lists come last: if the deletion breaks off, the next collection still finds out which files belonged to them.
+    garbage.sort(key=lambda info: info.key in committed.lists)
     return Garbage(tuple(shortcuts), tuple(garbage), staying)
+
+
+class _Kept:
+    """The data objects that stay. For a record with a file list, everything under the epoch and seq of the list stays.
+
+    So the list need not be read, and a list that cannot be read now loses no files.
+    """
+
+    def __init__(self) -> None:
+        self._keys: set[str] = set()
+        self._folders: set[str] = set()
+
+    def add(self, record: Commit | Shortcut, attachments: Iterable[FileEntry] = ()) -> None:
+        self._keys.update(entry.key for entry in (*record.named_objects, *attachments))
+        if record.file_list is not None:
+            self._folders.add(record.file_list.folder)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys or key.rpartition("/")[0] in self._folders
+
+
+class _Committed:
+    """The data objects of commits at or below the floor. What no commit uses may belong to a writer that is about to commit it."""
+
+    def __init__(self, log: ChainLog, floor: int) -> None:
+        self._log = log
+        self._floor = floor
+        self._found: dict[int, set[str]] = {}
+        self.lists: set[str] = set()
+        """The keys of the file lists among them."""
+
+    def keys(self, seq: int) -> set[str]:
+        if seq not in self._found:
+            commit = self._log.read(seq) if seq <= self._floor else None
+            self._found[seq] = set() if commit is None else _keys_of(self._log, commit)
+            if commit is not None and commit.file_list is not None:
+                self.lists.add(commit.file_list.key)
+        return self._found[seq]
 
 
 def _live_anchors(log: ChainLog, head: Commit) -> Iterator[Anchor]:
@@ -114,11 +168,11 @@ def _live_anchors(log: ChainLog, head: Commit) -> Iterator[Anchor]:
     commit: Commit | None = head
     while commit is not None:
         if commit.kind == "anchor":
-            yield Anchor(commit.seq, commit.all_files, False)
+            yield Anchor(commit.seq, commit, commit.attachments or ())
         elif commit.seq in listed:
             shortcut = _shortcut(log, commit.seq, None)
             if shortcut is not None and shortcut.target == log.ref(commit):
-                yield Anchor(commit.seq, (*shortcut.files, *(commit.attachments or ())), True)
+                yield Anchor(commit.seq, shortcut, commit.attachments or ())
         abandoned_to = commit.base.seq if commit.kind == "rewind" and commit.base is not None else None
         commit = log.previous(commit) if abandoned_to is None else log.ancestor(commit, abandoned_to)
 
@@ -128,9 +182,28 @@ def _newest_anchor_upto(log: ChainLog, found: Survey, floor: int) -> Anchor | No
         if anchor.seq <= floor:
             return anchor
     for anchor in _live_anchors(log, found.head):
-        if anchor.seq <= floor and all(is_stored(log, entry) for entry in anchor.files):
+        if anchor.seq <= floor and _is_whole(log, anchor):
             return anchor
     return None
+
+
+def _is_whole(log: ChainLog, anchor: Anchor) -> bool:
+    """Return whether all files of an anchor, which include its version's attachments, exist with the right size."""
+    files = _files_of(log, anchor.record)
+    return files is not None and all(is_stored(log, entry) for entry in (*anchor.record.named_objects, *files, *anchor.attachments))
+
+
+def _files_of(log: ChainLog, record: Commit | Shortcut) -> tuple[FileEntry, ...] | None:
+    """Return the files of a record, or None if its file list is missing or damaged."""
+    try:
+        return log.files_of(record)
+    except (DataMissing, DataDamaged, CorruptRecord, LimitExceeded, UnsupportedVersion):
+        return None
+
+
+def _keys_of(log: ChainLog, record: Commit | Shortcut) -> set[str]:
+    """Return the keys of all data objects of a record. If its file list cannot be read, only those that the record itself names."""
+    return {entry.key for entry in (*record.named_objects, *(_files_of(log, record) or ()))}
 
 
 def _shortcut_records(log: ChainLog) -> Iterator[tuple[ObjectInfo, Shortcut | None]]:
@@ -157,15 +230,13 @@ def _shortcut(log: ChainLog, seq: int, base: int | None) -> Shortcut | None:
         return None
 
 
-def _is_dangling(log: ChainLog, shortcut: Shortcut) -> bool:
-    """Return whether files of a shortcut are missing, for example because they were collected before its writer wrote the record."""
-    return not all(is_stored(log, entry) for entry in shortcut.files)
+def _lacks_files(log: ChainLog, shortcut: Shortcut, there: set[str]) -> bool:
+    """Return whether files of a shortcut are missing, for example because they were collected before its writer wrote the record.
 
-
-def _was_committed(log: ChainLog, seq: int, floor: int, key: str) -> bool:
-    """Return whether the commit that an object was uploaded for uses it and is no longer needed. If not, its writer may still commit it."""
-    commit = log.read(seq) if seq <= floor else None
-    return commit is not None and any(entry.key == key for entry in commit.all_files)
+    `there` are the keys of a listing, which may be out of date.
+    """
+    objects = (*shortcut.named_objects, *(_files_of(log, shortcut) or ()))
+    return not {entry.key for entry in objects} <= there and not all(is_stored(log, entry) for entry in objects)
 
 
 def is_stored(log: ChainLog, entry: FileEntry) -> bool:

@@ -130,7 +130,7 @@ class _Check:
         dangling = {id(shortcut) for shortcut, _ in self._dangling}
         if below and id(below[0]) in dangling:
             # Then collection kept another one. If there is none, new readers have no route, which is reported with the shortcut.
-            below = [record for record in below if all(self._what_is_wrong(entry) is None for entry in record.files)]
+            below = [record for record in below if all(self._what_is_wrong(entry) is None for entry in self._objects_of(record))]
         return below[0] if below else None
 
     def _newest_version(self) -> Commit | None:
@@ -301,15 +301,29 @@ class _Check:
 
     def _is_dangling(self, shortcut: Shortcut) -> bool:
         """Return whether an earlier writer made a shortcut whose files were collected before it wrote the record."""
-        return shortcut.epoch < self._sound[-1].epoch and any(entry.key not in self._sizes for entry in shortcut.files)
+        return shortcut.epoch < self._sound[-1].epoch and any(entry.key not in self._sizes for entry in self._objects_of(shortcut))
 
     def _check_files(self, record: Record) -> None:
-        for entry in record.files:
+        if record.file_list is not None and self._what_is_wrong(record.file_list.entry) is None:
+            try:
+                self._log.files_of(record)
+            except (ChainError, UnsupportedVersion) as error:
+                self._damaged(record, record.describe(), error)
+        for entry in self._objects_of(record):
             self._report.files += 1
             self._report.bytes += entry.size
             what = self._what_is_wrong(entry)
             if what is not None:
                 self._damaged(record, record.describe(), what)
+
+    def _objects_of(self, record: Record) -> tuple[FileEntry, ...]:
+        """Return the files of a record, and its file list. If the list cannot be read, only the list."""
+        if record.file_list is None:
+            return record.files
+        try:
+            return (record.file_list.entry, *self._log.files_of(record))
+        except (ChainError, UnsupportedVersion):
+            return (record.file_list.entry,)
 
     def _check_attachments(self, checkpoint: Record | None, *, deep: bool) -> None:
         """Check each attachment once, and name all versions that refer to it. Only those of the newest version count as problems."""

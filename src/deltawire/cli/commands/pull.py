@@ -103,7 +103,8 @@ class PullPlan:
 
 def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: bool) -> PullPlan:
     """Find the route to a version, and check that the directory could be written. Fetches no data, and writes nothing."""
-    from ...chain.restore import fetched_hops, find_route
+    from ...chain.restore import fetched_hops
+    from ...chain.routes import Routes
     from ...chain.version import Version
     from ...format.checkpoints.shard_layout import LAYOUT_FILE
     from ...format.checkpoints.staged_output import refuse_losses, refuse_output
@@ -112,7 +113,7 @@ def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: boo
     refuse_output(directory, directory=True, replace=replace)
     view = ChainView(chain)
     target = view.version_at(view.head(), seq)
-    hops = find_route(chain, None, target)
+    hops = Routes(chain).find(None, target)
     attachments = target.attachments or ()
     size = sum(entry.size for hop in hops for entry in hop.files) + sum(entry.size for entry in attachments)
     names = {entry.name for entry in (*hops[0].files, *attachments) if entry.name is not None}

@@ -72,6 +72,8 @@ class Shown:
     route: list[Hop] | None
     numbers: Mapping[int, int]
     """The version numbers of all commits that are mentioned."""
+    files: tuple[FileEntry, ...] | None
+    """The files of the commit. None if they are in a file list that cannot be read."""
 
     @property
     def is_version(self) -> bool:
@@ -103,20 +105,30 @@ def find_commit(log: ChainLog, seq: int | None) -> Shown:
     shortcuts = [shortcut for shortcut in found if shortcut]
     bases = [end.seq for end in (commit.base, *(shortcut.base for shortcut in shortcuts)) if end is not None]
     numbers = {base: version_number(log, base) for base in bases}
-    return Shown(commit, log.hash(commit.seq), void, _signature(commit), shortcuts, route, numbers)
+    return Shown(commit, log.hash(commit.seq), void, _signature(commit), shortcuts, route, numbers, _files(log, commit))
+
+
+def _files(log: ChainLog, commit: Commit) -> tuple[FileEntry, ...] | None:
+    """Return the files of a commit. None if they are in a file list that cannot be read, for example because it was collected."""
+    from ...errors import ChainError, UnsupportedVersion
+
+    try:
+        return log.files_of(commit)
+    except (ChainError, UnsupportedVersion):
+        return None
 
 
 def _find_route(log: ChainLog, commit: Commit) -> list[Hop] | None:
     """Return the cheapest route from nothing whose data all exist; None if there is none."""
-    from ...chain.restore import find_route
-    from ...errors import ObjectMissing, VersionGone
+    from ...chain.routes import Routes
+    from ...errors import DataDamaged, DataMissing, ObjectMissing, VersionGone
 
     floor = log.floor()
     try:
-        route = find_route(log, None, commit)
+        route = Routes(log).find(None, commit)
         for entry in (entry for hop in route if hop.target.seq <= floor for entry in hop.files):  # nothing above the floor is ever deleted
             log.store.head(entry.key)
-    except (VersionGone, ObjectMissing):
+    except (VersionGone, ObjectMissing, DataMissing, DataDamaged):
         return None
     return route
 
@@ -158,7 +170,8 @@ def _as_json(shown: Shown) -> dict[str, Any]:
         "meta": dict(commit.meta),
         "recipe": commit.recipe and commit.recipe.plain(),
         "signature": {"is": shown.signature, "key": commit.signature and commit.signature.key},
-        "files": [entry.plain() for entry in commit.files],
+        "files": None if shown.files is None else [entry.plain() for entry in shown.files],
+        "list": commit.file_list and commit.file_list.plain(),
         "attachments": [{"name": entry.name, "size": entry.size, "key": entry.key} for entry in commit.attachments or ()],
         "shortcuts": [
             {
@@ -166,6 +179,7 @@ def _as_json(shown: Shown) -> dict[str, Any]:
                 "base": shortcut.base and shortcut.base.seq,
                 "bytes": shortcut.stored_bytes,
                 "files": [entry.plain() for entry in shortcut.files],
+                "list": shortcut.file_list and shortcut.file_list.plain(),
             }
             for shortcut in shown.shortcuts
         ],
@@ -204,14 +218,16 @@ def _print(shown: Shown) -> None:
             ("weights", f"{figures.size(commit.state_bytes)} in {commit.tensors:,} tensors" if commit.tensors else ""),
             ("quantised by", "" if commit.recipe is None else str(commit.recipe)),
             ("changed weights", f"{commit.changed:,}" if commit.kind == "delta" else ""),
-            ("size", _size(commit) if commit.files else ""),
+            ("size", _size(commit) if commit.file_count else ""),
             ("digest", "" if commit.digest is None else commit.digest.hex()),
             ("hash", shown.hash),
             ("signature", _signature_text(shown)),
             *((f"meta {name}", value) for name, value in sorted(commit.meta.items())),
         ],
     )
-    if commit.files:
+    if commit.file_list is not None:
+        print_rows("files", [(f"{commit.file_count:,} files", f"listed in {commit.file_list.key}")])
+    elif commit.files:
         print_rows("files", [(figures.size(entry.size), _file_text(entry)) for entry in commit.files])
     if commit.attachments:
         print_rows("attachments", [(figures.size(entry.size), _file_text(entry)) for entry in commit.attachments])

@@ -64,10 +64,11 @@ class Limits:
 
     def check(self, record: Commit | Shortcut) -> None:
         """Raise `LimitExceeded` if the record claims more than this."""
-        entries = record.all_files
+        entries = record.named_objects
+        listed = 0 if record.file_list is None else record.file_list.bytes
         claims = [("bytes of weights", record.state_bytes, self.state_bytes), ("tensors", record.tensors, self.tensors)]
         claims += [(f"bytes in {entry.key}", max(entry.size, entry.raw), self.file_bytes) for entry in entries]
-        claims.append(("bytes in all its files", sum(entry.size for entry in entries), self.state_bytes + self.file_bytes))
+        claims.append(("bytes in all its files", listed + sum(entry.size for entry in entries), self.state_bytes + self.file_bytes))
         for what, claimed, allowed in claims:
             if claimed > allowed:
                 raise LimitExceeded(f"{record.describe()} claims {claimed:,} {what}; {allowed:,} are allowed.")

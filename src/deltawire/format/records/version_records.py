@@ -8,6 +8,7 @@ from typing import Any
 
 from ..digest import Digest
 from .canonical import CanonicalRecord, Fields
+from .file_list import FileListRef
 from .record_parts import (
     HASH,
     NONCE,
@@ -33,7 +34,8 @@ class Commit(CanonicalRecord):
     """One position in the chain. docs/protocol.md §2 defines every field.
 
     `run` and `attachments` are None in records of version 1, which do not have these fields. `recipe` is None in records of versions 1
-    and 2: their versions were published as they are, or another program had quantised them.
+    and 2: their versions were published as they are, or another program had quantised them. If `file_list` is not None, `files` is empty:
+    the list names the files (`ChainLog.files_of`).
     """
 
     id: str
@@ -58,6 +60,7 @@ class Commit(CanonicalRecord):
     run: str | None = None
     attachments: tuple[FileEntry, ...] | None = None
     recipe: RecipeRecord | None = None
+    file_list: FileListRef | None = None
 
     def describe(self) -> str:
         """Return the name for messages. People count versions, the chain counts commits, and a fence is a commit that makes no version."""
@@ -66,19 +69,36 @@ class Commit(CanonicalRecord):
     @property
     def version(self) -> int:
         """The version of the record."""
+        if self.file_list is not None:
+            return 4
         if self.recipe is not None:
             return 3
         return 1 if self.run is None and self.attachments is None else 2
 
     @property
-    def all_files(self) -> tuple[FileEntry, ...]:
-        """The files that lead to this version, and its attachments."""
-        return (*self.files, *(self.attachments or ()))
+    def result(self) -> Digest | None:
+        """The digest of the state that its files lead to."""
+        return self.digest
+
+    @property
+    def may_have_other_files(self) -> bool:
+        """Whether its checkpoint may have files without weights. Since version 2 they are attachments."""
+        return self.attachments is None
+
+    @property
+    def named_objects(self) -> tuple[FileEntry, ...]:
+        """The data objects that the record itself names: its files or its file list, and its attachments."""
+        return (*_own_objects(self), *(self.attachments or ()))
+
+    @property
+    def file_count(self) -> int:
+        """The number of its files, in the record or in its list."""
+        return _file_count(self)
 
     @property
     def stored_bytes(self) -> int:
         """The number of bytes to transfer when its files are fetched."""
-        return sum(entry.size for entry in self.files)
+        return _stored_bytes(self)
 
     def ref(self, data_hash: str) -> CommitRef:
         """Return a reference to this commit. `data_hash` is the hash of its bytes."""
@@ -88,8 +108,10 @@ class Commit(CanonicalRecord):
         added: dict[str, Any] = {}
         if self.version > 1:
             added = {"run": self.run, "attachments": None if self.attachments is None else list(map(plain_attachment, self.attachments))}
-        if self.recipe is not None:
-            added["recipe"] = self.recipe.plain()
+        if self.version > 2:
+            added["recipe"] = self.recipe and self.recipe.plain()
+        if self.file_list is not None:
+            added["list"] = self.file_list.plain()
         return {
             **added,
             "deltawire": "commit",
@@ -117,7 +139,7 @@ class Commit(CanonicalRecord):
 
     @classmethod
     def parse(cls, data: bytes) -> Commit:
-        fields = Fields.parse(data, "commit", versions=(1, 2, 3))
+        fields = Fields.parse(data, "commit", versions=(1, 2, 3, 4))
         commit = cls(
             id=fields.matching("id", NONCE),
             seq=fields.integer("seq"),
@@ -140,7 +162,8 @@ class Commit(CanonicalRecord):
             signature=read_signature(fields),
             run=None if fields.version == 1 else read_run_name(fields),
             attachments=None if fields.version == 1 else read_attachments(fields),
-            recipe=read_recipe(fields) if fields.version > 2 else None,
+            recipe=_read_recipe(fields),
+            file_list=None if fields.version < 4 else FileListRef.of(fields.object("list")),
         )
         fields.done()
         check_commit(commit, fields)
@@ -161,6 +184,7 @@ class Shortcut(CanonicalRecord):
     tensors: int
     files: tuple[FileEntry, ...]
     signature: Signature | None = None
+    file_list: FileListRef | None = None
 
     def describe(self) -> str:
         """Return the name for messages."""
@@ -169,19 +193,36 @@ class Shortcut(CanonicalRecord):
         return f"the skip from commit {self.base.seq} to {self.target.seq}"
 
     @property
-    def all_files(self) -> tuple[FileEntry, ...]:
-        """The files that lead to its target. Attachments are those of the target's commit."""
-        return self.files
+    def result(self) -> Digest | None:
+        """The digest of the state that its files lead to."""
+        return self.target.digest
+
+    @property
+    def may_have_other_files(self) -> bool:
+        """Whether its checkpoint may have files without weights: those of a target of version 1."""
+        return True
+
+    @property
+    def named_objects(self) -> tuple[FileEntry, ...]:
+        """The data objects that the record itself names: its files or its file list. Attachments are those of the target's commit."""
+        return _own_objects(self)
+
+    @property
+    def file_count(self) -> int:
+        """The number of its files, in the record or in its list."""
+        return _file_count(self)
 
     @property
     def stored_bytes(self) -> int:
         """The number of bytes to transfer when its files are fetched."""
-        return sum(entry.size for entry in self.files)
+        return _stored_bytes(self)
 
     def plain(self) -> dict[str, Any]:
+        listed = {} if self.file_list is None else {"list": self.file_list.plain()}
         return {
+            **listed,
             "deltawire": "anchor" if self.base is None else "skip",
-            "version": 1,
+            "version": 1 if self.file_list is None else 2,
             "id": self.id,
             "epoch": self.epoch,
             "nonce": self.nonce,
@@ -196,7 +237,7 @@ class Shortcut(CanonicalRecord):
 
     @classmethod
     def parse(cls, data: bytes) -> Shortcut:
-        fields = Fields.parse(data, "anchor", "skip")
+        fields = Fields.parse(data, "anchor", "skip", versions=(1, 2))
         shortcut = cls(
             id=fields.matching("id", NONCE),
             epoch=read_short(fields, "epoch"),
@@ -208,7 +249,27 @@ class Shortcut(CanonicalRecord):
             tensors=fields.integer("tensors"),
             files=tuple(FileEntry.of(inner) for inner in fields.objects("files")),
             signature=read_signature(fields),
+            file_list=None if fields.version == 1 else FileListRef.of(fields.object("list")),
         )
         fields.done()
         check_shortcut(shortcut, fields)
         return shortcut
+
+
+def _read_recipe(fields: Fields) -> RecipeRecord | None:
+    if fields.version < 3:
+        return None
+    return read_recipe(fields) if fields.version == 3 else fields.nullable("recipe", lambda _: read_recipe(fields))
+
+
+def _own_objects(record: Commit | Shortcut) -> tuple[FileEntry, ...]:
+    return record.files if record.file_list is None else (record.file_list.entry,)
+
+
+def _file_count(record: Commit | Shortcut) -> int:
+    return len(record.files) if record.file_list is None else record.file_list.files
+
+
+def _stored_bytes(record: Commit | Shortcut) -> int:
+    listed = 0 if record.file_list is None else record.file_list.size + record.file_list.bytes
+    return listed + sum(entry.size for entry in record.files)

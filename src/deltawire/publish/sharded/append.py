@@ -19,7 +19,7 @@ from ...store import Store
 from ...tensors.state import state_digest
 from ..upload.data_objects import DataLocation, Update, upload_update
 from ..writer_options import WriterOptions
-from .checkpoint import SharedCheckpoint, upload_together
+from .checkpoint import SharedCheckpoint, files_at_first, upload_together
 from .division import Division, Parts
 from .first_rank import FirstRank, PartsPublication, ask_first_rank
 from .parts_baseline import PartsBaseline
@@ -88,7 +88,8 @@ class PartsAppender:
         self._has_skips: bool = opening["skips"]
         self._pending: _Pending | None = None
         self._by_first: Callable[[Callable[[FirstRank], Any]], Any] = partial(ask_first_rank, ranks, first)
-        self._reader = PartsReader(ranks, store, Fetcher(store, limits=Limits(*opening["limits"]), on_event=on_event), options.threads)
+        limits = Limits(*opening["limits"])
+        self._reader = PartsReader(ranks, store, Fetcher(store, limits=limits, on_event=on_event), limits, options.threads)
         self._shortcuts = SharedShortcuts(ranks, first, self._location, self._upload_checkpoint)
         self.baseline: PartsBaseline | None = None
 
@@ -143,9 +144,9 @@ class PartsAppender:
         else:
             raise PublishError("a process's copy of the last version changed in memory, twice. Check the memory of that machine.")
         assert update is not None
-        files = in_order([answer["files"] for answer in answers])
-        if sum(entry.size for entry in files) >= division.table.state_bytes:
+        if sum(answer["bytes"] for answer in answers) >= division.table.state_bytes:
             return None
+        files = in_order(files_at_first(self._ranks, update.files))
         difference = Digest()
         for answer in answers:
             difference += Digest.from_hex(answer["difference"])
@@ -169,7 +170,7 @@ class PartsAppender:
                 self._first.observe(sent=update.size, seconds=update.upload_seconds, scanned=scanned, scan_seconds=update.encode_seconds)
             return {
                 "sound": update.before == baseline.digest,
-                "files": [entry.plain() for entry in update.files],
+                "bytes": update.size,
                 "difference": (update.after - update.before).hex(),
                 "changed": update.changed,
             }

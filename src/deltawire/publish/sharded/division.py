@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...dtypes import dtype_named
 from ...errors import PublishError
+from ...format.content_hash import content_hash
 from ...format.digest import PART_ALIGNMENT, Digest, TensorKeys
+from ...format.records.file_list import MOST_IN_RECORD, MOST_LISTED
 from ...tensors.bits import TensorPart, tensor_bits
 from ..upload.segments import Segment, TensorTable, cut_segments
-from .ranges import ElementRange, TensorDivision, divide_tensor
+from .ranges import ElementRange, Move, TensorDivision, divide_tensor
 from .ranks import Ranks, together
 
 Parts = dict[str, TensorPart]
 """The parts of all tensors that one process publishes, by name. Parts may be empty, but every name is there."""
 
-MOST_FILES = 160
-"""Most delta files in one version, by all processes together. A record has to name them all."""
+MOST_RANKS = MOST_LISTED // 2
+"""Most processes that publish together. Each may write two files for a version, and a file list has to name them all."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Division:
     table: TensorTable
     """Names, types and shapes of the whole tensors."""
     tensors: tuple[TensorDivision, ...]
+    """How each tensor is divided. Tensors that are divided in the same way share one object, because there may be thousands of ranks."""
     ranks: int
 
     @cached_property
@@ -43,11 +47,24 @@ class Division:
 
     def segments(self, rank: int, segment_bytes: int) -> tuple[Segment, ...]:
         """Return the segments, which have the same tensors at all ranks, with the bytes that this rank has in each."""
-        runs = cut_segments(self.table.sizes, segment_bytes=segment_bytes * self.ranks, most=max(MOST_FILES // self.ranks - 1, 1))
+        runs = cut_segments(self.table.sizes, segment_bytes=segment_bytes * self.ranks, most=max(MOST_IN_RECORD // self.ranks - 1, 1))
         return tuple(
             Segment(run.first, run.count, sum(self.nbytes(index, rank) for index in range(run.first, run.first + run.count)))
             for run in runs
         )
+
+    @cached_property
+    def has_moves(self) -> bool:
+        """Whether elements of any tensor must be sent to another rank."""
+        return any(tensor.moves for tensor in self.tensors)
+
+    def moves_of(self, rank: int) -> tuple[tuple[int, Move], ...]:
+        """Return the moves from or to a rank, each with the index of its tensor."""
+        by_division = {
+            id(tensor): [move for move in tensor.moves if rank in (move.source, move.target)]
+            for tensor in {id(tensor): tensor for tensor in self.tensors}.values()
+        }
+        return tuple((index, move) for index, tensor in enumerate(self.tensors) for move in by_division[id(tensor)])
 
     def nbytes(self, index: int, rank: int) -> int:
         """Return how many bytes of a tensor, given by its index in the table, a rank publishes."""
@@ -69,8 +86,9 @@ class Splitter:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._known: bytes | None = None
+        self._known: _Layout | None = None
         self._division: Division | None = None
+        self._moves: tuple[tuple[int, Move], ...] = ()
 
     def split(self, held: Mapping[str, TensorPart]) -> tuple[Division, Parts]:
         """Return the division and the parts that this process publishes. All processes call it.
@@ -79,7 +97,7 @@ class Splitter:
         cannot be published, and `PublishError` if the processes do not hold one model together.
         """
         division = self._agree(held)
-        incoming = _hand_over(self._ranks, division, held)
+        incoming = _hand_over(self._ranks, division, self._moves, held) if division.has_moves else {}
         parts: Parts = {}
         for index, name in enumerate(division.table.names):
             start, stop = division.tensors[index].ranges[self._ranks.rank]
@@ -90,7 +108,7 @@ class Splitter:
         return division, parts
 
     def _agree(self, held: Mapping[str, TensorPart]) -> Division:
-        layout = b""
+        layout: _Layout | None = None
 
         def describe() -> bool:
             nonlocal layout
@@ -99,51 +117,113 @@ class Splitter:
 
         if all(together(self._ranks, describe)) and self._division is not None:
             return self._division
+        assert layout is not None
         self._known = None
-        layouts = self._ranks.exchange(layout)
-        self._division = _division_of(layouts)  # all have the same layouts, so all get the same division, or the same error
+        self._division = _agree_on_division(self._ranks, layout)
+        self._moves = self._division.moves_of(self._ranks.rank)
         self._known = layout
         return self._division
 
 
-def _division_of(layouts: Sequence[bytes]) -> Division:
-    tables = [json.loads(layout) for layout in layouts]
-    facts = {name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in tables[0]}
-    for rank, table in enumerate(tables):
-        other = {name: (dtype, tuple(shape)) for name, dtype, shape, _, _ in table}
-        if other != facts:
-            name = min(name for name in {*facts, *other} if facts.get(name) != other.get(name))
+@dataclass(frozen=True)
+class _Layout:
+    """The tensors of a model, by name, and the elements of each that one process holds."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    held: tuple[ElementRange, ...]
+
+    @property
+    def facts(self) -> list[Any]:
+        """What must be the same in all processes, for JSON."""
+        return [[name, dtype, list(shape)] for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)]
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The indices of the tensors of each type and shape. Most processes hold the same elements of all tensors in a group."""
+        groups: dict[Any, list[int]] = {}
+        for index, kind in enumerate(zip(self.dtypes, self.shapes, strict=True)):
+            groups.setdefault(kind, []).append(index)
+        return list(groups.values())
+
+    def runs(self) -> list[list[list[int]]]:
+        """Return what is held of each group's tensors, in order: [start, stop, number of tensors]. The lists are short for any model."""
+        return [
+            [[*held, sum(1 for _ in same)] for held, same in itertools.groupby(self.held[index] for index in group)]
+            for group in self.groups
+        ]
+
+
+def _agree_on_division(ranks: Ranks, layout: _Layout) -> Division:
+    """Return the division. What the processes exchange does not grow with the number of tensors, unless they hold each in another way."""
+    facts = json.dumps(layout.facts).encode()
+    message = {"facts": content_hash(facts), "held": layout.runs()}
+    answers = [json.loads(answer) for answer in ranks.exchange(json.dumps(message).encode())]
+    if any(answer["facts"] != answers[0]["facts"] for answer in answers):
+        _refuse_other_tensors(ranks, layout, facts)
+    by_pattern: dict[Any, TensorDivision] = {}
+    divisions: dict[int, TensorDivision] = {}
+    for number, group in enumerate(layout.groups):
+        elements = math.prod(layout.shapes[group[0]])
+        block = PART_ALIGNMENT // dtype_named(layout.dtypes[group[0]]).itemsize
+        for indices, held in _patterns(group, [answer["held"][number] for answer in answers]):
+            key = (held, elements, block)
+            try:  # all have the same answers, so all get the same division, or the same error
+                divided = by_pattern.get(key) or by_pattern.setdefault(key, divide_tensor(held, elements, block))
+            except PublishError as error:
+                raise PublishError(f"tensor {layout.names[indices[0]]!r}: {error}") from None
+            divisions |= dict.fromkeys(indices, divided)
+    table = TensorTable(layout.names, tuple(map(dtype_named, layout.dtypes)), layout.shapes)
+    return Division(table, tuple(divisions[index] for index in range(len(layout.names))), ranks.size)
+
+
+def _patterns(group: Sequence[int], runs: Sequence[list[list[int]]]) -> Iterator[tuple[Sequence[int], tuple[ElementRange, ...]]]:
+    """Yield tensors of a group that every rank holds in the same way, and the elements of each that each rank holds."""
+    at = [0] * len(runs)
+    left = [run[0][2] for run in runs]
+    done = 0
+    while done < len(group):
+        count = min(left)
+        yield group[done : done + count], tuple((run[i][0], run[i][1]) for run, i in zip(runs, at, strict=True))
+        done += count
+        for rank, run in enumerate(runs):
+            left[rank] -= count
+            if not left[rank] and done < len(group):
+                at[rank] += 1
+                left[rank] = run[at[rank]][2]
+
+
+def _refuse_other_tensors(ranks: Ranks, layout: _Layout, facts: bytes) -> NoReturn:
+    """Raise `PublishError`, which names a tensor that one rank has and rank 0 does not have, or has with another type or shape."""
+    wanted = {name: rest for name, *rest in json.loads(ranks.broadcast(facts))}
+    own = {name: rest for name, *rest in layout.facts}
+    names = [name for name in {*wanted, *own} if wanted.get(name) != own.get(name)]
+    for rank, name in enumerate(together(ranks, lambda: min(names, default=None))):
+        if name is not None:
             raise PublishError(f"ranks 0 and {rank} do not hold shards of one model: tensor {name!r} is not the same in both.")
-    names = tuple(row[0] for row in tables[0])
-    dtypes = tuple(dtype_named(row[1]) for row in tables[0])
-    shapes = tuple(tuple(row[2]) for row in tables[0])
-    tensors = []
-    for index, (name, dtype, shape) in enumerate(zip(names, dtypes, shapes, strict=True)):
-        held: list[ElementRange] = [(table[index][3], table[index][4]) for table in tables]
-        try:
-            tensors.append(divide_tensor(held, math.prod(shape), PART_ALIGNMENT // dtype.itemsize))
-        except PublishError as error:
-            raise PublishError(f"tensor {name!r}: {error}") from None
-    return Division(TensorTable(names, dtypes, shapes), tuple(tensors), len(layouts))
+    raise AssertionError("layouts with different hashes are the same")
 
 
-def _layout(held: Mapping[str, TensorPart]) -> bytes:
+def _layout(held: Mapping[str, TensorPart]) -> _Layout:
     if not held:
         raise PublishError("the state has no tensors. Pass the weights of the model.")
-    rows = []
+    names, dtypes, shapes, ranges = [], [], [], []
     for name, part in sorted(held.items()):
         bits = tensor_bits(name, part.elements)
         if part.stop > math.prod(part.shape):
             raise PublishError(f"tensor {name!r} has {math.prod(part.shape)} elements, but a shard up to element {part.stop}.")
-        rows.append([bits.name, bits.dtype.name, list(part.shape), part.start, part.stop])
-    return json.dumps(rows).encode()
+        names.append(bits.name)
+        dtypes.append(bits.dtype.name)
+        shapes.append(tuple(part.shape))
+        ranges.append((part.start, part.stop))
+    return _Layout(tuple(names), tuple(dtypes), tuple(shapes), tuple(ranges))
 
 
-def _hand_over(ranks: Ranks, division: Division, held: Mapping[str, TensorPart]) -> dict[int, list[NDArray[np.uint8]]]:
-    """Exchange the elements at the edges. Returns those that this process received, by tensor, in order."""
-    moves = [(index, move) for index, tensor in enumerate(division.tensors) for move in tensor.moves]
-    if not moves:
-        return {}
+def _hand_over(
+    ranks: Ranks, division: Division, moves: Sequence[tuple[int, Move]], held: Mapping[str, TensorPart]
+) -> dict[int, list[NDArray[np.uint8]]]:
+    """Exchange the elements at the edges. `moves` are those of this process. Returns what it received, by tensor, in order."""
     outgoing: list[list[bytes]] = [[] for _ in range(ranks.size)]
     for index, move in moves:
         if move.source == ranks.rank:

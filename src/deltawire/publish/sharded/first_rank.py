@@ -26,7 +26,7 @@ from ..shortcuts.cadence import ChainCost, Speed, anchor_due
 from ..shortcuts.compose import Composition
 from ..shortcuts.shortcut_writer import ShortcutWriter
 from ..take_over import TakeOver
-from ..upload.data_objects import DataLocation
+from ..upload.data_objects import DataLocation, upload_list
 from ..upload.segments import TensorTable
 from ..writer_options import WriterOptions
 from .division import Division, Parts
@@ -170,6 +170,7 @@ class FirstRank:
             tensors=len(table.names),
             changed=changed,
             files=files,
+            file_list=upload_list(self._store, files),
             attachments=self._attached.upload(self._location(), publication.attachments),
             step=publication.step,
             meta=publication.meta,
@@ -192,6 +193,7 @@ class FirstRank:
             state_bytes=table.state_bytes,
             tensors=len(table.names),
             files=files,
+            file_list=upload_list(self._store, files),
             attachments=attached.upload(self._location(), attachments, anew=True),
             step=publication.step,
             meta=publication.meta,

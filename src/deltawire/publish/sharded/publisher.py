@@ -22,7 +22,7 @@ from ..commits import check_meta, check_step
 from ..upload.upload_pool import UploadPool
 from ..writer_options import WriterOptions
 from .append import PartsAppender
-from .division import MOST_FILES, Splitter
+from .division import MOST_RANKS, Splitter
 from .first_rank import FirstRank, PartsPublication
 from .ranks import Ranks, together
 
@@ -99,8 +99,10 @@ class ShardedPublisher:
 
             def open_all() -> dict[str, Any] | None:
                 nonlocal first
-                if ranks.size > MOST_FILES:
-                    raise PublishError(f"{ranks.size} processes cannot publish together, at most {MOST_FILES} can. Pass a smaller group.")
+                if ranks.size > MOST_RANKS:
+                    raise PublishError(
+                        f"{ranks.size:,} processes cannot publish together, at most {MOST_RANKS:,} can. Pass a smaller group."
+                    )
                 self._store = open_store(url, options=options.store, on_event=on_event)
                 if self._store is not url:
                     opened.callback(self._store.close)

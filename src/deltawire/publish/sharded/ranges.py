@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
 
 from ...errors import PublishError
 
@@ -49,16 +49,19 @@ def divide_tensor(held: Sequence[ElementRange], elements: int, block: int) -> Te
             raise PublishError(f"elements {start} to {stop} are held by no rank, or by ranks whose shards overlap only in part.")
     ranges = [EMPTY] * len(held)
     moves: list[Move] = []
-    holders = {this: [rank for rank, each in enumerate(held) if each == this] for this in distinct}
-    for this in distinct:
+    holders: dict[ElementRange, list[int]] = {this: [] for this in distinct}
+    for rank, each in enumerate(held):
+        if each != EMPTY:
+            holders[each].append(rank)
+    for number, this in enumerate(distinct):
         start, stop = (min(-(-edge // block) * block, elements) for edge in this)
         blocks, among = -(-(stop - start) // block), holders[this]
-        cuts = [min(start + blocks * number // len(among) * block, stop) for number in range(len(among) + 1)]
+        cuts = [min(start + blocks * share // len(among) * block, stop) for share in range(len(among) + 1)]
         for rank, each in zip(among, pairwise(cuts), strict=True):
             if each[0] < each[1]:
                 ranges[rank] = each
         if start < stop:
             last = next(rank for rank in reversed(among) if ranges[rank] != EMPTY)
-            later = [other for other in distinct if this[1] <= other[0] < stop]
+            later = takewhile(lambda other: other[0] < stop, islice(distinct, number + 1, None))  # noqa: B023
             moves += [Move(holders[other][0], last, (other[0], min(other[1], stop))) for other in later]
     return TensorDivision(tuple(ranges), tuple(moves))

@@ -26,6 +26,10 @@ class Ranks(Protocol):
         """Send a message to all processes, and return the messages of all, by rank."""
         ...
 
+    def broadcast(self, message: bytes) -> bytes:
+        """Return the message of the first process, in all processes. The messages of the others are ignored."""
+        ...
+
     def deliver(self, pieces: Sequence[Buffer]) -> list[memoryview]:
         """Send `pieces[i]` to rank i, and return the piece that each rank sent to this one."""
         ...
@@ -36,28 +40,45 @@ def together(ranks: Ranks, work: Work) -> list[Any]:
 
     Other processes notice a process that dies or is interrupted only because a method of `Ranks` fails.
     """
+    own, message = _attempt(work)
+    answers = ranks.exchange(json.dumps(message).encode())
+    parsed = {answer: json.loads(answer) for answer in set(answers)}  # with many processes, most answers are the same
+    return _results(own, [parsed[answer] for answer in answers])
+
+
+def by_first_rank(ranks: Ranks, work: Work) -> Any:
+    """Do something in the first process only. All processes return its result, or raise its error."""
     own: Exception | None = None
+    message: dict[str, Any] = {}
+    if ranks.rank == 0:
+        own, message = _attempt(work)
+    return _results(own, [json.loads(ranks.broadcast(json.dumps(message).encode()))])[0]
+
+
+def collect_at_first(ranks: Ranks, value: Any) -> list[Any]:
+    """Send a value, which JSON can represent, to the first process. Returns the values of all processes there, and [] in the others.
+
+    Use it instead of `together` for values that only the first process needs: with many processes, `together` sends far more.
+    """
+    own = json.dumps(value).encode()
+    arrived = ranks.deliver([own, *[b""] * (ranks.size - 1)])
+    return [json.loads(bytes(piece)) for piece in arrived] if ranks.rank == 0 else []
+
+
+def _attempt(work: Work) -> tuple[Exception | None, dict[str, Any]]:
     try:
-        message = {"done": work()}
+        return None, {"done": work()}
     except Exception as error:
-        own = error
-        message = {"failed": type(error).__name__, "why": without_hint(error)}
-    answers = [json.loads(answer) for answer in ranks.exchange(json.dumps(message).encode())]
+        return error, {"failed": type(error).__name__, "why": without_hint(error)}
+
+
+def _results(own: Exception | None, answers: list[dict[str, Any]]) -> list[Any]:
     if own is not None:
         raise own
     for rank, answer in enumerate(answers):
         if "failed" in answer:
             raise error_named(answer["failed"])(f"rank {rank}: {answer['why']}")
     return [answer["done"] for answer in answers]
-
-
-def by_first_rank(ranks: Ranks, work: Work) -> Any:
-    """Do something in the first process only. All processes return its result, or raise its error."""
-    return together(ranks, work if ranks.rank == 0 else _nothing)[0]
-
-
-def _nothing() -> None:
-    return None
 
 
 def without_hint(error: Exception) -> str:

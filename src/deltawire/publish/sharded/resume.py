@@ -7,6 +7,8 @@ files are hashed before tensors are taken from them, because an attacker could m
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,15 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...chain.fetch import Fetcher
+from ...chain.file_lists import FileLists
 from ...chain.restore import Hop
 from ...chain.walk_route import HopFailed, taking, walk_route
 from ...delta.resolve import apply_delta
+from ...dtypes import DType, dtype_named
 from ...errors import ChainBroken, DataDamaged, DataMissing, DeltawireError, ObjectMissing, StoreError
 from ...format.content_hash import content_hash, new_hash
 from ...format.digest import Digest
-from ...format.records.record_parts import FileEntry
-from ...format.records.version_records import Commit
-from ...format.safetensors_header import LENGTH_BYTES, MalformedHeader, TensorEntry, header_length, parse_header
+from ...format.records.record_parts import FileEntry, Limits
+from ...format.records.version_records import Commit, Shortcut
+from ...format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_length, parse_header
 from ...store.base import Store
 from ...tensors.state import state_digest
 from ..upload.segments import SEGMENT_BYTES, TensorTable, cut_segments
@@ -47,7 +51,13 @@ class _TensorLocation:
 
     key: str
     offset: int
-    entry: TensorEntry
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> _TensorLocation:
+        key, offset, dtype, shape = plain
+        return cls(key, offset, dtype_named(dtype), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,7 @@ class PartsReader:
     ranks: Ranks
     store: Store
     fetcher: Fetcher
+    limits: Limits
     threads: int | None
 
     def read(self, target: Commit, division: Division, by_first: ByFirst) -> Parts | None:
@@ -79,21 +90,23 @@ class PartsReader:
         ranks, table = self.ranks, division.table
         locations: dict[str, _TensorLocation] = {}
         hashes: dict[str, str] = {}
+        hops = self._with_files(hops)
 
-        def find() -> bool:
+        def find() -> list[Any]:
             with taking(hops[0]):
-                locations.update(_find_tensors(self.store, hops[0].files))
-            return _table(locations) == table
+                return _find_share(self.store, hops[0].files, ranks)
 
         def check() -> dict[str, str]:
             with taking(hops[0]):
                 return _hash_share(self.store, hops[0].files, ranks)
 
-        if not all(_try(ranks, hops, find)):
+        for found in _try(ranks, hops, find):
+            locations.update((name, _TensorLocation.of(plain)) for name, *plain in found)
+        if _table(locations) != table:
             return None
         if check_hashes:
-            for found in _try(ranks, hops, check):
-                hashes.update(found)
+            for shares in _try(ranks, hops, check):
+                hashes.update(shares)
         plan = _assign(table, _runs(table, hops), ranks.size)
         parts = division.new_parts(ranks.rank)
         total = Digest()
@@ -112,6 +125,19 @@ class PartsReader:
         if total != digest:
             raise HopFailed(hops[0], DataDamaged(f"the checkpoint and its deltas lead to the digest {total}, not {digest}."))
         return parts
+
+    def _with_files(self, hops: Sequence[Hop]) -> list[Hop]:
+        """Return the same hops, with the files of their file lists, which every process reads itself."""
+        lists = FileLists()
+        filled: list[Hop] = []
+
+        def read() -> None:
+            for hop in hops:
+                with taking(hop):
+                    filled.append(dataclasses.replace(hop, files=lists.files_of(hop.record, self.fetcher, self.limits)))
+
+        _try(self.ranks, hops, read)
+        return filled
 
     def _rebuild(
         self,
@@ -166,14 +192,15 @@ class _SharedRoutes:
 
 
 def plain_hop(hop: Hop) -> dict[str, Any]:
-    """Return a hop as JSON."""
-    files = [entry.plain() for entry in hop.files]
-    return {"target": hop.target.to_bytes().decode(), "base": hop.base, "files": files, "source": hop.source}
+    """Return a hop as JSON: its records, which name its files or its file list."""
+    shortcut = None if hop.shortcut is None else hop.shortcut.to_bytes().decode()
+    return {"target": hop.target.to_bytes().decode(), "base": hop.base, "source": hop.source, "shortcut": shortcut}
 
 
 def _parse_hop(plain: dict[str, Any]) -> Hop:
-    files = tuple(FileEntry(**entry) for entry in plain["files"])
-    return Hop(Commit.parse(plain["target"].encode()), plain["base"], files, plain["source"])
+    shortcut = None if plain["shortcut"] is None else Shortcut.parse(plain["shortcut"].encode())
+    target = Commit.parse(plain["target"].encode())
+    return Hop(target, plain["base"], (shortcut or target).files, plain["source"], shortcut=shortcut)
 
 
 def _try(ranks: Ranks, hops: Sequence[Hop], work: Callable[[], Any]) -> list[Any]:
@@ -210,18 +237,18 @@ def _send(ranks: Ranks, division: Division, parts: Parts, tensors: dict[str, NDA
             np.copyto(elements.view(np.uint8), reader.take(elements.nbytes))
 
 
-def _find_tensors(store: Store, files: Sequence[FileEntry]) -> dict[str, _TensorLocation]:
-    locations: dict[str, _TensorLocation] = {}
-    for file in files:
-        if file.name is None or not file.name.endswith(".safetensors"):
-            continue
+def _find_share(store: Store, files: Sequence[FileEntry], ranks: Ranks) -> list[Any]:
+    """Read the headers of this process's share of the files. Returns the location of each tensor in them, for JSON."""
+    locations: list[Any] = []
+    shards = [file for file in files if file.name is not None and file.name.endswith(".safetensors")]
+    for file in shards[ranks.rank :: ranks.size]:
         try:
             length = header_length(_read(store, file.key, 0, LENGTH_BYTES).tobytes(), file.size)
             header = parse_header(_read(store, file.key, LENGTH_BYTES, length).tobytes(), file.size)
         except MalformedHeader as reason:
             raise DataDamaged(f"{file.key} is not a safetensors file: {reason}") from None
         for name, entry in header.entries.items():
-            locations[name] = _TensorLocation(file.key, header.data_start + entry.begin, entry)
+            locations.append([name, file.key, header.data_start + entry.begin, entry.dtype.name, list(entry.shape)])
     return locations
 
 
@@ -262,14 +289,14 @@ def _table(locations: dict[str, _TensorLocation]) -> TensorTable:
     ordered = sorted(locations.items())
     return TensorTable(
         tuple(name for name, _ in ordered),
-        tuple(location.entry.dtype for _, location in ordered),
-        tuple(tuple(location.entry.shape) for _, location in ordered),
+        tuple(location.dtype for _, location in ordered),
+        tuple(location.shape for _, location in ordered),
     )
 
 
 def _read_tensor(store: Store, location: _TensorLocation) -> NDArray[Any]:
-    flat = _read(store, location.key, location.offset, math.prod(location.entry.shape) * location.entry.dtype.itemsize)
-    return flat.view(location.entry.dtype.numpy).reshape(location.entry.shape)
+    flat = _read(store, location.key, location.offset, math.prod(location.shape) * location.dtype.itemsize)
+    return flat.view(location.dtype.numpy).reshape(location.shape)
 
 
 def _as_bytes(array: NDArray[Any]) -> memoryview:
@@ -313,10 +340,10 @@ def _runs(table: TensorTable, hops: Sequence[Hop]) -> list[range]:
 def _assign(table: TensorTable, runs: Sequence[range], ranks: int) -> list[list[range]]:
     """Assign the runs to ranks so that all have about the same work: each run, the largest first, goes to the rank with the least."""
     plan: list[list[range]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
+    load = [(0, rank) for rank in range(ranks)]  # a heap
     sizes = {run: sum(table.sizes[run.start : run.stop]) for run in runs}
     for run in sorted(runs, key=lambda run: (-sizes[run], run.start)):
-        rank = load.index(min(load))
+        least, rank = load[0]
         plan[rank].append(run)
-        load[rank] += sizes[run]
+        heapq.heapreplace(load, (least + sizes[run], rank))
     return plan

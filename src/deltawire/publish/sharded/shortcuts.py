@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from ...errors import DeltawireError
 from ...format.digest import Digest
@@ -13,7 +12,7 @@ from ...format.records.version_records import Commit
 from ..shortcuts.compose import Composition
 from ..upload.data_objects import DataLocation, Uploads
 from ..upload.segments import Segment
-from .checkpoint import SharedCheckpoint
+from .checkpoint import SharedCheckpoint, files_at_first
 from .division import Division, Parts
 from .first_rank import FirstRank, ask_first_rank
 from .parts_baseline import PartsBaseline
@@ -102,23 +101,23 @@ def skips_due(ranks: Ranks, baseline: PartsBaseline) -> Iterator[Composition]:
 
 
 def upload_skip(ranks: Ranks, location: DataLocation, skip: Composition, segments: tuple[Segment, ...]) -> tuple[FileEntry, ...]:
-    """Upload this process's part of a skip. Returns the files of all processes, in the order that records need."""
+    """Upload this process's part of a skip. Returns the files of all processes, in the order that records need, in the first process."""
+    own: list[FileEntry] = []
 
-    def upload() -> list[dict[str, Any]]:
+    def upload() -> None:
         uploads = Uploads(location.pool)
         try:
             for index, delta in sorted(skip.forward.items()):
                 uploads.start_delta(location, delta, segments[index])
-            files, _ = uploads.finish()
+            own.extend(uploads.finish()[0])
         except BaseException:
             uploads.abandon()
             raise
-        return [entry.plain() for entry in files]
 
-    return in_order(together(ranks, upload))
+    together(ranks, upload)
+    return in_order(files_at_first(ranks, own))
 
 
-def in_order(files: list[list[dict[str, Any]]]) -> tuple[FileEntry, ...]:
-    """Return the files of all ranks in one tuple: ordered by their tensors, then by rank."""
-    entries = [(FileEntry(**entry), rank) for rank, own in enumerate(files) for entry in own]
-    return tuple(entry for entry, _ in sorted(entries, key=lambda pair: (pair[0].first, pair[1])))
+def in_order(files: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
+    """Return files, which are given by rank, ordered by their tensors, then by rank."""
+    return tuple(sorted(files, key=lambda entry: entry.first or 0))

@@ -16,7 +16,7 @@ from ...store import keys
 from ...store.base import Store
 from ...store.create_rule import create_and_look
 from ..upload.checkpoint_files import SegmentSource, lay_out
-from ..upload.data_objects import DataLocation, Uploads, upload_checkpoint
+from ..upload.data_objects import DataLocation, Uploads, upload_checkpoint, upload_list
 from ..upload.segments import Segment, TensorTable
 from ..writer_options import WriterOptions
 
@@ -75,6 +75,7 @@ class ShortcutWriter:
         self._create(keys.anchor_key(target.seq), self._record(None, target, table, files))
 
     def _record(self, base: CommitRef | None, target: CommitRef, table: TensorTable, files: tuple[FileEntry, ...]) -> Shortcut:
+        listed = upload_list(self.store, files)
         record = Shortcut(
             id=self.run.id,
             epoch=self.epoch,
@@ -84,7 +85,8 @@ class ShortcutWriter:
             base=base,
             state_bytes=table.state_bytes,
             tensors=len(table.names),
-            files=files,
+            files=files if listed is None else (),
+            file_list=listed,
         )
         key = self.options.signing_key
         return record if key is None else key.sign(record)

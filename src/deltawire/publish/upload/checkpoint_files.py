@@ -21,8 +21,8 @@ from .segments import Segment, TensorTable
 SHARD_BYTES = 5_000_000_000
 """The size of shards that Hugging Face libraries write."""
 
-_MOST_SHARDS = 64
-"""Most shards of a checkpoint, because a record has to name them all. Shards of very large checkpoints are larger."""
+MOST_SHARDS = 64
+"""Most shards of a checkpoint that one process writes. A record has to name them all. Shards of very large checkpoints are larger."""
 
 _PIECE = 8 << 20
 SegmentSource = Callable[[int], Mapping[str, Any]]
@@ -65,9 +65,12 @@ class Layout:
     index: bytes | None
 
 
-def lay_out(table: TensorTable, segments: Sequence[Segment], *, shard_bytes: int = SHARD_BYTES) -> Layout:
-    """Return shards of at most `shard_bytes`, and their index. A larger segment becomes a separate shard."""
-    most = max(shard_bytes, -(-table.state_bytes // _MOST_SHARDS))
+def lay_out(table: TensorTable, segments: Sequence[Segment], *, shard_bytes: int = SHARD_BYTES, most_shards: int = MOST_SHARDS) -> Layout:
+    """Return shards of at most `shard_bytes`, and their index. A larger segment becomes a separate shard.
+
+    Shards are larger if there would be many more than `most_shards` of them otherwise.
+    """
+    most = max(shard_bytes, -(-table.state_bytes // most_shards))
     groups: list[list[int]] = []
     room = 0
     for index, segment in enumerate(segments):

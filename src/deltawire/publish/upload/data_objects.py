@@ -13,9 +13,10 @@ from ...delta.encode import encode_delta, encode_with_summary
 from ...format.checkpoints.checkpoint import INDEX_FILE
 from ...format.content_hash import content_hash, new_hash
 from ...format.digest import Digest
+from ...format.records.file_list import MOST_IN_RECORD, FileListRef, list_bytes
 from ...format.records.record_parts import FileEntry
 from ...store.base import Buffer, Store
-from ...store.keys import data_key
+from ...store.keys import data_key, parse_data_key
 from ...tensors.bits import State
 from ...tensors.gpu_handover import on_side_stream
 from ...tensors.state import state_digest
@@ -43,6 +44,18 @@ class DataLocation:
         self.store.put(key, data, size=len(data))
         first, count = (None, None) if segment is None else (segment.first, segment.count)
         return FileEntry(key, len(data), raw, content, name, first, count)
+
+
+def upload_list(store: Store, files: Sequence[FileEntry]) -> FileListRef | None:
+    """Upload a file list if a record has no room for so many files. Returns None if it has. All files must be of the same epoch and seq."""
+    if len(files) <= MOST_IN_RECORD:
+        return None
+    data = list_bytes(files)
+    places = {parse_data_key(entry.key) for entry in files}
+    [(epoch, seq)] = {(place.epoch, place.seq) for place in places if place is not None}
+    key = data_key(epoch, seq, content_hash(data), "file")
+    store.put(key, data, size=len(data))
+    return FileListRef(key, len(data), len(files), sum(entry.size for entry in files))
 
 
 class Uploads:
