@@ -291,7 +291,14 @@ void Resolution::split(Group& group) {
     const Tiles& tiles = group.tiles;
     uint64_t covered = 0, elements = 0;
     const auto unit = [&](const Chunk& chunk) {
-        units_.push_back({&group, chunk});
+        Unit* const last = units_.size() > group.first_unit ? &units_.back() : nullptr;
+        const bool same = chunk.mode == ChunkMode::same && last && last->chunk.mode == ChunkMode::same;
+        if (same && last->chunk.tiles + chunk.tiles <= kDigestTiles) {  // chunks of two bytes must not take the memory of a unit each
+            last->chunk.tiles += chunk.tiles;
+            last->chunk.elements += chunk.elements;
+        } else {
+            units_.push_back({&group, chunk});
+        }
         covered += chunk.tiles;
         elements += chunk.elements;
     };
