@@ -55,6 +55,23 @@ def test_the_loss_is_the_obvious_one(seed: int):
     assert terms.clipped == int((cut & mask).sum()) > 0
     assert terms.truncated == int(((torch.exp(case["old"] - case["behaviour"]) > 1.5) & mask).sum()) > 0
     assert terms.tokens == int(mask.sum())
+    ratios = torch.exp(case["old"] - case["behaviour"])[mask]
+    assert terms.mismatch == pytest.approx(float((ratios - ratios.log() - 1).sum()))
+
+
+def test_without_correction_tokens_count_as_if_the_old_policy_had_drawn_them():
+    case = random_case(1)
+    terms = GrpoLoss(importance_sampling_correction=False)(**case)
+    as_drawn = GrpoLoss()(**{**case, "behaviour": case["old"]})
+    assert terms.loss.item() == as_drawn.loss.item()
+    assert (terms.weight, terms.truncated) == (terms.tokens, 0)
+    assert terms.mismatch == GrpoLoss()(**case).mismatch > 0  # it is measured in any case
+
+
+def test_the_mismatch_of_nearly_equal_policies_is_exact():
+    behaviour = torch.full((1, 4), -1.0)
+    terms = GrpoLoss()(behaviour + 1e-4, behaviour, torch.ones(1), torch.ones(1, 4))
+    assert terms.mismatch == pytest.approx(4 * 1e-8 / 2, rel=1e-2)
 
 
 def test_the_gradient_is_that_of_the_loss():

@@ -22,9 +22,10 @@ def printed(*events: tuple[str, dict[str, Any]]) -> list[str]:
 
 def test_a_step_is_one_line() -> None:
     fields = {"step": 7, "reward": 0.43217, "loss": -1.5e-4, "entropy": 2.25, "completions/mean_length": 118.5, "bytes": 1_234_567}
-    assert printed(("trained", fields)) == ["step 7  reward 0.4322  loss -0.00015  entropy 2.25  length 118.5  1.23 MB"]
+    assert printed(("trained", fields)) == ["step 7  reward 0.432  loss -0.00015  entropy 2.25  length 118  1.23 MB"]
+    assert printed(("trained", {**fields, "mismatch_kl": 0.00123}))[0].endswith("  length 118  kl 0.001  1.23 MB")
     assert printed(("trained", {**fields, "reward": None, "rejected": 3})) == [
-        "step 7  loss -0.00015  entropy 2.25  length 118.5  1.23 MB  3 rejected"
+        "step 7  loss -0.00015  entropy 2.25  length 118  1.23 MB  3 rejected"
     ]
     assert printed(("trained", {"step": 8, "bytes": 0})) == ["step 8  0 MB"]  # a step that was skipped
 

@@ -1,6 +1,7 @@
 """The GRPO loss: advantages within a group, PPO's clip, and truncated importance sampling for tokens that other weights made.
 
-The loss compares three policies. The *behaviour* policy drew a token. It is an older version in bf16, and a completion may mix versions.
+The loss compares three policies. The *behaviour* policy drew a token. It is an older version in bf16, or quantised, and a completion may
+mix versions.
 The training step starts from the *old* policy and changes the *current* one. The ratio current/old is clipped, because the step is reliable
 only near the old policy. The weight old/behaviour corrects for tokens from other weights. It is capped so that no token dominates.
 """
@@ -29,6 +30,8 @@ class LossTerms:
     """Tokens whose importance weight is above the cap."""
     weight: float
     """The sum of importance weights after truncation."""
+    mismatch: float
+    """The sum of the estimates of KL(behaviour ‖ old), in nats. The estimate of a token is r − log r − 1 with r = old/behaviour ("k3")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,14 @@ class GrpoLoss:
         The ratio current/old is clipped to at most 1+epsilon_high.
     importance_sampling_cap
         The largest weight old/behaviour.
+    importance_sampling_correction
+        Whether tokens are weighted by old/behaviour. If False, all weights are 1, as if the old policy had drawn the tokens.
     """
 
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     importance_sampling_cap: float = 2.0
+    importance_sampling_correction: bool = True
 
     def __call__(
         self,
@@ -68,7 +74,12 @@ class GrpoLoss:
         current = torch.where(mask, current, 0.0)  # padding may hold anything, and infinity times zero is NaN
         behaviour = torch.where(mask, behaviour, 0.0)
         old = current.detach() if old is None else torch.where(mask, old, 0.0).detach()
-        weights = torch.exp((old - behaviour).clamp(max=_LARGEST_LOG_RATIO))
+        drift = (old - behaviour).clamp(max=_LARGEST_LOG_RATIO)
+        weights = torch.exp(drift)
+        exact = drift.detach().double()
+        mismatch = ((exact.expm1() - exact) * mask).sum()
+        if not self.importance_sampling_correction:
+            weights = torch.ones_like(weights)
         truncated = (weights > self.importance_sampling_cap) & mask
         weights = weights.clamp(max=self.importance_sampling_cap)
         ratio = torch.exp((current - old).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO))
@@ -82,6 +93,7 @@ class GrpoLoss:
             clipped=int(((clipped < plain) & mask).sum()),
             truncated=int(truncated.sum()),
             weight=float((weights * mask).sum()),
+            mismatch=float(mismatch),
         )
 
 

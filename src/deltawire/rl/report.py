@@ -10,6 +10,9 @@ from typing import Any
 
 from ..events import Event, printable
 
+_SHOWN = {"reward": "reward", "loss": "loss", "entropy": "entropy", "completions/mean_length": "length"}
+"""The metrics in the line of a step, and what they are called there."""
+
 
 class StepReporter:
     """Prints events of a `GrpoTrainer` as lines.
@@ -68,9 +71,11 @@ class StepReporter:
 
 def _step_line(fields: Mapping[str, Any]) -> str:
     parts = [f"step {fields['step']}"]
-    for name, title in (("reward", "reward"), ("loss", "loss"), ("entropy", "entropy"), ("completions/mean_length", "length")):
+    for name, title in _SHOWN.items():
         if fields.get(name) is not None:
-            parts.append(f"{title} {_number(fields[name])}")
+            parts.append(f"{title} {fields[name]:{'.2g' if name == 'loss' else '.3g'}}")
+    if fields.get("mismatch_kl") is not None:
+        parts.append(f"kl {fields['mismatch_kl']:.1g}")
     parts.append(f"{fields.get('bytes', 0) / 1e6:.3g} MB")
     if fields.get("rejected"):
         parts.append(f"{fields['rejected']} rejected")

@@ -14,6 +14,9 @@ from .batches import TrainingBatch, training_batch
 from .grpo import logprobs_and_entropy, token_logprobs
 from .settings import GrpoSettings
 
+_MEASURED = ("loss", "clip_ratio", "truncated_ratio", "importance", "mismatch_kl")
+"""What is measured for each batch, averaged over tokens."""
+
 
 class NotFinite(ArithmeticError):
     """A loss or a gradient is not finite. The weights are unchanged."""
@@ -52,7 +55,7 @@ class PolicyUpdate:
         olds: list[torch.Tensor | None] = [None] * len(parts)
         if self._settings.num_iterations > 1:
             olds = [self._logprobs(part).detach() for part in parts]
-        totals = dict.fromkeys(("loss", "clip_ratio", "truncated_ratio", "importance", "grad_norm"), 0.0)
+        totals = dict.fromkeys((*_MEASURED, "grad_norm"), 0.0)
         entropy = 0.0
         for done in range(self._settings.num_iterations):
             try:
@@ -86,7 +89,7 @@ class PolicyUpdate:
     ) -> tuple[dict[str, float], float]:
         """Compute the gradient of the loss in the parameters. Raises `NotFinite`."""
         self._optimizer.zero_grad()
-        measured = dict.fromkeys(("loss", "clip_ratio", "truncated_ratio", "importance"), 0.0)
+        measured = dict.fromkeys(_MEASURED, 0.0)
         entropy = 0.0
         for part, old in zip(parts, olds, strict=True):
             if with_entropy:
@@ -103,6 +106,7 @@ class PolicyUpdate:
             measured["clip_ratio"] += terms.clipped / tokens
             measured["truncated_ratio"] += terms.truncated / tokens
             measured["importance"] += terms.weight / tokens
+            measured["mismatch_kl"] += terms.mismatch / tokens
         norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm))
         if not _is_finite(norm):
             raise NotFinite(f"the norm of the gradient is {norm}")
