@@ -18,6 +18,7 @@ from .swap.forward_gate import ForwardGate
 from .weights.host_copy import HostCopyWeights
 from .weights.in_place import InPlaceWeights
 from .weights.live_tensors import LiveTensors
+from .weights.module_weights import ModuleWeights
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +110,8 @@ class ModuleEngine(Engine):
             loaded_seq=self._loaded_seq,
             keep_others=self._keep_others,
         )
-        weights = (InPlaceWeights if _codec_reaches(tensors_now) else HostCopyWeights)(tensors, threads=self._threads)
+        plain = (InPlaceWeights if _codec_reaches(tensors_now) else HostCopyWeights)(tensors, threads=self._threads)
+        weights = ModuleWeights(tensors, plain, threads=self._threads)
         return MemoryReplica(weights, swap, threads=self._threads, undo_bytes=undo_bytes)
 
     def pause(self, kv_cache: KvCache) -> None:

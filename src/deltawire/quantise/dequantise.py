@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..codec.bits import in_host_memory
-from ..dtypes import dtype_named
+from ..dtypes import DType, dtype_named
 from ..errors import ShapeMismatch, TensorMissing
 from ..tensors.bits import State, Tensor, tensor_bits, typed
 from ..tensors.casting import DTypeLike, wire_dtype
@@ -25,7 +25,8 @@ _FLOATS = {dtype_named(name) for name in ("F16", "BF16", "F32", "F64")}
 def dequantise_state(state: State, layout: QuantisedLayout, dtype: DTypeLike = "float32") -> dict[str, Tensor]:
     """Return the weights that published tensors stand for, under the names and with the shapes of the source tensors.
 
-    A weight is the product of its code and its scale, rounded once to `dtype`. As bfloat16 this is what transformers computes with.
+    A weight is the product of its code and its scale, rounded once to `dtype`. If the recipe gives scales the type of the weights, they
+    are rounded to `dtype` first. As bfloat16 this is what transformers computes with.
 
     Raise `TensorMissing` or `ShapeMismatch` if the tensors are not those that the layout describes.
 
@@ -38,32 +39,40 @@ def dequantise_state(state: State, layout: QuantisedLayout, dtype: DTypeLike = "
     dtype
         The type of all floating-point tensors of the result.
     """
+    return {name: dequantised_source(state, layout, name, dtype) for name in layout.specs}
+
+
+def dequantised_source(state: State, layout: QuantisedLayout, name: str, dtype: DTypeLike = "float32") -> NDArray[Any]:
+    """Return what published tensors stand for, for one source tensor. The rest is as for `dequantise_state`."""
     to = wire_dtype(dtype).numpy
-    found: dict[str, Tensor] = {}
-    for name, spec in layout.specs.items():
-        weights = layout.weights_of_source.get(name)
-        if weights is None:
-            kept = _array(state, name)
-            found[name] = kept.astype(to) if tensor_bits(name, kept).dtype in _FLOATS else kept
-            continue
-        is_transposed = weights[0].is_transposed
-        shape = (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]) if is_transposed else spec.shape
-        whole = np.empty(shape, to)
-        rows = whole.reshape(-1, shape[-1])
-        for weight in weights:
-            rows[weight.first_row : weight.first_row + weight.rows] = dequantised_rows(state, layout, weight)
-        found[name] = whole.swapaxes(-1, -2) if is_transposed else whole
-    return found
+    weights = layout.weights_of_source.get(name)
+    if weights is None:
+        kept = _array(state, name)
+        return kept.astype(to) if tensor_bits(name, kept).dtype in _FLOATS else kept
+    is_transposed = weights[0].is_transposed
+    shape = layout.specs[name].shape
+    shape = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
+    whole = np.empty(shape, to)
+    rows = whole.reshape(-1, shape[-1])
+    for weight in weights:
+        rows[weight.first_row : weight.first_row + weight.rows] = _dequantised_rows(state, layout, weight, wire_dtype(dtype))
+    return whole.swapaxes(-1, -2) if is_transposed else whole
 
 
 def dequantised_rows(state: State, layout: QuantisedLayout, weight: QuantisedWeight) -> NDArray[np.float32]:
     """Return one weight as float32, from the published tensors."""
+    return _dequantised_rows(state, layout, weight, dtype_named("F32"))
+
+
+def _dequantised_rows(state: State, layout: QuantisedLayout, weight: QuantisedWeight, dtype: DType) -> NDArray[np.float32]:
     arrays = {role: _array(state, weight.outputs[role]) for role in ("codes", "scale", "global_scale") if role in weight.outputs}
     for role, array in arrays.items():
         wanted = layout.outputs[weight.outputs[role]].shape
         if array.shape != wanted:
             raise ShapeMismatch(f"tensor {weight.outputs[role]!r} has shape {array.shape}, but recipe {layout.recipe} makes {wanted}.")
     codes, scale = arrays["codes"], arrays["scale"]
+    if layout.recipe.scale_dtype(dtype) == dtype:
+        scale = scale.astype(dtype.numpy)
     if layout.is_gpt_oss:
         codes, scale = codes.reshape(weight.rows, -1), scale.reshape(weight.rows, -1)
     return decode_codes(layout.recipe, codes, Scales(scale, arrays.get("global_scale")))

@@ -12,7 +12,7 @@ import torch
 
 from ..chain.reader_options import ReaderOptions
 from ..chain.version import Version
-from ..dtypes import DType
+from ..dtypes import DType, dtype_named
 from ..engines import HotSwap, ModuleEngine
 from ..engines.pretrained import causal_model, check_size, load_config, stop_tokens
 from ..engines.prompts import Prompts
@@ -100,8 +100,14 @@ def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[
         with torch.device(device):
             model = causal_model(config)
         stopping = stop_tokens(folder, config)
-    _take_types(model, files.dtypes)
+    _take_types(model, files.dtypes if files.recipe is None else _dequantised_types(model, files.dtypes))
     return model.eval().requires_grad_(False), stopping
+
+
+def _dequantised_types(model: torch.nn.Module, dtypes: Mapping[str, DType]) -> dict[str, DType]:
+    """Return the types of a model that a quantised chain is dequantised into: bfloat16, as transformers does, and as kept tensors have."""
+    kept = {name: dtype for name, dtype in dtypes.items() if dtype.name in ("BF16", "F16", "F32")}
+    return {name: kept.get(name, dtype_named("BF16")) for name, owner in CheckpointLayout(model).owners() if owner.is_floating_point()}
 
 
 def _take_types(model: torch.nn.Module, dtypes: Mapping[str, DType]) -> None:

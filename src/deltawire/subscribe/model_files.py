@@ -24,6 +24,7 @@ from ..dtypes import DType
 from ..errors import DataDamaged
 from ..format.checkpoints.checkpoint import check_can_be_written
 from ..format.content_hash import content_hash
+from ..format.records.record_parts import RecipeRecord
 from ..format.records.version_records import Commit
 from ..store.base import Store
 from .chain_view import ChainView
@@ -49,12 +50,15 @@ class ModelFiles:
         The size of the weights, from the version's commit. None if not known.
     tensors
         The number of tensors, from the version's commit. None if not known.
+    recipe
+        How the weights were quantised, from the version's commit. None if they were not.
     """
 
     files: Mapping[str, bytes]
     dtypes: Mapping[str, DType]
     state_bytes: int | None = None
     tensors: int | None = None
+    recipe: RecipeRecord | None = None
 
     def write(self, folder: Path) -> Path:
         """Write the files to a directory, for libraries that load from one. Raises `CheckpointError` if a name cannot be written."""
@@ -133,7 +137,7 @@ def _read(log: ChainLog, target: Commit, patience: float) -> ModelFiles:
     def read(hops: Sequence[Hop]) -> ModelFiles:
         with taking(hops[0]):
             found = _attachments(log, target, hops[0], fetcher) if files is None else files
-            return ModelFiles(found, _dtypes(log, hops[0], fetcher), target.state_bytes, target.tensors)
+            return ModelFiles(found, _dtypes(log, hops[0], fetcher), target.state_bytes, target.tensors, target.recipe)
 
     return walk_route(routes, lambda: routes.find(None, target), read)
 

@@ -22,7 +22,7 @@ from ...subscribe.sync_context import SyncContext
 from ...tensors.bits import tensor_bits
 from ...tensors.state import batches, state_digest
 from ...tensors.torch_types import to_torch
-from .live_tensors import LiveTensors, as_bits, check_digest
+from .live_tensors import LiveTensors, as_bits, check_digest, check_none_removed
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +58,10 @@ class HostCopyWeights:
         if self.state.commit is None and not self._is_unknown:
             found = self._tensors.find_version(target, context, self.digest)
             if found is not None:
-                self.adopt({name: _host_copy(tensor) for name, tensor in found[1].items()}, found[0])
-        before, self._memory = self._memory, {name: tensor.data_ptr() for name, tensor in self._tensors.now().items()}
+                self.adopt({name: host_copy(tensor) for name, tensor in found[1].items()}, found[0])
+        live = self._tensors.now()
+        check_none_removed(self._memory.keys() & self.state.writable.keys(), live)
+        before, self._memory = self._memory, {name: tensor.data_ptr() for name, tensor in live.items()}
         return before == self._memory  # kept steps write to the tensors that they were made for
 
     def new_update(self) -> Update:
@@ -111,7 +113,7 @@ class _Overwrite:
         self._arrays = arrays
         self._target = target
         self._old_state = weights.state
-        self._old = {name: _host_copy(tensor) for name, tensor in self._live.items()}
+        self._old = {name: host_copy(tensor) for name, tensor in self._live.items()}
 
     def apply(self) -> None:
         self._write(self._arrays)
@@ -133,7 +135,7 @@ class _Overwrite:
 
 
 @dataclass(slots=True)
-class _StagedPatch:
+class StagedPatch:
     """The changes of one tensor, on its device."""
 
     target: torch.Tensor
@@ -168,7 +170,7 @@ class HostCopyUpdate:
         self._tensors = tensors
         self._threads = threads
         self._host: list[tuple[Arrays, ResolvedPatch, ResolvedPatch]] = []
-        self._staged: list[_StagedPatch] = []
+        self._staged: list[StagedPatch] = []
         self.nbytes = 0
         self.is_applied = False
 
@@ -180,14 +182,14 @@ class HostCopyUpdate:
         patch = resolve_delta(state, delta, threads=self._threads)
         if patch.added or patch.removed:
             raise CorruptDelta("the delta adds or removes tensors, but an update of live weights can only change values.")
-        old = {name: _overwritten(state[name], change) for name, change in patch.changed.items()}
+        old = {name: overwritten(state[name], change) for name, change in patch.changed.items()}
         self._host.append((state, patch, ResolvedPatch(patch.after, patch.before, old, {}, ())))
         for name, change in patch.changed.items():
             self.nbytes += change.indices.nbytes + 2 * change.values.nbytes
             if name in live:
                 device = live[name].device
                 new, before = (as_bits(to_torch(values)).to(device) for values in (change.values, old[name].values))
-                self._staged.append(_StagedPatch(as_bits(live[name]), torch.from_numpy(change.indices).to(device), new, before))
+                self._staged.append(StagedPatch(as_bits(live[name]), torch.from_numpy(change.indices).to(device), new, before))
         return patch.before, patch.after
 
     def apply(self) -> None:
@@ -213,14 +215,14 @@ class HostCopyUpdate:
                 raise ResultMismatch("a weight on the device differs from what was written to it.")
 
 
-def _host_copy(tensor: torch.Tensor) -> NDArray[Any]:
+def host_copy(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a new array with the bits of a tensor on any device."""
     found = tensor_bits("tensor", tensor.detach().cpu().contiguous())
     array: NDArray[Any] = in_host_memory(found.bits).view(found.dtype.numpy)
     return array.copy()
 
 
-def _overwritten(array: NDArray[Any], change: TensorPatch) -> TensorPatch:
+def overwritten(array: NDArray[Any], change: TensorPatch) -> TensorPatch:
     """Return the values that a patch overwrites, as a patch."""
     return TensorPatch(change.indices, array.reshape(-1)[change.indices], change.shape)
 

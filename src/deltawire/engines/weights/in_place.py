@@ -23,7 +23,7 @@ from ...tensors.gpu_handover import GpuHandover
 from ...tensors.module_tensors import tied_names
 from ...tensors.state import codec_for, state_digest
 from .fit import check_fits
-from .live_tensors import LiveTensors, as_bits, check_digest
+from .live_tensors import LiveTensors, as_bits, check_digest, check_none_removed
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +100,7 @@ class InPlaceWeights:
         """Adopt parameters that replaced others since the last update. Decoding checks what they hold. Returns whether there were any."""
         arrays = self.state.writable
         live = {name: tensor for name, tensor in self._tensors.now().items() if name in arrays}
+        check_none_removed((name for name, array in arrays.items() if not isinstance(array, np.ndarray)), live)
         if self.state.commit is None or all(live[name] is arrays[name] for name in live):
             return False
         check_fits(live, {name: _shape_and_type(name, arrays[name]) for name in live}, keep_others=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
 from ...chain.memory_state import MemoryState
-from ...errors import ResultMismatch
+from ...errors import EngineRefused, ResultMismatch
 from ...format.digest import Digest
 from ...format.records.version_records import Commit
 from ...subscribe.sync_context import SyncContext
@@ -42,7 +42,8 @@ class LiveTensors:
         self._naming = naming
         self._namings = (naming, *others)
         self._loaded_seq = loaded_seq
-        self._keep_others = keep_others
+        self.keeps_others = keep_others
+        """Whether tensors of the chain that the module does not have are kept in memory."""
 
     def now(self) -> dict[str, torch.Tensor]:
         """Return the tensors that the module uses now."""
@@ -53,11 +54,15 @@ class LiveTensors:
         live: Mapping[str, Any] = self.now()
         return {name: live.get(name, array) for name, array in state.writable.items()}
 
+    def choose_names(self, names: Set[str]) -> None:
+        """Use the names of the module's tensors that fit these names best."""
+        self._naming = max(self._namings, key=lambda naming: len(naming().keys() & names))
+
     def for_checkpoint(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
         """Return the module's tensors by the names of a checkpoint. Raises `EngineRefused` if the module cannot hold its weights."""
-        self._naming = max(self._namings, key=lambda naming: len(naming().keys() & arrays.keys()))
+        self.choose_names(arrays.keys())
         live = self.now()
-        check_fits(live, arrays, keep_others=self._keep_others)
+        check_fits(live, arrays, keep_others=self.keeps_others)
         return live
 
     def find_version(self, target: Commit, context: SyncContext, digest_of: DigestOf) -> tuple[Commit, dict[str, torch.Tensor]] | None:
@@ -91,6 +96,13 @@ def _holding(
             digests[commit.tensors] = digest_of(tensors)
         if digests[commit.tensors] == commit.digest:
             yield commit, tensors
+
+
+def check_none_removed(names: Iterable[str], live: Mapping[str, Any]) -> None:
+    """Raise `EngineRefused` if the module has lost one of these tensors: writing to the lost one would have no effect."""
+    for name in names:
+        if name not in live:
+            raise EngineRefused(f"the module no longer has a tensor {name!r}, which it had at the last update. Make a new engine for it.")
 
 
 def check_digest(found: Digest, commit: Commit) -> None:
