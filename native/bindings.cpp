@@ -279,6 +279,23 @@ nb::object py_digest(const nb::object& arrays, const Column<uint64_t>& seeds, un
     return own(std::move(out));
 }
 
+// Returns the address of each array, and flags: 1 if it is contiguous, 2 if it is writable.
+nb::tuple py_memory_of(const nb::object& arrays) {
+    const auto items = items_of(arrays);
+    std::vector<uint64_t> addresses;
+    std::vector<uint8_t> flags;
+    addresses.reserve(items.size());
+    flags.reserve(items.size());
+    for (PyObject* item : items) {
+        Py_buffer buffer;
+        if (PyObject_GetBuffer(item, &buffer, PyBUF_STRIDED_RO)) throw nb::python_error();
+        addresses.push_back(reinterpret_cast<uintptr_t>(buffer.buf));
+        flags.push_back(uint8_t(PyBuffer_IsContiguous(&buffer, 'C') ? 1 : 0) | uint8_t(buffer.readonly ? 0 : 2));
+        PyBuffer_Release(&buffer);
+    }
+    return nb::make_tuple(own(std::move(addresses)), own(std::move(flags)));
+}
+
 nb::tuple py_inspect(const Bytes& payload, const Type& type, bool old) {
     const PayloadFacts facts = inspect({payload.data(), payload.size()}, element_type(type), old);
     nb::list chunks;
@@ -301,6 +318,7 @@ NB_MODULE(_native, m) {
     });
     m.def("encode", &py_encode, "groups"_a, "old"_a, "threads"_a, "isa"_a);
     m.def("digest", &py_digest, "arrays"_a, "seeds"_a, "threads"_a, "isa"_a);
+    m.def("memory_of", &py_memory_of, "arrays"_a);
     m.def("write_elements", &py_write_elements, "array"_a, "indices"_a, "values"_a);
     m.def("inspect", &py_inspect, "payload"_a, "type"_a, "old"_a);
     nb::class_<PyResolution>(m, "Resolution")

@@ -223,17 +223,21 @@ def _other_content(data: bytes, chance: random.Random) -> tuple[bytes, str]:
     if choice == 1:
         return data + bytes(chance.randrange(1, 40)), "longer"
     with contextlib.suppress(Exception):  # data that are not a delta are changed in another way
-        metadata, changes, payloads = split_delta(data)
+        split = split_delta(data)
         if choice == 2:
-            metadata[chance.choice(["before", "after"])] = "f" * 32
-        elif choice == 3 and payloads:
-            name = chance.choice(sorted(payloads))
-            at = chance.randrange(len(payloads[name]))
-            payloads[name] = payloads[name][:at] + bytes([chance.randrange(256)]) + payloads[name][at + 1 :]
-        elif choice == 4 and payloads:
-            payloads["z.other"] = payloads.pop(chance.choice(sorted(payloads)))
-        if "before" in metadata:
-            return join_delta(metadata, changes, payloads), f"another delta, choice {choice}"
+            split = split._replace(**{chance.choice(["before", "after"]): b"\xff" * 16})
+        elif choice == 3 and split.groups:
+            group = chance.choice(sorted(split.groups))
+            at = chance.randrange(len(split.groups[group]))
+            payload = split.groups[group]
+            split.groups[group] = payload[:at] + bytes([chance.randrange(256)]) + payload[at + 1 :]
+        elif choice == 4 and split.groups:
+            payload = split.groups.pop(chance.choice(sorted(split.groups)))
+            split.groups[chance.randrange(64)] = payload
+        elif choice == 5:
+            split = split._replace(tensors=chance.choice([0, split.tensors + 1, 2**39]))
+        if data.startswith(b"dwdelta3"):
+            return join_delta(split), f"another delta, choice {choice}"
     flipped = bytearray(data)
     for _ in range(chance.randrange(1, 4)):
         flipped[chance.randrange(min(len(flipped), chance.choice([8, 200, 10**9])))] ^= 1 << chance.randrange(8)

@@ -5,12 +5,13 @@ It reads slot by slot without shortcuts, and checks all.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from support import copied
+from support import copied, split_delta
 
 import deltawire
 from deltawire.dtypes import dtype_named
@@ -98,11 +99,29 @@ def apply_files(store: Store, state: dict[str, Any], files: list[dict[str, Any]]
     for file in files:
         part = {name: result[name] for name in names[file["first"] : file["first"] + file["count"]]}
         delta = read_file(store, file)
-        parts = json.loads(json.loads(delta[8 : 8 + int.from_bytes(delta[:8], "little")])["__metadata__"].get("parts", "null"))
-        spans = {name: (0, array.size) for name, array in part.items()} if parts is None else parts
-        assert file["raw"] == sum((stop - start) * part[name].itemsize for name, (start, stop) in spans.items())
+        assert file["raw"] == covered_bytes(delta, part)
         deltawire.apply_delta(part, delta)
     return result
+
+
+def covered_bytes(delta: bytes, part: dict[str, Any]) -> int:
+    """Return how many bytes of these tensors a delta file covers."""
+    if delta[:8] != b"dwdelta3":
+        parts = json.loads(json.loads(delta[8 : 8 + int.from_bytes(delta[:8], "little")])["__metadata__"].get("parts", "null"))
+        spans = {name: (0, array.size) for name, array in part.items()} if parts is None else parts
+        return sum((stop - start) * part[name].itemsize for name, (start, stop) in spans.items())
+    parts = split_delta(delta).parts
+    if not parts:
+        return sum(array.nbytes for array in part.values())
+    numbers, value, shift = [], 0, 0
+    for byte in parts[8:]:
+        value, shift = value | (byte & 127) << shift, shift + 7
+        if byte < 128:
+            numbers.append(value)
+            value = shift = 0
+    indices = [number + skipped for number, skipped in enumerate(itertools.accumulate(numbers[::3]))]
+    names = sorted(part)
+    return sum(part[names[index]].itemsize * elements for index, elements in zip(indices, numbers[2::3], strict=True))
 
 
 def read_checkpoint(store: Store, files: list[dict[str, Any]]) -> dict[str, Any]:

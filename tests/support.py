@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -50,38 +50,63 @@ def array_of(dtype: DType, bits: Any, shape: tuple[int, ...] | None = None) -> A
     return flat if shape is None else flat.reshape(shape)
 
 
-def split_delta(delta: bytes) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
-    """Split a delta file into its metadata, its structure, and its payloads."""
-    length = int.from_bytes(delta[:8], "little")
-    header = json.loads(delta[8 : 8 + length])
-    metadata = header.pop("__metadata__")
-    data = delta[8 + length :]
-    payloads = {name: data[slice(*entry["data_offsets"])] for name, entry in header.items()}
-    return metadata, json.loads(metadata.pop("changes", "{}")), payloads
+class SplitDelta(NamedTuple):
+    """A delta file of version 3 in pieces (docs/format.md §1). `groups` are the payloads by id."""
+
+    before: bytes
+    after: bytes
+    tensors: int
+    changes: bytes
+    parts: bytes
+    groups: dict[int, bytes]
 
 
-def join_delta(
-    metadata: Mapping[str, Any], changes: Any, payloads: Mapping[str, bytes], edit: Callable[[dict[str, Any]], Any] | None = None
-) -> bytes:
-    """Join what `split_delta` returned, with a correct BLAKE3. `edit` may change the header, or return another one."""
-    data = b"".join(payloads.values())
-    whole = dict(metadata) | {"blake3": blake3(data).hexdigest()}
-    if changes:
-        whole["changes"] = changes if isinstance(changes, str) else json.dumps(changes, separators=(",", ":"), ensure_ascii=False)
-    header: dict[str, Any] = {"__metadata__": whole}
-    end = 0
-    for name, payload in payloads.items():
-        header[name] = {"dtype": "U8", "shape": [len(payload)], "data_offsets": [end, end + len(payload)]}
-        end += len(payload)
-    edited = edit(header) if edit else None
-    text = json.dumps(header if edited is None else edited, separators=(",", ":"), ensure_ascii=True)
-    return join_text(text, data)
+def varint(value: int) -> bytes:
+    """Return an integer as LEB128."""
+    low = [value >> shift & 127 for shift in range(0, max(value.bit_length(), 1), 7)]
+    return bytes([*(digit | 128 for digit in low[:-1]), low[-1]])
 
 
-def join_text(text: str | bytes, data: bytes) -> bytes:
-    raw = text.encode() if isinstance(text, str) else text
-    raw += b" " * (-len(raw) % 8)
-    return len(raw).to_bytes(8, "little") + raw + data
+def split_delta(delta: bytes) -> SplitDelta:
+    """Split a delta file into its pieces, without checking anything."""
+    at = 72
+
+    def number() -> int:
+        nonlocal at
+        size = next(size for size in range(1, 20) if delta[at + size - 1] < 128)
+        at += size
+        return sum((byte & 127) << 7 * place for place, byte in enumerate(delta[at - size : at]))
+
+    def piece() -> bytes:
+        nonlocal at
+        size = number()
+        at += size
+        return delta[at - size : at]
+
+    tensors, changes, parts = number(), piece(), piece()
+    groups = {}
+    while at < len(delta):
+        group = number()
+        groups[group] = piece()
+    return SplitDelta(delta[8:24], delta[24:40], tensors, changes, parts, groups)
+
+
+def join_delta(split: SplitDelta) -> bytes:
+    """Join what `split_delta` returned, with a correct BLAKE3."""
+    body = varint(split.tensors) + varint(len(split.changes)) + split.changes + varint(len(split.parts)) + split.parts
+    return join_body(split, body + b"".join(varint(group) + varint(len(payload)) + payload for group, payload in split.groups.items()))
+
+
+def join_body(split: SplitDelta, body: bytes) -> bytes:
+    """Return a delta file with this body, with a correct BLAKE3."""
+    digests = split.before + split.after
+    return b"dwdelta3" + digests + blake3(digests + body).digest() + body
+
+
+def changes_of(delta: bytes) -> dict[str, Any]:
+    """Return the added, removed and tied tensors of a delta file."""
+    changes: dict[str, Any] = json.loads(split_delta(delta).changes or b"{}")
+    return changes
 
 
 def run_python(code: str, *arguments: str) -> str:

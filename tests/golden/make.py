@@ -1,4 +1,4 @@
-"""Write the golden files: run `python tests/golden/make.py` with the package on the path.
+"""Write the golden files of version 1: run `python tests/golden/make.py` with the package and `tests` on the path.
 
 Each case is NAME.base.safetensors and NAME.delta.safetensors; manifest.json records the result. The files are made once: readers must
 always decode them. You may add cases. The bytes of existing cases change only with the version of the format.
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
+from old_deltas import encode_old
 
 import deltawire
 from deltawire.dtypes import DTYPES, DType, dtype_named, dtype_of_numpy
@@ -210,7 +211,7 @@ def main() -> None:
     manifest = {}
     for case in CASES:
         base, new, tied = case()
-        delta = deltawire.encode_delta(base, new)
+        delta = encode_old(base, new)
         name = case.__name__
         write_state(HERE / f"{name}.base.safetensors", {n: array for n, array in base.items() if n not in tied})
         (HERE / f"{name}.delta.safetensors").write_bytes(delta)

@@ -1,4 +1,4 @@
-"""Write the golden deltas of parts: run `python tests/golden/make_parts.py`. Like those of make.py they are made once and stay readable.
+"""Write the golden deltas of parts, of version 2: run `python tests/golden/make_parts.py`. They are made once.
 
 parts/N.delta.safetensors is the delta of part N of the only tensor of the case `training_step`.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from make import HERE, training_step
+from old_deltas import encode_old
 
-import deltawire
 from deltawire.tensors.bits import TensorPart
 
 CUTS = [0, 4608, 8192, 9000]
@@ -24,7 +24,7 @@ def part(state: dict[str, Any], number: int) -> dict[str, Any]:
 def main() -> None:
     base, new, _ = training_step()
     for number in range(len(CUTS) - 1):
-        (HERE / "parts" / f"{number}.delta.safetensors").write_bytes(deltawire.encode_delta(part(base, number), part(new, number)))
+        (HERE / "parts" / f"{number}.delta.safetensors").write_bytes(encode_old(part(base, number), part(new, number)))
 
 
 if __name__ == "__main__":

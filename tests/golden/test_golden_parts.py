@@ -1,4 +1,4 @@
-"""Every codec decodes the golden deltas of parts (docs/format.md §6) to the recorded states, and still writes the same bytes."""
+"""Every codec decodes the golden deltas of parts (docs/format.md §7) to the recorded states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from blake3 import blake3
 from make import HERE, MANIFEST, facts, training_step
 from make_parts import CUTS, part
-from support import CODECS, split_delta
+from old_deltas import encode_old, split_old
+from support import CODECS
 
 import deltawire
 from deltawire.codec import using_codec
@@ -28,7 +29,7 @@ def delta_of(number):
 def test_golden_deltas_of_parts_are_untouched():
     assert [blake3(delta_of(number)).hexdigest() for number in range(len(CUTS) - 1)] == HASHES
     for number in range(len(CUTS) - 1):
-        metadata, _, _ = split_delta(delta_of(number))
+        metadata, _, _ = split_old(delta_of(number))
         assert metadata["deltawire"] == "delta/2"
         assert json.loads(metadata["parts"]) == {"model.weight": CUTS[number : number + 2]}
 
@@ -38,7 +39,7 @@ def test_golden_deltas_of_parts_lead_to_what_is_on_record(codec):
     state, new, _ = training_step()
     with using_codec(codec):
         for number in (2, 0, 1):
-            assert deltawire.encode_delta(part(state, number), part(new, number)) == delta_of(number)
+            assert encode_old(part(state, number), part(new, number)) == delta_of(number)
             deltawire.apply_delta(state, delta_of(number))
         assert facts(state) == GOLDEN["result"]
         assert deltawire.state_digest(state).hex() == GOLDEN["after"]

@@ -228,7 +228,7 @@ def test_diff_tells_what_a_reader_wants_to_know(files: tuple[Path, Path], tmp_pa
 
 def test_inspect_lists_what_diff_counted(files: tuple[Path, Path], tmp_path: Path) -> None:
     made = succeed("diff", *files, "-o", tmp_path / "step.delta")
-    shown = succeed("inspect", tmp_path / "step.delta")
+    shown = succeed("inspect", tmp_path / "step.delta", "--base", files[0])
     for key in ("bytes", "before", "after", "changed", "tensors_changed"):
         assert shown[key] == made[key]
     old, new = model(), updated(model())
@@ -237,36 +237,42 @@ def test_inspect_lists_what_diff_counted(files: tuple[Path, Path], tmp_path: Pat
         before, after = old[tensor["name"]].reshape(-1).view(bits), new[tensor["name"]].reshape(-1).view(bits)
         assert tensor["elements"] == before.size
         assert tensor["changed"] == int((before != after).sum())
-        assert tensor["changed"] == sum(chunk["changed"] for chunk in tensor["chunks"]) == sum(tensor["values"].values())
-        assert tensor["elements"] == sum(chunk["elements"] for chunk in tensor["chunks"]) == sum(tensor["modes"].values())
+    assert sum(tensor["changed"] for tensor in shown["tensors"]) == sum(payload["changed"] for payload in shown["payloads"])
+    for payload in shown["payloads"]:
+        assert payload["changed"] == sum(chunk["changed"] for chunk in payload["chunks"]) == sum(payload["values"].values())
+        assert payload["elements"] == sum(chunk["elements"] for chunk in payload["chunks"]) == sum(payload["modes"].values())
+    assert "tensors" not in succeed("inspect", tmp_path / "step.delta")
+    fail("inspect", tmp_path / "step.delta", "--base", files[1], kind="BaseMismatch")
 
 
-@pytest.mark.parametrize(("order", "key"), [("size", "bytes"), ("density", "density"), ("name", "name")])
-def test_inspect_sorts_and_cuts_the_list(delta: Path, order: str, key: str) -> None:
-    everything = [tensor[key] for tensor in succeed("inspect", delta, "--sort", order)["tensors"]]
+@pytest.mark.parametrize(("order", "key"), [("size", "changed"), ("density", "density"), ("name", "name")])
+def test_inspect_sorts_and_cuts_the_list(files: tuple[Path, Path], delta: Path, order: str, key: str) -> None:
+    listed = ("inspect", delta, "--base", files[0], "--sort", order)
+    everything = [tensor[key] for tensor in succeed(*listed)["tensors"]]
     assert everything == sorted(everything, reverse=order != "name")
-    assert [tensor[key] for tensor in succeed("inspect", delta, "--sort", order, "--top", 2)["tensors"]] == everything[:2]
+    assert [tensor[key] for tensor in succeed(*listed, "--top", 2)["tensors"]] == everything[:2]
+    assert len(succeed("inspect", delta, "--sort", order)["payloads"]) > 1
 
 
-def test_inspect_fits_eighty_columns(delta: Path) -> None:
-    done = run("inspect", delta, "--top", 4, columns=80)
-    assert done.returncode == 0
-    lines = done.stdout.splitlines()[1:-1]
-    assert max(len(line.rstrip()) for line in lines) <= 80
-    assert "more tensors are not shown" in done.stdout
-    assert any(line.startswith("model.layers.0.self_attn.q_proj.weight") for line in lines)
-    assert re.search("[▁▂▃▄▅▆▇█]{8}", done.stdout)
+def test_inspect_fits_eighty_columns(files: tuple[Path, Path], delta: Path) -> None:
+    for arguments in ((), ("--base", files[0])):
+        done = run("inspect", delta, "--top", 1, *arguments, columns=80)
+        assert done.returncode == 0
+        lines = done.stdout.splitlines()[1:-1]
+        assert max(len(line.rstrip()) for line in lines) <= 80
+        assert f"more {'tensors' if arguments else 'payloads'} are not shown" in done.stdout
+    assert re.search("[▁▂▃▄▅▆▇█]{8}", run("inspect", delta, columns=80).stdout)
 
 
-def test_inspect_into_a_pipe_prints_whole_names(delta: Path) -> None:
-    assert "model.layers.0.self_attn.q_proj.weight" in run("inspect", delta).stdout
+def test_inspect_into_a_pipe_prints_whole_names(files: tuple[Path, Path], delta: Path) -> None:
+    assert "model.layers.0.self_attn.q_proj.weight" in run("inspect", delta, "--base", files[0]).stdout
 
 
 def test_tensor_names_cannot_command_the_terminal(tmp_path: Path) -> None:
     for file_name, value in (("old", 0.0), ("new", 1.0)):
         save_file({"a\x1b[31m[bold]b": np.full(3, value)}, tmp_path / file_name)
     succeed("diff", tmp_path / "old", tmp_path / "new", "-o", tmp_path / "step.delta")
-    done = run("inspect", tmp_path / "step.delta")
+    done = run("inspect", tmp_path / "step.delta", "--base", tmp_path / "old")
     assert "\x1b" not in done.stdout
     assert "a\ufffd[31m[bold]b" in done.stdout
 
@@ -275,7 +281,7 @@ def test_the_wrong_base_is_refused_and_nothing_is_left(files: tuple[Path, Path],
     before = sorted(tmp_path.iterdir())
     fail("apply", files[1], delta, "-o", tmp_path / "out.safetensors", kind="BaseMismatch")
     save_file({"other": np.zeros(3)}, tmp_path / "other.safetensors")
-    message = fail("apply", tmp_path / "other.safetensors", delta, "-o", tmp_path / "out.safetensors", kind="TensorMissing")
+    message = fail("apply", tmp_path / "other.safetensors", delta, "-o", tmp_path / "out.safetensors", kind="BaseMismatch")
     assert "other.safetensors" in message
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "other.safetensors"])
 

@@ -50,6 +50,7 @@ def commands(place: Path, name: str) -> dict[str, list[object]]:
         "commits": ["log", place / "chain", "--commits"],
         "show": ["show", place / "chain", 2],
         "inspect": ["inspect", place / "delta"],
+        "tensors": ["inspect", place / "delta", "--base", place / "step-0"],
         "verify": ["verify", "--deep", place / "broken"],
         "first": ["publish", place / "step-0", own / "new"],
         "second": ["publish", place / "step-1", own / "new", "--step", 7],
@@ -84,7 +85,7 @@ def test_output_fits_the_terminal_and_breaks_no_words(place: Path, columns: int)
     words = {word for each in shown.values() for line in each.lines for word in line.split()}
     assert {"checkpoint", "published", "version", "skip"} <= words
     assert LONG in words or any(word.startswith("model.layers.17.") for word in words)
-    assert "…" not in shown["inspect"].text
+    assert "…" not in shown["inspect"].text + shown["tensors"].text
     text = " ".join(shown["log"].lines)
     assert "a note that is far too long for one line of a terminal" in re.sub(r" +", " ", text)
 
@@ -112,7 +113,7 @@ def test_a_terminal_without_unicode_gets_plain_characters(place: Path) -> None:
     assert_codes(shown)
     assert "1 #......<." in shown["log"].text
     assert "->" in shown["inspect"].text
-    assert LONG in shown["inspect"].text
+    assert LONG in shown["tensors"].text
     assert re.search(r" [#*+=:,. -]*#[#*+=:,. -]* ", shown["inspect"].text), "a bar"
     assert "8888" not in shown["inspect"].text
     assert "ULPs 1/2-3/" in shown["inspect"].text

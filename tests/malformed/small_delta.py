@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from old_deltas import encode_old
 from support import bits_of, copied
 
 import deltawire
@@ -34,7 +35,9 @@ def make_states():
 
 BASE, NEW = make_states()
 DELTA = deltawire.encode_delta(BASE, NEW)
-HEADER_BYTES = 8 + int.from_bytes(DELTA[:8], "little")
+OLD_DELTA = encode_old(BASE, NEW)
+"""The same as a file of version 1."""
+OLD_HEADER_BYTES = 8 + int.from_bytes(OLD_DELTA[:8], "little")
 
 
 def base_state():

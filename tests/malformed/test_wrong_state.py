@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 import ml_dtypes
 import numpy as np
 import pytest
-from small_delta import BASE, DELTA, NEW, base_state, refused
+from small_delta import BASE, DELTA, NEW, OLD_DELTA, base_state, refused
 from support import CODECS, bits_of, copied
 
 import deltawire
@@ -17,6 +17,7 @@ from deltawire.codec import using_codec
 from deltawire.errors import (
     BadTensorName,
     BaseMismatch,
+    CorruptDelta,
     DtypeMismatch,
     ShapeMismatch,
     StateNotWritable,
@@ -93,25 +94,35 @@ def test_a_small_delta_applied_twice_is_refused():
     refused(DELTA, TensorMissing, lambda: state)
 
 
-def test_other_types_are_named():
-    refused(DELTA, DtypeMismatch, with_tensors(a=BASE["a"].view(np.float16)))
-    refused(DELTA, DtypeMismatch, with_tensors(b=BASE["b"].astype(np.float64)))
-    refused(DELTA, DtypeMismatch, with_tensors(tied=BASE["tied"].view(np.int8)))
-    refused(DELTA, BaseMismatch, with_tensors(kept=BASE["kept"].view(np.int64)))
-    refused(DELTA, BaseMismatch, with_tensors(gone=BASE["gone"].view(np.uint16)))
+def test_other_types_are_refused():
+    for name, other, error in [
+        ("a", BASE["a"].view(np.float16), DtypeMismatch),
+        ("b", BASE["b"].astype(np.float64), DtypeMismatch),
+        ("tied", BASE["tied"].view(np.int8), (DtypeMismatch, CorruptDelta)),
+        ("kept", BASE["kept"].view(np.int64), BaseMismatch),
+        ("gone", BASE["gone"].view(np.uint16), BaseMismatch),
+    ]:
+        refused(DELTA, (BaseMismatch, CorruptDelta) if name == "tied" else BaseMismatch, with_tensors(**{name: other}))
+        refused(OLD_DELTA, error, with_tensors(**{name: other}))
 
 
-def test_other_counts_are_named():
-    refused(DELTA, ShapeMismatch, with_tensors(a=BASE["a"][:-1]))
-    refused(DELTA, ShapeMismatch, with_tensors(a=np.concatenate([BASE["a"], BASE["a"]])))
-    refused(DELTA, ShapeMismatch, with_tensors(a=BASE["a"][:0]))
-    refused(DELTA, BaseMismatch, with_tensors(b=BASE["b"].reshape(5, 3)))
-    refused(DELTA, BaseMismatch, with_tensors(kept=BASE["kept"][:-1]))
+def test_other_counts_are_refused():
+    for name, other, error in [
+        ("a", BASE["a"][:-1], ShapeMismatch),
+        ("a", np.concatenate([BASE["a"], BASE["a"]]), ShapeMismatch),
+        ("a", BASE["a"][:0], ShapeMismatch),
+        ("b", BASE["b"].reshape(5, 3), BaseMismatch),
+        ("kept", BASE["kept"][:-1], BaseMismatch),
+    ]:
+        refused(DELTA, BaseMismatch, with_tensors(**{name: other}))
+        refused(OLD_DELTA, error, with_tensors(**{name: other}))
 
 
 @pytest.mark.parametrize("name", ["a", "b", "gone", "tied", "tied_too"])
 def test_missing_tensors_are_named(name):
-    assert repr(name) in str(refused(DELTA, TensorMissing, with_tensors(**{name: None})))
+    assert repr(name) in str(refused(OLD_DELTA, TensorMissing, with_tensors(**{name: None})))
+    error = refused(DELTA, (TensorMissing, BaseMismatch), with_tensors(**{name: None}))
+    assert (repr(name) if name in ("gone", "tied", "tied_too") else "7 tensors") in str(error)
 
 
 @pytest.mark.parametrize("name", ["kept", "retyped"])

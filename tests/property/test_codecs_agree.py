@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_tensors import tensor_pairs
-from support import CODECS, NATIVE, bits_of, copied, split_delta
+from support import CODECS, NATIVE, bits_of, copied, split_delta, varint
 
 import deltawire
 from deltawire.codec import using_codec
-from deltawire.dtypes import DTYPES
+from deltawire.dtypes import DTYPES, dtype_named
 
 SLOW_ABOVE = 4000  # changed elements; the reference codec is slow because it decodes one code at a time
 
@@ -42,12 +42,12 @@ def check_decoders(base, new, delta, codecs=CODECS, threads=(1, 2, 3)) -> None:
 
 
 def check_patch(base, new, delta, patch) -> None:
-    metadata, _, payloads = split_delta(delta)
+    split = split_delta(delta)
     before, after = deltawire.state_digest(base), deltawire.state_digest(new)
     assert (patch.before, patch.after) == (before, after)
-    assert (metadata["before"], metadata["after"]) == (before.hex(), after.hex())
+    assert (split.before.hex(), split.after.hex()) == (before.hex(), after.hex())
     assert before + (patch.after - patch.before) == after
-    assert patch.changed.keys() == payloads.keys() - patch.added.keys()
+    assert patch.changed.keys() == {name for name in base.keys() & new.keys() if base[name].tobytes() != new[name].tobytes()}
     for name, tensor in patch.changed.items():
         old, now = (state[name].reshape(-1).view(f"u{state[name].itemsize}") for state in (base, new))
         np.testing.assert_array_equal(tensor.indices, np.flatnonzero(old != now))
@@ -70,6 +70,17 @@ def test_codecs_agree(dtype, data):
     check_decoders(base, new, delta, CODECS if changed <= SLOW_ABOVE else NATIVE, (1, 3))
 
 
+@pytest.mark.parametrize(("dtype", "name"), [("U8", "x.weight_packed"), ("U8", "x_blocks"), ("I32", "x.weight_packed")])
+@settings(max_examples=40)
+@given(data=st.data())
+def test_codecs_agree_on_packed_codes(dtype, name, data):
+    old, now = data.draw(tensor_pairs(dtype_named(dtype)))
+    more = np.arange(7, dtype=old.dtype)
+    base, new = {name: old, f"a.{name}": more}, {name: now, f"a.{name}": more + 16, f"added.{name}": now[:50].copy()}
+    delta = check_encoders(base, new)
+    check_decoders(base, new, delta, CODECS if np.count_nonzero(old != now) <= SLOW_ABOVE // 2 else NATIVE, (1, 3))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
 @settings(max_examples=20)
 @given(data=st.data())
@@ -88,6 +99,23 @@ def test_codecs_agree_on_states_of_many_tensors(data):
         base[f"t{index}"], new[f"t{index}"] = data.draw(tensor_pairs(data.draw(st.sampled_from(DTYPES))))
     delta = check_encoders(base, new)
     check_decoders(base, new, delta, NATIVE, (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tiles"), [("", np.uint16, 1 << 10), ("", np.uint8, 1 << 11), ("weight_packed", np.uint8, 1 << 12)]
+)
+def test_blocks_of_many_tiny_tensors_are_cut_alike(name, dtype, tiles):
+    """Only the second and the fourth block change, so the payload has same chunks between others, and none at its end."""
+    base = {f"{number:05}.{name}": np.zeros(3, dtype) for number in range(4 * tiles + 9)}
+    new = copied(base)
+    changing = [f"{number:05}.{name}" for number in (tiles, 3 * tiles, 3 * tiles + 1)]
+    for key in changing:
+        new[key][1] = 5
+    delta = check_encoders(base, new)
+    (payload,) = split_delta(delta).groups.values()
+    assert payload.startswith(varint(tiles << 2) + b"\0" + varint(tiles << 2 | 1))
+    check_decoders(base, new, delta, NATIVE, (1, 2))
+    assert deltawire.resolve_delta(base, delta).changed.keys() == set(changing)
 
 
 @settings(max_examples=60)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from blake3 import blake3
+from old_deltas import encode_old, join_old, split_old
 from safetensors.numpy import save_file
-from support import CODECS, bits_of, copied, join_delta, split_delta
+from support import CODECS, bits_of, copied, join_delta, split_delta, varint
 
 import deltawire
 from deltawire.codec import using_codec
@@ -121,7 +123,8 @@ def test_a_state_of_parts_is_changed_only_by_deltas_over_exactly_these_parts():
 def test_parts_that_a_process_has_nothing_of_are_not_listed():
     base = random_state(1, {"a": (4,), "b": (1000,), "empty": (0, 3)})
     new = changed_state(base, 2)
-    covered = [delta_file.parse(delta).parts for delta in deltas_of(base, new, 2)]
+    dtypes = {name: tensor_bits(name, array).dtype for name, array in base.items()}
+    covered = [delta_file.parse(delta).file_parts.of(sorted(base), dtypes) for delta in deltas_of(base, new, 2)]
     assert covered == [{"a": (0, 4), "b": (0, 512)}, {"b": (512, 1000)}]
 
 
@@ -153,8 +156,10 @@ def test_a_part_of_another_state_is_refused():
     delta = deltas_of(base, changed_state(base, 2), 2)[1]
     with pytest.raises(BaseMismatch):
         deltawire.apply_delta(changed_state(base, 3), delta)
-    with pytest.raises(TensorMissing):
+    with pytest.raises(BaseMismatch, match="15"):
         deltawire.apply_delta({name: array for name, array in base.items() if name != "BF16"}, delta)
+    with pytest.raises(BaseMismatch, match="other names"):
+        deltawire.apply_delta({name.replace("BF16", "BF17"): array for name, array in base.items()}, delta)
     with pytest.raises(ShapeMismatch):
         deltawire.apply_delta({name: array[:2] for name, array in base.items()}, delta)
 
@@ -163,10 +168,10 @@ def test_parts_of_tensors_that_are_not_contiguous_are_written_where_they_are_who
     base = random_state(1, {"x": (64, 256), "y": (64, 33)})
     new = changed_state(base, 2)
     x_only, both = deltas_of({"x": base["x"]}, {"x": new["x"]}, 2), deltas_of(base, new, 2)
-    turned = {name: np.asfortranarray(array) for name, array in copied(base).items()}
+    turned = {"x": np.asfortranarray(base["x"])}
     for delta in x_only:
         deltawire.apply_delta(turned, delta)
-    assert bits_of({"x": turned["x"]}) == bits_of({"x": new["x"]})
+    assert bits_of(turned) == bits_of({"x": new["x"]})
     turned = {name: np.asfortranarray(array) for name, array in copied(base).items()}
     with pytest.raises(StateNotWritable):
         deltawire.apply_delta(turned, both[0])
@@ -187,18 +192,47 @@ def test_parts_are_not_encoded_against_anything_else():
             deltawire.encode_delta(other, parts_of(base, 0, 2))
 
 
+def parted(*parts, names=("x", "y")):
+    """Return the bytes of a list of parts: (names in between, first block, elements)."""
+    return blake3("\0".join(names).encode()).digest(8) + b"".join(varint(number) for part in parts for number in part)
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        (parted((0, 0, 1000), (0, 0, 3))[:-1], CorruptDelta),
+        (parted((0, 0, 1000), (0, 0, 3))[:7], CorruptDelta),
+        (parted((0, 0, 1000), (0, 0, 0)), CorruptDelta),
+        (parted((0, 0, 1000), (1, 0, 3)), BaseMismatch),
+        (parted((0, 0, 1001), (0, 0, 3)), ShapeMismatch),
+        (parted((0, 1, 1000), (0, 0, 3)), ShapeMismatch),
+        (parted((0, 2**39, 2**39), (0, 0, 3)), ShapeMismatch),
+        (parted((0, 0, 1000), (0, 0, 3), names=("x", "z")), BaseMismatch),
+        (parted((0, 0, 1000)), BaseMismatch),
+        (parted(), BaseMismatch),
+        (b"", BaseMismatch),
+    ],
+)
+def test_malformed_lists_of_parts_are_refused(parts, error):
+    base = random_state(1, {"x": (1000,), "y": (3,)})
+    split = split_delta(deltawire.encode_delta(parts_of(base, 0, 1), parts_of(changed_state(base, 2), 0, 1)))
+    assert split.parts == parted((0, 0, 1000), (0, 0, 3))
+    with pytest.raises(error):
+        deltawire.resolve_delta(base, join_delta(split._replace(parts=parts)))
+
+
 @pytest.mark.parametrize("parts", ['{"x":[0,0]}', '{"x":[5,4]}', '{"x":[0]}', '{"x":4}', "[]", '{"x":[0,-1]}', '{"x":[0,1],"x":[0,1]}',
                                    '{"x":[0,1.0]}', '{"x":[256,300],"y":[0,3]}', '{"x":[0,1000],"y":[0,3],"z":[0,1]}'])  # fmt: skip
-def test_malformed_lists_of_parts_are_refused(parts):
+def test_malformed_lists_of_parts_in_old_files_are_refused(parts):
     base = random_state(1, {"x": (1000,), "y": (3,)})
-    delta = deltawire.encode_delta(parts_of(base, 0, 1), parts_of(changed_state(base, 2), 0, 1))
-    metadata, entries, data = split_delta(delta)
+    delta = encode_old(parts_of(base, 0, 1), parts_of(changed_state(base, 2), 0, 1))
+    metadata, entries, data = split_old(delta)
     with pytest.raises((CorruptDelta, TensorMissing, ShapeMismatch)):
-        deltawire.resolve_delta(base, join_delta({**metadata, "parts": parts}, entries, data))
+        deltawire.resolve_delta(base, join_old({**metadata, "parts": parts}, entries, data))
 
 
-def test_a_part_that_is_not_aligned_is_refused():
+def test_a_part_of_an_old_file_that_is_not_aligned_is_refused():
     base = random_state(1, {"x": (1000,)})
-    metadata, entries, data = split_delta(deltawire.encode_delta(parts_of(base, 0, 1), parts_of(changed_state(base, 2), 0, 1)))
+    metadata, entries, data = split_old(encode_old(parts_of(base, 0, 1), parts_of(changed_state(base, 2), 0, 1)))
     with pytest.raises(CorruptDelta, match="not at a multiple of 512 bytes"):
-        deltawire.resolve_delta(base, join_delta({**metadata, "parts": '{"x":[1,1000]}'}, entries, data))
+        deltawire.resolve_delta(base, join_old({**metadata, "parts": '{"x":[1,1000]}'}, entries, data))

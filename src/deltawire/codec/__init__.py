@@ -15,8 +15,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import CodecUnavailable
 from .base import Codec
+from .bits import Bits, in_host_memory
 
 
 def codec_named(name: str) -> Codec:
@@ -54,3 +58,14 @@ def using_codec(name: str) -> Iterator[Codec]:
         yield codec
     finally:
         _chosen.remove(codec)
+
+
+def memory_of(arrays: list[Bits]) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+    """Return the address of each array in host memory, and flags: 1 if it is contiguous, 2 if it is writable."""
+    try:
+        from .._native import memory_of as native
+    except ImportError:
+        host = [in_host_memory(array) for array in arrays]
+        flags = [array.flags.c_contiguous + 2 * array.flags.writeable for array in host]
+        return np.array([array.ctypes.data for array in host], np.uint64), np.array(flags, np.uint8)
+    return native(arrays)

@@ -164,15 +164,22 @@ def sums(lanes: Sequence[Lanes]) -> Sums:
 
 
 class Resolution(Protocol):
-    """Payloads that are decoded against their bases. Tensors are numbered over all calls of `add`."""
+    """Payloads that are decoded against their bases. Tensors are numbered over all calls of `add` and `add_groups`."""
 
     def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
-        """Decode and digest tensors.
+        """Decode and digest tensors of a delta of version 1 or 2.
 
         Raises `CorruptDelta`, `DtypeMismatch` or `ShapeMismatch`. After an error only `revert` may be called.
 
         `data` holds the payloads and must not change while the resolution is in use. A base that is written to must not share memory with
         any other job, in this call or a later one.
+        """
+        ...
+
+    def add_groups(self, groups: Sequence[ResolveGroup], data: Buffer) -> Sequence[GroupOutcome]:
+        """Decode and digest groups of tensors. Their tensors are numbered after all earlier ones, group by group.
+
+        Raises `CorruptDelta`. The rules of `add` apply. `changes` returns whole elements, also where the payload type is packed.
         """
         ...
 
@@ -216,6 +223,10 @@ class Codec(Protocol):
 
     def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings: ...
 
+    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
+        """Encode groups of tensors. The bytes do not depend on the number of threads, or on the other groups."""
+        ...
+
     def resolution(self, threads: int, budget: int) -> Resolution:
         """Return an empty resolution that keeps at most `budget` bytes of decoded changes. It may decode the others a second time."""
         ...
@@ -233,20 +244,5 @@ class Codec(Protocol):
         ...
 
 
-class GroupResolution(Resolution, Protocol):
-    """A resolution that also takes groups."""
-
-    def add_groups(self, groups: Sequence[ResolveGroup], data: Buffer) -> Sequence[GroupOutcome]:
-        """Decode and digest groups of tensors. Their tensors are numbered after all earlier ones, group by group.
-
-        Raises `CorruptDelta`. The rules of `add` apply. `changes` returns whole elements, also where the payload type is packed.
-        """
-        ...
-
-
-class GroupCodec(Codec, Protocol):
-    """A codec that also works on groups."""
-
-    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
-        """Encode groups of tensors. The bytes do not depend on the number of threads, or on the other groups."""
-        ...
+GroupCodec: TypeAlias = Codec
+GroupResolution: TypeAlias = Resolution

@@ -8,26 +8,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec.base import Buffer, EncodeGroup, EncodeJob, GroupCodec
+from ..codec.base import Buffer, Codec, EncodeGroup
 from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
 from ..errors import UnsupportedTensor
 from ..format.checkpoints.staged_output import StagedOutput
-from ..format.content_hash import new_hash
 from ..format.delta_file import Parts, Structure
-from ..format.delta_files import grouped, named
+from ..format.delta_files import grouped
 from ..format.digest import Digest
 from ..tensors.bits import State, TensorBits, keys_of, named_bits
 from ..tensors.casting import Casting, Casts, WireDType
+from ..tensors.columns import Columns
 from ..tensors.names import check_names
-from ..tensors.state import Progress, batches, codec_for, digest_tensors, thread_count
-
-WRITES_GROUPS = bool(os.environ.get("DELTAWIRE_WRITES_GROUPS"))
-"""Whether deltas of version 3 are written. It is set when all codecs can write them."""
+from ..tensors.state import Progress, codec_for, digest_tensors, thread_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,119 +102,110 @@ class _Pairs:
         return zip(self.new, self.old, strict=True)
 
 
+@dataclass(slots=True)
+class _Work:
+    """What is to be encoded. The digests and numbers are those of tensors that are in no group."""
+
+    codec: Codec
+    groups: list[tuple[int, EncodeGroup]]
+    """The groups of the file, with their ids."""
+    start: bytes
+    """The body of the file up to the groups."""
+    before: Digest
+    after: Digest
+    weight_bytes: int
+    elements: int
+    adds_tensors: bool = False
+
+
 def _encode(
     base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None, casting: Casting | None = None
 ) -> tuple[bytes, DeltaSummary]:
     """Pass everything after the header to `write`, piece by piece, and return the header, which belongs before it."""
-    if WRITES_GROUPS:
-        return _encode_groups(base, new, threads, write, progress, casting)
-    pairs, removed = _pairs(base, new, casting if casting is not None and casting.is_given else None)
-    codec = codec_for(itertools.chain(removed, pairs.new, filter(None, pairs.old)))
-    parts = _parts(pairs, removed)
-    before = digest_tensors(removed, threads, codec)
-    after = Digest()
-    aliases = _aliases(pairs)
-
-    hasher = new_hash(threads=threads > 1)
-    sizes: list[tuple[str, int]] = []
-    changed = 0
-    for batch in batches(range(len(pairs.new)), lambda number: pairs.new[number].nbytes, codec):
-        own = [number for number in batch if pairs.new[number].name not in aliases] if aliases else batch
-        news, olds = [pairs.new[number] for number in own], [pairs.old[number] for number in own]
-        keys = keys_of(news)
-        sides = zip(olds, news, keys.seeds.tolist(), strict=True)
-        found = codec.encode([EncodeJob(old.bits if old else None, now.bits, now.dtype, seed) for old, now, seed in sides], threads)
-        stays = np.array([old is not None for old in olds], np.bool_)
-        before += keys.digest(found.before[stays], stays)
-        after += keys.digest(found.after)
-        changed += int(found.changed.sum())
-        sizes += [(tensor.name, size) for tensor, size in zip(news, found.sizes.tolist(), strict=True) if size]
-        for piece in found.pieces:
-            hasher.update(piece)
-            write(piece)
-        tied = [number for number in batch if pairs.new[number].name in aliases] if aliases else []
-        before += digest_tensors([old for old in (pairs.old[number] for number in tied) if old], threads, codec)
-        after += digest_tensors([pairs.new[number] for number in tied], threads, codec)
-        if progress:
-            progress(sum(pairs.new[number].nbytes for number in batch))
-
-    changing = {name for name, _ in sizes}
-    structure = Structure(
-        {now.name: (now.dtype, now.shape) for now, old in pairs if old is None},
-        tuple(tensor.name for tensor in removed),
-        {name: target for name, target in aliases.items() if target in changing},
-    )
-    header = named.build_header(before, after, hasher.hexdigest(), sizes, structure, parts)
-    size = len(header) + sum(size for _, size in sizes)
-    weight_bytes, elements = sum(tensor.nbytes for tensor in pairs.new), sum(tensor.size for tensor in pairs.new)
-    return header, DeltaSummary(size, weight_bytes, elements, changed, len(sizes), before, after)
-
-
-def _encode_groups(
-    base: State, new: State, threads: int, write: Callable[[Buffer], object], progress: Progress | None, casting: Casting | None = None
-) -> tuple[bytes, DeltaSummary]:
-    pairs, removed = _pairs(base, new, casting if casting is not None and casting.is_given else None)
-    codec = cast("GroupCodec", codec_for(itertools.chain(removed, pairs.new, filter(None, pairs.old))))
-    parts = _parts(pairs, removed)
-    aliases = _aliases(pairs)
-    keys = keys_of(pairs.new)
-    groups = _groups(pairs, aliases)
-    found = codec.encode_groups([_encode_group(kind, members, pairs, keys.seeds) for _, kind, members in groups], threads)
-    tied = [number for number, tensor in enumerate(pairs.new) if tensor.name in aliases] if aliases else []
-    before = digest_tensors(removed, threads, codec) + keys.tag([old is not None for old in pairs.old])
-    after = keys.tag()
-    for number in tied:
-        seed = int(keys.seeds[number])
-        was, now = pairs.old[number], pairs.new[number]
-        before += Digest.sum(codec.digest([(was.bits, seed)] if was else [], threads))
-        after += Digest.sum(codec.digest([(now.bits, seed)], threads))
-    for encoded in found:
+    is_cast = casting is not None and casting.is_given
+    work = (None if is_cast else _work_on_columns(base, new)) or _work_on_pairs(base, new, casting if is_cast else None, threads)
+    found = work.codec.encode_groups([group for _, group in work.groups], threads)
+    before, after = work.before, work.after
+    body: list[Buffer] = [work.start]
+    changed = tensors_changed = 0
+    for (group, job), encoded in zip(work.groups, found, strict=True):
         before += Digest(encoded.before)
         after += Digest(encoded.after)
-
-    added = {now.name: (now.dtype, now.shape) for now, old in pairs if old is None}
-    structure = Structure(added, tuple(tensor.name for tensor in removed), aliases)
-    names = [tensor.name for tensor in pairs.new]
-    dtypes = {tensor.name: tensor.dtype for tensor in pairs.new} if parts else {}
-    body: list[Buffer] = [grouped.start_of_body(len(pairs.new), structure, parts, names, dtypes)]
-    for (group, _, _), encoded in zip(groups, found, strict=True):
+        changed += int(encoded.changed.sum())
+        is_added = [base is None for base in job.bases] if work.adds_tensors else False
+        tensors_changed += int(np.count_nonzero((encoded.changed > 0) | is_added))
         if encoded.pieces:
             body += [grouped.start_of_group(group, sum(map(len, encoded.pieces))), *encoded.pieces]
     header = grouped.header(before, after, body, threads=threads > 1)
     for piece in body:
         write(piece)
     if progress:
-        progress(sum(tensor.nbytes for tensor in pairs.new))
-    changed = np.concatenate([np.zeros(0, np.int64), *(encoded.changed for encoded in found)])
-    is_added = np.array([pairs.old[number] is None for _, _, members in groups for number in members], np.bool_)
-    return header, DeltaSummary(
-        len(header) + sum(map(len, body)),
-        sum(tensor.nbytes for tensor in pairs.new),
-        sum(pairs.new[number].size * kind.per_element for _, kind, members in groups for number in members)
-        + sum(pairs.new[number].size for number in tied),
-        int(changed.sum()),
-        int(np.count_nonzero((changed > 0) | is_added)),
-        before,
-        after,
-    )
+        progress(work.weight_bytes)
+    size = len(header) + sum(map(len, body))
+    return header, DeltaSummary(size, work.weight_bytes, work.elements, changed, tensors_changed, before, after)
+
+
+def _work_on_columns(base: State, new: State) -> _Work | None:
+    """Return the work on two states of the same plain tensors, none of which share memory; None for all others."""
+    old, now = Columns.of(base), Columns.of(new)
+    if old is None or now is None or not now.layout.is_like(old.layout) or not now.have_addresses_of_their_own:
+        return None
+    layout = now.layout
+    groups = [
+        (grouped.group_id(kind.code), EncodeGroup(kind, old.take(members), now.take(members), layout.keys.seeds[members]))
+        for kind, members in layout.groups
+    ]
+    start = grouped.start_of_body(len(now), Structure(), None, (), {})
+    elements = sum(kind.per_element * int(layout.sizes[members].sum()) for kind, members in layout.groups)
+    tag = layout.keys.tag()
+    return _Work(codec_for([*now[:1], *old[:1]]), groups, start, tag, tag, int(layout.nbytes.sum()), elements)
+
+
+def _work_on_pairs(base: State, new: State, casting: Casting | None, threads: int) -> _Work:
+    """Return the work on any two states."""
+    pairs, removed = _pairs(base, new, casting)
+    codec = codec_for(itertools.chain(removed, pairs.new, filter(None, pairs.old)))
+    parts = _parts(pairs, removed)
+    aliases = _aliases(pairs)
+    keys = keys_of(pairs.new)
+    groups = _groups(pairs, aliases)
+    before = digest_tensors(removed, threads, codec) + keys.tag([old is not None for old in pairs.old])
+    after = keys.tag()
+    elements = 0
+    for number in [number for number, tensor in enumerate(pairs.new) if tensor.name in aliases] if aliases else []:
+        seed, was, now = int(keys.seeds[number]), pairs.old[number], pairs.new[number]
+        before += Digest.sum(codec.digest([(was.bits, seed)] if was else [], threads))
+        after += Digest.sum(codec.digest([(now.bits, seed)], threads))
+        elements += now.size * payload_type(now.name, now.dtype).per_element
+    elements += sum(pairs.new[number].size * kind.per_element for _, kind, members in groups for number in members)
+    added = {now.name: (now.dtype, now.shape) for now, old in pairs if old is None}
+    structure = Structure(added, tuple(tensor.name for tensor in removed), aliases)
+    names = [tensor.name for tensor in pairs.new] if parts is not None else []
+    dtypes = {tensor.name: tensor.dtype for tensor in pairs.new} if parts is not None else {}
+    start = grouped.start_of_body(len(pairs.new), structure, parts, names, dtypes)
+    jobs = [(group, _encode_group(kind, members, pairs, keys.seeds)) for group, kind, members in groups]
+    return _Work(codec, jobs, start, before, after, sum(tensor.nbytes for tensor in pairs.new), elements, bool(added))
 
 
 def _groups(pairs: _Pairs, aliases: Mapping[str, str]) -> list[tuple[int, PayloadType, list[int]]]:
     """Return the groups of a delta in the order of the file: id, payload type and the numbers of their tensors."""
     targets = sorted(set(aliases.values()))
+    apart = set(targets)
     by_type: dict[int, list[int]] = {}
     by_target: dict[str, tuple[PayloadType, int]] = {}
     for number, tensor in enumerate(pairs.new):
         if tensor.name in aliases:
             continue
         kind = payload_type(tensor.name, tensor.dtype)
-        if tensor.name in targets:
+        if tensor.name in apart:
             by_target[tensor.name] = kind, number
         else:
             by_type.setdefault(kind.code, []).append(number)
-    apart = [by_target[name] for name in targets]
     groups = [(grouped.group_id(code), PAYLOAD_TYPES[code], by_type[code]) for code in sorted(by_type)]
-    return groups + [(grouped.group_id(kind.code, index), kind, [number]) for index, (kind, number) in enumerate(apart, 1)]
+    for index, name in enumerate(targets, 1):
+        kind, number = by_target[name]
+        groups.append((grouped.group_id(kind.code, index), kind, [number]))
+    return groups
 
 
 def _encode_group(kind: PayloadType, members: Sequence[int], pairs: _Pairs, seeds: NDArray[np.uint64]) -> EncodeGroup:

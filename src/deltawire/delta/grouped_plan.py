@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec.base import Codec, GroupResolution, Resolution, ResolveGroup
+from ..codec.base import Codec, Resolution, ResolveGroup
 from ..codec.bits import Bits, DeviceBits, Indices, on_gpu
 from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
-from ..errors import BaseMismatch, CorruptDelta, StateNotWritable, UnsupportedVersion
+from ..errors import BaseMismatch, CorruptDelta, StateNotWritable
 from ..format.delta_file import ByteRange, GroupedDelta
 from ..format.delta_files.grouped import group_id, split_id
 from ..format.digest import Digest, TensorKeys
 from ..tensors.bits import State, TensorBits, keys_of, named_bits
+from ..tensors.columns import Columns
 from ..tensors.names import check_names
 from ..tensors.state import Progress, digest_tensors
 from .overlaps import are_separate, check_overlap
@@ -30,7 +30,7 @@ class Group:
     """Tensors that one payload is for, by their numbers in the plan."""
 
     type: PayloadType
-    members: list[int]
+    members: NDArray[np.int64]
     payload: ByteRange | None
     """The payload in the file's data; None if nothing changes."""
 
@@ -55,12 +55,15 @@ class GroupedPlan:
         tensors = len(state) - len(self._removed) + len(structure.added)
         if tensors != file.tensors:
             raise BaseMismatch(f"the delta leads to a state of {file.tensors:,} tensors, but from this state it would lead to {tensors:,}.")
-        self.tensors: Sequence[TensorBits] = [named_bits(name, state[name]) for name in sorted(state)]
+        columns = Columns.of(state) if file.file_parts is None else None
+        self.tensors: Sequence[TensorBits] = columns or [named_bits(name, state[name]) for name in sorted(state)]
+        self._columns = columns or None
         if file.file_parts is not None:
             parts = file.file_parts.of([tensor.name for tensor in self.tensors], {tensor.name: tensor.dtype for tensor in self.tensors})
             self.tensors = cut_parts([tensor for tensor in self.tensors if tensor.name in parts], parts)
         self.added: Sequence[AddedTensor] = [(name, dtype, shape) for name, (dtype, shape) in sorted(structure.added.items())]
-        self.keys = keys_of(self.tensors).followed_by(TensorKeys.of(self.added))
+        keys = columns.layout.keys if columns else keys_of(self.tensors)
+        self.keys = keys.followed_by(TensorKeys.of(self.added)) if self.added else keys
         check_added(self.added, len(file.data))
         self.writes: NDArray[np.bool_] = np.zeros(len(self.tensors), np.bool_)
         self.changed: NDArray[np.int64] = np.zeros(len(self.tensors) + len(self.added), np.int64)
@@ -75,23 +78,31 @@ class GroupedPlan:
     def _find_groups(self) -> list[Group]:
         """Return the groups of the file, with all tensors of the new state except aliases."""
         targets = self.file.targets
+        if self._columns is not None and not (self.file.structure.aliases or self._removed or self.added):
+            return self._add_payloads({kind.code: members for kind, members in self._columns.layout.groups})
         apart = self._removed | self.file.structure.aliases.keys() | set(targets)
-        members: dict[int, list[int]] = {}
+        found: dict[int, list[int]] = {}
         order = [(tensor.name, number, tensor.dtype) for number, tensor in enumerate(self.tensors) if tensor.name not in apart]
         if self.added:
             held = len(self.tensors)
             order = sorted(order + [(name, held + number, dtype) for number, (name, dtype, _) in enumerate(self.added)])
         for name, number, dtype in order:
-            members.setdefault(payload_type(name, dtype).code, []).append(number)
-        payloads = self.file.groups
-        kinds = members.keys() | {code for target, code in map(split_id, payloads) if not target}
-        groups = [Group(PAYLOAD_TYPES[code], members.get(code, []), payloads.get(group_id(code))) for code in sorted(kinds)]
+            found.setdefault(payload_type(name, dtype).code, []).append(number)
+        members = {code: np.array(numbers, np.int64) for code, numbers in found.items()}
         at = {tensor.name: number for number, tensor in enumerate(self.tensors)} if targets else {}
         for index, name in enumerate(targets, 1):
             if name not in at:
                 raise CorruptDelta(f"the delta ties a tensor to {name!r}, which it does not cover.")
             kind = payload_type(name, self.tensors[at[name]].dtype)
-            groups.append(Group(kind, [at[name]], payloads.get(group_id(kind.code, index))))
+            members[group_id(kind.code, index)] = np.array([at[name]], np.int64)
+        return self._add_payloads(members)
+
+    def _add_payloads(self, members: Mapping[int, NDArray[np.int64]]) -> list[Group]:
+        """Return groups with their payloads; `members` are the tensors by id of their group."""
+        payloads = self.file.groups
+        ids = sorted(members.keys() | {group for group in payloads if not split_id(group)[0]})
+        none = np.zeros(0, np.int64)
+        groups = [Group(PAYLOAD_TYPES[split_id(group)[1]], members.get(group, none), payloads.get(group)) for group in ids]
         if len(payloads) != sum(group.payload is not None for group in groups):
             raise BaseMismatch("the delta ties tensors of other types than this state has.")
         return groups
@@ -102,7 +113,7 @@ class GroupedPlan:
         if not aliases:
             return []
         at = {tensor.name: number for number, tensor in enumerate(self.tensors)}
-        of_target = {group.members[0]: group for group in self._groups[-len(self.file.targets) :]}
+        of_target = {int(group.members[0]): group for group in self._groups[-len(self.file.targets) :]}
         found = []
         for name, target in sorted(aliases.items()):
             if name not in at:
@@ -111,21 +122,26 @@ class GroupedPlan:
             if tensor.dtype != tied.dtype or tensor.size != tied.size:
                 raise CorruptDelta(f"the delta ties {name!r} to {target!r}, which has another type or size.")
             group = of_target[at[target]]
-            found.append((Group(group.type, [at[name]], group.payload), at[target]))
+            found.append((Group(group.type, np.array([at[name]], np.int64), group.payload), at[target]))
         return found
 
     def mark_writes(self, codec: Codec, threads: int, *, deferred: bool) -> None:
         """See `Plan`."""
-        same = {group.members[0] for group, target in self._aliases if self._same_memory(group.members[0], target)}
-        others = [tensor for number, tensor in enumerate(self.tensors) if number not in same]
-        if not are_separate(others):
+        same = {int(group.members[0]) for group, target in self._aliases if self._same_memory(int(group.members[0]), target)}
+        is_plain = self._columns is not None and self._columns.are_separate  # then all tensors are contiguous
+        if not is_plain and not are_separate([tensor for number, tensor in enumerate(self.tensors) if number not in same]):
             self._mark_tied_writes(codec, threads, deferred)
             return
         for group in [*self._groups, *(alias for alias, _ in self._aliases)]:
             if group.payload is None:
                 continue
-            for number in group.members:
-                if number < len(self.tensors) and number not in same:
+            held = group.members[group.members < len(self.tensors)]
+            if is_plain and self._columns is not None:
+                writable = self._columns.are_writable[held]
+                self.writes[held[writable]] = True
+                held = held[~writable]
+            for number in held.tolist():
+                if number not in same:
                     self._mark_write(number)
 
     def _mark_write(self, number: int) -> None:
@@ -187,7 +203,7 @@ class GroupedPlan:
         for groups in (first, last):
             if not groups:
                 continue
-            outcomes = _groups_of(resolution).add_groups([self._resolve_group(group) for group in groups], self.file.data)
+            outcomes = resolution.add_groups([self._resolve_group(group) for group in groups], self.file.data)
             for group, outcome in zip(groups, outcomes, strict=True):
                 self.changed[group.members] = outcome.changed
                 self.numbers[group.members] = np.arange(done, done + len(group.members))
@@ -195,16 +211,23 @@ class GroupedPlan:
                 before += Digest(outcome.before)
                 after += Digest(outcome.after)
         if progress:
-            progress(sum(tensor.nbytes for tensor in self.tensors))
+            progress(sum(tensor.nbytes for tensor in self.tensors) if self._columns is None else int(self._columns.layout.nbytes.sum()))
         return before, after
 
     def _resolve_group(self, group: Group) -> ResolveGroup:
-        held = len(self.tensors)
-        bases: list[Bits | None] = [self._base(number) if number < held else None for number in group.members]
-        counts = [self.tensors[number].size if number < held else math.prod(self.added[number - held][2]) for number in group.members]
-        writes = [number < held and bool(self.writes[number]) for number in group.members]
-        columns = np.array(counts, np.int64), self.keys.seeds[group.members]
-        return ResolveGroup(group.type, bases, *columns, group.payload, all(writes) or (writes if any(writes) else False))
+        held, seeds = len(self.tensors), self.keys.seeds[group.members]
+        bases: Sequence[Bits | None]
+        if self._columns is not None and not self.added and not self._copied:
+            bases, counts = self._columns.take(group.members), self._columns.layout.sizes[group.members]
+            writes = self.writes[group.members]
+        else:
+            numbers = group.members.tolist()
+            bases = [self._base(number) if number < held else None for number in numbers]
+            sizes = [self.tensors[number].size if number < held else math.prod(self.added[number - held][2]) for number in numbers]
+            counts = np.array(sizes, np.int64)
+            writes = np.append(self.writes, np.zeros(len(self.added), np.bool_))[group.members]
+        is_uniform = bool(writes.all() or not writes.any())
+        return ResolveGroup(group.type, bases, counts, seeds, group.payload, bool(writes.any()) if is_uniform else writes.tolist())
 
     def _base(self, number: int) -> Bits:
         bits = self.tensors[number].bits
@@ -223,10 +246,3 @@ def _are_equal(one: Indices | Bits, other: Indices | Bits) -> bool:
         return np.array_equal(one, other)
     a, b = (side.tensor if on_gpu(side) else side for side in (one, other))
     return bool(a.shape == b.shape and (a == b).all())
-
-
-def _groups_of(resolution: Resolution) -> GroupResolution:
-    """Return a resolution that takes groups."""
-    if not hasattr(resolution, "add_groups"):
-        raise UnsupportedVersion("this codec does not read deltas of version 3 yet.")
-    return cast("GroupResolution", resolution)

@@ -1,25 +1,27 @@
-"""What a delta file says without the state it was made from."""
+"""What a delta file says without the state it was made from, and which tensors of that state it changes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
-from ..codec import native
-from ..codec.native import inspect_payload
-from ..dtypes import DTYPES, PAYLOAD_TYPES
+import numpy as np
+
+from ..codec.native import Facts, inspect_group, inspect_payload
+from ..dtypes import DTYPES, PAYLOAD_TYPES, payload_type
 from ..errors import CorruptDelta
 from ..format import delta_file
 from ..format.delta_file import DeltaBytes, GroupedDelta, NamedDelta
 from ..format.delta_files.grouped import split_id
 from ..format.digest import Digest
+from ..tensors.bits import State
+from ..tensors.state import codec_for, thread_count
+from .plan import resolve_plan
+from .resolve import plan_delta
 
 _CHUNK_MODES = ("same", "coded", "raw")
 _VALUE_MODES = ("unit", "runs", "direct", "symbols")
 _TILE = 1 << 14
-
-Facts: TypeAlias = tuple[list[tuple[int, int, int, int]], list[int], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,36 @@ class DeltaFacts:
     aliases: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What a delta does to one tensor of its base. `elements` are 4-bit codes if the tensor has such codes packed in its own elements."""
+
+    name: str
+    dtype: str
+    elements: int
+    changed: int
+
+
+def list_changes(base: State, delta: DeltaBytes, *, threads: int | None = None) -> list[TensorFacts]:
+    """Return the tensors that a delta changes, in the order of names. Raise as `resolve_delta` does if it was not made from `base`.
+
+    Parameters
+    ----------
+    base
+        The state that the delta was made from.
+    delta
+        The bytes of a delta file.
+    threads
+        The number of threads to use; by default, as many as there are processors that this process may use.
+    """
+    plan = plan_delta(base, delta_file.parse(delta))
+    codec = codec_for(plan.tensors)
+    resolve_plan(plan, codec.resolution(thread_count(threads), 0), codec, thread_count(threads), None)
+    changing = ((plan.tensors[number], int(plan.changed[number])) for number in np.flatnonzero(plan.changed[: len(plan.tensors)]).tolist())
+    kinds = ((tensor, payload_type(tensor.name, tensor.dtype), changed) for tensor, changed in changing)
+    return [TensorFacts(tensor.name, kind.name, tensor.size * kind.per_element, changed) for tensor, kind, changed in kinds]
+
+
 def inspect_delta(delta: DeltaBytes) -> DeltaFacts:
     """Return what a delta file says without its base. Raise a `DeltaError` if the file is not a valid delta.
 
@@ -86,13 +118,12 @@ def inspect_delta(delta: DeltaBytes) -> DeltaFacts:
 
 
 def _group_facts(file: GroupedDelta) -> list[PayloadFacts]:
-    native_: Any = native
     names = [None, *file.targets]
     found = []
     for group, payload in file.groups.items():
         target, code = split_id(group)
         data, kind = file.data[slice(*payload)], PAYLOAD_TYPES[code]
-        found.append(_facts(names[target], kind.name, len(data), native_.inspect_group(data, kind), _TILE))
+        found.append(_facts(names[target], kind.name, len(data), inspect_group(data, kind), _TILE))
     return found
 
 

@@ -11,6 +11,7 @@ from ..codec.base import Codec
 from ..codec.bits import on_gpu
 from ..format.digest import Digest
 from .bits import State, TensorBits, keys_of, state_bits
+from .columns import Columns
 
 Progress = Callable[[int], None]
 """A function that is called with the number of bytes of weights processed since its last call."""
@@ -41,6 +42,8 @@ def state_digest(state: State, *, threads: int | None = None) -> Digest:
 
 def codec_for(tensors: Iterable[TensorBits]) -> Codec:
     """Return the codec that can work on all of these tensors: the GPU codec if one of them is on a GPU, else that of the host."""
+    if isinstance(tensors, Columns):
+        tensors = tensors[:1]  # all are on GPUs, or none
     on_device = next((tensor.source for tensor in tensors if on_gpu(tensor.source)), None)
     if on_device is None:
         return default_codec()

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from old_deltas import encode_payload
 
-from deltawire.codec.base import EncodeJob, Lanes, ResolveJob
+from deltawire.codec.base import Lanes, ResolveJob
 from deltawire.codec.bits import HostBits
 from deltawire.codec.reference import ReferenceCodec, decoder, terms
 from deltawire.codec.reference.decoder import BitReader
@@ -74,8 +75,7 @@ class Resolved(NamedTuple):
 
 
 def encode(base, new, dtype):
-    (encoded,) = CODEC.encode([EncodeJob(base, new, dtype, SEED)], 1)
-    return encoded
+    return encode_payload(base, new, dtype, SEED)
 
 
 def resolve(base, data, dtype, size=None):

@@ -15,18 +15,40 @@ from .tables import lay_out_table
 from .terminal import print_wrapped, result_console
 
 if TYPE_CHECKING:
-    from ...delta.inspect import DeltaFacts, PayloadFacts
+    from ...delta.inspect import DeltaFacts, PayloadFacts, TensorFacts
 
 _WIDE = 120
 _WIDE_TITLES = ("dtype", "elements", "changed", "density %", "where", "ULPs 1/2–3/more %", "bits", "modes")
 _TITLES = ("dtype", "elem.", "changed", "dens %", "where", "ULPs 1/2–3/+", "bits", "mode")
+_TENSOR_TITLES = ("dtype", "elem.", "changed", "dens %")
 _LEFT = ("dtype", "where", "mode", "modes")
 _DROPPED_FIRST = ("mode", "where", "ULPs 1/2–3/+", "dtype", "elem.", "bits")
 """The columns that a narrow terminal leaves out, in this order."""
 
 
-def print_table(file: Path, facts: DeltaFacts, shown: Sequence[PayloadFacts]) -> None:
-    """Print a table of tensors, then the totals of all tensors. Long names are printed above their figures.
+def print_payloads(file: Path, facts: DeltaFacts, shown: Sequence[PayloadFacts]) -> None:
+    """Print a table of payloads, then the totals of all payloads.
+
+    Parameters
+    ----------
+    file
+        The path of the delta file.
+    facts
+        All facts about the delta.
+    shown
+        The payloads to print, in this order.
+    """
+    wide = result_console().width >= _WIDE
+    rows = [_row(payload, 16 if wide else 8, wide) for payload in shown] + [_totals(facts, wide)]
+    names = [figures.printable(payload.label) for payload in shown] + [f"total of {len(facts.payloads):,}"]
+    notes = _notes(facts, len(facts.payloads) - len(shown), "payloads")
+    if any(payload.name is None for payload in facts.payloads):
+        notes.append("The file does not name its tensors. To list those that change, pass --base CHECKPOINT.")
+    _print_rows(file, facts, ("payload", *(_WIDE_TITLES if wide else _TITLES)), names, rows, notes)
+
+
+def print_tensors(file: Path, facts: DeltaFacts, shown: Sequence[TensorFacts], count: int) -> None:
+    """Print a table of tensors that change.
 
     Parameters
     ----------
@@ -36,35 +58,45 @@ def print_table(file: Path, facts: DeltaFacts, shown: Sequence[PayloadFacts]) ->
         All facts about the delta.
     shown
         The tensors to print, in this order.
+    count
+        The number of all tensors that change.
     """
+    rows = [_tensor_row(tensor.dtype, tensor.elements, tensor.changed) for tensor in shown]
+    names = [figures.printable(tensor.name) for tensor in shown]
+    _print_rows(file, facts, ("tensor", *_TENSOR_TITLES), names, rows, _notes(facts, count - len(shown), "tensors"))
+
+
+def _print_rows(
+    file: Path, facts: DeltaFacts, titles: tuple[str, ...], names: list[str], rows: list[tuple[str, ...]], notes: list[str]
+) -> None:
+    """Print rows below the size of the file. Long names are printed above their figures. The last row of a table of payloads is bold."""
     console = result_console()
-    wide = console.width >= _WIDE
-    titles = _WIDE_TITLES if wide else _TITLES
-    rows = [_row(tensor, 16 if wide else 8, wide) for tensor in shown] + [_totals(facts, wide)]
-    names = [figures.printable(tensor.label) for tensor in shown] + [f"total of {len(facts.payloads):,}"]
+    first, titles = titles[0], titles[1:]
     heading, lines = lay_out_table(titles, rows, width=console.width, left=_LEFT, dropped_first=_DROPPED_FIRST, gap=" ")
-    name_width = max(map(cell_len, ["tensor", *names]))
+    name_width = max(map(cell_len, [first, *names]))
     fits_on_a_line = name_width + 1 + max(map(len, [heading, *lines])) <= console.width
     if not fits_on_a_line:
         heading, lines = lay_out_table(titles, rows, width=console.width - 2, left=_LEFT, dropped_first=_DROPPED_FIRST, gap=" ")
+    styles = ["bold", *["" if not name.startswith("total of") else "bold" for name in names]]
     texts = []
-    for name, line, style in zip(["tensor", *names], [heading, *lines], ["bold", *[""] * len(shown), "bold"], strict=True):
+    for name, line, style in zip([first, *names], [heading, *lines], styles, strict=True):
         if fits_on_a_line:
             texts.append(Text(f"{set_cell_size(name, name_width)} {line}", style=style))
         else:
             texts += [Text(part, style=style) for part in [*figures.wrap_name(name, console.width), f"  {line}"]]
     print_wrapped(console, f"{file}  {figures.size(facts.bytes)}", style="bold")
     console.print(Text("\n").join(texts), soft_wrap=True)
-    for note in _notes(facts, len(shown)):
+    for note in notes:
         print_wrapped(console, note, style="dim", indent=9)
+
+
+def _tensor_row(dtype: str, elements: int, changed: int) -> tuple[str, ...]:
+    return dtype, figures.short_count(elements), figures.short_count(changed), figures.percent(changed, elements)
 
 
 def _row(tensor: PayloadFacts, bar_slices: int, wide: bool) -> tuple[str, ...]:
     return (
-        tensor.dtype,
-        figures.short_count(tensor.elements),
-        figures.short_count(tensor.changed),
-        figures.percent(tensor.changed, tensor.elements),
+        *_tensor_row(tensor.dtype, tensor.elements, tensor.changed),
         figures.density_bar(tensor.density, bar_slices),
         _steps(tensor.steps),
         figures.ratio(8 * tensor.bytes, tensor.changed),
@@ -112,10 +144,10 @@ def _modes(values: Mapping[str, int], wide: bool) -> str:
     return ", ".join(f"{mode} {100 * count / changed:.0f}%" for count, mode in used)
 
 
-def _notes(facts: DeltaFacts, shown: int) -> list[str]:
+def _notes(facts: DeltaFacts, left_out: int, what: str) -> list[str]:
     notes = []
-    if shown < len(facts.payloads):
-        notes.append(f"{len(facts.payloads) - shown:,} more tensors are not shown, but the total includes them.")
+    if left_out:
+        notes.append(f"{left_out:,} more {what} are not shown" + (", but the total includes them." if what == "payloads" else "."))
     notes += [f"added    {name}  {dtype} {list(shape)}" for name, (dtype, shape) in sorted(facts.added.items())]
     notes += [f"removed  {name}" for name in sorted(facts.removed)]
     notes += [f"tied     {name} = {target}" for name, target in sorted(facts.aliases.items())]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...dtypes import DTYPES
 from .. import default_codec
-from ..base import Buffer, EncodedGroup, EncodeGroup, EncodeJob, Encodings, GroupCodec, Lanes, Sums
+from ..base import Buffer, EncodedGroup, EncodeGroup, EncodeJob, Encodings, Lanes, Sums
 from ..bits import Bits, DeviceBits, Indices, MasterWeightBits, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream, host_codec_works
@@ -51,7 +50,7 @@ class GpuCodec:
             else:
                 sets.setdefault((device, group.type.width), []).append(number)
         if on_host:
-            host = cast(GroupCodec, default_codec())
+            host = default_codec()
             found.update(zip(on_host, host.encode_groups([groups[number] for number in on_host], threads), strict=True))
         for (device, _), numbers in sets.items():
             with codec_stream(device) as stream:

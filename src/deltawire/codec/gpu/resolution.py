@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from .. import default_codec
-from ..base import Buffer, GroupOutcome, GroupResolution, Lanes, Outcomes, Resolution, ResolveGroup, ResolveJob
+from ..base import Buffer, GroupOutcome, Lanes, Outcomes, Resolution, ResolveGroup, ResolveJob
 from ..bits import Bits, DeviceBits, Indices, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream
@@ -118,7 +117,7 @@ class GpuResolution:
             mine = [groups[number] for number in numbers]
             each = [len(group.bases) for group in mine]
             if device is None:
-                outcomes = cast(GroupResolution, self._on_host()).add_groups(mine, data)
+                outcomes = self._on_host().add_groups(mine, data)
                 rows = self._host_members(sum(each))
             else:
                 rows = self._device_members(sum(each))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...dtypes import dtype_named
 from ...errors import UnsupportedVersion
-from .. import safetensors_header
 from ..content_hash import content_hash
 from ..digest import Digest
-from ..safetensors_header import LENGTH_BYTES, Header, MalformedHeader, TensorEntry, header_length, parse_header
-from .shared import ByteRange, Parts, Structure, changes_text, is_sizes, longest_header, parse_text, read_changes, refuse, to_json
+from ..safetensors_header import LENGTH_BYTES, Header, MalformedHeader, header_length, parse_header
+from .shared import ByteRange, Parts, Structure, is_sizes, longest_header, parse_text, read_changes, refuse
 
 VERSION, VERSION_OF_PARTS = "delta/1", "delta/2"
 _PAYLOAD = dtype_named("U8")
@@ -35,26 +34,6 @@ class NamedDelta:
     def payload(self, name: str) -> ByteRange | None:
         """Return the payload that changes this tensor, or the tensor that it is tied to. Return None if it does not change."""
         return self.payloads.get(self.structure.aliases.get(name, name))
-
-
-def build_header(
-    before: Digest, after: Digest, data_hash: str, sizes: Iterable[tuple[str, int]], structure: Structure, parts: Parts | None = None
-) -> bytes:
-    """Return the bytes before the data section. `sizes` are names and payload sizes, ascending by name."""
-    version = VERSION if parts is None else VERSION_OF_PARTS
-    metadata = {"deltawire": version, "before": before.hex(), "after": after.hex(), "blake3": data_hash}
-    if changes := changes_text(structure):
-        metadata["changes"] = changes
-    if parts is not None:
-        metadata["parts"] = to_json(dict(sorted(parts.items())))
-    return safetensors_header.build_header(_entries(sizes), metadata)
-
-
-def _entries(sizes: Iterable[tuple[str, int]]) -> Iterator[tuple[str, TensorEntry]]:
-    end = 0
-    for name, size in sizes:
-        yield name, TensorEntry(_PAYLOAD, (size,), end, end + size)
-        end += size
 
 
 def parse_named(view: memoryview, names: Iterable[str] | None) -> NamedDelta:
