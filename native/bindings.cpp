@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "codec.hpp"
+#include "payload.hpp"
 #include "quantise_bindings.hpp"
 
 namespace nb = nanobind;
@@ -303,6 +304,22 @@ nb::tuple py_inspect(const Bytes& payload, const Type& type, bool old) {
     return nb::make_tuple(chunks, facts.bodies.changes_by_mode, facts.bodies.steps_by_length);
 }
 
+// Returns three numbers for each chunk of a group's payload: where its body begins, the first number of its header, and the bytes of its body.
+nb::object py_find_chunks(const Bytes& payload) {
+    const std::span<const uint8_t> bytes{payload.data(), payload.size()};
+    std::vector<int64_t> out;
+    {
+        nb::gil_scoped_release release;
+        for (size_t at = 0; at < bytes.size();) {
+            const uint32_t header = get_varint(bytes, at), body = get_varint(bytes, at);
+            if (body > bytes.size() - at) throw Corrupt("a chunk's body is cut short.");
+            out.insert(out.end(), {int64_t(at), int64_t(header), int64_t(body)});
+            at += body;
+        }
+    }
+    return own(std::move(out));
+}
+
 }  // namespace
 }  // namespace deltawire
 
@@ -321,6 +338,7 @@ NB_MODULE(_native, m) {
     m.def("memory_of", &py_memory_of, "arrays"_a);
     m.def("write_elements", &py_write_elements, "array"_a, "indices"_a, "values"_a);
     m.def("inspect", &py_inspect, "payload"_a, "type"_a, "old"_a);
+    m.def("find_chunks", &py_find_chunks, "payload"_a);
     nb::class_<PyResolution>(m, "Resolution")
         .def(nb::init<unsigned, size_t, bool, const std::string&>(), "threads"_a, "budget"_a, "defer"_a, "isa"_a)
         .def("add", &PyResolution::add, "groups"_a, "old"_a)

@@ -29,7 +29,7 @@ if not REAL and compiler() is None:
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
 from deltawire.codec.bits import DeviceBits, MasterWeightBits  # noqa: E402
-from deltawire.codec.gpu import encode, kernel_addresses, kernel_table  # noqa: E402
+from deltawire.codec.gpu import chunk_walk, encode, kernel_addresses, kernel_table  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 
 TILE = 1 << 14
@@ -279,3 +279,19 @@ BAD_HEADERS = """05 85 85.00.00 04.81 04.80.00 00.00 11.00 04.01.61 07.00 06.01.
 def test_a_header_of_a_chunk_that_breaks_a_rule_is_refused(header, small_blocks):
     case = Case(BF16, 0.0, [100, 0, 100, 50])
     assert isinstance(case.check_resolved(bytes.fromhex(header.replace(".", ""))), CorruptDelta)
+
+
+def test_the_native_codec_finds_the_same_chunks():
+    """It helps the GPU codec where it is built."""
+    native = pytest.importorskip("deltawire.codec.native", reason="the native codec is not built")
+    case = Case(BF16, 0.3, [100, TILE + 5, 33])
+    payload = np.frombuffer(b"".join(ReferenceCodec().encode_groups([case.group()], 1)[0].pieces), np.uint8)
+    found = [chunk_walk._headers(payload, 0, payload.size, lambda: None).tolist()]
+    for codec in native.instruction_sets()[-1:]:
+        with using_codec(codec):
+            found.append(chunk_walk._headers(payload, 0, payload.size, lambda: None).tolist())
+            for header in BAD_HEADERS.split()[:5]:
+                bad = np.frombuffer(bytes.fromhex(header.replace(".", "")), np.uint8)
+                with pytest.raises(CorruptDelta):
+                    chunk_walk._headers(bad, 0, bad.size, lambda: None)
+    assert found[0] == found[1]

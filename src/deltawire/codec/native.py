@@ -177,6 +177,19 @@ def inspect_group(payload: Buffer, kind: PayloadType) -> Facts:
     return _inspect(payload, kind, False)
 
 
+def find_chunks(payload: NDArray[np.uint8]) -> NDArray[np.int64] | None:
+    """Return a row for each chunk of a group's payload: where its body begins, the first number of its header, and the bytes of its body.
+
+    Returns None if the extension was built before it had this function, as in a source tree after an update.
+    """
+    if not hasattr(_native, "find_chunks"):
+        return None
+    try:
+        return _native.find_chunks(payload).reshape(-1, 3)
+    except _native.Corrupt as error:
+        raise CorruptDelta(str(error)) from None
+
+
 def _inspect(payload: Buffer, kind: PayloadType, old: bool) -> Facts:
     try:
         return _native.inspect(_bytes(payload), _TYPES[kind.code], old)

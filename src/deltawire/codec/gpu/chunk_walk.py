@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import CorruptDelta, DtypeMismatch, ShapeMismatch
+from .. import default_codec
+from .codec_stream import host_codec_works
 from .kernel_table import OLD_BLOCK_TILES, RUN, TILE, KernelTable, Numbers, TensorRows
 from .payloads import Payloads
 
@@ -43,13 +45,9 @@ def _walk_group(
     table: KernelTable, tensors: TensorRows, first_block: int, group: int, payload: int, payloads: Payloads, look: Callable[[], None]
 ) -> NDArray[np.void]:
     first_tile, end_tile = (int(tensors.tiles[number]) for number in (table.group_starts[group], table.group_ends[group]))
-    data, at, end = payloads.data.data, int(payloads.begins[payload]), int(payloads.ends[payload])
+    at, end = int(payloads.begins[payload]), int(payloads.ends[payload])
     to_image = int(payloads.offsets[payload]) - at
-    lists: tuple[list[int], list[int], list[int]] = ([], [], [])
-    while at < end:
-        at = _walk(data, at, end, *lists)
-        look()
-    body, word, length = np.array(lists, np.int64)
+    body, word, length = _headers(payloads.data, at, end, look)
     tiles, mode = word >> 2, word & 3
     _check_modes(mode, length)
     ends = first_tile + np.cumsum(tiles)
@@ -66,6 +64,22 @@ def _walk_group(
     chunks["body"], chunks["tile0"], chunks["tiles"], chunks["mode"] = body + to_image, starts, tiles, mode
     chunks["bytes"], chunks["block"] = length, first_block + block
     return _finished(table, tensors, runs, np.full(runs.size, group))
+
+
+def _headers(data: NDArray[np.uint8], at: int, end: int, look: Callable[[], None]) -> NDArray[np.int64]:
+    """Return, for all chunks between two positions, where bodies begin, the first numbers of headers, and the bytes of bodies."""
+    if host_codec_works() and default_codec().name != "reference":
+        from ..native import find_chunks
+
+        rows = find_chunks(data[at:end])
+        if rows is not None:
+            rows[:, 0] += at
+            return rows.T
+    lists: tuple[list[int], list[int], list[int]] = ([], [], [])
+    while at < end:
+        at = _walk(data.data, at, end, *lists)
+        look()
+    return np.array(lists, np.int64)
 
 
 def _walk(data: memoryview, at: int, end: int, bodies: list[int], words: list[int], lengths: list[int]) -> int:
