@@ -21,11 +21,13 @@ MINUTES ?= 5
 CHAINS ?= 2000
 # Where the trainer and the members of `make demo` meet: a folder of its own, or s3://BUCKET/PREFIX and the like.
 STORE ?=
+# The recipe by which `make demo` quantises the policy, such as fp8-block (docs/quantise.md). By default it is published in bf16.
+QUANTISE ?=
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
 .PHONY: help test test-vllm test-ray docs lint demo bench fuzz fuzz-chains chaos clean
 help:
-	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket)"
+	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket, QUANTISE=fp8-block for a quantised policy)"
 	@echo "make test   all tests (2.7 GB of packages; VLLM= does without the real vLLM and TRL, RAY= without Ray)"
 	@echo "make test-vllm  of these, the ones against a real vLLM and TRL"
 	@echo "make test-ray   of these, the ones on a real Ray cluster of two nodes, on this machine"
@@ -97,7 +99,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 demo: $(VENV)/.installed $(VENV)/.trainers
-	$(BIN)/python examples/demo $(if $(STORE),--store "$(STORE)")
+	$(BIN)/python examples/demo $(if $(STORE),--store "$(STORE)") $(if $(QUANTISE),--quantise "$(QUANTISE)")
 
 bench: $(VENV)/.installed $(VENV)/.trainers
 	$(BIN)/python benchmarks/run.py --trace "$(TRACE)"

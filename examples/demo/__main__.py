@@ -22,6 +22,7 @@ from story import Story
 from view import JsonView, LineView, LiveView, View
 
 from deltawire.errors import DeltawireError
+from deltawire.quantise.recipe import SPELLINGS
 from deltawire.store import open_store
 from deltawire.store.probe import probe
 
@@ -44,6 +45,7 @@ def main() -> int:
     parser.add_argument(
         "--pretraining", type=float, default=30.0, metavar="SECONDS", help="how long the model reads the documentation first"
     )
+    parser.add_argument("--quantise", choices=SPELLINGS, metavar="RECIPE", help=f"serve a quantised policy: {', '.join(SPELLINGS)}")
     parser.add_argument("--json", action="store_true", help="print every event as a line of JSON, and a summary at the end")
     arguments = parser.parse_args()
     if arguments.steps < 2:
@@ -86,7 +88,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / "demo").write_text("This folder is emptied by the next run of the demo.\n")
-    return Plan(store, out / "logs", arguments.steps, arguments.pretraining)
+    return Plan(store, out / "logs", arguments.steps, arguments.pretraining, arguments.quantise)
 
 
 def _check_store(url: str) -> None:
@@ -113,6 +115,8 @@ def summary(story: Story, report: Path) -> dict[str, Any]:
         "reward": [story.first_reward, story.last_reward],
         "density": median(story.densities) if story.densities else None,
         "reduction": story.reduction,
+        "recipe": story.recipe,
+        "mismatch_kl": median(story.mismatches) if story.mismatches else None,
         "fetched_bytes": story.fetched[0],
         "fetched_bytes_as_full_weights": story.fetched[1],
         "pause_seconds": median(story.pauses) if story.pauses else None,
@@ -133,6 +137,9 @@ def _print_results(console: Console, story: Story, plan: Plan, report: Path) -> 
             f"{100 * median(story.densities):.2f}% of the weights changed in a step, {story.reduction:.0f}× fewer bytes than full weights"
         )
         console.print(f"reward {story.first_reward:.2f} → {story.last_reward:.2f} in {len(story.steps)} steps; {density}", soft_wrap=True)
+    if story.mismatches:
+        policy = f"the {story.recipe} policy" if story.recipe else "the policy in bf16"
+        console.print(f"mismatch between the trainer and {policy}: {median(story.mismatches):.2g} nats per token", soft_wrap=True)
     console.print(f"report     {_short(report)}", soft_wrap=True)
     console.print(f"the store  deltawire log {plan.store}", soft_wrap=True)
 

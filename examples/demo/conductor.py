@@ -27,12 +27,13 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The settings of a run. `pretraining` is in seconds."""
+    """The settings of a run. `pretraining` is in seconds, and `quantise` is a recipe."""
 
     store: str
     logs: Path
     steps: int
     pretraining: float
+    quantise: str | None = None
 
     @property
     def half(self) -> int:
@@ -53,10 +54,11 @@ class Conductor:
     def run(self) -> Story:
         """Run until all processes have ended. No process is left running, also after an error or Ctrl-C."""
         try:
-            self._tell("demo", store=self._plan.store, steps=self._plan.steps)
+            self._tell("demo", store=self._plan.store, steps=self._plan.steps, recipe=self._plan.quantise)
             for name in ("steady", "slow", "unlucky"):
                 self._enter(name)
             arguments = ["--steps", str(self._plan.steps), "--pretraining", str(self._plan.pretraining), "--members", "3"]
+            arguments += ["--quantise", self._plan.quantise] if self._plan.quantise else []
             self._start_child(TRAINER, "trainer_process.py", [self._plan.store, *arguments])
             while self._children[TRAINER].code is None:
                 self._take(0.1)

@@ -25,7 +25,15 @@ def page(story: Story) -> str:
     """Return the page. A story that ended early gives a shorter page."""
     members = list(story.members.values())
     styles = {member.name: f"m{index % 4}" for index, member in enumerate(members)}
-    plots = [_timeline(story, styles), _reward(story), _lag(story, styles), _bytes(story), _density(story), _pauses(story, styles)]
+    plots = [
+        _timeline(story, styles),
+        _reward(story),
+        _lag(story, styles),
+        _bytes(story),
+        _density(story),
+        _mismatch(story),
+        _pauses(story, styles),
+    ]
     body = f"""<main>
 <h1>deltawire demo</h1>
 <p class="soft">{escape(_what(story))}</p>
@@ -50,6 +58,7 @@ def _what(story: Story) -> str:
         f"This run trained a model of {story.weights:,} weights from scratch, and then by GRPO in {len(story.steps)} steps. "
         f"One trainer and {len(story.members)} members, three at a time, each in its own process, "
         f"shared nothing except the store {story.location}."
+        + (f" The members served the policy quantised by {story.recipe}." if story.recipe else "")
     )
 
 
@@ -75,6 +84,8 @@ def _headline(story: Story) -> Iterable[tuple[str, str]]:
             str(max(lags)),
             "steps behind the newest policy at most, and " + ("0" if median(lags) == 0 else f"{median(lags):g}") + " typically",
         )
+    if story.mismatches:
+        yield f"{median(story.mismatches):.1e}", "nats per token between the trainer's policy and the one that drew the tokens"
     if story.takeovers:
         yield str(len(story.takeovers)), "task of the killed member that another member took over"
 
@@ -91,6 +102,8 @@ def _proof(story: Story) -> str:
     table = "".join(f'<tr><th>{escape(name)}</th><td class="digest">{escape(digest or "not reported")}</td></tr>' for name, digest in rows)
     line = proof.line()
     how = f"After step {proof.step} every process read all of its weights and computed their digest again."
+    if story.recipe:
+        how += f" The trainer quantised its weights by {story.recipe} once more, and the digests are those of the dequantised weights."
     kind = "holds" if proof.holds else "fails"
     return f'<div class="proof {kind}"><strong>{escape(line[0].upper() + line[1:])}</strong><p>{how}</p><table>{table}</table></div>'
 
@@ -200,10 +213,26 @@ def _density(story: Story) -> str:
     plot.area(points, "m0")
     plot.line(points, "m0")
     bits = [8 * step.bytes / step.changed for step in story.steps if step.changed]
-    words = "The share of the bf16 weights that a step changes."
+    words = f"The share of the {story.recipe} codes and scales" if story.recipe else "The share of the bf16 weights"
+    words += " that a step changes."
     if bits:
         words += f" Each changed weight takes {median(bits):.1f} bits, including headers."
     return _figure("Density", words, plot.svg())
+
+
+def _mismatch(story: Story) -> str:
+    """Show a logarithmic scale, because the first steps of a fleet are often much closer than the others."""
+    found = [(float(step.step), max(1e-12, step.mismatch_kl)) for step in story.steps if step.mismatch_kl is not None]
+    values = [y for _, y in found] or [1e-6]
+    x = (found[0][0], found[-1][0]) if len(found) > 1 else (0, 1)
+    plot = Plot("Mismatch", x, (min(values) / 2, max(values) * 2), log=True, x_label=lambda at: f"{at:g}", y_label=lambda at: f"{at:.0e}")
+    plot.line(found, "m0")
+    policy = f"served by {escape(story.recipe)}" if story.recipe else "served in bf16"
+    words = (
+        f"The estimate of the divergence between the policy that drew the tokens, {policy}, and the trainer's own, in nats per token. "
+        "Importance weights correct for it."
+    )
+    return _figure("Mismatch", words, plot.svg())
 
 
 def _pauses(story: Story, styles: dict[str, str]) -> str:

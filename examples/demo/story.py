@@ -30,6 +30,7 @@ class TrainedStep:
     idle_seconds: float
     train_seconds: float
     publish_seconds: float
+    mismatch_kl: float | None = None
 
 
 @dataclass(slots=True)
@@ -123,6 +124,8 @@ class Story:
 
     location: str = ""
     goal: int = 0
+    recipe: str | None = None
+    """How the policy is quantised."""
     now: float = 0.0
     stage: str = "starting"
     weights: int = 0
@@ -168,6 +171,11 @@ class Story:
         return [step.changed / self.weights for step in self.steps] if self.weights else []
 
     @property
+    def mismatches(self) -> list[float]:
+        """How far the policy that drew the tokens is from the trainer's own, in nats per token, in each step."""
+        return [step.mismatch_kl for step in self.steps if step.mismatch_kl is not None]
+
+    @property
     def reduction(self) -> float:
         """How many times smaller the deltas of all steps are than full weights at each step."""
         return sum(step.state_bytes for step in self.steps) / max(1, sum(step.bytes for step in self.steps))
@@ -190,7 +198,7 @@ class Story:
         return [(name, work, by) for name, work, by in done if by is not None and by != name]
 
     def _on_demo(self, event: Told) -> None:
-        self.location, self.goal = event["store"], event["steps"]
+        self.location, self.goal, self.recipe = event["store"], event["steps"], event.get("recipe")
 
     def _on_process_started(self, event: Told) -> None:
         if event["who"] != TRAINER:
@@ -222,6 +230,7 @@ class Story:
     def _on_published(self, event: Told) -> None:
         self.shipped["full checkpoints" if event["kind"] == "anchor" else "deltas"] += event["bytes"]
         self.stage = "training"
+        self.state_bytes = event["state_bytes"]
         self.newest_step = max(self.newest_step, event["step"] or 0)
         for member in self.members.values():
             self._note_lag(member, event["at"])
@@ -233,7 +242,7 @@ class Story:
         self.shipped["skips"] += event["bytes"]
 
     def _on_trained(self, event: Told) -> None:
-        self.steps.append(TrainedStep(**{name: event[name] for name in TrainedStep.__slots__}))
+        self.steps.append(TrainedStep(**{name: event.get(name) for name in TrainedStep.__slots__}))
 
     def _on_sample(self, event: Told) -> None:
         self.samples.append((event["step"], event["prompt"], event["completion"], event["reward"]))

@@ -18,6 +18,9 @@ import torch
 from child import tell, tell_event, told_to_stop
 from train import FLEET, SETTINGS, model_files
 
+from deltawire import Subscriber
+from deltawire.chain.reader_options import ReaderOptions
+from deltawire.quantise import QuantisedLayout, dequantise_state, quantise_state
 from deltawire.rl.trainer import GrpoTrainer
 from deltawire.tensors.state import state_digest
 from deltawire.trainers import WeightSource
@@ -34,6 +37,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--pretraining", type=float, required=True, metavar="SECONDS")
     parser.add_argument("--members", type=int, required=True, help="the number of members that should be there at the end")
+    parser.add_argument("--quantise", default=None, metavar="RECIPE")
     arguments = parser.parse_args()
     stop = told_to_stop()
     model = policy.new_model()
@@ -43,7 +47,14 @@ def main() -> None:
     torch.set_num_threads(1)  # members run from now on, too
     _show(model, 0)
     with GrpoTrainer(
-        model, task.rows(), arguments.url, settings=SETTINGS, attachments=_attachments(model), fleet=FLEET, on_event=tell_event
+        model,
+        task.rows(),
+        arguments.url,
+        settings=SETTINGS,
+        attachments=_attachments(model),
+        fleet=FLEET,
+        quantise=arguments.quantise,
+        on_event=tell_event,
     ) as trainer:
         with _told_every_second(trainer):
             _wait_for_members(trainer, arguments.members, stop)  # otherwise the first member would do all the work on a busy machine
@@ -51,10 +62,29 @@ def main() -> None:
             if trainer.step == arguments.steps:
                 _wait_for_members(trainer, arguments.members, stop)
         if trainer.step == arguments.steps:
-            digest = state_digest(WeightSource(model, dtype=torch.bfloat16).snapshot())  # computed from the weights themselves
-            tell("finished", step=trainer.step, digest=str(digest), published=str(trainer.version.digest))
+            digest, published = _digests(model, arguments.url, arguments.quantise)
+            tell("finished", step=trainer.step, digest=digest, published=published)
             _show(model, trainer.step)
         trainer.stop_members()
+
+
+def _digests(model: Any, url: str, recipe: str | None) -> tuple[str, str]:
+    """Return the digest of the trainer's weights, and that of the newest version in the store, both computed from the weights themselves.
+
+    A quantised version is compared as members serve it: dequantised. The trainer's weights are quantised once more for this. Scales depend
+    on earlier versions, so those of the newest version are used.
+    """
+    with Subscriber(url, options=ReaderOptions(pin=False)) as subscriber:
+        subscriber.sync()
+        published = subscriber.state
+        if recipe is None:
+            own = WeightSource(model, dtype=torch.bfloat16).snapshot()
+        else:
+            weights = WeightSource(model).snapshot()
+            layout = QuantisedLayout.of_state(recipe, weights)
+            quantised = quantise_state(weights, recipe, previous=published)
+            own, published = (dequantise_state(state, layout, "bfloat16") for state in (quantised, published))
+        return str(state_digest(own)), str(state_digest(published))
 
 
 def _progress() -> Any:

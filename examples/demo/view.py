@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from story import MemberStory, Story
+from story import MemberStory, Story, TrainedStep
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS, _LAST_MARKS = 5, 4
@@ -69,7 +69,7 @@ class LineView:
         elif event["event"] == "trained" and (event["step"] % 10 == 0 or event["step"] in (1, story.goal)):
             step = story.steps[-1]
             wire = f"{decimal(step.bytes)} for {decimal(step.state_bytes)}, {100 * step.changed / max(1, story.weights):.2f}% changed"
-            self._line(event, f"step {step.step}: reward {step.reward:.3f}, {wire}, rollouts {step.lag:.1f} steps old")
+            self._line(event, f"step {step.step}: reward {step.reward:.3f}, {wire}, rollouts {step.lag:.1f} steps old{_mismatch(step)}")
         for at, text in story.marks[self._told :]:
             self._line({"at": at}, text)
         self._told = len(story.marks)
@@ -168,9 +168,13 @@ def _facts(story: Story, width: int) -> list[Text]:
     facts = [
         ("wire", f"{decimal(last.bytes)} per step instead of {decimal(last.state_bytes)}: {story.reduction:.0f}× less; {density}"),
         ("fetched", f"{decimal(fetched)} by all members, including joining; {decimal(instead)} as full weights"),
-        ("rollouts", f"{story.accepted} accepted; rejected: {rejected}; trained on {last.lag:.1f} steps old"),
+        ("rollouts", f"{story.accepted} accepted; rejected: {rejected}; trained on {last.lag:.1f} steps old{_mismatch(last)}"),
     ]
     return [_cut(Text.assemble((f"{name:<10}", "bold"), text), width) for name, text in facts]
+
+
+def _mismatch(step: TrainedStep) -> str:
+    return "" if step.mismatch_kl is None else f", mismatch {step.mismatch_kl:.0e}"
 
 
 def _marks(story: Story, width: int) -> list[Text]:

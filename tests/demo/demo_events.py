@@ -58,7 +58,7 @@ def run(steps: int = 20, *, digests: dict[str, str | None] | None = None, publis
         sizes = {"bytes": 10_000 + step, "state_bytes": STATE_BYTES, "changed": WEIGHTS // 100}
         tell("trainer", "published", kind="delta", step=step, seq=step + 1, **sizes)
         seconds = {"idle_seconds": 0.2, "train_seconds": 0.5, "publish_seconds": 0.01}
-        tell("trainer", "trained", step=step, reward=0.1 + step / 100, tokens=200, lag=0.5, **sizes, **seconds)
+        tell("trainer", "trained", step=step, reward=0.1 + step / 100, tokens=200, lag=0.5, mismatch_kl=1e-3, **sizes, **seconds)
         tell("trainer", "fleet", members=[{"member": name, "rate": 100.0, "share": 0.3} for name in living])
         for member in living[:: 1 + step % 2]:
             swap(member, step, 10_000 + step)

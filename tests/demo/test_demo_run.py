@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 from forked_python import forked_run
+
+from deltawire import Publisher
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -46,7 +49,8 @@ def events_of(output: str) -> list[dict[str, Any]]:
 
 
 def test_a_short_demo_ends_with_members_that_are_bit_identical_to_the_trainer(tmp_path: Path) -> None:
-    command = ["-c", WITH_FORKED_PROCESSES, DEMO, "--json", "--steps", "6", "--pretraining", "1", "--out", "out"]
+    """The policy is quantised here. Without a recipe the demo does the same, except for the two digests of the next test."""
+    command = ["-c", WITH_FORKED_PROCESSES, DEMO, "--json", "--steps", "6", "--pretraining", "1", "--out", "out", "--quantise", "fp8-block"]
     done = forked_run("torch", command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -67,9 +71,35 @@ def test_a_short_demo_ends_with_members_that_are_bit_identical_to_the_trainer(tm
     assert [each["from"] for each in summary["takeovers"]] == ["unlucky"]
     assert all(each["by"] in ("steady", "slow", "newcomer") for each in summary["takeovers"])
 
+    assert summary["recipe"] == "fp8-block"
+    sizes = {event["state_bytes"] for event in told if event["event"] == "trained"}
+    assert len(sizes) == 1
+    (weights,) = [event["weights"] for event in told if event["event"] == "model"]
+    assert min(sizes) < 1.1 * weights
+    assert all(event["mismatch_kl"] > 1e-4 for event in told if event["event"] == "trained")
+
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {"demo", "logs", "report.html", "store"}
     assert 'class="proof holds"' in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("recipe", [None, "int4"])
+def test_the_digests_of_trainer_and_store_are_equal_only_if_their_weights_are(
+    recipe: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(DEMO)
+    digests = importlib.import_module("trainer_process")._digests
+    model = importlib.import_module("policy").new_model()
+    with Publisher(tmp_path, dtype="bfloat16", quantise=recipe) as publisher:
+        for _ in range(2):  # the second version has scales of the first one
+            publisher.publish(model)
+            weight = model.model.layers[1].mlp.up_proj.weight
+            weight.data[0, 0] += 0.1
+    own, published = digests(model, str(tmp_path), recipe)
+    assert own != published
+    weight.data[0, 0] -= 0.1
+    own, published = digests(model, str(tmp_path), recipe)
+    assert own == published
 
 
 def test_after_ctrl_c_no_process_of_the_demo_is_left(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_the_page_needs_nothing_else_and_its_plots_are_sound(demo: Any) -> None:
     page = demo("report").page(told(demo, run(20)))
     assert not re.search(r"https?:|src=|<script|<link|@import|url\(", page)
     plots = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(plots) == 6
+    assert len(plots) == 7
     for plot in plots:
         ElementTree.fromstring(plot)
     assert "nan" not in "".join(plots)
