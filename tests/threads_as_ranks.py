@@ -27,6 +27,9 @@ class ThreadRank:
     def broadcast(self, message: bytes) -> bytes:
         return self._all(message)[0]
 
+    def maximum(self, values: Any) -> Any:
+        return np.max(self._all(values.copy()), axis=0)
+
     def deliver(self, pieces: Sequence[Any]) -> list[memoryview]:
         assert len(pieces) == self.size
         self.moved += sum(memoryview(piece).nbytes for rank, piece in enumerate(pieces) if rank != self.rank)

@@ -117,7 +117,7 @@ def _run(rank: int, task: dict[str, object]) -> None:
     model = None if task["mesh"] == "all placements" else sharded(task["mesh"], task.get("wrapping", "blocks"))
     if task.get("load"):
         load(model, np.load(task["load"]))
-    given = {name: task[name] for name in ("background", "resume_from_seq") if name in task}
+    given = {name: task[name] for name in ("background", "quantise", "resume_from_seq") if name in task}
     policy = AnchorPolicy(min_versions=10**6, max_versions=None) if task.get("anchors") is False else AnchorPolicy()
     options = WriterOptions(threads=1, anchor_policy=policy)
     on_event = lambda event: events.append(event.to_json())  # noqa: E731

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import PACKAGE
+from support import PACKAGE, bits_of
 
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
@@ -21,6 +21,7 @@ from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import StoreUnavailable
 from deltawire.publish.writer_options import WriterOptions
+from deltawire.quantise.quantise import quantise_state
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import Before, FaultyStore, call
@@ -107,6 +108,17 @@ def test_masters_are_cast_shard_by_shard(train, tmp_path):
     with Subscriber(tmp_path / "run", options=ReaderOptions(pin=False)) as subscriber:
         subscriber.sync()
         assert str(subscriber.state["norm.weight"].dtype) == "bfloat16"
+
+
+def test_ranks_quantise_their_shards_as_one_process_would(train, tmp_path):
+    states = train(4, tmp_path / "run", tmp_path / "out", [0, 3], mesh=[2, 2], quantise="fp8-block", background=True)
+    before = None
+    with Subscriber(tmp_path / "run", options=ReaderOptions(pin=False), threads=1) as subscriber:
+        for seq, masters in sorted(states.items()):
+            before = quantise_state(masters, "fp8-block", before)
+            subscriber.sync(seq=seq)
+            assert bits_of(subscriber.state) == bits_of(before)
+        assert subscriber.state["blocks.0.0.weight_scale_inv"].shape == (2, 1)
 
 
 def test_another_number_of_ranks_and_another_wrapping_go_on_with_the_chain(train, tmp_path):

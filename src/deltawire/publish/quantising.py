@@ -50,12 +50,18 @@ class Quantising:
 
     def layout_of(self, state: State) -> QuantisedLayout:
         """Return which tensors are published for a state. Raises a `TensorError` or `PublishError` if they cannot be published."""
-        table = TensorTable.of(state)
-        specs = {name: (dtype, shape) for name, dtype, shape in zip(table.names, table.dtypes, table.shapes, strict=True)}
-        dtype = self._dtype
+        table, dtype = TensorTable.of(state), self._dtype
         if callable(dtype) and not isinstance(dtype, type):
             dtype = _ChosenTypes(tuple((name, dtype(name, tensor)) for name, tensor in state.items()))
-        return QuantisedLayout.of(self.recipe, specs, dtype)
+        return self.layout_for(table, dtype)
+
+    def layout_for(self, table: TensorTable, dtype: WireDType | None = None) -> QuantisedLayout:
+        """Return which tensors are published for source tensors of these names, types and shapes.
+
+        `dtype` is the type of those that are not quantised, if it is not that of the publisher.
+        """
+        specs = {name: (own, shape) for name, own, shape in zip(table.names, table.dtypes, table.shapes, strict=True)}
+        return QuantisedLayout.of(self.recipe, specs, self._dtype if dtype is None else dtype)
 
     def table_of(self, layout: QuantisedLayout) -> TensorTable:
         """Return the names, types and shapes of the published tensors."""

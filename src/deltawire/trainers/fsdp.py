@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # torch.distributed.checkpoint uses it, too
 
@@ -34,6 +35,7 @@ from ..publish.attachments.model_files import files_of_model
 from ..publish.attachments.read_files import Attachments
 from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
+from ..quantise import Recipe
 from ..store import Store
 from ..store.base import Buffer
 from ..tensors.bits import TensorPart, tensor_bits
@@ -64,7 +66,11 @@ class FSDPPublisher:
     group
         The ranks that publish together. None: all ranks.
     dtype
-        The type that the fleet serves. Floating-point weights are cast to it, shard by shard. None: nothing is cast.
+        The type that the fleet serves. Floating-point weights are cast to it, shard by shard. None: nothing is cast. With `quantise`, the
+        type of weights that are not quantised. None: bfloat16.
+    quantise
+        The recipe by which weights are quantised before they are published, as for `Publisher`: each rank quantises its own shards, and
+        the published bytes are the same. Shards may cut through the blocks of a recipe.
     background
         `publish` copies the shards and returns at once. The next call waits for the version before. No version is superseded, because the
         ranks could not agree which one to leave out.
@@ -85,6 +91,7 @@ class FSDPPublisher:
         *,
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
+        quantise: str | Recipe | None = None,
         background: bool = False,
         timeout: datetime.timedelta | None = None,
         attachments: Attachments | None = None,
@@ -96,7 +103,8 @@ class FSDPPublisher:
         on_event: OnEvent | None = None,
     ) -> None:
         self._served = None if dtype is None else wire_dtype(dtype)
-        self._dtype = dtype
+        self._dtype = None if quantise is not None else dtype  # masters are quantised as they are
+        self._is_quantised = quantise is not None
         self._in_background = background
         self._pending: PendingVersion | None = None
         self._thread: threading.Thread | None = None
@@ -108,6 +116,8 @@ class FSDPPublisher:
             run,
             attachments=attachments,
             tokenizer=tokenizer,
+            quantise=quantise,
+            dtype=None if quantise is None else dtype,
             refuse_nonfinite=refuse_nonfinite,
             resume_from_seq=resume_from_seq,
             starts_full=starts_full,
@@ -148,7 +158,7 @@ class FSDPPublisher:
         """
         self.flush()
         state = module_state(model) if isinstance(model, torch.nn.Module) else model
-        if self._dtype is None and self._publisher.version is None and self._ranks.rank == 0:
+        if self._dtype is None and not self._is_quantised and self._publisher.version is None and self._ranks.rank == 0:
             known = {name: _dtype_of(tensor) for name, tensor in state.items()}
             warn_if_wide(
                 [(dtype, state[name].numel() * dtype.itemsize) for name, dtype in known.items() if dtype], self.on_event, may_raise=False
@@ -322,6 +332,12 @@ class TorchRanks:
             buffer = bytearray(message.ljust(int(size))[: int(size)])
             dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), self._first, group=self._group)
         return bytes(buffer)
+
+    def maximum(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        found = values.copy()
+        with _talking():
+            dist.all_reduce(torch.from_numpy(found), dist.ReduceOp.MAX, group=self._group)
+        return found
 
     def deliver(self, pieces: Sequence[Buffer]) -> list[memoryview]:
         arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]

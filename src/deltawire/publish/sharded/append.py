@@ -17,6 +17,7 @@ from ...format.records.record_parts import CommitRef, Limits, record_hash
 from ...format.records.version_records import Commit
 from ...store import Store
 from ...tensors.state import state_digest
+from ..advice import continues
 from ..upload.data_objects import DataLocation, Update, upload_update
 from ..writer_options import WriterOptions
 from .checkpoint import SharedCheckpoint, files_at_first, upload_together
@@ -105,7 +106,8 @@ class PartsAppender:
         if self._must_rewind:
             seq = self._rewind(division)
         try:
-            is_full = self._must_rewind or self._starts_full
+            before = None if self._commit is None else self._commit.recipe
+            is_full = self._must_rewind or self._starts_full or not continues(publication.recipe, before)
             sent = None if is_full else self._append_delta(publication, seq)
             return self._append_checkpoint(publication, seq) if sent is None else sent
         finally:
@@ -130,11 +132,12 @@ class PartsAppender:
 
     def _append_delta(self, publication: PartsPublication, seq: int) -> int | None:
         """Append a delta. Returns the bytes that this process uploaded, or None if a full checkpoint is needed instead."""
-        division, parts = publication.division, publication.parts
+        division = publication.division
         for _ in range(2):
             baseline = self._sound_baseline(division)
             if baseline is None:
                 return None
+            parts = publication.make_parts(baseline.parts)
             update, answers = self._upload(baseline, parts, seq)
             if any(answer is None for answer in answers):
                 return None
@@ -180,7 +183,8 @@ class PartsAppender:
 
     def _append_checkpoint(self, publication: PartsPublication, seq: int) -> int:
         """Append a full checkpoint. Returns the bytes that this process uploaded."""
-        division, parts = publication.division, publication.parts
+        division = publication.division
+        parts = publication.make_parts(self._previous(publication))
         own: Parts = {}
 
         def copy() -> str:
@@ -195,6 +199,14 @@ class PartsAppender:
         answer = self._by_first(lambda first: first.commit_checkpoint(publication, done.files, digest))
         self._finish(answer)
         return done.sent
+
+    def _previous(self, publication: PartsPublication) -> Parts | None:
+        """Return the parts of the version before, if they are quantised in the same way and every process has them."""
+        if publication.recipe is None or self._commit is None or not continues(publication.recipe, self._commit.recipe):
+            return None
+        baseline = self.baseline
+        fits = baseline is not None and baseline.intact and baseline.division is publication.division
+        return baseline.parts if all(together(self._ranks, lambda: fits)) and baseline is not None else None
 
     def _finish(self, answer: Mapping[str, Any]) -> None:
         self._move(answer["record"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from ...format.digest import PART_ALIGNMENT, Digest, TensorKeys
 from ...format.records.file_list import MOST_IN_RECORD, MOST_LISTED
 from ...tensors.bits import TensorPart, tensor_bits
 from ..upload.segments import Segment, TensorTable, cut_segments
-from .ranges import ElementRange, Move, TensorDivision, divide_tensor
+from .ranges import EMPTY, ElementRange, Move, TensorDivision, divide_tensor
 from .ranks import Ranks, together
 
 Parts = dict[str, TensorPart]
@@ -38,6 +38,8 @@ class Division:
     """Names, types and shapes of the whole tensors."""
     tensors: tuple[TensorDivision, ...]
     """How each tensor is divided. Tensors that are divided in the same way share one object, because there may be thousands of ranks."""
+    held: tuple[tuple[ElementRange, ...], ...]
+    """The elements of each tensor that each rank holds. Tensors that are held in the same way share one object."""
     ranks: int
 
     @cached_property
@@ -54,9 +56,24 @@ class Division:
         )
 
     @cached_property
-    def has_moves(self) -> bool:
-        """Whether elements of any tensor must be sent to another rank."""
-        return any(tensor.moves for tensor in self.tensors)
+    def _indices(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.table.names)}
+
+    def index_of(self, name: str) -> int:
+        """Return the index of a tensor in the table."""
+        return self._indices[name]
+
+    def range_of(self, name: str, rank: int) -> ElementRange:
+        """Return which elements of a tensor a rank publishes."""
+        return self.tensors[self._indices[name]].ranges[rank]
+
+    def ranges_array(self, index: int) -> NDArray[np.int64]:
+        """Return which elements of a tensor each rank publishes: [rank, (start, stop)]."""
+        return np.array(self.tensors[index].ranges, np.int64).reshape(-1, 2)
+
+    def has_moves(self, without: Collection[str] = ()) -> bool:
+        """Return whether elements of a tensor must be sent to another rank, except for those tensors."""
+        return any(tensor.moves and name not in without for name, tensor in zip(self.table.names, self.tensors, strict=True))
 
     def moves_of(self, rank: int) -> tuple[tuple[int, Move], ...]:
         """Return the moves from or to a rank, each with the index of its tensor."""
@@ -86,7 +103,7 @@ class Splitter:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._known: _Layout | None = None
+        self._known: HeldLayout | None = None
         self._division: Division | None = None
         self._moves: tuple[tuple[int, Move], ...] = ()
 
@@ -96,23 +113,40 @@ class Splitter:
         The parts are the caller's memory, except for those that need elements of other processes. Raises a `TensorError` if a tensor
         cannot be published, and `PublishError` if the processes do not hold one model together.
         """
-        division = self._agree(held)
-        incoming = _hand_over(self._ranks, division, self._moves, held) if division.has_moves else {}
+        division = self.agree(lambda: HeldLayout.of(held))
+        return division, self.hand_over(division, held)
+
+    def hand_over(self, division: Division, held: Mapping[str, TensorPart], *, in_place: Collection[str] = ()) -> Parts:
+        """Return the parts that this process publishes of what it holds. Elements at the edges are exchanged.
+
+        The division must be the one that `agree` returned last. Of the tensors `in_place`, the processes hold what they publish already.
+        """
+        incoming: dict[int, list[NDArray[np.uint8]]] = {}
+        if division.has_moves(in_place):
+            moves = [(index, move) for index, move in self._moves if division.table.names[index] not in in_place]
+            incoming = _hand_over(self._ranks, division, moves, held)
         parts: Parts = {}
         for index, name in enumerate(division.table.names):
+            if name in in_place:
+                parts[name] = held[name]
+                continue
             start, stop = division.tensors[index].ranges[self._ranks.rank]
             own = held[name]
             elements = own.elements[max(start - own.start, 0) : max(stop - own.start, 0)]
             tails = [tail.view(own.elements.dtype) for tail in incoming.get(index, ())]
             parts[name] = TensorPart(np.concatenate([elements, *tails]) if tails else elements, own.shape, start)
-        return division, parts
+        return parts
 
-    def _agree(self, held: Mapping[str, TensorPart]) -> Division:
-        layout: _Layout | None = None
+    def agree(self, describe_own: Callable[[], HeldLayout]) -> Division:
+        """Return the division of tensors of which this process holds what `describe_own` says. The same object, unless one has changed.
+
+        Raises as `split` does, also the errors of `describe_own` in any process.
+        """
+        layout: HeldLayout | None = None
 
         def describe() -> bool:
             nonlocal layout
-            layout = _layout(held)
+            layout = describe_own()
             return layout == self._known
 
         if all(together(self._ranks, describe)) and self._division is not None:
@@ -126,13 +160,32 @@ class Splitter:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class HeldLayout:
     """The tensors of a model, by name, and the elements of each that one process holds."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     held: tuple[ElementRange, ...]
+
+    @classmethod
+    def of(cls, held: Mapping[str, TensorPart]) -> HeldLayout:
+        """Return the layout of the parts that this process holds.
+
+        Raises a `TensorError` if a tensor cannot be published, and `PublishError` if a part does not fit its tensor.
+        """
+        if not held:
+            raise PublishError("the state has no tensors. Pass the weights of the model.")
+        names, dtypes, shapes, ranges = [], [], [], []
+        for name, part in sorted(held.items()):
+            bits = tensor_bits(name, part.elements)
+            if part.stop > math.prod(part.shape):
+                raise PublishError(f"tensor {name!r} has {math.prod(part.shape)} elements, but a shard up to element {part.stop}.")
+            names.append(bits.name)
+            dtypes.append(bits.dtype.name)
+            shapes.append(tuple(part.shape))
+            ranges.append((part.start, part.stop) if part.start < part.stop else EMPTY)
+        return cls(tuple(names), tuple(dtypes), tuple(shapes), tuple(ranges))
 
     @property
     def facts(self) -> list[Any]:
@@ -155,7 +208,7 @@ class _Layout:
         ]
 
 
-def _agree_on_division(ranks: Ranks, layout: _Layout) -> Division:
+def _agree_on_division(ranks: Ranks, layout: HeldLayout) -> Division:
     """Return the division. What the processes exchange does not grow with the number of tensors, unless they hold each in another way."""
     facts = json.dumps(layout.facts).encode()
     message = {"facts": content_hash(facts), "held": layout.runs()}
@@ -164,6 +217,7 @@ def _agree_on_division(ranks: Ranks, layout: _Layout) -> Division:
         _refuse_other_tensors(ranks, layout, facts)
     by_pattern: dict[Any, TensorDivision] = {}
     divisions: dict[int, TensorDivision] = {}
+    held_of: dict[int, tuple[ElementRange, ...]] = {}
     for number, group in enumerate(layout.groups):
         elements = math.prod(layout.shapes[group[0]])
         block = PART_ALIGNMENT // dtype_named(layout.dtypes[group[0]]).itemsize
@@ -174,8 +228,10 @@ def _agree_on_division(ranks: Ranks, layout: _Layout) -> Division:
             except PublishError as error:
                 raise PublishError(f"tensor {layout.names[indices[0]]!r}: {error}") from None
             divisions |= dict.fromkeys(indices, divided)
+            held_of |= dict.fromkeys(indices, held)
     table = TensorTable(layout.names, tuple(map(dtype_named, layout.dtypes)), layout.shapes)
-    return Division(table, tuple(divisions[index] for index in range(len(layout.names))), ranks.size)
+    indices = range(len(layout.names))
+    return Division(table, tuple(divisions[index] for index in indices), tuple(held_of[index] for index in indices), ranks.size)
 
 
 def _patterns(group: Sequence[int], runs: Sequence[list[list[int]]]) -> Iterator[tuple[Sequence[int], tuple[ElementRange, ...]]]:
@@ -194,7 +250,7 @@ def _patterns(group: Sequence[int], runs: Sequence[list[list[int]]]) -> Iterator
                 left[rank] = run[at[rank]][2]
 
 
-def _refuse_other_tensors(ranks: Ranks, layout: _Layout, facts: bytes) -> NoReturn:
+def _refuse_other_tensors(ranks: Ranks, layout: HeldLayout, facts: bytes) -> NoReturn:
     """Raise `PublishError`, which names a tensor that one rank has and rank 0 does not have, or has with another type or shape."""
     wanted = {name: rest for name, *rest in json.loads(ranks.broadcast(facts))}
     own = {name: rest for name, *rest in layout.facts}
@@ -203,21 +259,6 @@ def _refuse_other_tensors(ranks: Ranks, layout: _Layout, facts: bytes) -> NoRetu
         if name is not None:
             raise PublishError(f"ranks 0 and {rank} do not hold shards of one model: tensor {name!r} is not the same in both.")
     raise AssertionError("layouts with different hashes are the same")
-
-
-def _layout(held: Mapping[str, TensorPart]) -> _Layout:
-    if not held:
-        raise PublishError("the state has no tensors. Pass the weights of the model.")
-    names, dtypes, shapes, ranges = [], [], [], []
-    for name, part in sorted(held.items()):
-        bits = tensor_bits(name, part.elements)
-        if part.stop > math.prod(part.shape):
-            raise PublishError(f"tensor {name!r} has {math.prod(part.shape)} elements, but a shard up to element {part.stop}.")
-        names.append(bits.name)
-        dtypes.append(bits.dtype.name)
-        shapes.append(tuple(part.shape))
-        ranges.append((part.start, part.stop))
-    return _Layout(tuple(names), tuple(dtypes), tuple(shapes), tuple(ranges))
 
 
 def _hand_over(

@@ -16,11 +16,12 @@ from ...chain.walk_route import HopFailed
 from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltawireError, Fenced
 from ...events import OnEvent, emit
 from ...format.digest import Digest
-from ...format.records.record_parts import FileEntry
+from ...format.records.record_parts import FileEntry, RecipeRecord
 from ...format.records.version_records import Commit
 from ...store import Store
 from ..commits import Attempt, emit_published
 from ..history import versions_of
+from ..quantising import QuantisedConfig, Quantising
 from ..resume import cost_of, read_table, require_route, version_commit
 from ..shortcuts.cadence import ChainCost, Speed, anchor_due
 from ..shortcuts.compose import Composition
@@ -42,11 +43,14 @@ class PartsPublication:
     """
 
     division: Division
-    parts: Parts
+    make_parts: Callable[[Parts | None], Parts]
+    """Returns the parts of this process. It is given those of the version before, if a recipe made them whose scales may stay."""
     step: int | None
     meta: Mapping[str, str]
     attachments: Mapping[str, bytes] | None
     """The files of the version, by name. None: the version keeps the files of the one before."""
+    recipe: RecipeRecord | None = None
+    """How the weights are quantised. None: they are not."""
 
 
 class FirstRank:
@@ -70,6 +74,8 @@ class FirstRank:
         Whether the publisher was given attachments. If not, the files of the version before stay.
     given
         The attachments, by name.
+    quantising
+        How the weights are quantised. None: they are not.
     on_event
         Receives the events.
     """
@@ -85,6 +91,7 @@ class FirstRank:
         starts_full: bool,
         has_attachments: bool,
         given: Mapping[str, bytes],
+        quantising: Quantising | None,
         on_event: OnEvent | None,
     ) -> None:
         chain = TakeOver(store, run, options, files=given, keeps_others=not has_attachments, resume_from_seq=resume_from_seq)
@@ -93,6 +100,9 @@ class FirstRank:
         chain.require_files()
         self.table_before = None if chain.start is None else read_table(chain.log, chain.start)
         """The tensors of the version that the first publication follows. None if they are unknown."""
+        self.recipe_before = None if chain.start is None else chain.start.recipe
+        """How the version that the first publication follows was quantised."""
+        self.config = QuantisedConfig(quantising, None if has_attachments else chain)
         self._log = chain.log
         self._writer = chain.fence()
         self._store = store
@@ -153,6 +163,7 @@ class FirstRank:
             attachments=self._attached.at(self._commit).upload(self._location(), None),
             step=self._commit.step,
             meta=self._commit.meta,
+            recipe=self._commit.recipe,
         )
         return self._land(self._attempt)
 
@@ -174,6 +185,7 @@ class FirstRank:
             attachments=self._attached.upload(self._location(), publication.attachments),
             step=publication.step,
             meta=publication.meta,
+            recipe=publication.recipe,
         )
         return self._committed()
 
@@ -197,6 +209,7 @@ class FirstRank:
             attachments=attached.upload(self._location(), attachments, anew=True),
             step=publication.step,
             meta=publication.meta,
+            recipe=publication.recipe,
         )
         return self._committed()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,17 +14,23 @@ from ...chain.log import ChainLog
 from ...chain.version import Version
 from ...errors import PublisherClosed, PublishError, RunMismatch
 from ...events import OnEvent, emit
+from ...quantise import Recipe
 from ...store import Store, open_store
 from ...tensors.bits import TensorPart
+from ...tensors.casting import WireDType
 from ..advice import Advice
 from ..attachments.model_files import TokenizerFiles
+from ..attachments.quantised_config import CONFIG
 from ..attachments.read_files import Attachments, CollectedFiles, read_attachments
 from ..commits import check_meta, check_step
+from ..quantising import Quantising
+from ..upload.segments import TensorTable
 from ..upload.upload_pool import UploadPool
 from ..writer_options import WriterOptions
 from .append import PartsAppender
-from .division import MOST_RANKS, Splitter
+from .division import MOST_RANKS, Parts, Splitter
 from .first_rank import FirstRank, PartsPublication
+from .quantised_parts import QuantisedParts
 from .ranks import Ranks, together
 
 _STREAMS = 4
@@ -57,8 +64,14 @@ class ShardedPublisher:
         Further files of each version, as for `Publisher`. Only those of the first process count.
     tokenizer
         A tokenizer whose files are published with the model. Only that of the first process counts.
+    quantise
+        The recipe by which weights are quantised before they are published, as for `Publisher`. The published bytes are the same. Each
+        process must hold whole rows of the weights that are quantised.
+    dtype
+        With `quantise`: the type of floating-point weights that are not quantised. None: bfloat16. Without it, pass weights in the type
+        in which they are to be published.
     refuse_nonfinite
-        Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
+        Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite. With `quantise`, they always raise.
     resume_from_seq
         The `Version.seq` of the version to go back to. It is not the version number that `deltawire log` shows. Later versions are
         abandoned once this one is rebuilt. None: the newest.
@@ -79,6 +92,8 @@ class ShardedPublisher:
         *,
         attachments: Attachments | None = None,
         tokenizer: Any = None,
+        quantise: str | Recipe | None = None,
+        dtype: WireDType | None = None,
         refuse_nonfinite: bool = False,
         resume_from_seq: int | None = None,
         starts_full: bool = False,
@@ -92,7 +107,11 @@ class ShardedPublisher:
         self._tokenizer = None if tokenizer is None or ranks.rank > 0 else TokenizerFiles(tokenizer)
         self._on_event = on_event
         self._advice = Advice(on_event, has_dtype=True, refuse_nonfinite=refuse_nonfinite, threads=options.threads)
+        if dtype is not None and quantise is None:
+            raise ValueError("dtype is the type of weights beside quantised ones. Without quantise, cast the weights before you pass them.")
+        self._quantising = None if quantise is None else Quantising(quantise, dtype)
         self._splitter = Splitter(ranks)
+        self._quantised = None if self._quantising is None else QuantisedParts(ranks, self._quantising, options.threads)
         self._closed = False
         first: FirstRank | None = None
         with ExitStack() as opened:
@@ -120,6 +139,7 @@ class ShardedPublisher:
                     starts_full=starts_full,
                     has_attachments=attachments is not None,
                     given=given,
+                    quantising=self._quantising,
                     on_event=on_event,
                 )
                 return {**first.opening(), "skips": options.skips, "full": starts_full}
@@ -129,9 +149,11 @@ class ShardedPublisher:
             self._opened = opened.pop_all()
         self.epoch: int = opening["epoch"]
         """The number of this job's epoch. Each job that opens the run gets a higher one."""
+        self._first = first
         self._appender = PartsAppender(ranks, self._store, self._pool, first, opening, options, on_event=on_event)
         if first is not None and self.version is not None:
             self._advice.follows(first.table_before, self.version.step if resume_from_seq is None else None)
+            self._advice.follows_recipe(first.recipe_before)
 
     @property
     def version(self) -> Version | None:
@@ -178,22 +200,43 @@ class ShardedPublisher:
             nonlocal attachments
             check_step(step)
             check_meta(meta)
-            self._advice.check_finite({name: part.elements for name, part in held.items()})
+            if self._quantising is None:
+                self._advice.check_finite({name: part.elements for name, part in held.items()})
             if self._ranks.rank == 0:
                 self._advice.check_step(step)
                 self._attachments.taken |= files or {}
                 self._attachments.of_tokenizer = dict(self.files_of_tokenizer() if tokenizer_files is None else tokenizer_files)
                 attachments = read_attachments(self._attachments) if self._attachments or self._has_attachments else None
 
+        def configure(table: TensorTable) -> None:
+            """Say in config.json how the weights are quantised, and warn of changes. Only the first process does this."""
+            nonlocal attachments
+            if self._first is None:
+                return
+            recipe = None if self._quantising is None else self._quantising.record
+            if recipe is not None or self._advice.check_recipe(recipe, may_raise=False):
+                layout = None if self._quantised is None else self._quantised.layout
+                attachments = self._first.config.written_into(dict(attachments or {}), layout)
+            if recipe is not None:
+                self._advice.check_recipe(recipe, may_raise=False)
+                self._advice.check_quantization_config(is_published=CONFIG in (attachments or {}))
+            self._advice.check_layout(table, may_raise=False)  # the other processes would wait for ever
+
         together(self._ranks, check)
-        division, parts = self._splitter.split(held)
-        if self._ranks.rank == 0:
-            self._advice.check_layout(division.table, may_raise=False)  # the other processes would wait for ever
-        sent = self._appender.append(PartsPublication(division, parts, step, meta or {}, attachments))
+        if self._quantised is None:
+            division, parts = self._splitter.split(held)
+            make_parts: Callable[[Parts | None], Parts] = lambda _: parts  # noqa: E731
+        else:
+            division = self._quantised.divide(held)
+            make_parts = partial(self._quantised.quantise, held, division)
+        together(self._ranks, lambda: configure(division.table))
+        recipe = None if self._quantising is None else self._quantising.record
+        sent = self._appender.append(PartsPublication(division, make_parts, step, meta or {}, attachments, recipe))
         assert self.version is not None
         if self._ranks.rank == 0:
             self._advice.after(self.version, division.table)
             self._advice.follows(division.table, step)
+            self._advice.follows_recipe(recipe)
         seconds = time.perf_counter() - began
         emit(self._on_event, "rank-published", rank=self._ranks.rank, seq=self.version.seq, bytes=sent, seconds=seconds)
         return self.version

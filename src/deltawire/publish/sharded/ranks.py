@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ... import errors
 from ...errors import DeltawireError, PublishError
 from ...store.base import Buffer
@@ -28,6 +31,10 @@ class Ranks(Protocol):
 
     def broadcast(self, message: bytes) -> bytes:
         """Return the message of the first process, in all processes. The messages of the others are ignored."""
+        ...
+
+    def maximum(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the largest value of all processes at each position. All give the same number of values."""
         ...
 
     def deliver(self, pieces: Sequence[Buffer]) -> list[memoryview]:
