@@ -69,9 +69,8 @@ def test_a_module_imports_only_what_stands_before_its_layer(path: Path) -> None:
         assert RANK[parts[1]] < RANK[own], f"{path.relative_to(SOURCE)}:{line} imports {name}"
 
 
-TORCHLESS = [
-    path for path in modules() if layer_of(path) in NO_TORCH and path.parent != SOURCE / "codec" / "gpu" and path not in USES_MODULES
-]
+ON_GPU = (SOURCE / "codec" / "gpu", SOURCE / "quantise" / "gpu")
+TORCHLESS = [path for path in modules() if layer_of(path) in NO_TORCH and path.parent not in ON_GPU and path not in USES_MODULES]
 
 
 @pytest.mark.parametrize("path", TORCHLESS, ids=lambda path: str(path.relative_to(SOURCE)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -12,50 +12,10 @@ from .. import _native
 from .recipe import Recipe
 from .reference import divisors, nonfinite_weight
 from .scales import Grid, Scales
-
-_KINDS: Final = {"fp8-block": 0, "fp8-block-ue8m0": 1, "fp8-channel": 2, "fp8-tensor": 3, "nvfp4": 4, "mxfp4": 5, "int4": 6, "int4-128": 6}
-"""The numbers of the recipes in native/quantise.hpp, by their spelling."""
-
-_SOURCES: Final = {"F32": 0, "BF16": 1, "F16": 2}
-"""The numbers of the types of weights there."""
+from .weight_table import WeightTable, kind_number
 
 _NUMPY_SOURCES: Final = {np.dtype(np.float32): 0, np.dtype(ml_dtypes.bfloat16): 1, np.dtype(np.float16): 2}
 _CODES: Final = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e2m1": np.dtype(np.uint8), "int4": np.dtype(np.int32)}
-
-
-def source_number(name: str) -> int:
-    """Return the number of a weight's type in native code and in kernels."""
-    return _SOURCES[name]
-
-
-def kind_number(recipe: Recipe) -> int:
-    """Return the number of a recipe in native code and in kernels."""
-    return _KINDS[recipe.spelling]
-
-
-class WeightTable(NamedTuple):
-    """Weights as columns of numbers, one entry for each weight. Addresses of outputs that a recipe does not have are 0."""
-
-    data: NDArray[np.uint64]
-    """The address of the first row. The elements of a row follow each other."""
-    strides: NDArray[np.int64]
-    """The bytes from one row to the next."""
-    rows: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    sources: NDArray[np.uint8]
-    """The type of the weight: `source_number`."""
-    codes: NDArray[np.uint64]
-    """The address of the codes, which are written."""
-    scales: NDArray[np.uint64]
-    """The address of the scales, which are written."""
-    globals: NDArray[np.uint64]
-    """The address of nvfp4's global scale, which is written."""
-    previous: NDArray[np.uint64]
-    """The address of the scales of the version before; 0 for fresh ones. It may be equal to `scales`."""
-    previous_globals: NDArray[np.uint64]
-    """The address of the global scale of the version before."""
-    groups: NDArray[np.int64]
-    """Weights with equal numbers share a scale, for nvfp4 and fp8-tensor. The numbers are below the number of weights."""
 
 
 class NativeQuantiser:
@@ -102,11 +62,11 @@ class NativeQuantiser:
         weights
             The weights. The caller keeps the memory alive, and has checked all sizes.
         """
-        return _native.quantise(_KINDS[recipe.spelling], recipe.group_size or 0, *weights, self._threads, self._isa)
+        return _native.quantise(kind_number(recipe), recipe.group_size or 0, *weights, self._threads, self._isa)
 
     def _arguments(self, recipe: Recipe, rows: NDArray[Any], first_row: int) -> tuple[int, int, int, int, int, int, int, int]:
         return (
-            _KINDS[recipe.spelling],
+            kind_number(recipe),
             recipe.group_size or 0,
             rows.ctypes.data,
             rows.strides[0],

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import default_codec
-from ..codec.bits import in_host_memory
+from ..codec.bits import in_host_memory, on_gpu
 from ..errors import DtypeMismatch, ShapeMismatch, TensorMissing
+from ..tensors import torch_types
 from ..tensors.bits import State, Tensor, TensorBits, tensor_bits, typed
 from ..tensors.casting import Casts
 from ..tensors.state import thread_count
@@ -18,6 +19,9 @@ from . import reference
 from .layout import KeptDType, Output, QuantisedLayout, QuantisedWeight
 from .recipe import Recipe, RecipeLike
 from .scales import Grid, Scales, choose_scales
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Quantiser(Protocol):
@@ -73,25 +77,49 @@ def quantise_outputs(
     Native code quantises with the instruction set of the codec in use. If that is the reference codec, the reference quantises.
     """
     names = list(names)
-    found: dict[str, Tensor] = {}
+    wanted = set(names)
+    given = {} if out is None else {name: tensor for name in wanted if (tensor := out.get(name)) is not None}
+    on_host, on_gpus = _by_device(named_weights(layout, names), state)
     codec = default_codec()
-    if codec.name == "reference":
-        work = _Work(layout, state, previous)
-    else:
+    work = _Work(layout, state, previous)
+    found: dict[str, Tensor] = {}
+    for device, weights in on_gpus.items():
+        from .gpu.quantiser import GpuQuantiser
+        from .whole_weights import WholeWeights, with_groups
+
+        whole = WholeWeights(layout, with_groups(layout, weights))
+        found |= whole.quantise(GpuQuantiser(device), work.source, previous, given, device)
+    if on_host and codec.name != "reference":
         from .native import NativeQuantiser
-        from .whole_weights import WholeWeights
+        from .whole_weights import WholeWeights, whole_weights
 
         quantiser = NativeQuantiser(thread_count(threads), codec.name)
         work = _Work(layout, state, previous, quantiser)
-        WholeWeights(layout, names).quantise(quantiser, work.source, previous, out or {}, found)
+        found |= WholeWeights(layout, whole_weights(layout, on_host, wanted)).quantise(quantiser, work.source, previous, given)
     casts = Casts()
     for name in names:
         if name in found:
             continue
         output = layout.output(name)
         made = work.tensor(output) if output.weight is not None else _kept(output, work.source(name), casts)
-        found[name] = made if out is None or name not in out else _written(output, made, out[name])
+        found[name] = made if name not in given else _written(output, made, given[name])
     return {name: found[name] for name in names}
+
+
+def named_weights(layout: QuantisedLayout, names: Iterable[str]) -> list[QuantisedWeight]:
+    """Return the weights that have one of these outputs."""
+    return list({weight.module: weight for name in names if (weight := layout.output(name).weight) is not None}.values())
+
+
+def _by_device(weights: list[QuantisedWeight], state: State) -> tuple[list[QuantisedWeight], dict[torch.device, list[QuantisedWeight]]]:
+    """Return the weights in host memory, and those on each GPU."""
+    host: list[QuantisedWeight] = []
+    gpus: dict[torch.device, list[QuantisedWeight]] = {}
+    for weight in weights:
+        tensor = state.get(weight.source)
+        device = torch_types.gpu_of(tensor) if torch_types.is_torch(tensor) else None
+        (host if device is None else gpus.setdefault(device, [])).append(weight)
+    return host, gpus
 
 
 class _Work:
@@ -169,12 +197,15 @@ def agreed(own: Scales | None, group: list[Scales | None]) -> Scales | None:
 
 
 def _kept(output: Output, source: TensorBits, casts: Casts) -> Tensor:
-    cast = casts.cast(source, output.dtype)
-    return typed(in_host_memory(cast.bits), output.dtype)
+    return typed(casts.cast(source, output.dtype).bits, output.dtype)
 
 
 def _written(output: Output, made: Tensor, into: Tensor) -> Tensor:
     target = tensor_bits(output.name, into)
     output.check(target)
-    np.copyto(in_host_memory(target.bits), in_host_memory(tensor_bits(output.name, made).bits))
+    bits = tensor_bits(output.name, made).bits
+    if on_gpu(target.bits) and on_gpu(bits):
+        target.bits.tensor.copy_(bits.tensor)
+    else:
+        np.copyto(in_host_memory(target.bits), in_host_memory(bits))
     return into

@@ -1,113 +1,152 @@
-"""Quantising many whole weights in host memory with one call of native code, whose table says where everything is."""
+"""Quantising many whole weights with one call of native code, or with a few kernels on a GPU. A table says where everything is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec.bits import HostBits, in_host_memory, on_gpu
-from ..tensors.bits import State, Tensor, TensorBits, tensor_bits, typed
-from .layout import Output, QuantisedLayout, QuantisedWeight
-from .native import NativeQuantiser, WeightTable, nonfinite_elements, source_number
+from ..codec.bits import DeviceBits, in_host_memory, on_gpu
+from ..tensors import torch_types
+from ..tensors.bits import State, Tensor, TensorBits, tensor_bits
+from .layout import Output, QuantisedLayout, QuantisedWeight, Role
+from .recipe import Recipe
 from .reference import nonfinite_weight
+from .weight_table import WeightTable, source_number
+
+if TYPE_CHECKING:
+    import torch
 
 SourceOf = Callable[[str], TensorBits]
 """Returns a source tensor of the right type and shape, by its name."""
 
-_Column = NDArray[np.uint64]
+Array = Any
+"""A NumPy array, or a torch tensor on the GPU."""
+
+
+class TableQuantiser(Protocol):
+    """What quantises a table of weights: `NativeQuantiser` or `GpuQuantiser`."""
+
+    def quantise_weights(self, recipe: Recipe, weights: WeightTable) -> int | None: ...
 
 
 class WholeWeights:
-    """The weights of a layout all of whose outputs are wanted, together with those of all weights that share a scale with them.
+    """Weights of a layout, and all weights that share a scale with them. All their outputs are made.
 
     Parameters
     ----------
     layout
         The layout.
-    names
-        The names of the outputs that are wanted.
+    weights
+        The weights.
     """
 
-    def __init__(self, layout: QuantisedLayout, names: Iterable[str]) -> None:
+    def __init__(self, layout: QuantisedLayout, weights: list[QuantisedWeight]) -> None:
         self._layout = layout
-        self._weights = _whole(layout, dict.fromkeys(names))
-        self.outputs = {name for weight in self._weights for name in weight.outputs.values()}
-        """The names of their outputs."""
-        self._forms = {role: [layout.outputs[weight.outputs[role]] for weight in self._weights] for role in _roles(self._weights)}
-        self._sources = list(dict.fromkeys(weight.source for weight in self._weights))
+        self._weights = weights
+        roles: list[Role] = [role for role in weights[0].outputs if role != "shape"] if weights else []
+        self._forms: dict[Role, list[Output]] = {role: [layout.outputs[weight.outputs[role]] for weight in weights] for role in roles}
+        self._sources = {weight.source: weight.is_transposed for weight in weights}
         numbers = {name: number for number, name in enumerate(self._sources)}
-        self._source_of = np.array([numbers[weight.source] for weight in self._weights], np.int64)
-        self._first_rows = np.array([weight.first_row for weight in self._weights], np.int64)
-        self._rows = np.array([weight.rows for weight in self._weights], np.int64)
-        self._columns = np.array([weight.columns for weight in self._weights], np.int64)
-        self._types = np.array([source_number(weight.dtype.name) for weight in self._weights], np.uint8)
+        self._source_of = np.array([numbers[weight.source] for weight in weights], np.int64)
+        self._first_rows = np.array([weight.first_row for weight in weights], np.int64)
+        self._rows = np.array([weight.rows for weight in weights], np.int64)
+        self._columns = np.array([weight.columns for weight in weights], np.int64)
+        self._types = np.array([source_number(weight.dtype) for weight in weights], np.uint8)
         groups: dict[str, int] = {}
-        self._groups = np.array([groups.setdefault(weight.group, len(groups)) for weight in self._weights], np.int64)
+        self._groups = np.array([groups.setdefault(weight.group, len(groups)) for weight in weights], np.int64)
 
     def quantise(
-        self, quantiser: NativeQuantiser, source_of: SourceOf, previous: State | None, out: Mapping[str, Tensor], found: dict[str, Tensor]
-    ) -> None:
-        """Put all outputs into `found`: the tensors of `out`, where it has them. Raise as `QuantisedLayout.quantise` does."""
+        self,
+        quantiser: TableQuantiser,
+        source_of: SourceOf,
+        previous: State | None,
+        out: Mapping[str, Tensor],
+        device: torch.device | None = None,
+    ) -> dict[str, Tensor]:
+        """Return all outputs: the tensors of `out`, where it has them. Raise as `QuantisedLayout.quantise` does.
+
+        Parameters
+        ----------
+        quantiser
+            What quantises them.
+        source_of
+            Returns the sources.
+        previous
+            The tensors that were published last, for their scales.
+        out
+            Tensors to write into.
+        device
+            The GPU to work on; None for the host.
+        """
         if not self._weights:
-            return
-        rows = [_rows(source_of(name)) for name in self._sources]
-        strides = np.array([array.strides[0] for array in rows], np.int64)[self._source_of]
-        data = np.array([_address(array) for array in rows], np.int64)[self._source_of] + self._first_rows * strides
-        targets = {role: [_target(form, out, found) for form in forms] for role, forms in self._forms.items()}
-        before = self._previous(previous)
+            return {}
+        memory = _HostMemory() if device is None else _DeviceMemory(device)
+        rows = [memory.rows(source_of(name), is_transposed) for name, is_transposed in self._sources.items()]
+        strides = np.array([memory.row_stride(array) for array in rows], np.int64)[self._source_of]
+        data = np.array([memory.address(array) for array in rows], np.int64)[self._source_of] + self._first_rows * strides
+        found: dict[str, Tensor] = {}
+        targets = {role: [memory.target(form, out, found) for form in forms] for role, forms in self._forms.items()}
+        before = self._previous(memory, previous)
+
+        def column(arrays: list[Array] | None) -> NDArray[np.uint64]:
+            if arrays is None:
+                return np.zeros(len(self._weights), np.uint64)
+            return np.array([0 if array is None else memory.address(array) for array in arrays], np.uint64)
+
         table = WeightTable(
             data.astype(np.uint64),
             strides,
             self._rows,
             self._columns,
             self._types,
-            self._column(targets["codes"]),
-            self._column(targets["scale"]),
-            self._column(targets.get("global_scale")),
-            self._column(before.get("scale")),
-            self._column(before.get("global_scale")),
+            column(targets["codes"]),
+            column(targets["scale"]),
+            column(targets.get("global_scale")),
+            column(before.get("scale")),
+            column(before.get("global_scale")),
             self._groups,
         )
         bad = quantiser.quantise_weights(self._layout.recipe, table)
         if bad is not None:
             weight = self._weights[bad]
-            values = typed(rows[self._source_of[bad]], weight.dtype)[weight.first_row : weight.first_row + weight.rows]
-            raise nonfinite_weight(weight.source, nonfinite_elements(values))
+            part = rows[self._source_of[bad]][weight.first_row : weight.first_row + weight.rows]
+            raise nonfinite_weight(weight.source, memory.count_nonfinite(part, weight))
+        if "shape" in self._weights[0].outputs:
+            shapes = memory.upload(np.stack([self._rows, self._columns], axis=1))
+            for weight, shape in zip(self._weights, shapes, strict=True):
+                self._write(memory, self._layout.outputs[weight.outputs["shape"]], shape, out, found)
         for role, arrays in targets.items():
             for form, array in zip(self._forms[role], arrays, strict=True):
-                if role == "shape":
-                    array[:] = (form.weight.rows, form.weight.columns) if form.weight is not None else 0
                 if form.name not in found:  # the tensor of `out` cannot be written in place
-                    np.copyto(in_host_memory(tensor_bits(form.name, out[form.name]).bits), array.view(form.dtype.bits))
-                    found[form.name] = out[form.name]
+                    self._write(memory, form, array, out, found)
+        return found
 
-    def _previous(self, previous: State | None) -> dict[str, list[NDArray[Any] | None]]:
+    def _write(self, memory: _Memory, form: Output, array: Array, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
+        given = out.get(form.name)
+        if given is not None:
+            target = tensor_bits(form.name, given)
+            form.check(target)
+            memory.copy(array, target, form)
+        found[form.name] = array if given is None else given
+
+    def _previous(self, memory: _Memory, previous: State | None) -> dict[str, list[Array | None]]:
         """Return the previous scales by role; None for those of a weight that must have fresh ones."""
         if previous is None or not self._layout.recipe.sticky:
             return {}
-        roles = [role for role in ("scale", "global_scale") if role in self._forms]
-        found = {role: [_published(form, previous) for form in self._forms[role]] for role in roles}
+        roles: list[Role] = [role for role in ("scale", "global_scale") if role in self._forms]
+        found = {role: [memory.published(form, previous) for form in self._forms[role]] for role in roles}
         fresh = np.array([any(one is None for one in arrays) for arrays in zip(*found.values(), strict=True)])
         if self._layout.recipe.shares_scales:
-            shared = [b"" if array is None else array.tobytes() for array in found[roles[-1]]]
-            first = dict(zip(reversed(self._groups.tolist()), reversed(shared), strict=True))
-            differs = np.array([own != first[group] for own, group in zip(shared, self._groups.tolist(), strict=True)])
-            fresh = np.isin(self._groups, self._groups[fresh | differs])
+            fresh = np.isin(self._groups, self._groups[fresh | memory.disagree(found[roles[-1]], self._groups)])
         return {role: [None if no else array for no, array in zip(fresh.tolist(), arrays, strict=True)] for role, arrays in found.items()}
 
-    def _column(self, arrays: list[NDArray[Any] | None] | list[NDArray[Any]] | None) -> _Column:
-        if arrays is None:
-            return np.zeros(len(self._weights), np.uint64)
-        return np.array([0 if array is None else _address(array) for array in arrays], np.uint64)
 
-
-def _whole(layout: QuantisedLayout, wanted: dict[str, None]) -> list[QuantisedWeight]:
-    outputs = [layout.output(name) for name in wanted]
-    weights = {weight.module: weight for output in outputs if (weight := output.weight) is not None}
-    found = [weight for weight in weights.values() if not weight.is_transposed and all(name in wanted for name in weight.outputs.values())]
+def whole_weights(layout: QuantisedLayout, weights: Iterable[QuantisedWeight], wanted: Collection[str]) -> list[QuantisedWeight]:
+    """Return the weights all of whose outputs are wanted, together with those of all weights that share a scale with them."""
+    found = [weight for weight in weights if all(name in wanted for name in weight.outputs.values())]
     if not layout.recipe.shares_scales:
         return found
     modules = {weight.module for weight in found}
@@ -115,43 +154,140 @@ def _whole(layout: QuantisedLayout, wanted: dict[str, None]) -> list[QuantisedWe
     return [weight for weight in found if weight.group in whole]
 
 
-def _roles(weights: list[QuantisedWeight]) -> list[Any]:
-    return list(weights[0].outputs) if weights else []
+def with_groups(layout: QuantisedLayout, weights: Iterable[QuantisedWeight]) -> list[QuantisedWeight]:
+    """Return weights, and all weights that share a scale with them."""
+    if not layout.recipe.shares_scales:
+        return list(weights)
+    return list({other.module: other for weight in weights for other in layout.groups[weight.group]}.values())
 
 
-def _rows(source: TensorBits) -> HostBits:
-    """Return a source as rows whose elements follow each other: its own memory if possible, else a copy."""
-    bits = in_host_memory(source.bits)
-    rows = bits.reshape(-1, bits.shape[-1])
-    return rows if rows.strides[1] == rows.itemsize and rows.flags.aligned else np.ascontiguousarray(rows)
+class _HostMemory:
+    """Arrays in host memory."""
+
+    def rows(self, source: TensorBits, is_transposed: bool) -> Array:
+        """Return a source as rows whose elements follow each other: its own memory if possible, else a copy."""
+        bits = in_host_memory(source.bits)
+        bits = bits.swapaxes(-1, -2) if is_transposed else bits
+        rows = bits.reshape(-1, bits.shape[-1])
+        return rows if rows.strides[1] == rows.itemsize and rows.flags.aligned else np.ascontiguousarray(rows)
+
+    def address(self, array: Array) -> int:
+        address: int = array.__array_interface__["data"][0]
+        return address
+
+    def row_stride(self, array: Array) -> int:
+        stride: int = array.strides[0]
+        return stride
+
+    def target(self, form: Output, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> Array:
+        """Return the array that an output is written into. Put it into `found`, unless it must be copied afterwards."""
+        given = out.get(form.name)
+        if given is None:
+            found[form.name] = new = np.empty(form.shape, form.dtype.numpy)
+            return new
+        target = tensor_bits(form.name, given)
+        form.check(target)
+        bits = in_host_memory(target.bits)
+        if bits.flags.c_contiguous and bits.flags.aligned and bits.flags.writeable:
+            found[form.name] = given
+            return bits.view(form.dtype.numpy)
+        return np.empty(form.shape, form.dtype.numpy)
+
+    def published(self, form: Output, previous: State) -> Array | None:
+        """Return a tensor of the version before; None if it is missing or has another form."""
+        given = previous.get(form.name)
+        if given is None:
+            return None
+        tensor = tensor_bits(form.name, given)
+        return np.ascontiguousarray(in_host_memory(tensor.bits)) if (tensor.dtype, tensor.shape) == (form.dtype, form.shape) else None
+
+    def disagree(self, shared: list[Array | None], groups: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell which weights have another previous scale than the first weight of their group."""
+        own = [b"" if array is None else array.tobytes() for array in shared]
+        numbers = groups.tolist()
+        first = dict(zip(reversed(numbers), reversed(own), strict=True))
+        return np.array([one != first[group] for one, group in zip(own, numbers, strict=True)])
+
+    def count_nonfinite(self, rows: Array, weight: QuantisedWeight) -> int:
+        return int(np.count_nonzero(~np.isfinite(rows.view(weight.dtype.numpy).astype(np.float32))))
+
+    def upload(self, array: NDArray[np.int64]) -> Array:
+        return array
+
+    def copy(self, array: Array, target: TensorBits, form: Output) -> None:
+        np.copyto(in_host_memory(target.bits), array.view(form.dtype.bits))
 
 
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+class _DeviceMemory:
+    """Tensors on a GPU. The torch type of a tensor matters only for outputs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def rows(self, source: TensorBits, is_transposed: bool) -> Array:
+        tensor = _on(self._device, source)
+        tensor = tensor.transpose(-1, -2) if is_transposed else tensor
+        if tensor.dim() == 2 and tensor.stride(1) == 1:
+            return tensor
+        return tensor.contiguous().view(-1, tensor.shape[-1])
+
+    def address(self, array: Array) -> int:
+        address: int = array.data_ptr()
+        return address
+
+    def row_stride(self, array: Array) -> int:
+        stride: int = array.stride(0) * array.element_size()
+        return stride
+
+    def target(self, form: Output, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> Array:
+        given = out.get(form.name)
+        if given is None:
+            found[form.name] = new = self._empty(form)
+            return new
+        target = tensor_bits(form.name, given)
+        form.check(target)
+        if on_gpu(target.bits) and target.bits.is_contiguous and target.bits.device == self._device:
+            found[form.name] = given
+            return target.bits.tensor
+        return self._empty(form)
+
+    def _empty(self, form: Output) -> Array:
+        import torch
+
+        return torch.empty(form.shape, dtype=torch_types.torch_dtype(form.dtype), device=self._device)
+
+    def published(self, form: Output, previous: State) -> Array | None:
+        given = previous.get(form.name)
+        if given is None:
+            return None
+        tensor = tensor_bits(form.name, given)
+        return _on(self._device, tensor).contiguous() if (tensor.dtype, tensor.shape) == (form.dtype, form.shape) else None
+
+    def disagree(self, shared: list[Array | None], groups: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return np.zeros(groups.size, np.bool_)  # a kernel finds out
+
+    def count_nonfinite(self, rows: Array, weight: QuantisedWeight) -> int:
+        return int((~rows.view(torch_types.torch_dtype(weight.dtype)).isfinite()).sum())
+
+    def upload(self, array: NDArray[np.int64]) -> Array:
+        import torch
+
+        return torch.from_numpy(array).to(self._device)
+
+    def copy(self, array: Array, target: TensorBits, form: Output) -> None:
+        if not on_gpu(target.bits):
+            raise TypeError(f"weights are on {self._device}, but tensor {form.name!r} to write into is in host memory")
+        target.bits.tensor.copy_(array.view(target.bits.tensor.dtype))
 
 
-def _target(form: Output, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> NDArray[Any]:
-    """Return the array that native code writes an output into. Put it into `found`, unless it must be copied afterwards."""
-    given = out.get(form.name)
-    if given is None:
-        new = np.empty(form.shape, form.dtype.numpy)
-        found[form.name] = new
-        return new
-    target = tensor_bits(form.name, given)
-    form.check(target)
-    bits = in_host_memory(target.bits)
-    if bits.flags.c_contiguous and bits.flags.aligned and bits.flags.writeable:
-        found[form.name] = given
-        return bits.view(form.dtype.numpy)
-    return np.empty(form.shape, form.dtype.numpy)
+_Memory = _HostMemory | _DeviceMemory
 
 
-def _published(form: Output, previous: State) -> NDArray[Any] | None:
-    given = previous.get(form.name)
-    if given is None:
-        return None
-    tensor = tensor_bits(form.name, given)
-    if tensor.dtype != form.dtype or tensor.shape != form.shape or on_gpu(tensor.bits):
-        return None
-    return np.ascontiguousarray(in_host_memory(tensor.bits))
+def _on(device: torch.device, tensor: TensorBits) -> torch.Tensor:
+    """Return a tensor's bits on a device."""
+    bits = tensor.bits
+    if isinstance(bits, DeviceBits):
+        return bits.tensor if bits.device == device else bits.tensor.to(device)
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}")).to(device)

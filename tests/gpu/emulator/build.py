@@ -29,12 +29,23 @@ def library(width: int) -> Any:
     """Return the compiled kernels. They are compiled into the temporary folder once per source, which takes seconds."""
     source = kernel_source()
     assert _DYNAMIC in source
+    without = "_of_masters" if width != 16 else None  # only bfloat16 has master weights
+    return _compiled(f"#define WIDTH {width}", source, without)
+
+
+@functools.cache
+def other_library(source: str) -> Any:
+    """Return compiled kernels that are not part of the codec."""
+    return _compiled("", source, None)
+
+
+def _compiled(define: str, source: str, without: str | None) -> Any:
     names = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\(', source)
-    if width != 16:
-        names = [name for name in names if not name.endswith("_of_masters")]  # only bfloat16 has master weights
+    if without is not None:
+        names = [name for name in names if not name.endswith(without)]
     text = "\n".join(
         [
-            f"#define WIDTH {width}",
+            define,
             _SHIM.read_text(),
             source.replace(_DYNAMIC, "u8* const shared = (u8*)(((u64)emulated::shared_memory.data() + 15) & ~15ull);"),
             'extern "C" int emulated_launch(const char* name, u32 blocks, u32 threads, u32 shared, void** arguments, u64 seed) {',

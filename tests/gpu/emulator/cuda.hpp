@@ -272,6 +272,10 @@ inline T atomicOr(T* at, V x) { return std::exchange(*at, (T)(*at | (T)x)); }
 template <class T, class V>
 inline T atomicXor(T* at, V x) { return std::exchange(*at, (T)(*at ^ (T)x)); }
 template <class T, class V>
+inline T atomicMax(T* at, V x) { return std::exchange(*at, max(*at, (T)x)); }
+template <class T, class V>
+inline T atomicMin(T* at, V x) { return std::exchange(*at, min(*at, (T)x)); }
+template <class T, class V>
 inline T atomicExch(T* at, V x) { return std::exchange(*at, (T)x); }
 
 inline int dot_low(unsigned words, unsigned factors, int sum) {

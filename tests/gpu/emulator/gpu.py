@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from .build import library
+from .build import library, other_library
 
 _ONE_AT_A_TIME = threading.Lock()
 
 
 class Kernels:
-    def __init__(self, width: int, seed: int) -> None:
-        self._library = library(width)
+    def __init__(self, library: Any, seed: int) -> None:
+        self._library = library
         self._seed = seed
 
     def constants(self, name: str, count: int) -> tuple[int, ...]:
@@ -63,7 +63,10 @@ class EmulatedGpu:
         self._stream = Stream()
 
     def kernels(self, width: int) -> Kernels:
-        return Kernels(width, self._seed)
+        return Kernels(library(width), self._seed)
+
+    def other_kernels(self, source: str) -> Kernels:
+        return Kernels(other_library(source), self._seed)
 
     def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         nbytes = size * dtype.itemsize

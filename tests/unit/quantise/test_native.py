@@ -14,10 +14,11 @@ from deltawire.codec.native import instruction_sets
 from deltawire.dtypes import dtype_of_numpy
 from deltawire.errors import NonFiniteWeights
 from deltawire.quantise import QuantisedLayout, Recipe, reference
-from deltawire.quantise.native import NativeQuantiser, WeightTable, source_number
+from deltawire.quantise.native import NativeQuantiser
 from deltawire.quantise.quantise import quantise_state
 from deltawire.quantise.recipe import SPELLINGS
 from deltawire.quantise.scales import Scales, choose_scales
+from deltawire.quantise.weight_table import WeightTable, source_number
 
 GROUPED = ("nvfp4", "mxfp4", "int4", "int4-128")
 
@@ -35,7 +36,7 @@ def quantise(recipe, weights, previous, groups, quantiser) -> list[tuple[np.ndar
         ([weight.strides[0] for weight in weights], np.int64),
         ([weight.shape[0] for weight in weights], np.int64),
         ([weight.shape[1] for weight in weights], np.int64),
-        ([source_number(dtype_of_numpy(weight.dtype).name) for weight in weights], np.uint8),
+        ([source_number(dtype_of_numpy(weight.dtype)) for weight in weights], np.uint8),
         ([address(codes) for codes, _ in made], np.uint64),
         ([address(scales.scale) for _, scales in made], np.uint64),
         ([address(scales.global_scale) for _, scales in made], np.uint64),

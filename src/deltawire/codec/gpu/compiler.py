@@ -23,13 +23,23 @@ OLDEST_ARCHITECTURE = (8, 0)
 
 
 class Kernels:
-    """The kernels for elements of one width, on one device."""
+    """Compiled kernels on one device.
 
-    def __init__(self, width: int, device: int) -> None:
+    Parameters
+    ----------
+    source
+        CUDA C++ that needs no header.
+    defines
+        Macros for the compiler, such as "WIDTH=16".
+    device
+        The number of the device.
+    """
+
+    def __init__(self, source: str, defines: Sequence[str], device: int) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) < OLDEST_ARCHITECTURE:
             raise CodecUnavailable(f"{torch.cuda.get_device_name(device)} is older than the GPU codec supports (compute capability 8.0).")
-        cubin = _cubin(width, f"sm_{major}{minor}")
+        cubin = _cubin(source, defines, f"sm_{major}{minor}")
         self.device = device
         self._driver = _driver()
         self._functions: dict[str, ctypes.c_void_p] = {}
@@ -73,7 +83,13 @@ class Kernels:
 @functools.cache
 def kernels(width: int, device: int) -> Kernels:
     """Return the kernels for one width. The first call compiles them, in seconds, or in milliseconds if they are in the disk cache."""
-    return Kernels(width, device)
+    return Kernels(kernel_source(), [f"WIDTH={width}"], device)
+
+
+@functools.cache
+def other_kernels(source: str, device: int) -> Kernels:
+    """Return kernels that are not part of the codec. The first call compiles them."""
+    return Kernels(source, [], device)
 
 
 def is_pinned(address: int) -> bool:
@@ -90,12 +106,11 @@ def copy_to_device(to: int, pinned: int, size: int, stream: torch.cuda.Stream) -
     )
 
 
-def _cubin(width: int, architecture: str) -> bytes:
-    source = kernel_source()
+def _cubin(source: str, defines: Sequence[str], architecture: str) -> bytes:
     nvrtc = _nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    options = [f"--gpu-architecture={architecture}", f"-DWIDTH={width}", "-std=c++17", "-lineinfo"]
+    options = [f"--gpu-architecture={architecture}", *(f"-D{define}" for define in defines), "-std=c++17", "-lineinfo"]
     key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()[:32]
     folder = _cache_folder()
     if folder is None:

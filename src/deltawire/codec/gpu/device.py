@@ -19,7 +19,7 @@ _PRIORITIES = {"decode": -1}
 
 
 class KernelSet(Protocol):
-    """The kernels for elements of one width."""
+    """Compiled kernels: those for elements of one width, or others."""
 
     def constants(self, name: str, count: int) -> tuple[int, ...]: ...
 
@@ -36,6 +36,10 @@ class Gpu:
 
     def kernels(self, width: int) -> KernelSet:
         return compiler.kernels(width, self.device.index)
+
+    def other_kernels(self, source: str) -> KernelSet:
+        """Return kernels that are not part of the codec, from their source."""
+        return compiler.other_kernels(source, self.device.index)
 
     def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self.device)

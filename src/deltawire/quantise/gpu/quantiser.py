@@ -1,0 +1,150 @@
+"""Quantising weights on a GPU: a table of addresses goes to the device, and a few kernels do the rest, without waiting for the host."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib import resources
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...codec.gpu import device as devices
+from ..recipe import Recipe
+from ..weight_table import WeightTable, kind_number
+
+_WEIGHT: Final = np.dtype(
+    [
+        *((name, "u8") for name in ("data", "stride", "codes", "scales", "global_scale", "previous", "previous_global", "maxima", "unit0")),
+        *((name, "u4") for name in ("rows", "columns", "source", "group", "first_row", "aligned")),
+    ]
+)
+"""See `Weight` in quantise.cuh."""
+
+_THREADS, _SIDE, _UNIT = 256, 128, 1 << 14
+_QUANTISE, _MAXIMA, _CODES = 0, 1, 2
+_NONE: Final = 0xFFFFFFFF
+
+
+class _Job(ctypes.Structure):
+    """See `Job` in quantise.cuh."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        *((name, ctypes.c_uint32) for name in ("count", "kind", "group", "mode")),
+        *((name, ctypes.c_void_p) for name in ("bad", "shared", "fresh", "largest", "disagree")),
+    ]
+
+
+@functools.cache
+def _source() -> str:
+    return (resources.files(__package__) / "kernels" / "quantise.cuh").read_text()
+
+
+class PendingQuantisation:
+    """Kernels that are running. Whoever needs the outputs on the same stream need not wait for them."""
+
+    def __init__(self, bad: torch.Tensor, held: tuple[torch.Tensor, ...]) -> None:
+        self._bad = bad
+        self._held = held
+
+    def first_nonfinite(self) -> int | None:
+        """Wait, and return the number of a weight that has an element that is NaN or infinite, or None."""
+        found = int(self._bad.cpu().numpy().view(np.uint32)[0])
+        self._held = ()
+        return None if found == _NONE else found
+
+
+class GpuQuantiser:
+    """Quantises weights on one GPU, on the calling thread's current stream.
+
+    Parameters
+    ----------
+    device
+        The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = devices.gpu_at(device)
+        self._kernels = self._gpu.other_kernels(_source())
+
+    def quantise_weights(self, recipe: Recipe, weights: WeightTable) -> int | None:
+        """Quantise many weights: choose their scales, and write scales and codes.
+
+        Return the number of a weight that has an element that is NaN or infinite, or None. Then the outputs are undefined.
+
+        Parameters
+        ----------
+        recipe
+            The recipe. The caller does not pass previous scales if it is not sticky.
+        weights
+            The weights. All addresses are those of tensors on the device. The caller keeps them alive, and has checked all sizes.
+        """
+        return self.start(recipe, weights).first_nonfinite()
+
+    def start(self, recipe: Recipe, weights: WeightTable) -> PendingQuantisation:
+        """Start what `quantise_weights` does. The parameters are the same."""
+        rows = _rows(recipe, weights)
+        held: list[torch.Tensor] = []
+        shares = recipe.shares_scales
+        count = len(rows)
+        bad = self._gpu.empty(1, torch.int32)
+        bad.fill_(-1)
+        shared = self._gpu.empty(count if shares else 1, torch.float32)
+        fresh = self._gpu.empty(count if shares else 1, torch.int32)
+        groups = self._gpu.zeros(2 * count if shares else 2, torch.int32)  # the largest value of each group, and whether it disagrees
+        addresses = [bad.data_ptr(), shared.data_ptr(), fresh.data_ptr(), groups.data_ptr(), groups.data_ptr() + 4 * count]
+
+        def job(units: NDArray[np.int64]) -> tuple[_Job, int]:
+            ends = np.cumsum(units)
+            rows["unit0"] = ends - units
+            table = self._gpu.upload(rows)
+            held.append(table)
+            return _Job(table.data_ptr(), count, kind_number(recipe), recipe.group_size or 0, _QUANTISE, *addresses), int(ends[-1])
+
+        if shares:
+            _, first = np.unique(weights.groups, return_index=True)
+            firsts = np.zeros(count, np.uint32)
+            firsts[weights.groups[first]] = first
+            first_of_group = self._gpu.upload(firsts)
+            held.append(first_of_group)
+            described, blocks = job(-(-weights.rows // np.maximum(_UNIT // weights.columns, 1)))
+            self._launch("find_largest", blocks, described)
+            small = -(-count // _THREADS)
+            self._kernels.launch("compare_shared", small, _THREADS, [described, ctypes.c_void_p(first_of_group.data_ptr())])
+            self._launch("choose_shared_scales", small, described)
+        described, blocks = job(_units(recipe, weights.rows, weights.columns))
+        self._launch(_kernel(recipe), blocks, described)
+        return PendingQuantisation(bad, (*held, shared, fresh, groups))
+
+    def _launch(self, name: str, blocks: int, job: _Job) -> None:
+        self._kernels.launch(name, blocks, _THREADS, [job])
+
+
+def _rows(recipe: Recipe, weights: WeightTable) -> NDArray[Any]:
+    rows = np.zeros(weights.data.size, _WEIGHT)
+    rows["data"], rows["stride"], rows["codes"], rows["scales"] = (
+        weights.data,
+        weights.strides.view(np.uint64),
+        weights.codes,
+        weights.scales,
+    )
+    rows["global_scale"], rows["previous"], rows["previous_global"] = weights.globals, weights.previous, weights.previous_globals
+    rows["rows"], rows["columns"], rows["source"], rows["group"] = weights.rows, weights.columns, weights.sources, weights.groups
+    per_vector = np.where(weights.sources == 0, 4, 8)
+    reads = (weights.data % 16 == 0) & (weights.strides % 16 == 0) & (weights.columns % per_vector == 0)
+    rows["aligned"] = reads & (weights.codes % 8 == 0)
+    return rows
+
+
+def _kernel(recipe: Recipe) -> str:
+    return "quantise_groups" if recipe.group_size else "quantise_blocks" if recipe.name == "fp8-block" else "quantise_rows"
+
+
+def _units(recipe: Recipe, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many thread blocks each weight needs."""
+    if recipe.group_size:
+        return -(-rows * columns // _UNIT)
+    return -(-rows // _SIDE) * -(-columns // _SIDE) if recipe.name == "fp8-block" else rows

@@ -1,0 +1,117 @@
+"""Quantising on a GPU gives the bytes of the reference. Machines without an NVIDIA GPU run the same kernels on an emulated one."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulator.build import compiler
+
+from deltawire.codec import using_codec
+from deltawire.errors import NonFiniteWeights
+from deltawire.quantise import QuantisedLayout
+from deltawire.quantise.quantise import quantise_state
+from deltawire.quantise.recipe import SPELLINGS
+
+torch = pytest.importorskip("torch", reason="weights on a GPU are torch tensors")
+REAL = torch.cuda.is_available()
+if not REAL and compiler() is None:
+    pytest.skip("needs an NVIDIA GPU, or a C++ compiler to emulate one", allow_module_level=True)
+
+from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
+
+from deltawire.tensors.torch_types import to_torch  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "quantise"))
+from sample_weights import DTYPES, KINDS, make_weight  # noqa: E402
+
+DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
+GROUPED = ("nvfp4", "mxfp4", "int4", "int4-128")
+
+
+@pytest.fixture
+def on_gpu():
+    return contextlib.nullcontext if REAL else lambda: emulated(EmulatedGpu())
+
+
+def to_gpu(state):
+    return {name: to_torch(array.copy()).to(DEVICE) for name, array in state.items()}
+
+
+def check(found, expected) -> None:
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        bits = found[name].cpu().contiguous().view(torch.uint8).numpy() if found[name].dim() else found[name].cpu().numpy()
+        assert tuple(found[name].shape) == array.shape, name
+        np.testing.assert_array_equal(bits.reshape(-1), np.ascontiguousarray(array).view(np.uint8).reshape(-1), err_msg=name)
+        assert found[name].device == DEVICE
+
+
+def expected_of(state, spelling, previous=None):
+    with using_codec("reference"):
+        return quantise_state(state, spelling, previous)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_kind_of_weight(spelling: str, on_gpu) -> None:
+    for dtype in DTYPES:
+        shape = (9, 256) if spelling in GROUPED else (130 if "block" in spelling else 9, 133 if dtype == "float16" else 136)
+        state = {f"{kind.replace(' ', '_')}.weight": make_weight(kind, shape, dtype) for kind in KINDS}
+        fresh = expected_of(state, spelling)
+        # The scales of the weight before it: some are too wide, some too narrow, some stay.
+        names = list(state)
+        previous = {}
+        for before, name in zip([*names[1:], names[0]], names, strict=True):
+            previous |= {key.replace(before, name): value for key, value in fresh.items() if key.startswith(before)}
+        with on_gpu():
+            check(quantise_state(to_gpu(state), spelling), fresh)
+        sticky = expected_of(state, spelling, previous)
+        with on_gpu():
+            check(quantise_state(to_gpu(state), spelling, to_gpu(previous)), sticky)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_whole_states(spelling: str, on_gpu) -> None:
+    """Fused weights that share a scale, experts, rows with gaps, tensors that stay, parts of a group, and memory of the caller."""
+    rng = np.random.default_rng(3)
+    shapes = {"q_proj.weight": (32, 256), "k_proj.weight": (8, 256), "norm.weight": (256,)}
+    shapes |= {"experts.gate_up_proj": (2, 256, 128), "experts.down_proj": (2, 128, 128)}
+    state = {f"model.layers.0.{name}": rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    state = {name: array.astype(ml_dtypes.bfloat16) if "experts" in name else array for name, array in state.items()}
+    previous = None
+    for step in range(3):
+        state["model.layers.0.k_proj.weight"] *= np.float32([1, 1.01, 5][step])
+        expected = expected_of(state, spelling, previous)
+        with on_gpu():
+            weights = to_gpu(state)
+            gaps = torch.zeros(32, 260, device=DEVICE)
+            gaps[:, :256] = weights["model.layers.0.q_proj.weight"]
+            weights["model.layers.0.q_proj.weight"] = gaps[:, :256]
+            out = to_gpu({name: np.zeros_like(array) for name, array in expected.items() if "q_proj" in name})
+            found = quantise_state(weights, spelling, previous and to_gpu(previous), out=out)
+            check(found, expected)
+            assert all(found[name] is tensor for name, tensor in out.items())
+            names = [name for name in expected if "k_proj" in name]
+            layout = QuantisedLayout.of_state(spelling, weights)
+            check(layout.quantise(names, weights, previous and to_gpu(previous)), {name: expected[name] for name in names})
+        previous = expected
+    # The previous scales of a group differ, so its scale is fresh.
+    if spelling in ("nvfp4", "fp8-tensor"):
+        name = "model.layers.0.q_proj.weight_global_scale" if spelling == "nvfp4" else "model.layers.0.q_proj.weight_scale"
+        previous = previous | {name: previous[name] * np.float32(1.5)}
+        expected = expected_of(state, spelling, previous)
+        with on_gpu():
+            check(quantise_state(to_gpu(state), spelling, to_gpu(previous)), expected)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_weights_that_are_not_finite_are_refused(spelling: str, on_gpu) -> None:
+    for dtype, value in zip(DTYPES, (np.nan, np.inf, -np.inf), strict=True):
+        state = {"a.weight": make_weight("plain", (6, 128), dtype), "b.weight": make_weight("plain", (6, 128), dtype)}
+        state["b.weight"][5, 127] = value
+        with on_gpu(), pytest.raises(NonFiniteWeights, match=r"'b.weight' cannot be quantised: 1 element is"):
+            quantise_state(to_gpu(state), spelling)
