@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from blake3 import blake3
-from support import bits_of
+from support import bits_of, publish_fully
 from toy_chain import ToyChain, first_state, next_state
 
 import deltawire
@@ -74,11 +74,11 @@ def published_chain() -> Template:
         states.append(next_state(states[-1], number))
     options = WriterOptions(segment_bytes=500, anchor_policy=AnchorPolicy(4, 6))
     with Publisher(store, attachments={"config.json": b"{}", "chat_template.jinja": b"a"}, options=options) as publisher:
-        versions: list[Any] = [publisher.publish(state, step=step) for step, state in enumerate(states[:8])]
+        versions: list[Any] = [publish_fully(publisher, state, step=step) for step, state in enumerate(states[:8])]
     with Publisher(store, attachments={"config.json": b"{}", "chat_template.jinja": b"b"}, options=options) as publisher:
-        versions += [publisher.publish(state, step=8 + step) for step, state in enumerate(states[8:11])]
+        versions += [publish_fully(publisher, state, step=8 + step) for step, state in enumerate(states[8:11])]
     with Publisher(store, resume_from_seq=versions[-2].seq, options=options) as publisher:
-        versions += [publisher.publish(state, step=10 + step) for step, state in enumerate(states[11:])]
+        versions += [publish_fully(publisher, state, step=10 + step) for step, state in enumerate(states[11:])]
     store.put(keys.pin_key("reader"), Pin(ChainLog(store).run.id, "reader", 8, 3600).to_bytes())
     weights = {deltawire.state_digest(state).hex(): bits_of(state) for state in states}
     return {info.key: store.get(info.key, limit=1 << 30) for info in store.list("")}, weights

@@ -40,6 +40,13 @@ def publisher_arguments(**given: Any) -> dict[str, Any]:
     return {**given, "options": options}
 
 
+def publish_fully(publisher: Any, state: Any, **given: Any) -> Any:
+    """Publish a state, wait for the shortcuts that are due, and return what `publish` returned. So the order of store calls is fixed."""
+    version = publisher.publish(state, **given)
+    publisher.flush()
+    return version
+
+
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: array.copy() for name, array in state.items()}
 

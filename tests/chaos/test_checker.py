@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from checker import Seen, check
 from small_model import state_of
+from support import publish_fully
 
 from deltawire.publish import AnchorPolicy, Publisher
 from deltawire.publish.writer_options import WriterOptions
@@ -25,9 +26,9 @@ def sound() -> tuple[Objects, list[Seen]]:
     store = MemoryStore()
     versions: list[Any] = []
     with Publisher(store, options=WriterOptions(segment_bytes=6000, anchor_policy=AnchorPolicy(4, 9))) as publisher:
-        versions += [publisher.publish(state_of(step), step=step) for step in range(LAST)]
+        versions += [publish_fully(publisher, state_of(step), step=step) for step in range(LAST)]
     with Publisher(store, options=WriterOptions(segment_bytes=6000), resume_from_seq=versions[-2].seq) as publisher:
-        versions += [publisher.publish(state_of(step), step=step) for step in (LAST - 1, LAST)]
+        versions += [publish_fully(publisher, state_of(step), step=step) for step in (LAST - 1, LAST)]
     assert any(store.list("anchor/"))
     assert any(store.list("skip/"))
     return {info.key: store.get(info.key, limit=1 << 20) for info in store.list("")}, [(version.seq, version.step) for version in versions]

@@ -76,12 +76,13 @@ class Ledger:
         return self.acknowledged[max(self.acknowledged)] if self.acknowledged else None
 
     def publish(self, publisher: Publisher, count: int = 1, *, tries: int = 1) -> None:
-        """Train and publish `count` steps. Repeat a publication that fails with a retryable error, up to `tries` times."""
+        """Train and publish `count` steps, each with its shortcuts. Repeat what fails with a retryable error, up to `tries` times."""
         for _ in range(count):
             step = self.next_step
             self.tried.append(step)
             version = repeated(lambda step=step: _publish(publisher, step), tries)
             self.acknowledged[version.seq] = step
+            publisher.flush()  # so that the thread that makes shortcuts calls the store in the same order every time
 
 
 def _publish(publisher: Publisher, step: int) -> Version:

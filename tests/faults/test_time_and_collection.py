@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from publications import Ledger, Listener, assert_one_history, bits_at, open_publisher, open_subscriber, published, visible_step
-from support import bits_of
+from support import bits_of, publish_fully
 
 from deltawire.chain import plan
 from deltawire.chain.log import ChainLog
@@ -71,7 +71,7 @@ def test_a_collection_at_any_call_of_a_reader_costs_it_a_detour_at_most(
         inner = MemoryStore()
         with open_publisher(inner) as publisher:
             for state in states:
-                publisher.publish(state)
+                publish_fully(publisher, state)
         begins = [10**6]
         store = FaultyStore(inner, [Before(lambda call, begins=begins, inner=inner: collected(call.index == begins[0], inner), "crash")])
         with open_subscriber(store, tmp_path / str(index) if mirrored else None, on_event=events) as reader:
@@ -208,7 +208,7 @@ def test_a_reader_that_joins_at_any_version_ends_at_the_head_bit_for_bit(
                 states[publisher.version.seq] = states[resume_from_seq]
             for _ in range(count):
                 state = wide_state(len(states))
-                states[publisher.publish(state).seq] = state
+                states[publish_fully(publisher, state).seq] = state
     versions = [commit.seq for commit in ChainLog(store).tail(-1) if commit.kind != "fence"]
     assert versions == sorted(states)
     for seq in versions:

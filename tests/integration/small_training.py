@@ -39,16 +39,20 @@ def publisher(store, **given) -> Publisher:
 
 
 def published(store, count: int = 3, training: Training | None = None, **options) -> dict[int, dict]:
-    """Publish some versions, and return their states by sequence number."""
+    """Publish some versions, each with the shortcuts that are due, and return their states by sequence number."""
     training = training or Training()
+    states: dict[int, dict] = {}
     with publisher(store, **options) as chain:
-        return {chain.publish(state).seq: state for state in [training.step() for _ in range(count)]}
+        for _ in range(count):
+            take_step(chain, training, states)
+    return states
 
 
 def take_step(chain: Publisher, training: Training, states: dict[int, dict]) -> None:
-    """Train and publish one step, and record the published state."""
+    """Train and publish one step, wait for the shortcuts that are due, and record the published state."""
     state = training.step()
     states[chain.publish(state).seq] = state
+    chain.flush()
 
 
 def assert_chain_holds(store, states) -> None:

@@ -27,6 +27,7 @@ from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.format.records.record_parts import Limits
 from deltawire.format.records.signing import SigningKey, check_signature
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
+from deltawire.publish.shortcuts.upkeep import JobThread
 from deltawire.publish.upload import data_objects as upload
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore
@@ -243,7 +244,70 @@ def test_skips_can_be_left_out_and_are_counted_again_after_an_anchor():
             if step == 6:
                 training.state["more"] = np.zeros(3)
             chain.publish(training.step())
+            chain.flush()
     assert [info.key[5:-5].split("-") for info in store.list("skip/")] == [[f"{seq:020}", f"{seq - 4:020}"] for seq in (5, 11)]
+
+
+class SlowShortcuts(WrappedStore):
+    """A store in which the records of shortcuts wait until they may be created."""
+
+    def __init__(self):
+        super().__init__(MemoryStore())
+        self.reached, self.may_continue = threading.Event(), threading.Event()
+
+    def put_if_absent(self, key, data):
+        if key.startswith(("skip/", "anchor/")):
+            self.reached.set()
+            assert self.may_continue.wait(120)
+        return super().put_if_absent(key, data)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_no_publication_waits_for_shortcuts(background):
+    store, training, states, events = SlowShortcuts(), Training(), {}, []
+    with publisher(store, background=background, anchor_policy=AnchorPolicy(9, 9), on_event=events.append) as chain:
+        for _ in range(18):  # none of the shortcuts is made before the last version is published
+            state = training.step()
+            result = chain.publish(state)
+            states[result.result(120).seq if background else result.seq] = state
+        assert store.reached.wait(120)
+        with pytest.raises(TimeoutError, match="skips and anchors"):
+            chain.flush(timeout=0)
+        assert not list(store.list("skip/"))
+        store.may_continue.set()
+        chain.flush()
+        made = [
+            (event.name, event.fields["seq"], event.fields.get("versions"))
+            for event in events
+            if "made" in event.name or "anchored" in event.name
+        ]
+    assert made == [
+        ("skip-made", 5, 4),
+        ("skip-made", 9, 4),
+        ("anchored", 10, None),
+        ("skip-made", 13, 4),
+        ("skip-made", 17, 4),
+        ("skip-made", 17, 16),
+    ]
+    assert_chain_holds(store, states)
+
+
+def test_the_thread_of_shortcuts_survives_errors_and_reports_what_ends_it(caplog):
+    jobs, done = JobThread("jobs"), []
+
+    def fail(error):
+        raise error
+
+    jobs.wait(0)
+    jobs.do(lambda: fail(ValueError("harmless")))
+    jobs.do(lambda: done.append(1))
+    jobs.wait(120)
+    assert done == [1]
+    assert "harmless" in caplog.text
+    jobs.do(lambda: fail(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        jobs.wait(120)
+    jobs.close()
 
 
 def test_a_failed_shortcut_is_reported_and_publishing_continues():
@@ -268,8 +332,9 @@ def test_anchors_are_checkpoints_that_safetensors_loads(tmp_path, background):
             state = training.step()
             result = chain.publish(state)
             states[result.result(120).seq if background else result.seq] = state
+            chain.flush()
     anchors = [read_json(store, info.key) for info in store.list("anchor/")]
-    assert len(anchors) >= (1 if background else 4)
+    assert len(anchors) == 4
     for anchor in anchors:
         seq = anchor["target"]["seq"]
         assert bits_of(read_checkpoint(store, anchor["files"])) == bits_of(states[seq])
@@ -286,7 +351,7 @@ def test_an_anchor_is_made_of_its_own_version_while_newer_ones_are_published():
 
     class Slow(FaultyStore):
         def put(self, key, data, **options):
-            if threading.current_thread().name.startswith("deltawire-anchor") and key.endswith("safetensors"):
+            if threading.current_thread().name.startswith("deltawire-shortcut") and key.endswith("safetensors"):
                 begun.set()
                 assert go_on.wait(120)
             super().put(key, data, **options)
@@ -313,6 +378,7 @@ def test_garbage_is_collected_after_anchors_if_asked_for():
     with publisher(store, anchor_policy=AnchorPolicy(2, 2), auto_collect=0.0) as chain:
         for _ in range(12):
             chain.publish(training.step())
+            chain.flush()
         before = len(list(store.list("data/")))
         assert chain.collect(grace=0.0, dry_run=True) is not None
         assert len(list(store.list("data/"))) == before

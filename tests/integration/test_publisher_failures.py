@@ -355,7 +355,8 @@ def test_a_signal_handler_may_close_in_the_middle_of_a_publication():
 
     chain = publisher(store, on_event=handle)
     take_step(chain, training, states)
-    take_step(chain, training, states)
+    state = training.step()
+    states[chain.publish(state).seq] = state
     with pytest.raises(PublisherClosed):
         take_step(chain, training, {})
     chain.close()

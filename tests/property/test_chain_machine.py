@@ -26,7 +26,7 @@ from chain_world import Mishap, Outcome, Process, State, World, changed_state, f
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from support import bits_of
+from support import bits_of, publish_fully
 
 from deltawire import Publisher
 from deltawire.chain.fetch import Fetcher
@@ -159,7 +159,7 @@ class ChainMachine(RuleBasedStateMachine):
             writer.step, writer.began_in = step, self.world.epoch
             writer.process.mishap = writer.process.mishap or (mishap if index == len(changes) - 1 else None)
             writer.state = state
-            self._writer_came_to(number, writer.process.do(lambda: publisher.publish(state, step=step)))  # noqa: B023
+            self._writer_came_to(number, writer.process.do(lambda: publish_fully(publisher, state, step=step)))  # noqa: B023
 
     @rule(number=st.integers(0, 2))
     def close_writer(self, number: int) -> None:
@@ -439,7 +439,7 @@ def test_collector_that_hung_takes_nothing_that_a_resumed_version_rests_on() -> 
         for step in range(10):
             state = changed_state(state, "few", step)
             world.published.append(state)
-            seqs.append(publisher.publish(state, step=step).seq)
+            seqs.append(publish_fully(publisher, state, step=step).seq)
     assert collect(world.store, grace=GRACE).outcome == "waiting"
     world.pass_time(GRACE + 1)
     collector = HungCollector(world.store)

@@ -172,14 +172,17 @@ class BackgroundQueue:
     def flush(self, timeout: float | None = None) -> None:
         """Wait until every submitted state is published, failed or superseded. Raises TimeoutError, and errors as `submit` does."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._waiting is None and self._publishing is None, timeout):
+            if not self._changed.wait_for(self._is_idle, timeout):
                 raise TimeoutError(f"versions are still being published after {timeout:.3g} seconds.")
         self._raise_error()
 
     def wait_until_idle(self, seconds: float) -> None:
         """Return when the thread has nothing to do, or after this time. Python may abort if it stops a thread in native code."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is None and self._publishing is None and not self._is_following_up, seconds)
+            self._changed.wait_for(self._is_idle, seconds)
+
+    def _is_idle(self) -> bool:
+        return self._waiting is None and self._publishing is None and not self._is_following_up
 
     def unpublished(self) -> str:
         """Name the submitted states that are not published and whose error was not raised. Returns an empty string if there is none."""

@@ -5,6 +5,7 @@ It moves only when a commit is known to have landed. One thread moves it; other 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +17,21 @@ from ..format.digest import Digest
 from ..format.records.record_parts import CommitRef
 from ..tensors.bits import State
 from ..tensors.gpu_handover import GpuHandover, on_side_stream
+from ..tensors.state import thread_count
 from .history import History, budget_for, versions_of
 from .shortcuts.compose import compose
 from .snapshots import Arrays, SnapshotDevice, copy_of, copy_tensors, is_kept_like, new_arrays
 from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
+
+
+@dataclass(frozen=True, slots=True)
+class ComposingAt:
+    """A version at which skips are due: its position in the history, its commit, and how its state is cut."""
+
+    position: int
+    at: CommitRef
+    table: TensorTable
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,8 @@ class Baseline:
         self, arrays: Arrays, at: CommitRef, digest: Digest, *, threads: int | None = None, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
         self._threads = threads
+        self._threads_beside = max(1, thread_count(threads) // 2)
+        """How many threads make shortcuts while the next version is encoded."""
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self.replace(arrays, at, digest)
@@ -150,24 +164,40 @@ class Baseline:
         with on_side_stream(part) as wait:
             for reverse in back:
                 if index in reverse.deltas:
-                    apply_delta(part, reverse.deltas[index], threads=self._threads)
+                    apply_delta(part, reverse.deltas[index], threads=self._threads_beside)
             wait()
         return part
 
-    def compose(self) -> Iterator[Composed]:
-        """Yield the skips that are due at this version, the shortest first. Exhaust it after every move: it also shortens the history."""
-        level = 1
+    def begin_composing(self) -> ComposingAt | None:
+        """Keep what the skips that are due at this version need, until `compose` has made them. None if no skip is due.
+
+        Call it after every move: it also shortens the history.
+        """
+        with self._lock:
+            position = self._history.begin_composing()
+            self._history.prune()
+            return None if position is None else ComposingAt(position, self._history.here, self.table, self.segments)
+
+    def compose(self, due: ComposingAt) -> Iterator[Composed]:
+        """Yield the skips that are due at a version, the shortest first. Exhaust it. Another thread may move the baseline meanwhile.
+
+        Raises `HistoryDropped` if what they need was dropped.
+        """
         try:
-            while parts := self._history.composable(level):
-                made = compose(self, level, parts, threads=self._threads, break_off=True)
+            for level in itertools.count(1):
+                with self._lock:
+                    parts = self._history.composable(level, due.position)
+                if parts is None or parts[0].target != due.at:
+                    return
+                made = compose(_HeldVersion(self, due), level, parts, threads=self._threads_beside, break_off=True)
                 worth_it = made.forward_bytes < made.replaced_bytes
                 with self._lock:
-                    self._history.add_composed(made.reverse(has_skip=worth_it))
+                    if self._history.is_at(due.position, due.at.seq):
+                        self._history.add_composed(made.reverse(has_skip=worth_it))
                 yield Composed(made.base, made.target, versions_of(level), made.forward if worth_it else None)
-                level += 1
         finally:
             with self._lock:
-                self._history.prune()
+                self._history.end_composing(due.position, due.at.seq)
 
     def _reverse(self, state: State, changed: Collection[int], remember: bool) -> dict[int, bytes] | None:
         if not self.needs_reverse(remember=remember):
@@ -185,3 +215,21 @@ class Baseline:
             else:
                 self._history.advance(at, back, size)
             self.intact = True
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldVersion:
+    """A version that is held, whether or not the baseline has moved on since. Each of its segments is a copy."""
+
+    _baseline: Baseline
+    _due: ComposingAt
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self._due.segments
+
+    def part(self, index: int) -> State:
+        return self._baseline.segment_at(self._due.at.seq, index)
+
+    def part_of(self, state: State, index: int) -> State:
+        return {name: state[name] for name in self._due.table.names_of(self._due.segments[index])}

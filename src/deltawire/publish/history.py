@@ -66,6 +66,8 @@ class History:
         self._kept: dict[tuple[int, int], Reverse] = {}
         self._positions = {origin.seq: 0}
         self._held: Counter[int] = Counter()
+        self._composing: set[int] = set()
+        """Positions whose compositions are not all made yet."""
 
     @property
     def size(self) -> int:
@@ -88,14 +90,40 @@ class History:
         self.here, self.position = origin, 0
         self._kept.clear()
         self._held.clear()
+        self._composing.clear()
         self._positions = {origin.seq: 0}
 
-    def composable(self, level: int) -> list[Reverse] | None:
-        """Return the four of the level below that end here, the newest first. None if that level is not due, or one was dropped."""
-        covered = versions_of(level)
-        if level < 1 or self.position == 0 or self.position % covered:
+    def begin_composing(self) -> int | None:
+        """Return the present position if compositions are due, and keep what they need until `end_composing`. Otherwise return None.
+
+        The present version is held as well.
+        """
+        if self.composable(1) is None:
             return None
-        found = [self._kept.get((level - 1, self.position - step * (covered // FAN))) for step in range(FAN)]
+        self._composing.add(self.position)
+        self.hold()
+        return self.position
+
+    def end_composing(self, position: int, seq: int) -> None:
+        """Note that all compositions at the position of version `seq` are made. Nothing happens if the history was restarted since."""
+        if self.is_at(position, seq):
+            self._composing.discard(position)
+            self.release(seq)
+
+    def is_at(self, position: int, seq: int) -> bool:
+        """Tell whether version `seq` is at this position, and the history was not restarted since."""
+        return self._positions.get(seq) == position
+
+    def composable(self, level: int, position: int | None = None) -> list[Reverse] | None:
+        """Return the four of the level below that end at a position, the newest first; by default at the present one.
+
+        Returns None if that level is not due there, or one was dropped.
+        """
+        covered = versions_of(level)
+        end = self.position if position is None else position
+        if level < 1 or end == 0 or end % covered:
+            return None
+        found = [self._kept.get((level - 1, end - step * (covered // FAN))) for step in range(FAN)]
         parts = [part for part in found if part is not None]
         return parts if len(parts) == FAN else None
 
@@ -113,10 +141,11 @@ class History:
     def prune(self) -> None:
         """Drop what neither a later composition nor a held version needs. Call it when all compositions of a position are made."""
         lowest = min(self._held, default=self.position)
+        composed = min(self._composing, default=self.position + 1) - 1
         self._kept = {
             (level, end): reverse
             for (level, end), reverse in self._kept.items()
-            if end > self.position - self.position % versions_of(level + 1) or end > lowest
+            if end > composed - composed % versions_of(level + 1) or end > lowest
         }
         self._positions = {seq: position for seq, position in self._positions.items() if position in (self.position, *self._held)}
 

@@ -7,6 +7,7 @@ the version, make shortcuts. Without `background` the calling thread does all of
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -174,14 +175,14 @@ class Publisher:
                 self._appender.resume(resume_from_seq, state)
             del state
             self._follow_newest(chain, has_step=resume_from_seq is None)
-            anchors: JobThread | None = None
-            if background:  # with a pool of their own, so that uploads of anchors never delay a version
-                uploads = opened.enter_context(UploadPool(2, "deltawire-anchor"))
-                anchors = JobThread("deltawire-upkeep")
-                opened.callback(anchors.close)
-            shortcuts = ShortcutWriter(self._store, uploads, self._writer.run, self.epoch, options)
+            # Shortcuts have a pool of their own, so that their uploads never delay a version.
+            shortcuts = ShortcutWriter(
+                self._store, opened.enter_context(UploadPool(2, "deltawire-shortcut")), self._writer.run, self.epoch, options
+            )
             garbage = None if options.auto_collect is None else self._collect_garbage
-            upkeep = Upkeep(self._appender, shortcuts, options, thread=anchors, collect=garbage, on_event=on_event)
+            self._jobs = JobThread("deltawire-upkeep")
+            opened.callback(self._jobs.close)
+            upkeep = Upkeep(self._appender, shortcuts, options, thread=self._jobs, collect=garbage, on_event=on_event)
             self._versions = VersionWriter(self._appender, upkeep, self._advice, self._memory, on_event)
             self._background: BackgroundQueue | None = None
             if background:
@@ -249,7 +250,9 @@ class Publisher:
         return published
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until every state that was passed to `publish` is in the chain, or superseded. Raises errors as `publish` does.
+        """Wait until every state that was passed to `publish` is in the chain, or superseded, and the shortcuts that are due are made.
+
+        Raises errors as `publish` does. Shortcuts that fail are only reported.
 
         Parameters
         ----------
@@ -257,8 +260,10 @@ class Publisher:
             The longest time to wait, in seconds, before it raises TimeoutError. None: wait as long as it takes.
         """
         self._check_open()
+        deadline = None if timeout is None else time.monotonic() + timeout
         if self._background is not None:
             self._background.flush(timeout)
+        self._jobs.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def collect(self, *, grace: float, dry_run: bool = False) -> Collected:
         """Delete data that no reader needs any more. See `deltawire.chain.maintenance.collect`.
@@ -274,7 +279,7 @@ class Publisher:
         return collect(self._store, grace=grace, dry_run=dry_run, log=self._new_log(), on_event=self._on_event)
 
     def close(self) -> None:
-        """Publish everything that was accepted, finish the anchor in progress, and release all resources. It may be called twice.
+        """Publish everything that was accepted, finish the shortcuts that are due, and release all resources. It may be called twice.
 
         Raises background errors that were not raised yet, after everything is closed. If a signal handler calls it in the middle of
         `publish`, it returns at once; the publisher closes when that publication ends.

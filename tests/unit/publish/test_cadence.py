@@ -74,3 +74,16 @@ def test_the_best_measurement_counts():
 def test_senseless_policies_are_refused(wrong):
     with pytest.raises(ValueError, match="must be"):
         AnchorPolicy(**wrong)
+
+
+def test_a_skip_that_is_made_late_shortens_the_routes_to_newer_versions():
+    late, prompt = chain(10, 10, 10, 10), chain(10, 10, 10, 10)
+    prompt.add_skip(4, 25)
+    for cost in (late, prompt):
+        cost.add_update(10)
+        cost.add_update(10)
+    late.add_skip(4, 25, behind=2)
+    assert late.replay == prompt.replay == Replay(45, 3)
+    late.add_skip(4, 30, behind=2)  # it saves nothing
+    late.add_skip(4, 1, behind=9)  # it was made of a version before the anchor
+    assert late.replay == prompt.replay

@@ -102,6 +102,11 @@ def moved(baseline: Baseline, state, seq: int, *, swap: bool, remember: bool = T
     return move(copied(state) if swap else state, different, ref(seq, state), digest, 10**6, remember=remember)
 
 
+def composed_now(baseline: Baseline):
+    due = baseline.begin_composing()
+    return [] if due is None else list(baseline.compose(due))
+
+
 @pytest.mark.parametrize("swap", [False, True])
 def test_segments_of_a_held_version_are_what_they_were(swap):
     states = [{name: RANDOM.standard_normal(500).astype(np.float32) for name in "abcd"}]
@@ -110,7 +115,7 @@ def test_segments_of_a_held_version_are_what_they_were(swap):
     for seq in range(1, 40):
         states.append(changed(states[-1]) | {"b": states[-1]["b"]})
         moved(baseline, states[-1], seq, swap=swap)
-        for composed in baseline.compose():
+        for composed in composed_now(baseline):
             assert composed.versions in (4, 16)
             assert composed.forward is not None
             assert 1 not in composed.forward, "a segment that did not change has no delta"
@@ -128,14 +133,54 @@ def test_segments_of_a_held_version_are_what_they_were(swap):
         baseline.segment_at(8, 0)
 
 
+def test_skips_of_held_versions_are_made_while_the_baseline_moves_on():
+    """All are made late, in order: each is of its own version, and the history ends as if none had been late."""
+    states = [{name: RANDOM.standard_normal(500).astype(np.float32) for name in "abcd"}]
+    late, prompt = (Baseline(copied(states[0]), ref(0, states[0]), deltawire.state_digest(states[0]), segment_bytes=2000) for _ in range(2))
+    waiting = []
+    for seq in range(1, 20):
+        states.append(changed(states[-1], 0.005))
+        for baseline in (late, prompt):
+            moved(baseline, states[-1], seq, swap=seq % 2 == 0)
+        waiting.append(late.begin_composing())
+        composed_now(prompt)
+    found = [composed for due in waiting if due is not None for composed in late.compose(due)]
+    assert [(composed.target.seq, composed.versions) for composed in found] == [(4, 4), (8, 4), (12, 4), (16, 4), (16, 16)]
+    for composed in found:
+        then = copied(states[composed.base.seq])
+        assert composed.forward is not None
+        for index, delta in composed.forward.items():
+            deltawire.apply_delta({name: then[name] for name in late.part(index)}, delta)
+        assert bits_of(then) == bits_of(states[composed.target.seq])
+    late.begin_composing()
+    assert late.history_bytes == prompt.history_bytes > 0
+
+
+def test_skips_that_are_late_end_with_the_history_that_they_need():
+    state = {"a": RANDOM.standard_normal(500).astype(np.float32)}
+    baseline = Baseline(copied(state), ref(0, state), deltawire.state_digest(state))
+    for seq in range(1, 5):
+        state = changed(state)
+        moved(baseline, state, seq, swap=False)
+    due = baseline.begin_composing()
+    assert due is not None
+    other = {"b": np.zeros(3, np.float32)}
+    baseline.replace(copied(other), ref(5, other), deltawire.state_digest(other))
+    assert list(baseline.compose(due)) == []
+    for seq in range(6, 10):  # the new history has four versions, too
+        other = changed(other, 0.9)
+        moved(baseline, other, seq, swap=False)
+    assert list(baseline.compose(due)) == []
+    assert [composed.target.seq for composed in composed_now(baseline)] == [9]
+
+
 def test_reverse_deltas_take_a_small_part_of_the_state():
     state = {"w": RANDOM.standard_normal(200_000).astype(np.float32)}
     baseline = Baseline(copied(state), ref(0, state), deltawire.state_digest(state))
     for seq in range(1, 18):
         state = changed(state, 0.002)
         moved(baseline, state, seq, swap=False)
-        for _ in baseline.compose():
-            pass
+        composed_now(baseline)
         assert baseline.history_bytes < 0.05 * 800_000
 
 
@@ -164,5 +209,5 @@ def test_without_memory_of_the_past_there_is_nothing_to_compose():
     for seq in range(1, 9):
         state = changed(state, 0.5)
         moved(baseline, state, seq, swap=False, remember=False)
-        assert list(baseline.compose()) == []
+        assert composed_now(baseline) == []
     assert baseline.history_bytes == 0

@@ -83,11 +83,19 @@ class ChainCost:
         self._routes[self.versions + 1] = Replay(last.bytes + size, last.hops + 1)
         self.versions += 1
 
-    def add_skip(self, versions: int, size: int) -> None:
-        """Note a skip of `size` bytes over the last `versions` versions. It does not help readers that start at a newer anchor."""
-        start = self._routes.get(self.versions - versions)
-        if start is not None and start.bytes + size <= self.replay.bytes:
-            self._routes[self.versions] = Replay(start.bytes + size, start.hops + 1)
+    def add_skip(self, versions: int, size: int, behind: int = 0) -> None:
+        """Note a skip of `size` bytes over `versions` versions, to the version that is `behind` versions before the newest.
+
+        It does not help readers that start at a newer anchor.
+        """
+        target = self.versions - behind
+        start, old = self._routes.get(target - versions), self._routes.get(target)
+        if start is None or old is None or start.bytes + size > old.bytes:
+            return
+        saved = Replay(old.bytes - start.bytes - size, old.hops - start.hops - 1)
+        for version, route in self._routes.items():
+            if version >= target:  # the routes to newer versions lead over this one
+                self._routes[version] = Replay(route.bytes - saved.bytes, route.hops - saved.hops)
 
     def anchored(self, behind: int = 0) -> None:
         """Note that an anchor was made of the version that is `behind` versions before the newest."""

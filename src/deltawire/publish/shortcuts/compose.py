@@ -9,6 +9,7 @@ from typing import Any
 from ...delta.encode import encode_delta, encode_with_summary
 from ...delta.resolve import apply_delta
 from ...format.records.record_parts import CommitRef
+from ...tensors.gpu_handover import on_side_stream
 from ..history import Reverse
 from ..snapshots import copy_of
 from ..upload.data_objects import Segmented
@@ -49,16 +50,17 @@ def compose(baseline: Segmented, level: int, parts: Sequence[Reverse], *, thread
     size = 0
     for index in sorted({index for part in parts for index in part.deltas}):
         now = baseline.part(index)
-        then: dict[str, Any] = {name: copy_of(tensor) for name, tensor in now.items()}
-        for part in parts:
-            if index in part.deltas:
-                apply_delta(then, part.deltas[index], threads=threads)
-        delta, summary = encode_with_summary(now, then, threads=threads)
-        if not summary.tensors_changed:
-            continue
-        backward[index] = delta
-        if size < replaced or not break_off:
-            forward[index] = encode_delta(then, now, threads=threads)
-            size += len(forward[index])
+        with on_side_stream(now) as wait:  # on a GPU, this may run while the next step is trained
+            then: dict[str, Any] = {name: copy_of(tensor) for name, tensor in now.items()}
+            for part in parts:
+                if index in part.deltas:
+                    apply_delta(then, part.deltas[index], threads=threads)
+            delta, summary = encode_with_summary(now, then, threads=threads)
+            if summary.tensors_changed:
+                backward[index] = delta
+                if size < replaced or not break_off:
+                    forward[index] = encode_delta(then, now, threads=threads)
+                    size += len(forward[index])
+            wait()
     oldest, newest = parts[-1], parts[0]
     return Composition(level, newest.end, oldest.base, newest.target, forward, backward, size, replaced)
