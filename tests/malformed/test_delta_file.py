@@ -15,6 +15,7 @@ from deltawire.delta.inspect import inspect_delta
 from deltawire.delta.prepared import PreparedUpdate
 from deltawire.dtypes import PAYLOAD_TYPES
 from deltawire.errors import BaseMismatch, CorruptDelta, UnsupportedVersion
+from deltawire.format.delta_files.grouped import hash_of_names
 
 SPLIT = split_delta(DELTA)
 
@@ -178,3 +179,32 @@ def test_a_list_of_changes_that_would_take_many_times_its_size_is_refused():
         assert tracemalloc.get_traced_memory()[1] < 12 * len(changes)
     finally:
         tracemalloc.stop()
+
+
+def test_lists_of_many_groups_or_parts_take_no_more_memory_than_the_file():
+    state = {"a": np.zeros(600, np.float32), "b": np.zeros(600, np.float32)}
+    split = split_delta(deltawire.encode_delta(state, state))
+    names_hash = hash_of_names(sorted(state))
+    groups = b"".join(varint(32 * number + 12) + b"\1\0" for number in range(1, 50_000))
+    files = [
+        join_body(split, varint(2) + varint(0) + varint(0) + groups),
+        join_delta(split._replace(parts=names_hash + varint(0) + varint(0) + varint(600) + b"\0\0\1" * 50_000)),
+    ]
+    for file in files:
+        tracemalloc.start()
+        try:
+            with pytest.raises((CorruptDelta, BaseMismatch)):
+                deltawire.apply_delta(state, file)
+            assert tracemalloc.get_traced_memory()[1] < len(file)
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("parts", [b"", b"\x80\x00", b"\0\0", b"\0\0\0"], ids=repr)
+def test_errors_in_lists_of_parts_are_explained_once(parts):
+    state = {"a": np.zeros(600, np.float32)}
+    split = split_delta(deltawire.encode_delta(state, state))
+    listed = hash_of_names(state) + parts if parts else b"short"
+    with pytest.raises(CorruptDelta) as caught:
+        deltawire.apply_delta(state, join_delta(split._replace(parts=listed)))
+    assert str(caught.value).count("cannot be used as a delta") == str(caught.value).count(CorruptDelta.hint) == 1

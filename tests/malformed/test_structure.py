@@ -47,6 +47,8 @@ def with_changes(edit):
         b'{"aliases":NaN}',
         b'{"added":{"fresh":["F8_E4M3",[-7]]}}',
         b'{"added":{"fresh":["F9",[7]]}}',
+        b'{"added":{"":["F8_E4M3",[7]]}}',
+        b'{"added":{"__metadata__":["F8_E4M3",[7]]}}',
     ],
     ids=lambda text: repr(text[:40]),
 )

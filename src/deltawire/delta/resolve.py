@@ -34,7 +34,12 @@ def resolve_delta(state: State, delta: DeltaBytes, *, threads: int | None = None
     threads
         The number of threads to use; by default, as many as there are processors that this process may use.
     """
-    plan = plan_delta(state, delta_file.parse(delta))
+    return resolve_file(state, delta_file.parse(delta), threads=threads)
+
+
+def resolve_file(state: State, file: DeltaFile, *, threads: int | None = None) -> ResolvedPatch:
+    """Like `resolve_delta`, for a delta that is parsed already."""
+    plan = plan_delta(state, file)
     codec = codec_for(plan.tensors)
     resolution = codec.resolution(thread_count(threads), 2**63)
     resolve_plan(plan, resolution, codec, thread_count(threads), None)

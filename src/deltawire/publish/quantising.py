@@ -116,7 +116,10 @@ class _ChosenTypes:
 
 
 def record_of(recipe: Recipe) -> RecipeRecord:
-    """Return the recipe as commits name it. Raises `LimitExceeded` if a commit has no room for it."""
+    """Return the recipe as commits name it. Raises `ValueError` or `LimitExceeded` if a commit cannot hold it."""
+    for pattern in recipe.ignore:
+        if not pattern.isprintable():
+            raise ValueError(f"the pattern {pattern!r} has characters that cannot be printed, and a version cannot record it")
     values = recipe.to_json()
     record = RecipeRecord(values.pop("name"), values.pop("release"), values)
     size = len(json.dumps(record.plain()))

@@ -38,12 +38,11 @@ class ModulePatterns:
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._names = frozenset(pattern for pattern in patterns if not pattern.startswith("re:"))
-        expressions = [f"(?:{pattern.removeprefix('re:')})" for pattern in patterns if pattern.startswith("re:")]
-        self._expression = re.compile("|".join(expressions)) if expressions else None
+        self._expressions = [re.compile(pattern.removeprefix("re:")) for pattern in patterns if pattern.startswith("re:")]
 
     def match(self, module: str) -> bool:
         """Tell whether one of the patterns matches the name of a module."""
-        return module in self._names or bool(self._expression and self._expression.match(module))
+        return module in self._names or any(expression.match(module) for expression in self._expressions)
 
 
 def split_groups(quantised: Iterable[str], kept: Iterable[str]) -> list[tuple[str, str]]:

@@ -52,6 +52,21 @@ class BlockShape(NamedTuple):
         return (0, 1) if self.rows is None else (start // self.rows, -(-stop // self.rows))
 
 
+def check_pattern(pattern: str) -> None:
+    """Raise `ValueError` if a pattern of `ignore` is not valid.
+
+    Parameters
+    ----------
+    pattern
+        The name of a module, or "re:" and a regular expression.
+    """
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A deterministic function from weights to the tensors that engines load (docs/quantise.md).
@@ -100,10 +115,7 @@ class Recipe:
             raise ValueError(f"ignore is a sequence of patterns, not the string {self.ignore!r}")
         object.__setattr__(self, "ignore", tuple(self.ignore))
         for pattern in self.ignore:
-            try:
-                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
+            check_pattern(pattern)
 
     @classmethod
     def parse(cls, spelling: str, **options: Any) -> Recipe:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from deltawire.publish.quantising import record_of
 from deltawire.quantise import Recipe
+from deltawire.quantise.modules import ModulePatterns
 from deltawire.quantise.recipe import RELEASES, SPELLINGS
 
 
@@ -38,6 +40,8 @@ def test_only_sticky_may_change_without_a_new_anchor():
         (lambda: Recipe("nvfp4", scale="ue8m0"), "does not have scales"),
         (lambda: Recipe("nvfp4", ignore="lm_head"), "sequence of patterns"),
         (lambda: Recipe("nvfp4", ignore=("re:(",)), "not a valid regular expression"),
+        (lambda: Recipe("nvfp4", ignore=("re:a{99999999999999999999}",)), "not a valid regular expression"),
+        (lambda: Recipe("nvfp4", ignore=("re:" + "(" * 3000 + ")" * 3000,)), "not a valid regular expression"),
         (lambda: Recipe.from_json({"name": "nvfp4"}), "release, sticky, ignore"),
         (lambda: Recipe.from_json({**Recipe("nvfp4").to_json(), "ignore": [1]}), "wrong or missing"),
         (lambda: Recipe.from_json({**Recipe("nvfp4").to_json(), "release": True}), "release"),
@@ -47,3 +51,19 @@ def test_only_sticky_may_change_without_a_new_anchor():
 def test_wrong_recipes_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_each_pattern_is_an_expression_of_its_own():
+    patterns = ModulePatterns(["re:(x)y$", r"re:(a|b)\1$", "re:(?i)HEAD$", "re:(?P<kind>gate)$", "re:(?P<kind>router)$"])
+    assert [name for name in ("xy", "aa", "ax", "head", "gate", "router", "body") if patterns.match(name)] == [
+        "xy",
+        "aa",
+        "head",
+        "gate",
+        "router",
+    ]
+
+
+def test_a_version_cannot_record_a_pattern_that_cannot_be_printed():
+    with pytest.raises(ValueError, match="cannot be printed"):
+        record_of(Recipe("nvfp4", ignore=("re:a\tb",)))

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from ...chain.memory_state import MemoryState, Update
 from ...delta.patch import ResolvedPatch
-from ...delta.resolve import resolve_delta
+from ...delta.resolve import resolve_file
 from ...dtypes import DType, dtype_named
 from ...errors import BaseMismatch, CorruptDelta, EngineRefused, ResultMismatch
+from ...format import delta_file
 from ...format.delta_file import DeltaBytes
 from ...format.digest import Digest
 from ...format.records.version_records import Commit
@@ -237,7 +238,7 @@ class DequantisedUpdate:
 
     def add(self, state: Arrays, delta: DeltaBytes) -> tuple[Digest, Digest]:
         """Decode a delta against a part of the published tensors, and dequantise what it changes. Changes nothing."""
-        patch = resolve_delta(state, delta, threads=self._threads)
+        patch = resolve_file(state, delta_file.parse(delta, names=state), threads=self._threads)
         if patch.added or patch.removed:
             raise CorruptDelta("the delta adds or removes tensors, but an update of live weights can only change values.")
         old = {name: overwritten(state[name], change) for name, change in patch.changed.items()}

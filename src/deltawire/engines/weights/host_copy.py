@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from ...chain.memory_state import MemoryState, Update
 from ...codec.bits import in_host_memory
 from ...delta.patch import ResolvedPatch, TensorPatch
-from ...delta.resolve import resolve_delta
+from ...delta.resolve import resolve_file
 from ...errors import BaseMismatch, CorruptDelta, ResultMismatch
+from ...format import delta_file
 from ...format.delta_file import DeltaBytes
 from ...format.digest import Digest
 from ...format.records.version_records import Commit
@@ -179,7 +180,7 @@ class HostCopyUpdate:
         import torch
 
         live = self._tensors.now()
-        patch = resolve_delta(state, delta, threads=self._threads)
+        patch = resolve_file(state, delta_file.parse(delta, names=state), threads=self._threads)
         if patch.added or patch.removed:
             raise CorruptDelta("the delta adds or removes tensors, but an update of live weights can only change values.")
         old = {name: overwritten(state[name], change) for name, change in patch.changed.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ _CODES = 32
 """Ids of groups have room for this many codes of payload types."""
 _NAMES_HASH_BYTES = 8
 _WORTH_THREADS = 1 << 20
+_OTHER_NAMES = "the delta covers parts of tensors, and was made from a state with other names."
 
 
 class FilePart(NamedTuple):
@@ -34,17 +35,20 @@ class FilePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileParts:
-    """The parts that a file covers, before the reader's names are known."""
+    """The parts that a file covers, before the reader's names are known. They are read only when the names are known."""
 
     names_hash: bytes
-    parts: tuple[FilePart, ...]
+    listed: memoryview
+    """The list as it is in the file, without the hash of the names."""
 
     def of(self, names: Sequence[str], dtypes: Mapping[str, DType]) -> Parts:
         """Return the parts by name. `names` are all tensors of the state, ascending. Raise `BaseMismatch` if they are others."""
-        if hash_of_names(names) != self.names_hash or (self.parts and self.parts[-1].tensor >= len(names)):
-            raise BaseMismatch("the delta covers parts of tensors, and was made from a state with other names.")
         found = {}
-        for index, block, elements in self.parts:
+        if hash_of_names(names) != self.names_hash:
+            raise BaseMismatch(_OTHER_NAMES)
+        for index, block, elements in _each_part(self.listed):
+            if index >= len(names):
+                raise BaseMismatch(_OTHER_NAMES)
             start = block * PART_ALIGNMENT // dtypes[names[index]].itemsize
             found[names[index]] = start, start + elements
         return found
@@ -121,18 +125,15 @@ def parse_grouped(view: memoryview, names: Iterable[str] | None) -> GroupedDelta
         tensors, at = read_varint(view, HEADER_BYTES)
         changes, at = _piece(view, at)
         listed, at = _piece(view, at)
-        groups = _read_groups(view, at)
-        parts = _read_parts(listed) if listed else None
     except CorruptDelta as error:
-        refuse(str(error))
+        refuse(error.message)
     if names is not None and len(changes) > longest_header(names):
         refuse("its list of changes is longer than the tensors that it is for need.")
     structure = _structure(bytes(changes))
-    targets = len(set(structure.aliases.values()))
+    groups = _read_groups(view, at, targets=len(set(structure.aliases.values())))
+    parts = _file_parts(listed) if listed else None
     if parts is not None and (structure.added or structure.removed):
         refuse("it covers parts of tensors, but adds or removes tensors.")
-    if any(target > targets or code >= len(PAYLOAD_TYPES) for target, code in map(split_id, groups)):
-        refuse("it has a group of an unknown type, or of a tensor that it does not tie.")
     return GroupedDelta(before, after, view, tensors, structure, parts, groups)
 
 
@@ -149,34 +150,46 @@ def _structure(changes: bytes) -> Structure:
     return structure
 
 
-def _read_groups(view: memoryview, at: int) -> dict[int, ByteRange]:
+def _read_groups(view: memoryview, at: int, targets: int) -> dict[int, ByteRange]:
+    """Return the payloads by the ids of their groups. There are few valid ids, so a file of many groups is refused soon."""
     groups: dict[int, ByteRange] = {}
     last = -1
     while at < len(view):
-        group, at = read_varint(view, at)
-        size, at = read_varint(view, at)
+        try:
+            group, at = read_varint(view, at)
+            size, at = read_varint(view, at)
+        except CorruptDelta as error:
+            refuse(error.message)
         if group <= last or not 0 < size <= len(view) - at:
             refuse("its groups are out of order, empty or cut off.")
+        target, code = split_id(group)
+        if target > targets or code >= len(PAYLOAD_TYPES):
+            refuse("it has a group of an unknown type, or of a tensor that it does not tie.")
         groups[group] = at, at + size
         last, at = group, at + size
     return groups
 
 
-def _read_parts(listed: memoryview) -> FileParts:
+def _file_parts(listed: memoryview) -> FileParts:
     if len(listed) < _NAMES_HASH_BYTES:
         refuse("its list of parts is malformed.")
-    at = _NAMES_HASH_BYTES
-    parts: list[FilePart] = []
-    index = -1
+    return FileParts(bytes(listed[:_NAMES_HASH_BYTES]), listed[_NAMES_HASH_BYTES:])
+
+
+def _each_part(listed: memoryview) -> Iterator[FilePart]:
+    """Yield the parts of a list, one by one, because a part takes 40 times as much memory as its bytes in the list."""
+    at, index = 0, -1
     while at < len(listed):
-        skipped, at = read_varint(listed, at)
-        block, at = read_varint(listed, at)
-        elements, at = read_varint(listed, at)
+        try:
+            skipped, at = read_varint(listed, at)
+            block, at = read_varint(listed, at)
+            elements, at = read_varint(listed, at)
+        except CorruptDelta as error:
+            refuse(error.message)
         index += 1 + skipped
         if not elements:
             refuse("its list of parts is malformed.")
-        parts.append(FilePart(index, block, elements))
-    return FileParts(bytes(listed[:_NAMES_HASH_BYTES]), tuple(parts))
+        yield FilePart(index, block, elements)
 
 
 def _parts_bytes(parts: Parts, all_names: Sequence[str], dtypes: Mapping[str, DType]) -> bytes:
