@@ -104,7 +104,7 @@ def test_weights_on_a_gpu_are_changed_where_they_are():
             swap.sync()
             assert all(torch.equal(a, b) for a, b in zip(trainer.state_dict().values(), served.state_dict().values(), strict=True))
             changed(trainer)
-        assert type(swap._replica._weights) is InPlaceWeights
+        assert type(swap._replica._weights.current) is InPlaceWeights
     assert addresses == [p.data_ptr() for p in served.parameters()]
 
 
@@ -139,7 +139,7 @@ def test_tensors_that_the_module_does_not_have_are_kept_on_the_host():
             publisher.publish({**trainer.state_dict(), **others})
             swap.sync()
             assert all(torch.equal(a, b) for a, b in zip(trainer.state_dict().values(), served.state_dict().values(), strict=True))
-            kept = swap._replica._weights.live()
+            kept = swap._replica._weights.current.live()
             assert all(kept[name].tolist() == others[name].tolist() for name in others)
             changed(trainer)
             for other in others.values():
@@ -164,5 +164,5 @@ def test_fused_experts_on_a_gpu_are_changed_where_they_are():
             swap.sync()
             assert all(torch.equal(a, b) for a, b in zip(trainer.state_dict().values(), served.state_dict().values(), strict=True))
             changed(trainer)
-        assert type(swap._replica._weights) is InPlaceWeights
+        assert type(swap._replica._weights.current) is InPlaceWeights
     assert addresses == [parameter.data_ptr() for parameter in served.parameters()]
