@@ -14,9 +14,10 @@ from old_deltas import encode_old
 
 import deltawire
 from deltawire.codec import using_codec
-from deltawire.codec.base import EncodeJob, ResolveJob
-from deltawire.codec.reference.codec import encode_job, resolve_job
-from deltawire.dtypes import DTYPES, dtype_named
+from deltawire.codec.base import EncodeGroup, ResolveGroup, ResolveJob
+from deltawire.codec.reference.codec import ReferenceCodec, resolve_job
+from deltawire.codec.reference.encoder import encode_tensor
+from deltawire.dtypes import DTYPES, PAYLOAD_TYPES, dtype_named
 from deltawire.errors import BaseMismatch, CorruptDelta, DeltawireError, StateNotWritable
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
@@ -95,27 +96,26 @@ DTYPES_IN_TORCH = [dtype for dtype in DTYPES if dtype.name in torch_types(torch)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES_IN_TORCH, ids=lambda dtype: dtype.name)
 
 
+def device_bits(bits, dtype):
+    return tensor_bits("w", cuda(bits, dtype)).bits
+
+
 @by_dtype
 def test_bytes_and_digests_are_those_of_the_reference(dtype):
-    cases = list(pairs(dtype))
-    bits = [(tensor_bits("w", cuda(base, dtype)).bits, tensor_bits("w", cuda(new, dtype)).bits) for base, new in cases]
+    """All tensors are one group. Some of them are added."""
+    cases = [*pairs(dtype), *((None, new) for _, new in pairs(dtype, [1, 1000], [0.3]))]
+    kind, seeds = PAYLOAD_TYPES[dtype.code], 7 * np.arange(len(cases), dtype=np.uint64)
+    bases, news = map(list, zip(*cases, strict=True))
+    places = [None if base is None else device_bits(base, dtype) for base in bases], [device_bits(new, dtype) for new in news]
     codec = GpuCodec(DEVICE)
-    got = codec.encode([EncodeJob(b, n, dtype, 7 * i) for i, (b, n) in enumerate(bits)], 1)
-    want = [encode_job(EncodeJob(b, n, dtype, 7 * i)) for i, (b, n) in enumerate(cases)]
-    for ours, theirs in zip(got, want, strict=True):
-        assert b"".join(ours.payload) == b"".join(theirs.payload)
-        assert (ours.changed, ours.before, ours.after) == (theirs.changed, theirs.before, theirs.after)
-    assert codec.digest([(b, 7 * i) for i, (b, _) in enumerate(bits)], 1).tolist() == [[*e.before] for e in want]
-
-
-@by_dtype
-def test_added_tensors_are_coded_against_zeros(dtype):
-    cases = [new for _, new in pairs(dtype, [1, 1000, 2 * TILE + 3], [0.3])]
-    got = GpuCodec(DEVICE).encode([EncodeJob(None, tensor_bits("w", cuda(new, dtype)).bits, dtype, 5) for new in cases], 1)
-    for ours, new in zip(got, cases, strict=True):
-        theirs = encode_job(EncodeJob(None, new, dtype, 5))
-        assert b"".join(ours.payload) == b"".join(theirs.payload)
-        assert (ours.before, ours.after) == (theirs.before, theirs.after)
+    (got,), (want,) = (
+        codec.encode_groups([EncodeGroup(kind, *places, seeds)], 1),
+        ReferenceCodec().encode_groups([EncodeGroup(kind, bases, news, seeds)], 1),
+    )
+    assert b"".join(got.pieces) == b"".join(want.pieces)
+    assert (got.changed.tolist(), got.before, got.after) == (want.changed.tolist(), want.before, want.after)
+    sums = codec.digest(list(zip(places[1], seeds.tolist(), strict=True)), 1)
+    assert sums.tolist() == ReferenceCodec().digest(list(zip(news, seeds.tolist(), strict=True)), 1).tolist()
 
 
 @by_dtype
@@ -149,9 +149,10 @@ def test_states_larger_than_blocks_and_slabs_are_exact():
     dtype = dtype_named("BF16")
     parts = [pair for d in (0.0, 0.0108, 1.0, 0.001, 0.3) for pair in pairs(dtype, [(1 << 22) + 100], [d])][::3]
     base, new = (np.concatenate(side) for side in zip(*parts, strict=True))
-    facts = [EncodeJob(tensor_bits("w", cuda(b, dtype)).bits, tensor_bits("w", cuda(n, dtype)).bits, dtype, 3) for b, n in [(base, new)]]
-    ours, theirs = GpuCodec(DEVICE).encode(facts, 1), encode_job(EncodeJob(base, new, dtype, 3))
-    assert b"".join(ours.pieces) == b"".join(theirs.payload)
+    kind, seeds = PAYLOAD_TYPES[dtype.code], np.full(1, 3, np.uint64)
+    (ours,) = GpuCodec(DEVICE).encode_groups([EncodeGroup(kind, [device_bits(base, dtype)], [device_bits(new, dtype)], seeds)], 1)
+    (theirs,) = ReferenceCodec().encode_groups([EncodeGroup(kind, [base], [new], seeds)], 1)
+    assert b"".join(ours.pieces) == b"".join(theirs.pieces)
     state = {"w": cuda(base, dtype)}
     deltawire.apply_delta(state, deltawire.encode_delta(state, {"w": cuda(new, dtype)}))
     assert np.array_equal(host(state["w"]), new)
@@ -229,11 +230,11 @@ def test_tensors_are_added_and_removed_on_the_gpu():
 
 
 @pytest.mark.parametrize("name", ["BF16", "F8_E4M3", "F32", "U64"] if REAL else ["BF16", "U64"])
-def test_bad_payloads_are_refused_as_the_reference_refuses_them(name):
+def test_bad_payloads_of_versions_1_and_2_are_refused_as_the_reference_refuses_them(name):
     dtype = dtype_named(name)
     rng = np.random.default_rng(5)
     for base, new in pairs(dtype, [3000, 2 * TILE + 3] if REAL else [3000], [0.02, 0.97]):
-        payload = b"".join(encode_job(EncodeJob(base, new, dtype, 1)).payload)
+        payload = b"".join(encode_tensor(base, new, dtype))
         for i in range(25 if REAL else 8):
             bad = bytearray(payload)
             for _ in range(rng.integers(1, 4)):
@@ -283,12 +284,12 @@ def test_another_base_is_refused_and_does_not_change():
 def test_a_second_exchange_restores_the_old_values():
     base = torch.randn(1_000_000 if REAL else 100_000, device=DEVICE, dtype=torch.bfloat16)
     new = (base.float() * (1 + 1e-3 * torch.randn_like(base, dtype=torch.float32))).to(torch.bfloat16)
-    payload = b"".join(
-        GpuCodec(DEVICE).encode([EncodeJob(tensor_bits("w", base).bits, tensor_bits("w", new).bits, dtype_named("BF16"), 1)], 1).pieces
-    )
+    kind, seeds, target = PAYLOAD_TYPES[dtype_named("BF16").code], np.ones(1, np.uint64), [tensor_bits("w", base).bits]
+    (encoded,) = GpuCodec(DEVICE).encode_groups([EncodeGroup(kind, target, [tensor_bits("w", new).bits], seeds)], 1)
+    payload = b"".join(encoded.pieces)
     resolution = GpuCodec(DEVICE).deferred_resolution(1)
     kept = base.clone()
-    resolution.add([ResolveJob(tensor_bits("w", base).bits, base.numel(), (0, len(payload)), dtype_named("BF16"), 1, write=True)], payload)
+    resolution.add_groups([ResolveGroup(kind, target, np.array([base.numel()]), seeds, (0, len(payload)), True)], payload)
     for state in (new, kept, new):
         resolution.exchange()
         assert torch.equal(base.view(torch.int16), state.view(torch.int16))

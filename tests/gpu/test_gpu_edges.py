@@ -13,11 +13,13 @@ from emulator.build import compiler
 
 import deltawire
 from deltawire.codec import using_codec
-from deltawire.codec.base import EncodeJob, ResolveJob
+from deltawire.codec.base import EncodeGroup, ResolveJob
 from deltawire.codec.bits import DeviceBits, MasterWeightBits
-from deltawire.codec.reference.codec import encode_job
+from deltawire.codec.reference import groups as reference_groups
+from deltawire.codec.reference.codec import ReferenceCodec
+from deltawire.codec.reference.encoder import encode_tensor
 from deltawire.delta.prepared import PreparedUpdate
-from deltawire.dtypes import dtype_named
+from deltawire.dtypes import PAYLOAD_TYPES, dtype_named
 from deltawire.errors import CorruptDelta, UnsupportedTensor
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
@@ -26,7 +28,7 @@ if compiler() is None:
 
 from emulator.gpu import EmulatedGpu, Stream, emulated  # noqa: E402
 
-from deltawire.codec.gpu import device, encode, kernel_addresses, resolve  # noqa: E402
+from deltawire.codec.gpu import device, encode, kernel_addresses, kernel_table, resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.publish.snapshots import copy_tensors, new_arrays  # noqa: E402
 from deltawire.publish.upload.segments import TensorTable  # noqa: E402
@@ -79,7 +81,7 @@ def test_lists_of_slabs_that_do_not_fit_into_the_patch_are_not_put_there(monkeyp
         monkeypatch.setattr(resolve, name, value)
     base = bits(2 * TILE)
     new = np.append(base[:TILE], step(base[TILE:], 100))
-    payload = b"".join(encode_job(EncodeJob(base[TILE:], new[TILE:], BF16, 1)).payload)
+    payload = b"".join(encode_tensor(base[TILE:], new[TILE:], BF16))
     unchanged_first = payload[:1] + struct.pack("<II", TILE, 0) + payload[1:]
     locate_slabs = resolve._Work._locate_slabs
 
@@ -103,10 +105,23 @@ def test_a_tensor_whose_memory_was_freed_is_refused_by_name():
         deltawire.state_digest({"odd": freed, "empty": torch.ones(0)})
 
 
+def check_encoded(pairs, monkeypatch):
+    """Encode tensors in blocks of one tile, so that each tensor has chunks of its own. Compare the bytes with those of the reference."""
+    monkeypatch.setattr(kernel_table, "block_tiles", lambda width: 1)
+    monkeypatch.setattr(reference_groups, "tiles_per_block", lambda payload_type: 1)
+    monkeypatch.setattr(encode, "_learnt", {})
+    kind, seeds = PAYLOAD_TYPES[BF16.code], np.arange(len(pairs), dtype=np.uint64)
+    bases, news = map(list, zip(*pairs, strict=True))
+    places = [None if base is None else on_gpu(base) for base in bases], [on_gpu(new) for new in news]
+    (got,) = GpuCodec(DEVICE).encode_groups([EncodeGroup(kind, *places, seeds)], 1)
+    (want,) = ReferenceCodec().encode_groups([EncodeGroup(kind, bases, news, seeds)], 1)
+    assert b"".join(got.pieces) == b"".join(want.pieces)
+    assert (got.changed.tolist(), got.before, got.after) == (want.changed.tolist(), want.before, want.after)
+
+
 def test_many_small_tensors_whose_elements_all_change_are_encoded(monkeypatch):
     """Each tensor takes twice its size of the list, so fewer elements may fit than the list has room for."""
     monkeypatch.setattr(encode, "_LEAST_LIST", TILE)
-    monkeypatch.setattr(encode, "_learnt", {})
     start, started = encode._Workspace.start, []
 
     def counted(*arguments):
@@ -115,25 +130,20 @@ def test_many_small_tensors_whose_elements_all_change_are_encoded(monkeypatch):
         return start(*arguments)
 
     monkeypatch.setattr(encode._Workspace, "start", counted)
-    cases = [(base, step(base, 1)) for base in (bits(513, seed) for seed in range(40))]
-    got = GpuCodec(DEVICE).encode([EncodeJob(on_gpu(base), on_gpu(new), BF16, 3) for base, new in cases], 1)
-    for ours, (base, new) in zip(got, cases, strict=True):
-        assert b"".join(ours.payload) == b"".join(encode_job(EncodeJob(base, new, BF16, 3)).payload)
+    check_encoded([(base, step(base, 1)) for base in (bits(513, seed) for seed in range(40))], monkeypatch)
+    assert len(started) > 2
 
 
-def test_unchanged_and_empty_tensors_do_not_damage_the_payloads_of_others(monkeypatch):
-    """All payloads come in one sequence. Those of unchanged tensors are cut out at the beginning, the end and in between."""
+@pytest.mark.parametrize("kinds", ["..cc.a0.e.c0ec.aac..", ".0.", "c", "ee"])
+def test_only_chunks_after_the_last_change_are_left_out(kinds, monkeypatch):
+    """The bytes of several slabs come in several pieces. Tensors change (c), stay, are added (a), added with zeros (0), or empty (e)."""
     monkeypatch.setattr(encode, "_FIRST_SLAB", 1)
-    monkeypatch.setattr(encode, "_learnt", {})
     pairs = []
-    for number, kind in enumerate("..cc.a0.e.c0ec.aac.."):
+    for number, kind in enumerate(kinds):
         old = bits(700 + 3 * number, number)
-        changed, appears, zeros, empty = (old, step(old, 9)), (None, old), (None, np.zeros(5, np.uint16)), (None, bits(0))
-        pairs.append({"c": changed, ".": (old, old), "a": appears, "0": zeros, "e": empty}[kind])
-    got = GpuCodec(DEVICE).encode([EncodeJob(None if old is None else on_gpu(old), on_gpu(new), BF16, 3) for old, new in pairs], 1)
-    for ours, (old, new) in zip(got, pairs, strict=True):
-        theirs = encode_job(EncodeJob(old, new, BF16, 3))
-        assert (b"".join(ours.payload), *ours[1:]) == (b"".join(theirs.payload), *theirs[1:])
+        changed, added, zeros, empty = (old, step(old, 9)), (None, old), (None, np.zeros(5, np.uint16)), (None, bits(0))
+        pairs.append({"c": changed, ".": (old, old), "a": added, "0": zeros, "e": empty}[kind])
+    check_encoded(pairs, monkeypatch)
 
 
 def test_tensors_that_need_copies_are_copied_a_few_at_a_time(monkeypatch):
@@ -147,12 +157,10 @@ def test_tensors_that_need_copies_are_copied_a_few_at_a_time(monkeypatch):
         return made
 
     monkeypatch.setattr(kernel_addresses, "flat_on", counted)
-    cases = [(bits(1000, seed), step(bits(1000, seed), 7)) for seed in range(9)]
-    jobs = [EncodeJob(on_gpu(base), on_gpu(new) if i % 3 else strided(new), BF16, i) for i, (base, new) in enumerate(cases)]
-    want = [encode_job(EncodeJob(base, new, BF16, i)) for i, (base, new) in enumerate(cases)]
-    assert [b"".join(ours.payload) for ours in GpuCodec(DEVICE).encode(jobs, 1)] == [b"".join(theirs.payload) for theirs in want]
-    assert GpuCodec(DEVICE).digest([(job.new, job.seed) for job in jobs], 1).tolist() == [[*theirs.after] for theirs in want]
-    assert len(alive) == 6
+    arrays = [bits(1000, seed) for seed in range(9)]
+    sums = GpuCodec(DEVICE).digest([(strided(array) if seed % 3 == 0 else on_gpu(array), seed) for seed, array in enumerate(arrays)], 1)
+    assert sums.tolist() == ReferenceCodec().digest([(array, seed) for seed, array in enumerate(arrays)], 1).tolist()
+    assert len(alive) == 3
 
 
 def test_master_weights_that_need_copies_count_with_all_their_bytes(monkeypatch):
@@ -176,7 +184,7 @@ def test_a_gpu_that_is_too_old_has_no_kernels(monkeypatch):
 def test_results_of_a_resolution_are_kept_for_the_stream_that_uses_them(gpu):
     """The memory was allocated for the codec's own streams, which would reuse it as soon as the tensor is deleted."""
     base, came = bits(1000), bits(700, seed=2)
-    payloads = [b"".join(encode_job(EncodeJob(old, new, BF16, 1)).payload) for old, new in ((base, step(base, 10)), (None, came))]
+    payloads = [b"".join(encode_tensor(old, new, BF16)) for old, new in ((base, step(base, 10)), (np.zeros_like(came), came))]
     resolution = GpuCodec(DEVICE).resolution(1, 0)
     payload_ranges = (0, len(payloads[0])), (len(payloads[0]), len(b"".join(payloads)))
     jobs = [ResolveJob(on_gpu(base), base.size, payload_ranges[0], BF16, 1), ResolveJob(None, came.size, payload_ranges[1], BF16, 1)]
@@ -202,7 +210,7 @@ def test_after_a_failed_resolution_memory_is_reused_only_after_the_work_of_all_s
     monkeypatch.setattr(gpu, "stream", streams.__getitem__)
     monkeypatch.setattr(gpu.current(), "wait_stream", waited.append)
     base = bits(1000)
-    payload = b"".join(encode_job(EncodeJob(base, step(base, 10), BF16, 1)).payload)
+    payload = b"".join(encode_tensor(base, step(base, 10), BF16))
     job = ResolveJob(on_gpu(base), base.size, (0, len(payload) - 1), BF16, 1)
     with pytest.raises(CorruptDelta):
         GpuCodec(DEVICE).resolution(1, 0).add([job], payload)

@@ -221,8 +221,6 @@ class Codec(Protocol):
     prefers_whole_state: bool
     """Whether one call with all tensors is faster than batches. Memory is bounded in both cases."""
 
-    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings: ...
-
     def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
         """Encode groups of tensors. The bytes do not depend on the number of threads, or on the other groups."""
         ...

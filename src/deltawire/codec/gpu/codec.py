@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...dtypes import DTYPES
 from .. import default_codec
-from ..base import Buffer, EncodedGroup, EncodeGroup, EncodeJob, Encodings, Lanes, Sums
+from ..base import EncodedGroup, EncodeGroup, Lanes, Sums
 from ..bits import Bits, DeviceBits, Indices, MasterWeightBits, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream, host_codec_works
@@ -58,22 +58,6 @@ class GpuCodec:
                 stream.synchronize()
             found.update(zip(numbers, encoded, strict=True))
         return [found[number] for number in range(len(groups))]
-
-    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
-        found: list[tuple[Sequence[int], Encodings]] = []
-        tensors = ((job.new if on_gpu(job.new) else job.base, job.dtype.itemsize) for job in jobs)
-        for (device, _), group in group_by_device(tensors).items():
-            mine = jobs if len(group) == len(jobs) else [jobs[i] for i in group]
-            if device is None:
-                found.append((group, default_codec().encode(mine, threads)))
-                continue
-            with codec_stream(device) as stream:
-                found.append((group, _encode_payloads(mine, device)))
-                stream.synchronize()
-        if len(found) == 1:
-            return found[0][1]
-        by_job = {i: encoded for numbers, encodings in found for i, encoded in zip(numbers, encodings, strict=True)}
-        return Encodings.of([by_job[i] for i in range(len(jobs))])
 
     def resolution(self, threads: int, budget: int) -> GpuResolution:
         return GpuResolution(self.device, default_codec().resolution(threads, budget) if host_codec_works() else None)
@@ -171,9 +155,7 @@ def _are_masters(news: Sequence[Bits]) -> NDArray[np.bool_] | None:
     return np.array([kind is MasterWeightBits for kind in types], np.bool_) if MasterWeightBits in types else None
 
 
-def _encode_table(
-    table: KernelTable, columns: Sequence[Column], device: torch.device, codes: NDArray[np.uint8] | None = None
-) -> tuple[EncodedBlocks, Numbers]:
+def _encode_table(table: KernelTable, columns: Sequence[Column], device: torch.device) -> tuple[EncodedBlocks, Numbers]:
     """Encode all blocks of a table, and copy tensors that kernels cannot read. Return also the number of each group's first block."""
     tensors = table.rows()
     blocks, starts = table.blocks(tensors)
@@ -182,41 +164,15 @@ def _encode_table(
     found = []
     for part, (base, next) in readable(columns, first_tensor, last_tensor + 1, device):
         tensors.rows["base"], tensors.rows["next"] = base, next
-        found.append(encode_blocks(table, tensors, blocks[part], devices.gpu_at(device), codes))
+        found.append(encode_blocks(table, tensors, blocks[part], devices.gpu_at(device)))
     if not found:
-        found.append(encode_blocks(table, tensors, blocks, devices.gpu_at(device), codes))
+        found.append(encode_blocks(table, tensors, blocks, devices.gpu_at(device)))
     sums = found[0].sums
     for more in found[1:]:
         for name in SUMS.names or ():
             sums[name] += more.sums[name]
     sizes, unchanged = (np.concatenate([getattr(part, name) for part in found]) for name in ("sizes", "unchanged"))
     return EncodedBlocks([piece for part in found for piece in part.pieces], sizes, unchanged, sums), starts
-
-
-def _encode_payloads(jobs: Sequence[EncodeJob], device: torch.device) -> Encodings:
-    """Encode tensors of one width into payloads of their own, as in versions 1 and 2 of the format."""
-    columns = [Column.of([job.base for job in jobs], device), Column.of([job.new for job in jobs], device)]
-    codes = np.array([job.dtype.code for job in jobs], np.uint8)
-    news = [job.new for job in jobs]
-    counts, seeds = sizes_of(news), np.array([job.seed for job in jobs], np.uint64)
-    addresses = [column.addresses for column in columns]
-    table = KernelTable.of_tensors(jobs[0].dtype.width, codes, addresses[0], counts, seeds, addresses[1], is_float32=_are_masters(news))
-    encoded, blocks = _encode_table(table, columns, device, codes)
-    ends = np.append(0, np.cumsum(encoded.sizes))[blocks]
-    sizes = np.diff(ends)
-    appears = np.array([job.base is None for job in jobs], np.bool_)
-    sums = encoded.sums
-    changed = sums["changed"].astype(np.int64)
-    left_out = (changed == 0) & ~appears
-    # The first and the end of each run of tensors that stay.
-    bounds = np.flatnonzero(np.diff(left_out, prepend=True, append=True)).reshape(-1, 2)
-    pieces: list[Buffer] = [piece for part in encoded.cut(ends[bounds].tolist()) for piece in part]
-    found = Encodings(pieces, np.where(left_out, 0, sizes), changed, sums["before"], sums["before"] + sums["change"])
-    nothing = appears & (counts == 0)
-    if nothing.any():  # an added tensor without elements still has a payload: its type
-        types = [bytes([code]) if is_empty else b"" for code, is_empty in zip(codes.tolist(), nothing.tolist(), strict=True)]
-        found = Encodings.of([row._replace(payload=[code] if code else row.payload) for row, code in zip(found, types, strict=True)])
-    return found
 
 
 def _digest_on_device(column: Sequence[Bits], seeds: Sequence[int], itemsize: int, device: torch.device) -> Sums:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..base import Buffer
 from .device import Gpu
-from .kernel_table import SUMS, UNIT, Bodies, Changes, KernelTable, Layout, Numbers, TensorRows, Tiles, storage_type
+from .kernel_table import SUMS, UNIT, Bodies, Changes, KernelTable, Numbers, SlabTensors, TensorRows, Tiles, storage_type
 
 _SHARE, _NARROW_SHARE = 0.0082, 0.0075
 """The share of the weights' bytes that the list of changes may take; the second one if elements have at most 8 bits, because then all that
@@ -77,18 +77,15 @@ class EncodedBlocks:
         return found
 
 
-def encode_blocks(
-    table: KernelTable, tensors: TensorRows, blocks: NDArray[np.void], gpu: Gpu, codes: NDArray[np.uint8] | None = None
-) -> EncodedBlocks:
+def encode_blocks(table: KernelTable, tensors: TensorRows, blocks: NDArray[np.void], gpu: Gpu) -> EncodedBlocks:
     """Encode blocks, which follow each other, on the current stream. When this returns, all bytes are in pinned host memory.
 
-    Kernels must be able to read all tensors that have elements in these blocks. `codes` are the type codes of all tensors if they are
-    written as in versions 1 and 2 of the format; None if they are written as groups.
+    Kernels must be able to read all tensors that have elements in these blocks.
     """
     if not blocks.size:
         return EncodedBlocks([], np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(len(table), SUMS))
     upto = np.append(0, np.cumsum(blocks["elements"], dtype=np.int64))
-    work = _Workspace(table, tensors, int(upto[-1]), int(blocks["tiles"].sum(dtype=np.int64)), gpu, codes)
+    work = _Workspace(table, tensors, int(upto[-1]), int(blocks["tiles"].sum(dtype=np.int64)), gpu)
     pieces: list[memoryview] = []
     facts: list[NDArray[np.int64]] = []
 
@@ -166,13 +163,10 @@ class _Slab:
 class _Workspace:
     """Device memory that all slabs of one call share."""
 
-    def __init__(
-        self, table: KernelTable, tensors: TensorRows, elements: int, ntiles: int, gpu: Gpu, codes: NDArray[np.uint8] | None
-    ) -> None:
+    def __init__(self, table: KernelTable, tensors: TensorRows, elements: int, ntiles: int, gpu: Gpu) -> None:
         self.gpu = gpu
         self.kernels = gpu.kernels(table.width)
         self.tensors, self.ntensors = gpu.upload(tensors.rows), len(table)
-        self.codes = None if codes is None else gpu.upload(codes)
         scan_shared, self.plan_shared, scratch, masters_shared, self.contexts = self.kernels.constants("encode_sizes", 5)
         masters = table.is_float32 is not None and bool(table.is_float32.any())
         self.scan, self.scan_shared = ("find_changes_of_masters", masters_shared) if masters else ("find_changes", scan_shared)
@@ -225,11 +219,12 @@ class _Workspace:
         self.bodies[: self.used].zero_()
         bodies = Bodies(self.bodies.data_ptr(), self.body_words, slab.address(1))
         facts, work, ends = slab.chunk_arrays()
-        layout, lists = self._layout(slab), [facts, work, slab.address(2), slab.address(3)]
-        arguments = [layout, slab.on_device, *lists, slab.found, slab.changes, self.scratch, bodies]
+        lists = [facts, work, slab.address(2), slab.address(3)]
+        arguments = [self._tensors_of(slab), slab.on_device, *lists, slab.found, slab.changes, self.scratch, bodies]
         self.kernels.launch("encode_chunks", min(self.encode_blocks, slab.ntiles), 512, arguments, self.plan_shared)
         totals, unchanged = slab.address(4), slab.address(4 + len(slab.blocks))
-        self.kernels.launch("measure_chunks", len(slab.blocks), 256, [layout, slab.on_device, facts, ends, totals, unchanged, slab.changes])
+        arguments = [slab.on_device, ctypes.c_uint32(slab.first_tile), facts, ends, totals, unchanged, slab.changes]
+        self.kernels.launch("measure_chunks", len(slab.blocks), 256, arguments)
         slab.found = None  # the next slab may use this memory
         slab.report = self.gpu.pinned(slab.progress.numel(), torch.int64)
         slab.report.copy_(slab.progress, non_blocking=True)
@@ -266,7 +261,7 @@ class _Workspace:
         out = self.gpu.empty(size, torch.uint8)
         facts, work, ends = slab.chunk_arrays()
         block_ends = slab.progress[4 : 4 + len(slab.blocks)].cumsum(0)
-        arguments = [self._layout(slab), facts, work, slab.address(2), ends, block_ends, self.bodies, out]
+        arguments = [self._tensors_of(slab), facts, work, slab.address(2), ends, block_ends, self.bodies, out]
         self.kernels.launch("join_chunks", min(slab.nchunks, 16 * self.gpu.processors), 128, arguments)
         host = self.gpu.pinned(size)
         self.copies.wait_stream(self.gpu.current())
@@ -275,8 +270,8 @@ class _Workspace:
         self.gpu.keep(out, self.copies)
         return host
 
-    def _layout(self, slab: _Slab) -> Layout:
-        return Layout(self.tensors.data_ptr(), self.ntensors, slab.first_tile, None if self.codes is None else self.codes.data_ptr())
+    def _tensors_of(self, slab: _Slab) -> SlabTensors:
+        return SlabTensors(self.tensors.data_ptr(), self.ntensors, slab.first_tile)
 
     def _scan_blocks(self, ntiles: int) -> int:
         return int(min(_SCAN_BLOCKS * self.gpu.processors, -(-ntiles // 4)))

@@ -46,15 +46,10 @@ class Tiles(ctypes.Structure):
     ]
 
 
-class Layout(ctypes.Structure):
-    """See `Layout` in chunks.cuh."""
+class SlabTensors(ctypes.Structure):
+    """See `Slab` in chunks.cuh."""
 
-    _fields_ = [
-        ("tensors", ctypes.c_void_p),
-        ("ntensors", ctypes.c_uint32),
-        ("first_tile", ctypes.c_uint32),
-        ("codes", ctypes.c_void_p),
-    ]
+    _fields_ = [("tensors", ctypes.c_void_p), ("ntensors", ctypes.c_uint32), ("first_tile", ctypes.c_uint32)]
 
 
 class Changes(ctypes.Structure):
@@ -104,14 +99,9 @@ class KernelTable:
         base: NDArray[np.uint64],
         count: Numbers,
         seed: NDArray[np.uint64],
-        next: NDArray[np.uint64] | None = None,
-        *,
-        is_float32: NDArray[np.bool_] | None = None,
     ) -> KernelTable:
-        """Make the table of tensors that are each on their own, as in versions 1 and 2 of the format."""
-        ends = np.arange(1, base.size + 1)
-        nowhere = np.zeros(base.size, np.uint64)
-        return cls(width, base, nowhere if next is None else next, count, seed, ends, codes, OLD_BLOCK_TILES, is_float32)
+        """Make the table of tensors that are each on their own, as in versions 1 and 2 of the format. There are no new elements."""
+        return cls(width, base, np.zeros(base.size, np.uint64), count, seed, np.arange(1, base.size + 1), codes, OLD_BLOCK_TILES)
 
     @classmethod
     def of_groups(

@@ -104,33 +104,29 @@ extern "C" __global__ void __launch_bounds__(256) cut_chunks(const Run* blocks, 
     }
 }
 
-// How chunks are written: as groups of tensors (version 3), or as payloads of single tensors, which begin with the element type (versions 1 and 2).
-struct Layout {
+// The tensors of a slab. Arrays of tiles begin with `first_tile`.
+struct Slab {
     const Tensor* tensors;
     u32 ntensors, first_tile;
-    const u8* codes;  // the element types of all tensors; null for groups
 };
 
 __device__ __forceinline__ u32 varint_bytes(u32 x) { return x < 1u << 7 ? 1 : x < 1u << 14 ? 2 : x < 1u << 21 ? 3 : x < 1u << 28 ? 4 : 5; }
 
 // The number of bytes before the body of a chunk.
-__device__ __forceinline__ u32 header_bytes(const Layout& layout, const Chunk& c, u32 tile) {
-    if (!layout.codes) return varint_bytes(c.tiles << 2 | c.mode) + varint_bytes(c.bytes);
-    return 8 + (layout.tensors[owner_of(layout.tensors, layout.ntensors, layout.first_tile + tile)].tile0 == layout.first_tile + tile);
-}
+__device__ __forceinline__ u32 header_bytes(const Chunk& c) { return varint_bytes(c.tiles << 2 | c.mode) + varint_bytes(c.bytes); }
 
 // Finds where the bytes of each chunk end within those of its block, the total of each block, and how much of it is a chunk at its end that changes nothing.
 // There is one thread block per block.
 extern "C" __global__ void __launch_bounds__(256) measure_chunks(
-    Layout layout, const Run* blocks, const Chunk* chunks, u32* ends, u64* totals, u64* unchanged, Changes changes) {
+    const Run* blocks, u32 first_tile, const Chunk* chunks, u32* ends, u64* totals, u64* unchanged, Changes changes) {
     __shared__ u32 sums[8];
     if (*changes.cursor > changes.capacity) return;  // in that case no chunk was encoded
-    const u32 tiles = blocks[blockIdx.x].tiles, tile0 = blocks[blockIdx.x].tile0 - layout.first_tile;
+    const u32 tiles = blocks[blockIdx.x].tiles, tile0 = blocks[blockIdx.x].tile0 - first_tile;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = (tiles + 255) / 256;
     const u32 begin = min(threadIdx.x * each, tiles), end = min(begin + each, tiles);
     const auto size_of = [&](u32 t) {
         const Chunk& c = chunks[tile0 + t];
-        return c.tiles ? header_bytes(layout, c, tile0 + t) + c.bytes : 0;
+        return c.tiles ? header_bytes(c) + c.bytes : 0;
     };
     u32 sum = 0;
     for (u32 t = begin; t < end; ++t) {
@@ -174,32 +170,23 @@ __device__ __forceinline__ u8* put_varint(u8* to, u32 x) {
 
 // Writes the chunks in order, with their headers. `ends` are those of `measure_chunks`, and `block_ends` the running sums of its totals.
 extern "C" __global__ void __launch_bounds__(128) join_chunks(
-    Layout layout, const Chunk* chunks, const u32* work, const u32* nwork, const u32* ends, const u64* block_ends, const u32* bodies, u8* out) {
-    const Tensor* const tensors = layout.tensors;
+    Slab slab, const Chunk* chunks, const u32* work, const u32* nwork, const u32* ends, const u64* block_ends, const u32* bodies, u8* out) {
+    const Tensor* const tensors = slab.tensors;
     for (u32 w = blockIdx.x; w < *nwork; w += gridDim.x) {
-        const u32 tile = work[w], first = layout.first_tile + tile;
+        const u32 tile = work[w], first = slab.first_tile + tile;
         const Chunk c = chunks[tile];
         u8* const to = out + (c.block ? block_ends[c.block - 1] : 0) + ends[tile] - c.bytes;
-        if (threadIdx.x == 0) {
-            u8* at = to - header_bytes(layout, c, tile);
-            if (!layout.codes) {
-                put_varint(put_varint(at, c.tiles << 2 | c.mode), c.bytes);
-            } else {
-                const u32 tensor = owner_of(tensors, layout.ntensors, first), elements = elements_from(tensors, layout.ntensors, first, first + c.tiles - 1);
-                if (tensors[tensor].tile0 == first) *at++ = layout.codes[tensor];
-                for (u32 i = 0; i < 8; ++i) at[i] = (u8)((i < 4 ? elements | c.mode << 30 : c.bytes) >> (8 * (i & 3)));
-            }
-        }
+        if (threadIdx.x == 0) put_varint(put_varint(to - header_bytes(c), c.tiles << 2 | c.mode), c.bytes);
         if (c.mode != RAW) {
             const u32* const body = bodies + c.body;
             copy_bytes(to, c.bytes, threadIdx.x, 128, [&](u32 i) { return body[i]; }, [&](u32 i) { return ((const u8*)body)[i]; });
             continue;
         }
         // The elements of all tiles one after the other. A warp copies one tile at a time.
-        const Tensor& owner = tensors[owner_of(tensors, layout.ntensors, first)];
+        const Tensor& owner = tensors[owner_of(tensors, slab.ntensors, first)];
         const u64 begin = owner.element0 + (u64)(first - owner.tile0) * TILE;
         for (u32 t = first + threadIdx.x / 32; t < first + c.tiles; t += 4) {
-            const Tensor x = tensors[owner_of(tensors, layout.ntensors, t)];
+            const Tensor x = tensors[owner_of(tensors, slab.ntensors, t)];
             const u64 offset = (u64)(t - x.tile0) * TILE;
             u8* const at = to + bytes_of(x.element0 + offset - begin);
             const u32 bytes = (u32)bytes_of(elements_in(x, t));

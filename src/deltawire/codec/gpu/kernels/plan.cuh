@@ -622,7 +622,7 @@ struct Planner {
 };
 
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
-    Layout layout, const Run* blocks, Chunk* chunks, const u32* work, const u32* nwork, u32* taken, const u16* elements, Changes changes,
+    Slab slab, const Run* blocks, Chunk* chunks, const u32* work, const u32* nwork, u32* taken, const u16* elements, Changes changes,
     PlanScratch* scratches, Bodies bodies) {
     extern __shared__ __align__(16) u8 shared[];
     PlanSpace& at = *(PlanSpace*)shared;
@@ -658,8 +658,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) encode_chunks(
         p.choose_parameters(plain);
         p.choose_modes();
         p.choose_symbols();
-        const u32 first = layout.first_tile + first_tile;
-        p.lay_out_streams(elements_from(layout.tensors, layout.ntensors, first, first + tiles - 1));
+        const u32 first = slab.first_tile + first_tile;
+        p.lay_out_streams(elements_from(slab.tensors, slab.ntensors, first, first + tiles - 1));
         if (threadIdx.x == 0) {
             at.body = ~0ull;
             if (at.mode == CODED) {
