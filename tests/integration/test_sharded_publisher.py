@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from plain_reader import read_commits, read_states
@@ -406,3 +408,33 @@ def test_too_many_ranks_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("deltawire.publish.sharded.publisher.MOST_RANKS", 2)
     with pytest.raises(PublishError, match="3 processes cannot publish together, at most 2 can"):
         publish_all(tmp_path, 3, [first_state()])
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_rank_holds_one_copy_of_its_shard_with_and_without_skips(tmp_path, skips):
+    """docs/train.md has the table."""
+    versions = [first_state(0, {f"w{number}": (128, 1024) for number in range(8)})]
+    for number in range(4):
+        versions.append(copied(versions[-1]))
+        for array in versions[-1].values():
+            array[number] += 1
+    size = sum(array.nbytes for array in versions[0].values())
+    held = {}
+
+    def work(ranks):
+        policy = AnchorPolicy(min_versions=100, max_versions=100)
+        options = WriterOptions(threads=1, skips=skips, segment_bytes=size // 8, anchor_policy=policy)
+        with ShardedPublisher(ranks, tmp_path, options=options) as publisher:
+            tracemalloc.start()
+            try:
+                publisher.publish(shards_of(versions[0], 0, 1))
+                tracemalloc.reset_peak()
+                for state in versions[1:]:
+                    publisher.publish(shards_of(state, 0, 1))
+                held["always"], held["most"] = (each / size for each in tracemalloc.get_traced_memory())
+            finally:
+                tracemalloc.stop()
+
+    assert run_ranks(1, work) == [None]
+    assert 1 <= held["always"] < 1.3
+    assert held["most"] < 1.5

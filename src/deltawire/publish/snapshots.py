@@ -37,7 +37,7 @@ def new_arrays(table: TensorTable, state: State, device: SnapshotDevice) -> Arra
     Its contents are undefined.
     """
     each = zip(table.names, table.dtypes, table.shapes, strict=True)
-    return {name: _new_array(dtype, shape, tensor_bits(name, state[name]).bits, device) for name, dtype, shape in each}
+    return {name: new_array(dtype, shape, tensor_bits(name, state[name]).bits, device) for name, dtype, shape in each}
 
 
 def is_kept_like(arrays: Mapping[str, Any], state: State, device: SnapshotDevice) -> bool:
@@ -132,7 +132,8 @@ def host_array(name: str, array: Any) -> NDArray[Any]:
     return found
 
 
-def _new_array(dtype: DType, shape: tuple[int, ...], like: Bits, device: SnapshotDevice) -> Any:
+def new_array(dtype: DType, shape: tuple[int, ...], like: Bits, device: SnapshotDevice) -> Any:
+    """Return memory for a copy of a tensor, where copies of tensors on the device of `like` are kept. Its contents are undefined."""
     if not on_gpu(like):
         return np.empty(shape, dtype.numpy)
     import torch

@@ -39,27 +39,30 @@ class TensorPart:
     Parameters
     ----------
     elements
-        The elements, as an array of one dimension.
+        The elements: a NumPy array or a torch tensor of one dimension.
     shape
         The shape of the whole tensor.
     start
         The index of the first element in the whole tensor. It must be at a multiple of 512 bytes.
     """
 
-    elements: NDArray[Any]
+    elements: Any
     shape: tuple[int, ...]
     start: int
 
     @property
     def stop(self) -> int:
-        return self.start + self.elements.size
+        size = self.elements.size
+        return self.start + int(self.elements.numel() if callable(size) else size)
 
     @property
     def nbytes(self) -> int:
-        return self.elements.nbytes
+        return int(self.elements.nbytes)
 
     def copy(self) -> TensorPart:
-        return dataclasses.replace(self, elements=self.elements.copy())
+        """Return a copy on the same device."""
+        elements = self.elements
+        return dataclasses.replace(self, elements=elements.detach().clone() if hasattr(elements, "detach") else elements.copy())
 
 
 @dataclass(slots=True)  # a frozen dataclass would take three times as long to make

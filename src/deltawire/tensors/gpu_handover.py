@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import torch_types
-from .bits import State
+from .bits import State, TensorPart
 
 if TYPE_CHECKING:
     from ..codec.gpu.device import Gpu
@@ -87,7 +87,8 @@ def _gpus(states: Sequence[State]) -> list[Gpu]:
     known = torch_types.torch_tensor()
     if known is None:
         return []
-    each: Iterator[Any] = (tensor for state in states for tensor in state.values() if isinstance(tensor, known))
+    own = (tensor.elements if isinstance(tensor, TensorPart) else tensor for state in states for tensor in state.values())
+    each: Iterator[Any] = (tensor for tensor in own if isinstance(tensor, known))
     devices = dict.fromkeys(device for tensor in each if (device := torch_types.gpu_of(tensor)) is not None)
     if not devices:
         return []

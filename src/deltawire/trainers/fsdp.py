@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # torch.distributed.checkpoint uses it, too
 
 from ..chain.version import Version
-from ..codec.bits import in_host_memory
+from ..codec.bits import in_host_memory, on_gpu
 from ..dtypes import DType
 from ..errors import PublishError, UnsupportedTensor
 from ..events import OnEvent
@@ -35,12 +35,14 @@ from ..publish.attachments.model_files import files_of_model
 from ..publish.attachments.read_files import Attachments
 from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
+from ..publish.snapshots import SnapshotDevice, copy_tensors, new_array
 from ..quantise import Recipe
 from ..store import Store
 from ..store.base import Buffer
 from ..tensors.bits import TensorPart, tensor_bits
 from ..tensors.casting import wire_dtype
 from ..tensors.checkpoint_layout import CheckpointLayout
+from ..tensors.gpu_handover import GpuHandover
 from ..tensors.torch_types import named_dtype
 
 
@@ -55,7 +57,7 @@ class FSDPPublisher:
     Every rank opens it, calls `publish` in the same order, and closes it. Each rank uploads deltas of its own shards, and rank 0 commits
     them as one version, which any reader can follow. An error at one rank is raised at all ranks, and then nothing is published. If a rank
     dies, the others raise `PublishError` after `timeout`, or when its connections break. A job that starts again continues the chain, with
-    any number of ranks. Each rank keeps a copy of its shards on the CPU, in the published type.
+    any number of ranks. Shards on a GPU are encoded there. Each rank keeps a copy of its shards in the published type.
 
     Parameters
     ----------
@@ -74,6 +76,8 @@ class FSDPPublisher:
     background
         `publish` copies the shards and returns at once. The next call waits for the version before. No version is superseded, because the
         ranks could not agree which one to leave out.
+    snapshot
+        Where copies of shards on a GPU are kept, as for `Publisher`: "host", in pinned memory, or "device", on the GPU.
     timeout
         How long a rank waits for the others. None: the default of `torch.distributed`.
     attachments
@@ -93,6 +97,7 @@ class FSDPPublisher:
         dtype: torch.dtype | None = None,
         quantise: str | Recipe | None = None,
         background: bool = False,
+        snapshot: SnapshotDevice = "host",
         timeout: datetime.timedelta | None = None,
         attachments: Attachments | None = None,
         tokenizer: Any = None,
@@ -106,6 +111,7 @@ class FSDPPublisher:
         self._dtype = None if quantise is not None else dtype  # masters are quantised as they are
         self._is_quantised = quantise is not None
         self._in_background = background
+        self._device: SnapshotDevice = snapshot
         self._pending: PendingVersion | None = None
         self._thread: threading.Thread | None = None
         self.on_event = on_event
@@ -118,6 +124,7 @@ class FSDPPublisher:
             tokenizer=tokenizer,
             quantise=quantise,
             dtype=None if quantise is None else dtype,
+            snapshot=snapshot,
             refuse_nonfinite=refuse_nonfinite,
             resume_from_seq=resume_from_seq,
             starts_full=starts_full,
@@ -169,7 +176,7 @@ class FSDPPublisher:
 
         def hold() -> None:
             tokenizer_files.update(self._publisher.files_of_tokenizer())
-            held.update(held_shards(state, self._ranks.rank, self._dtype, copy=self._in_background))
+            held.update(held_shards(state, self._ranks.rank, self._dtype, device=self._device, copy=self._in_background))
             if self._ranks.rank == 0 and isinstance(model, torch.nn.Module):
                 files.update(files_of_model(model, self._served))
 
@@ -185,9 +192,12 @@ class FSDPPublisher:
             return self._publisher.publish(held, step=step, meta=meta, files=files, tokenizer_files=tokenizer_files)
         pending = self._pending = PendingVersion(lambda error: self._forget())
 
+        copied = GpuHandover(held)
+
         def work() -> None:
             try:
-                pending._resolve(self._publisher.publish(held, step=step, meta=meta, files=files, tokenizer_files=tokenizer_files))
+                with copied.on_side_stream():
+                    pending._resolve(self._publisher.publish(held, step=step, meta=meta, files=files, tokenizer_files=tokenizer_files))
             except BaseException as error:
                 pending._resolve(error=error)
 
@@ -255,18 +265,35 @@ def module_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def held_shards(
-    state: Mapping[str, torch.Tensor], rank: int, dtype: torch.dtype | None = None, *, copy: bool = False
+    state: Mapping[str, torch.Tensor],
+    rank: int,
+    dtype: torch.dtype | None = None,
+    *,
+    device: SnapshotDevice = "host",
+    copy: bool = False,
 ) -> dict[str, TensorPart]:
-    """Return the part of each tensor that this rank holds, on the CPU: rows, the whole tensor, or nothing.
+    """Return the part of each tensor that this rank holds: rows, the whole tensor, or nothing.
 
-    All ranks call it, because some tensors have to be redistributed. A CPU tensor that is not cast is only copied if `copy` is set. Raises
-    a `TensorError` if a tensor cannot be published.
+    All ranks call it, because some tensors have to be redistributed. Shards that are not cast are only copied if `copy` is set. Copies of
+    shards on a GPU are made where `device` says. Raises a `TensorError` if a tensor cannot be published.
     """
+    copied: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        return {name: _held(name, state[name].detach(), rank, dtype, copy) for name in sorted(state)}
+        held = {name: _held(name, state[name].detach(), rank, dtype, device, copy, copied) for name in sorted(state)}
+    if device == "host":
+        GpuHandover(copied).synchronize()
+    return held
 
 
-def _held(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype | None, copy: bool) -> TensorPart:
+def _held(
+    name: str,
+    tensor: torch.Tensor,
+    rank: int,
+    dtype: torch.dtype | None,
+    device: SnapshotDevice,
+    copy: bool,
+    copied: dict[str, torch.Tensor],
+) -> TensorPart:
     shape = tuple(tensor.shape)
     start = 0
     if isinstance(tensor, DTensor):
@@ -280,14 +307,20 @@ def _held(name: str, tensor: torch.Tensor, rank: int, dtype: torch.dtype | None,
         local, is_here = tensor, rank == 0
     if not is_here:
         local = local.new_empty(0)
-    original = local
-    if dtype is not None and local.is_floating_point():
-        local = local.to(dtype)
-    local = local.cpu().contiguous()
-    if copy and local.data_ptr() == original.data_ptr():
-        local = local.clone()
-    bits = tensor_bits(name, local.view(-1))
-    return TensorPart(in_host_memory(bits.bits).view(bits.dtype.numpy), shape, start)
+    local = local.contiguous().view(-1)
+    bits = tensor_bits(name, local)
+    to = bits.dtype if dtype is None or not local.is_floating_point() else wire_dtype(dtype)
+    if on_gpu(bits.bits):
+        elements: Any = local
+        if copy or to != bits.dtype:
+            elements = new_array(to, (bits.size,), bits.bits, device)
+            copy_tensors({name: local}, {name: elements}, wait=False)
+            copied[name] = local
+    else:
+        own = local if to == bits.dtype else local.to(dtype)
+        own = own.clone() if copy and own is local else own
+        elements = in_host_memory(tensor_bits(name, own).bits).view(to.numpy)
+    return TensorPart(elements, shape, start)
 
 
 def _dtype_of(tensor: torch.Tensor) -> DType | None:

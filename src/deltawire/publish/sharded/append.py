@@ -18,12 +18,13 @@ from ...format.records.version_records import Commit
 from ...store import Store
 from ...tensors.state import state_digest
 from ..advice import continues
+from ..snapshots import SnapshotDevice
 from ..upload.data_objects import DataLocation, Update, upload_update
 from ..writer_options import WriterOptions
 from .checkpoint import SharedCheckpoint, files_at_first, upload_together
 from .division import Division, Parts
 from .first_rank import FirstRank, PartsPublication, ask_first_rank
-from .parts_baseline import PartsBaseline
+from .parts_baseline import PartsBaseline, copied_parts
 from .ranks import Ranks, together
 from .resume import PartsReader
 from .shortcuts import SharedShortcuts, in_order
@@ -61,6 +62,8 @@ class PartsAppender:
         The chain as the first process found it (`FirstRank.opening`), the same in all processes.
     options
         The options of the writer.
+    device
+        Where copies of parts on a GPU are kept.
     on_event
         Receives the events of this process.
     """
@@ -74,9 +77,11 @@ class PartsAppender:
         opening: Mapping[str, Any],
         options: WriterOptions,
         *,
+        device: SnapshotDevice,
         on_event: OnEvent | None,
     ) -> None:
         self._ranks = ranks
+        self._device = device
         self._store = store
         self._pool = pool
         self._first = first
@@ -138,6 +143,7 @@ class PartsAppender:
             if baseline is None:
                 return None
             parts = publication.make_parts(baseline.parts)
+            together(self._ranks, lambda: baseline.move_to_device(parts, self._device))  # noqa: B023
             update, answers = self._upload(baseline, parts, seq)
             if any(answer is None for answer in answers):
                 return None
@@ -188,7 +194,7 @@ class PartsAppender:
         own: Parts = {}
 
         def copy() -> str:
-            own.update({name: part.copy() for name, part in parts.items()})
+            own.update(copied_parts(parts, parts, self._device))
             return state_digest(own, threads=self._threads).hex()
 
         digest = division.tags

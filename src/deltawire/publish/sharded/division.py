@@ -133,8 +133,8 @@ class Splitter:
             start, stop = division.tensors[index].ranges[self._ranks.rank]
             own = held[name]
             elements = own.elements[max(start - own.start, 0) : max(stop - own.start, 0)]
-            tails = [tail.view(own.elements.dtype) for tail in incoming.get(index, ())]
-            parts[name] = TensorPart(np.concatenate([elements, *tails]) if tails else elements, own.shape, start)
+            tails = incoming.get(index, ())
+            parts[name] = TensorPart(_joined(elements, tails) if tails else elements, own.shape, start)
         return parts
 
     def agree(self, describe_own: Callable[[], HeldLayout]) -> Division:
@@ -270,7 +270,7 @@ def _hand_over(
         if move.source == ranks.rank:
             own = held[division.table.names[index]]
             elements = own.elements[move.range[0] - own.start : move.range[1] - own.start]
-            outgoing[move.target].append(elements.view(np.uint8).tobytes())
+            outgoing[move.target].append(bytes_of(elements).tobytes())
     arrived = [Reader(piece) for piece in ranks.deliver([b"".join(pieces) for pieces in outgoing])]
     incoming: dict[int, list[NDArray[np.uint8]]] = {}
     for index, move in moves:
@@ -310,6 +310,21 @@ def pieces_of(division: Division, indices: Sequence[int], parts: Parts) -> Itera
     return (bytes_of(parts[division.table.names[index]].elements) for index in indices)
 
 
-def bytes_of(elements: NDArray[Any]) -> NDArray[np.uint8]:
-    """Return the bytes of an array."""
-    return np.ascontiguousarray(elements).view(np.uint8)
+def bytes_of(elements: Any) -> NDArray[np.uint8]:
+    """Return the bytes of elements. Those on a GPU are copied to the host."""
+    if isinstance(elements, np.ndarray):
+        return np.ascontiguousarray(elements).view(np.uint8)
+    import torch
+
+    found: NDArray[np.uint8] = elements.detach().contiguous().view(torch.uint8).cpu().numpy()
+    return found
+
+
+def _joined(elements: Any, tails: Sequence[NDArray[np.uint8]]) -> Any:
+    """Return elements and further ones, which are given as bytes, in one array on the device of the first."""
+    if isinstance(elements, np.ndarray):
+        return np.concatenate([elements, *(tail.view(elements.dtype) for tail in tails)])
+    import torch
+
+    more = [torch.from_numpy(tail.copy()).to(elements.device) for tail in tails]
+    return torch.cat([elements.detach().contiguous().view(torch.uint8), *more]).view(elements.dtype)

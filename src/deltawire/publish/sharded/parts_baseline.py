@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ...delta.encode import encode_delta
 from ...delta.resolve import apply_delta
 from ...format.digest import Digest
 from ...format.records.record_parts import CommitRef
-from ...tensors.bits import State
+from ...tensors.bits import State, TensorPart, tensor_bits
+from ...tensors.gpu_handover import GpuHandover
 from ...tensors.state import state_digest
 from ..history import History, Reverse, budget_for
 from ..shortcuts.compose import Composition, compose
+from ..snapshots import SnapshotDevice, copy_tensors, is_kept_like, new_array
 from ..upload.segments import Segment
-from .division import Division, Parts, bytes_of
+from .division import Division, Parts
+
+
+def copied_parts(parts: Parts, like: Parts, device: SnapshotDevice) -> Parts:
+    """Return a copy of parts in memory of their own, where copies of the parts `like`, which may be on a GPU, are kept."""
+    copies: Parts = {}
+    for name, part in parts.items():
+        bits = tensor_bits(name, part.elements)
+        memory = new_array(bits.dtype, (bits.size,), tensor_bits(name, like[name].elements).bits, device)
+        copies[name] = TensorPart(memory, part.shape, part.start)
+    copy_tensors(parts, copies)
+    return copies
 
 
 class PartsBaseline:
@@ -65,8 +76,7 @@ class PartsBaseline:
             back = {index: encode_delta(self.part_of(parts, index), self.part(index), threads=self._threads) for index in deltas}
         self.intact = False
         for index in deltas:
-            for name, part in self.part(index).items():
-                np.copyto(bytes_of(part.elements), bytes_of(parts[name].elements))
+            copy_tensors(self.part_of(parts, index), self.parts)
         self.digest = digest
         if back is None:
             self._history.restart(at)
@@ -79,9 +89,15 @@ class PartsBaseline:
         self.intact = False
         for index, delta in deltas.items():
             apply_delta(dict[str, Any](self.part(index)), delta, threads=self._threads)
+            GpuHandover(self.part(index)).synchronize()
         self.digest = digest
         self._history.restart(at)
         self.intact = True
+
+    def move_to_device(self, parts: Parts, device: SnapshotDevice) -> None:
+        """Move the copy to where copies of such parts are kept. After a resume it is on the host."""
+        if not is_kept_like(self.parts, parts, device):
+            self.parts = copied_parts(self.parts, parts, device)
 
     def rename(self, at: CommitRef) -> None:
         """Note that another version has the same weights. Deltas back are lost."""

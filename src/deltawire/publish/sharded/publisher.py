@@ -24,6 +24,7 @@ from ..attachments.quantised_config import CONFIG
 from ..attachments.read_files import Attachments, CollectedFiles, read_attachments
 from ..commits import check_meta, check_step
 from ..quantising import Quantising
+from ..snapshots import SnapshotDevice
 from ..upload.segments import TensorTable
 from ..upload.upload_pool import UploadPool
 from ..writer_options import WriterOptions
@@ -70,6 +71,9 @@ class ShardedPublisher:
     dtype
         With `quantise`: the type of floating-point weights that are not quantised. None: bfloat16. Without it, pass weights in the type
         in which they are to be published.
+    snapshot
+        Where each process keeps the copy of parts that are on a GPU: "host", in pinned memory, or "device", on the GPU. Quantised parts
+        are always kept on the host.
     refuse_nonfinite
         Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite. With `quantise`, they always raise.
     resume_from_seq
@@ -94,6 +98,7 @@ class ShardedPublisher:
         tokenizer: Any = None,
         quantise: str | Recipe | None = None,
         dtype: WireDType | None = None,
+        snapshot: SnapshotDevice = "host",
         refuse_nonfinite: bool = False,
         resume_from_seq: int | None = None,
         starts_full: bool = False,
@@ -150,7 +155,7 @@ class ShardedPublisher:
         self.epoch: int = opening["epoch"]
         """The number of this job's epoch. Each job that opens the run gets a higher one."""
         self._first = first
-        self._appender = PartsAppender(ranks, self._store, self._pool, first, opening, options, on_event=on_event)
+        self._appender = PartsAppender(ranks, self._store, self._pool, first, opening, options, device=snapshot, on_event=on_event)
         if first is not None and self.version is not None:
             self._advice.follows(first.table_before, self.version.step if resume_from_seq is None else None)
             self._advice.follows_recipe(first.recipe_before)

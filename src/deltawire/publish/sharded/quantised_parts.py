@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...codec import default_codec
-from ...codec.bits import in_host_memory
+from ...codec.bits import in_host_memory, on_gpu
+from ...dtypes import DType
 from ...errors import UnquantisableWeight
 from ...quantise import QuantisedLayout, reference
 from ...quantise.layout import Output, QuantisedWeight
@@ -26,6 +27,7 @@ from ...tensors.bits import TensorPart, tensor_bits, typed
 from ...tensors.casting import Casts
 from ...tensors.state import thread_count
 from ..quantising import Quantising, refuse_nonfinite
+from ..snapshots import host_array
 from .division import Division, HeldLayout, Parts, Reader, Splitter
 from .ranges import EMPTY, ElementRange
 from .ranks import Ranks, together
@@ -355,8 +357,7 @@ class _Work:
         """Return the rows of a weight that this process holds."""
         weight = share.weight
         part = self._held[weight.source]
-        bits = tensor_bits(weight.source, part.elements)
-        elements = typed(in_host_memory(bits.bits), weight.dtype)
+        elements = _on_host(weight.source, part.elements, weight.dtype)
         if weight.is_transposed:
             inner, outer = part.shape[-2:]
             first = part.start // inner
@@ -376,6 +377,12 @@ def _quantiser(threads: int | None) -> Quantiser:
     return NativeQuantiser(thread_count(threads), codec.name)
 
 
+def _on_host(name: str, elements: Any, dtype: DType) -> NDArray[Any]:
+    """Return elements on the host. Those on a GPU are copied."""
+    bits = tensor_bits(name, elements).bits
+    return host_array(name, elements) if on_gpu(bits) else typed(in_host_memory(bits), dtype)
+
+
 def _kept(layout: QuantisedLayout, held: Mapping[str, TensorPart], threads: int | None) -> dict[str, TensorPart]:
     """Return the parts of tensors that are not quantised, in the type in which they are published. Raises `NonFiniteWeights`."""
     casts = Casts()
@@ -384,6 +391,6 @@ def _kept(layout: QuantisedLayout, held: Mapping[str, TensorPart], threads: int 
         if output.weight is None:
             part = held[output.name]
             cast = casts.cast(tensor_bits(output.name, part.elements), output.dtype)
-            found[output.name] = TensorPart(typed(in_host_memory(cast.bits), output.dtype), part.shape, part.start)
+            found[output.name] = TensorPart(_on_host(output.name, typed(cast.bits, output.dtype), output.dtype), part.shape, part.start)
     refuse_nonfinite({name: part.elements for name, part in found.items()}, threads=threads)
     return found
