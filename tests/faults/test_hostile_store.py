@@ -71,7 +71,7 @@ COMMITS: dict[str, tuple[Callable[[bytes], bytes], type[Exception]]] = {
     "with another field": (lambda data: edited(data, more=1), CorruptRecord),
     "without a field": (lambda data: data.replace(b'"meta":{},', b""), CorruptRecord),
     "too large": (lambda data: edited(data, meta={"x": "y" * 70_000}), CorruptRecord),
-    "of another version": (lambda data: edited(data, version=3), UnsupportedVersion),
+    "of another version": (lambda data: edited(data, version=99), UnsupportedVersion),
     "for another slot": (lambda data: edited(data, seq=9), CorruptRecord),
     "of another run": (lambda data: edited(data, id="f" * 32), CorruptRecord),
     "with another parent": (lambda data: edited(data, parent="f" * 64), ChainBroken),
