@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec.bits import DeviceBits, in_host_memory, on_gpu
+from ..codec.bits import in_host_memory, on_gpu
 from ..tensors import torch_types
 from ..tensors.bits import State, Tensor, TensorBits, tensor_bits
 from .layout import Output, QuantisedLayout, QuantisedWeight, Role
@@ -286,7 +286,7 @@ _Memory = _HostMemory | _DeviceMemory
 def _on(device: torch.device, tensor: TensorBits) -> torch.Tensor:
     """Return a tensor's bits on a device."""
     bits = tensor.bits
-    if isinstance(bits, DeviceBits):
+    if on_gpu(bits):
         return bits.tensor if bits.device == device else bits.tensor.to(device)
     import torch
 
