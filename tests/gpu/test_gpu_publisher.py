@@ -11,6 +11,7 @@ from emulator.build import compiler
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.errors import NonFiniteWeights
+from deltawire.quantise.quantise import quantise_state
 from deltawire.tensors.finite import count_nonfinite
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
@@ -153,3 +154,28 @@ def test_weights_are_cast_on_the_gpu_to_any_wide_float(tmp_path, to):
             read(tmp_path, {name: bits(tensor.to(getattr(torch, to)) if name != "flag" else tensor) for name, tensor in state.items()})
             step(state)
         assert publisher.version.kind == "delta"
+
+
+@pytest.mark.parametrize("snapshot", ["host", "device"])
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8-block", "nvfp4"])
+def test_what_is_quantised_on_the_gpu_is_what_the_cpu_makes_of_it(tmp_path, snapshot, background, recipe):
+    random = torch.Generator().manual_seed(5)
+    shapes = {"a.q_proj.weight": (40, 64), "a.k_proj.weight": (40, 64), "a.v_proj.weight": (8, 64), "norm.weight": (64,)}
+    state = {name: torch.randn(shape, generator=random).to(DEVICE) for name, shape in shapes.items()}
+    options = deltawire.WriterOptions(segment_bytes=2000)
+    previous = None
+    for steps in (3, 2):  # the second publisher resumes: its copy is on the host first
+        with deltawire.Publisher(
+            tmp_path, quantise=recipe, snapshot=snapshot, background=background, attachments={"config.json": b"{}"}, options=options
+        ) as publisher:
+            for _ in range(steps):
+                publisher.publish(state)
+                previous = quantise_state({name: tensor.cpu().numpy().copy() for name, tensor in state.items()}, recipe, previous)
+                step(state)
+                publisher.flush()
+                read(tmp_path, {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in previous.items()})
+            state["a.v_proj.weight"][1, 2] = float("nan")
+            with pytest.raises(NonFiniteWeights, match="v_proj"):
+                publisher.publish(state)
+            state["a.v_proj.weight"][1, 2] = 0.5

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from ..dtypes import DType, dtype_named
 from ..errors import LimitExceeded, NonFiniteWeights
 from ..format.records.record_parts import RecipeRecord
 from ..quantise import QuantisedLayout, Recipe, TensorSpec
 from ..quantise.recipe import RELEASES, RecipeLike
+from ..tensors import torch_types
 from ..tensors.bits import State
 from ..tensors.casting import Casting, DTypeLike, WireDType
 from ..tensors.finite import count_nonfinite
 from .advice import describe_nonfinite
 from .attachments.quantised_config import CONFIG, with_quantization, without_quantization
-from .snapshots import Arrays
+from .snapshots import Arrays, copy_tensors
 from .take_over import TakeOver
-from .upload.segments import TensorTable
+from .upload.segments import SEGMENT_BYTES, TensorTable
 
 _MOST_RECORD_BYTES = 8192
 """Most bytes that a recipe takes in a commit."""
@@ -151,9 +155,42 @@ def quantise(
     `previous` are the tensors of the version before, whose scales stay where that is possible. `out` has the memory to write into.
     """
     chosen = list(names)
-    made = layout.quantise(chosen, state, previous, out, threads=threads)
+    if out is not None and _is_on_gpu_for_host(layout, chosen, state, out):
+        made = {}
+        for part in _parts(layout, chosen):
+            copy_tensors(layout.quantise(part, state, previous, threads=threads), out)
+            made.update({name: out[name] for name in part})
+    else:
+        made = layout.quantise(chosen, state, previous, out, threads=threads)
     refuse_nonfinite({name: made[name] for name in chosen if layout.outputs[name].weight is None}, threads=threads)
     return made
+
+
+def _is_on_gpu_for_host(layout: QuantisedLayout, names: Iterable[str], state: State, out: Mapping[str, Any]) -> bool:
+    """Tell whether weights on a GPU are to be written to host memory. They are quantised on the GPU then, and copied."""
+    if torch_types.torch_tensor() is None:
+        return False
+    for name in names:
+        weight = layout.outputs[name].weight
+        source = state[name if weight is None else weight.source]
+        if torch_types.is_torch(source) and torch_types.gpu_of(source) is not None and isinstance(out[name], np.ndarray):
+            return True
+    return False
+
+
+def _parts(layout: QuantisedLayout, names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield names of tensors that together have about the size of a segment, so that little memory of a GPU is needed."""
+    part: list[str] = []
+    size = 0
+    for name in names:
+        output = layout.outputs[name]
+        part.append(name)
+        size += math.prod(output.shape) * output.dtype.itemsize
+        if size >= SEGMENT_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def refuse_nonfinite(state: State, *, threads: int | None = None) -> None:
