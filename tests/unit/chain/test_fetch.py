@@ -154,6 +154,24 @@ def test_prefetch_gives_all_in_order(store, budget):
     assert [(entry, bytes(data)) for entry, data in found] == [(entry, bytes([i]) * 100) for i, entry in enumerate(entries)]
 
 
+@pytest.mark.parametrize(("objects", "small", "streams"), [(64, 1000, 8), (20, 1000, 2), (64, 3, 2)])
+def test_many_small_objects_are_fetched_by_more_streams(store, monkeypatch, objects, small, streams):
+    made = []
+    pool = fetch.ThreadPoolExecutor
+
+    def counted(threads, **options):
+        made.append(threads)
+        return pool(threads, **options)
+
+    monkeypatch.setattr(fetch, "ThreadPoolExecutor", counted)
+    monkeypatch.setattr(fetch, "_MORE_STREAMS", 4)
+    monkeypatch.setattr(fetch, "_SMALL", small)
+    data = [number.to_bytes(3, "little") for number in range(objects)]
+    entries = [put(store, each) for each in data]
+    assert [bytes(found) for _, found in Fetcher(store, streams=2).prefetch(entries)] == data
+    assert made == [streams]
+
+
 def test_prefetch_reads_no_further_ahead_than_its_budget(store):
     entries = [put(store, bytes([i]) * 100) for i in range(20)]
     reading = Fetcher(store, budget=350, streams=8).prefetch(entries)
