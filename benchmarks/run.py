@@ -17,6 +17,7 @@ import fleet_coordination
 import fsdp_publish
 import import_time
 import publish_overhead
+import quantise_speed
 import quantised_size
 import rl_async
 import seaweed
@@ -29,6 +30,7 @@ NAMES = [
     "quantised-size-large",
     "step-cost",
     "speed",
+    "quantise",
     "memory",
     "density",
     "import",
@@ -66,6 +68,7 @@ def main() -> int:
         "quantised-size-large": lambda: quantised_size.measure_large(1 << (24 if quick else 30)),
         "step-cost": step_cost.measure,
         "speed": lambda: codec_speed.measure(1 << (24 if quick else 29), 2 if quick else 5),
+        "quantise": lambda: quantise_speed.measure(1 << (24 if quick else 28), 1 if quick else 5),
         "memory": lambda: codec_memory.measure(1 << (25 if quick else 28)),
         "density": lambda: codec_density.measure(1 << (20 if quick else 26)),
         "import": import_time.measure,

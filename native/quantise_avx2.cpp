@@ -8,7 +8,7 @@ namespace {
 
 struct Avx2Lanes {
     static constexpr unsigned kWidth = 8;
-    static constexpr bool kHasFma = true;
+    static constexpr bool kHasFma = true, kStoresFour = false, kReducesMany = false;
     using F = __m256;
     using U = __m256i;
 
@@ -36,8 +36,6 @@ struct Avx2Lanes {
     static U shift_right(U a) { return _mm256_srli_epi32(a, n); }
     static U min_u(U a, U b) { return _mm256_min_epu32(a, b); }
     static U max_u(U a, U b) { return _mm256_max_epu32(a, b); }
-    // All numbers are below 2^31.
-    static U select_below(U a, U limit, U below, U other) { return _mm256_blendv_epi8(other, below, _mm256_cmpgt_epi32(limit, a)); }
     static uint32_t reduce_max(U a) {
         __m128i b = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
         b = _mm_max_epu32(b, _mm_shuffle_epi32(b, 0x4e));

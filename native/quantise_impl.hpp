@@ -37,9 +37,12 @@ struct Quantise {
     static constexpr float kLeastFast = 0x1p-60f, kMostFast = 1.0f;
     DELTAWIRE_INLINE static bool is_fast(float divisor) { return Isa::kHasFma && divisor >= kLeastFast && divisor <= kMostFast; }
 
-    // Returns the codes of kWidth elements, one per lane.
+    // The codes of kWidth elements, one per lane: magnitudes plus `Coding<E>::kOffset`, and numbers that have the signs. Integers are whole codes.
+    struct Codes {
+        U values, signs;
+    };
     template <Source S, Element E, bool kRounds, bool kFast>
-    DELTAWIRE_INLINE static U code(F x, const Divisor& by) {
+    DELTAWIRE_INLINE static Codes code(F x, const Divisor& by) {
         F q;
         if constexpr (kFast) {
             F product = Isa::mul(x, by.reciprocal);
@@ -56,30 +59,55 @@ struct Quantise {
         if constexpr (kRounds && S == Source::f16) q = Isa::round_f16(q);
         if constexpr (E == Element::int4) {
             q = Isa::min(Isa::max(q, Isa::splat(-8.0f)), Isa::splat(7.0f));
-            return Isa::add(Isa::round_to_integer(q), Isa::splat_u(8));
+            return {Isa::add(Isa::round_to_integer(q), Isa::splat_u(8)), Isa::splat_u(0)};
         } else {
             using C = Coding<E>;
             // The sign of -0.0 is dropped. If the product overflowed, only the weight knows the sign.
             const U signs = Isa::bits(Isa::add_f(kFast ? x : q, Isa::splat(0.0f)));
             const U a = Isa::min_u(Isa::and_(Isa::bits(q), Isa::splat_u(0x7fffffff)), Isa::splat_u(C::kLargest));
-            const U odd = Isa::and_(Isa::template shift_right<C::kDropped>(a), Isa::splat_u(1));
-            const U normal = Isa::template shift_right<C::kDropped>(Isa::add(Isa::add(a, Isa::splat_u(C::kRounding)), odd));
-            const U small = Isa::sub(Isa::bits(Isa::add_f(Isa::from_bits(a), Isa::from_bits(Isa::splat_u(C::kMagic)))), Isa::splat_u(C::kMagic));
-            const U sign = Isa::and_(Isa::template shift_right<C::kSignShift>(signs), Isa::splat_u(C::kSign));
-            return Isa::or_(Isa::select_below(a, Isa::splat_u(C::kLeastNormal), small, normal), sign);
+            const U exponent = Isa::and_(Isa::max_u(a, Isa::splat_u(C::kLeastNormal)), Isa::splat_u(0x7f800000));
+            const U above = Isa::add(exponent, Isa::splat_u(C::kDropped << 23));
+            const U sum = Isa::bits(Isa::add_f(Isa::from_bits(a), Isa::from_bits(above)));
+            return {Isa::add(Isa::sub(sum, above), Isa::template shift_right<C::kDropped>(exponent)), signs};
         }
     }
 
     template <Element E>
-    DELTAWIRE_INLINE static void store(uint8_t* out, U codes) {
-        if constexpr (E == Element::e4m3) Isa::store_bytes(out, codes);
-        else Isa::store_nibbles(out, codes);
+    DELTAWIRE_INLINE static void store(uint8_t* out, const Codes& codes) {
+        if constexpr (E == Element::int4) {
+            Isa::store_nibbles(out, codes.values);
+        } else {
+            using C = Coding<E>;
+            const U sign = Isa::and_(Isa::template shift_right<C::kSignShift>(codes.signs), Isa::splat_u(C::kSign));
+            const U all = Isa::or_(Isa::sub(codes.values, Isa::splat_u(C::kOffset)), sign);
+            if constexpr (E == Element::e4m3) Isa::store_bytes(out, all);
+            else Isa::store_nibbles(out, all);
+        }
+    }
+    // Stores the codes of four vectors.
+    template <Element E>
+    DELTAWIRE_INLINE static void store4(uint8_t* out, const Codes codes[4]) {
+        if constexpr (Isa::kStoresFour) {
+            const U values[4] = {codes[0].values, codes[1].values, codes[2].values, codes[3].values};
+            const U signs[4] = {codes[0].signs, codes[1].signs, codes[2].signs, codes[3].signs};
+            if constexpr (E == Element::e4m3) Isa::store_four_bytes(out, values, signs, Coding<E>::kOffset);
+            else if constexpr (E == Element::e2m1) Isa::store_four_nibbles(out, values, signs, Coding<E>::kOffset);
+            else Isa::store_four_nibbles(out, values);
+        } else {
+            constexpr unsigned per_byte = E == Element::e4m3 ? 1 : 2;
+            for (unsigned k = 0; k < 4; ++k) store<E>(out + k * kWidth / per_byte, codes[k]);
+        }
     }
 
     template <Source S, Element E, bool kRounds, bool kFast>
     DELTAWIRE_INLINE static void run_codes(const Stored<S>* x, size_t n, const Divisor& by, uint8_t* out) {
         constexpr unsigned per_byte = E == Element::e4m3 ? 1 : 2;
         size_t i = 0;
+        for (; i + 4 * kWidth <= n; i += 4 * kWidth) {
+            Codes codes[4];
+            for (unsigned k = 0; k < 4; ++k) codes[k] = code<S, E, kRounds, kFast>(load<S>(x + i + k * kWidth), by);
+            store4<E>(out + i / per_byte, codes);
+        }
         for (; i + kWidth <= n; i += kWidth) store<E>(out + i / per_byte, code<S, E, kRounds, kFast>(load<S>(x + i), by));
         if (i < n) {
             Stored<S> padded[kWidth] = {};
@@ -108,11 +136,19 @@ struct Quantise {
                 reciprocals[i] = 1.0f / divisors[at + i];
                 fast &= (divisors[at + i] >= kLeastFast) & (divisors[at + i] <= kMostFast);
             }
+            const auto by = [&](size_t i) { return Divisor{Isa::splat(divisors[at + i]), Isa::splat(reciprocals[i])}; };
             const auto each = [&]<bool kFast>() {
-                for (size_t i = 0; i < count; ++i) {
-                    const Divisor by{Isa::splat(divisors[at + i]), Isa::splat(reciprocals[i])};
-                    run_codes<S, E, kRounds, kFast>(x + (at + i) * group, group, by, out + (at + i) * group / per_byte);
+                size_t i = 0;
+                if (group < 4 * kWidth && group % kWidth == 0) {  // four vectors that belong to two or four groups
+                    const size_t vectors = group / kWidth;
+                    for (; i + 4 / vectors <= count; i += 4 / vectors) {
+                        Codes codes[4];
+                        for (unsigned k = 0; k < 4; ++k)
+                            codes[k] = code<S, E, kRounds, kFast>(load<S>(x + (at + i) * group + k * kWidth), by(i + k / vectors));
+                        store4<E>(out + (at + i) * group / per_byte, codes);
+                    }
                 }
+                for (; i < count; ++i) run_codes<S, E, kRounds, kFast>(x + (at + i) * group, group, by(i), out + (at + i) * group / per_byte);
             };
             if (fast) each.template operator()<true>();
             else each.template operator()<false>();
@@ -183,12 +219,20 @@ struct Quantise {
     }
     template <Source S>
     DELTAWIRE_INLINE static void run_group_largest(const Stored<S>* x, size_t n, uint32_t group, float* out) {
-        const auto all = [&](uint32_t size) {
-            for (size_t i = 0; i < n; ++i) out[i] = std::bit_cast<float>(largest_of<S>(x + i * size, size));
-        };
-        if (group == 16) all(16);
-        else if (group == 32) all(32);
-        else all(group);
+        size_t i = 0;
+        if constexpr (Isa::kReducesMany) {
+            const U mask = Isa::splat_u(0x7fffffff);
+            for (; i + kWidth <= n; i += kWidth) {  // as many groups as there are lanes
+                U each[kWidth];
+                for (unsigned g = 0; g < kWidth; ++g) {
+                    const Stored<S>* const first = x + (i + g) * group;
+                    each[g] = Isa::and_(Isa::bits(load<S>(first)), mask);
+                    for (uint32_t k = kWidth; k < group; k += kWidth) each[g] = Isa::max_u(each[g], Isa::and_(Isa::bits(load<S>(first + k)), mask));
+                }
+                Isa::store(out + i, Isa::from_bits(Isa::reduce_max_each(each)));
+            }
+        }
+        for (; i < n; ++i) out[i] = std::bit_cast<float>(largest_of<S>(x + i * group, group));
     }
     static void group_largest(const void* elements, size_t n, uint32_t group, Source source, float* out) {
         if (source == Source::f32) return run_group_largest<Source::f32>(static_cast<const float*>(elements), n, group, out);
@@ -199,13 +243,68 @@ struct Quantise {
     static constexpr size_t kBatch = 64;         // groups that are processed at a time, in the first-level cache
     static constexpr uint32_t kTileBlocks = 4;   // blocks beside each other whose second pass reads from the second-level cache
 
+    // Whole blocks whose scales probably stay: their codes are made with the previous scales in the same pass that finds their largest values, so that
+    // the weights are read from memory once, in the order of their addresses. Blocks whose scales do not stay are made again.
+    template <Source S, bool kPower>
+    DELTAWIRE_INLINE static uint32_t quantise_sticky_blocks(const QuantiseRows& job, uint32_t blocks) {
+        const Rows& rows = job.rows;
+        const auto row = [&](uint32_t r) { return reinterpret_cast<const Stored<S>*>(rows.data + int64_t(r) * rows.stride); };
+        uint32_t all = 0;
+        for (uint32_t begin = 0; begin < blocks; begin += kBatch) {
+            const uint32_t count = std::min<uint32_t>(kBatch, blocks - begin);
+            float tried[kBatch], reciprocals[kBatch], maxima[kBatch], divisors[kBatch];
+            U found[kBatch];
+            const uint8_t* const previous = job.previous + 4 * begin;
+            std::memcpy(tried, previous, 4 * count);
+            for (uint32_t b = 0; b < count; ++b) {
+                tried[b] = is_fast(tried[b]) ? tried[b] : 1.0f;  // then it is made again, unless the scale is 1
+                reciprocals[b] = 1.0f / tried[b];
+                found[b] = Isa::splat_u(0);
+            }
+            const U mask = Isa::splat_u(0x7fffffff);
+            for (uint32_t r = 0; r < rows.rows; ++r) {
+                const Stored<S>* x = row(r) + begin * kBlockColumns;
+                uint8_t* out = job.codes + size_t(r) * rows.columns + begin * kBlockColumns;
+                for (uint32_t b = 0; b < count; ++b, x += kBlockColumns, out += kBlockColumns) {
+                    const Divisor by{Isa::splat(tried[b]), Isa::splat(reciprocals[b])};
+                    U most = found[b];
+                    for (uint32_t i = 0; i < kBlockColumns; i += 4 * kWidth) {
+                        Codes codes[4];
+                        for (unsigned k = 0; k < 4; ++k) {
+                            const F value = load<S>(x + i + k * kWidth);
+                            most = Isa::max_u(most, Isa::and_(Isa::bits(value), mask));
+                            codes[k] = code<S, Element::e4m3, false, true>(value, by);
+                        }
+                        store4<Element::e4m3>(out + i, codes);
+                    }
+                    found[b] = most;
+                }
+            }
+            for (uint32_t b = 0; b < count; ++b) {
+                const uint32_t most = Isa::reduce_max(found[b]);
+                all = std::max(all, most), maxima[b] = std::bit_cast<float>(most);
+            }
+            if (all >= kNotFinite) return all;
+            choose_block<kPower>(maxima, previous, count, job.scales + 4 * begin, divisors);
+            for (uint32_t b = 0; b < count; ++b) {
+                if (divisors[b] == tried[b]) continue;
+                const uint32_t first = (begin + b) * kBlockColumns;
+                for (uint32_t r = 0; r < rows.rows; ++r)
+                    run<S, Element::e4m3, false>(row(r) + first, kBlockColumns, divisors[b], job.codes + size_t(r) * rows.columns + first);
+            }
+        }
+        return all;
+    }
+
     // 128 rows at most: one row of blocks. While the codes of some blocks are computed, the next blocks are prefetched.
     template <Source S, bool kPower>
     DELTAWIRE_INLINE static uint32_t quantise_blocks(const QuantiseRows& job) {
         const Rows& rows = job.rows;
         const auto row = [&](uint32_t r) { return reinterpret_cast<const Stored<S>*>(rows.data + int64_t(r) * rows.stride); };
-        uint32_t all = 0;
-        for (uint32_t begin = 0; begin < rows.columns; begin += kTileBlocks * kBlockColumns) {
+        const uint32_t sticky = Isa::kHasFma && job.previous ? rows.columns / kBlockColumns : 0;
+        uint32_t all = sticky ? quantise_sticky_blocks<S, kPower>(job, sticky) : 0;
+        if (all >= kNotFinite) return all;
+        for (uint32_t begin = sticky * kBlockColumns; begin < rows.columns; begin += kTileBlocks * kBlockColumns) {
             const uint32_t end = std::min(rows.columns, begin + kTileBlocks * kBlockColumns), count = (end - begin + kBlockColumns - 1) / kBlockColumns;
             uint32_t found[kTileBlocks] = {};
             for (uint32_t r = 0; r < rows.rows; ++r)

@@ -13,15 +13,15 @@ namespace {
 
 template <Element>
 struct Coding;
-// Constants for rounding a magnitude to a code: as many dropped bits of a float32, and the difference of the exponents' biases. Magnitudes below
-// the least normal one are rounded by adding a number whose last bit is worth as much as that of the code.
+// Constants for rounding a magnitude to a code. A code is the exponent and the first bits of a float32, less an offset. The power of two that is
+// `kDropped` powers above a number's own has a last bit that is worth as much as that of the code, so adding it rounds. Numbers below the least
+// normal one have its exponent.
 template <>
 struct Coding<Element::e4m3> {
     static constexpr unsigned kDropped = 20, kSignShift = 24;
     static constexpr uint32_t kLargest = 0x43e00000;      // 448
     static constexpr uint32_t kLeastNormal = 0x3c800000;  // 2^-6
-    static constexpr uint32_t kMagic = 0x46800000;        // 2^14
-    static constexpr uint32_t kRounding = 0x7ffff - (uint32_t(120 << 3) << 20);
+    static constexpr uint32_t kOffset = kLeastNormal >> kDropped;
     static constexpr uint32_t kSign = 0x80;
 };
 template <>
@@ -29,8 +29,7 @@ struct Coding<Element::e2m1> {
     static constexpr unsigned kDropped = 22, kSignShift = 28;
     static constexpr uint32_t kLargest = 0x40c00000;      // 6
     static constexpr uint32_t kLeastNormal = 0x3f800000;  // 1
-    static constexpr uint32_t kMagic = 0x4a800000;        // 2^22
-    static constexpr uint32_t kRounding = 0x1fffff - (uint32_t(126 << 1) << 22);
+    static constexpr uint32_t kOffset = kLeastNormal >> kDropped;
     static constexpr uint32_t kSign = 0x8;
 };
 
@@ -41,9 +40,9 @@ template <Element E>
 DELTAWIRE_INLINE uint32_t magnitude_code(float value) {
     using C = Coding<E>;
     const uint32_t b = std::bit_cast<uint32_t>(value), a = b < C::kLargest ? b : C::kLargest;
-    const uint32_t normal = (a + C::kRounding + (a >> C::kDropped & 1)) >> C::kDropped;
-    const uint32_t small = std::bit_cast<uint32_t>(std::bit_cast<float>(a) + std::bit_cast<float>(C::kMagic)) - C::kMagic;
-    return a < C::kLeastNormal ? small : normal;
+    const uint32_t exponent = (a > C::kLeastNormal ? a : C::kLeastNormal) & 0x7f800000, above = exponent + (C::kDropped << 23);
+    const uint32_t sum = std::bit_cast<uint32_t>(std::bit_cast<float>(a) + std::bit_cast<float>(above));
+    return sum - above + (exponent >> C::kDropped) - C::kOffset;
 }
 // Returns the number that an e4m3 code of 0 to 126 stands for.
 DELTAWIRE_INLINE float from_e4m3(uint32_t code) {

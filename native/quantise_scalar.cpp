@@ -8,7 +8,7 @@ namespace {
 
 struct ScalarLanes {
     static constexpr unsigned kWidth = 8;
-    static constexpr bool kHasFma = false;
+    static constexpr bool kHasFma = false, kStoresFour = false, kReducesMany = false;
     struct F {
         float v[kWidth];
     };
@@ -47,9 +47,6 @@ struct ScalarLanes {
     static U shift_right(U a) { return each<U>([&](unsigned i) { return a.v[i] >> n; }); }
     static U min_u(U a, U b) { return each<U>([&](unsigned i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
     static U max_u(U a, U b) { return each<U>([&](unsigned i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
-    static U select_below(U a, U limit, U below, U other) {
-        return each<U>([&](unsigned i) { return a.v[i] < limit.v[i] ? below.v[i] : other.v[i]; });
-    }
     static uint32_t reduce_max(U a) {
         uint32_t out = 0;
         for (const uint32_t x : a.v) out = x > out ? x : out;
