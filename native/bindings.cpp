@@ -8,6 +8,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "codec.hpp"
+#include "nonfinite.hpp"
+#include "parallel.hpp"
 #include "payload.hpp"
 #include "quantise_bindings.hpp"
 
@@ -297,6 +299,38 @@ nb::tuple py_memory_of(const nb::object& arrays) {
     return nb::make_tuple(own(std::move(addresses)), own(std::move(flags)));
 }
 
+// Tells for each contiguous array whether an element reaches the limit under the mask. A mask leaves out the sign, so it is not negative.
+nb::object py_reaching(const nb::object& arrays, const Column<uint64_t>& masks, const Column<uint64_t>& limits, unsigned threads) {
+    const auto items = items_of(arrays);
+    check_length(masks.size(), items.size());
+    check_length(limits.size(), items.size());
+    std::vector<View> views;
+    views.reserve(items.size());
+    for (PyObject* item : items) {
+        views.push_back(view_of(item));
+        if (views.back().layout) throw std::invalid_argument("an array is not contiguous");
+    }
+    std::vector<uint8_t> found(items.size());
+    {
+        nb::gil_scoped_release release;
+        constexpr uint64_t unit_bytes = uint64_t(1) << 22;  // small tensors share a unit
+        std::vector<size_t> starts;
+        uint64_t held = unit_bytes;
+        for (size_t t = 0; t < views.size(); ++t) {
+            if (held >= unit_bytes) starts.push_back(t), held = 0;
+            held += views[t].count * views[t].bytes;
+        }
+        starts.push_back(views.size());
+        struct Nothing {};
+        std::vector<Nothing> workers(std::max(1u, threads));
+        parallel_for(starts.size() - 1, workers, [&](Nothing&, size_t u) {
+            for (size_t t = starts[u]; t < starts[u + 1]; ++t)
+                found[t] = reaches(views[t].data, views[t].count, views[t].bytes, masks(t), limits(t));
+        });
+    }
+    return own(std::move(found));
+}
+
 nb::tuple py_inspect(const Bytes& payload, const Type& type, bool old) {
     const PayloadFacts facts = inspect({payload.data(), payload.size()}, element_type(type), old);
     nb::list chunks;
@@ -336,6 +370,7 @@ NB_MODULE(_native, m) {
     m.def("encode", &py_encode, "groups"_a, "old"_a, "threads"_a, "isa"_a);
     m.def("digest", &py_digest, "arrays"_a, "seeds"_a, "threads"_a, "isa"_a);
     m.def("memory_of", &py_memory_of, "arrays"_a);
+    m.def("reaching", &py_reaching, "arrays"_a, "masks"_a, "limits"_a, "threads"_a);
     m.def("write_elements", &py_write_elements, "array"_a, "indices"_a, "values"_a);
     m.def("inspect", &py_inspect, "payload"_a, "type"_a, "old"_a);
     m.def("find_chunks", &py_find_chunks, "payload"_a);

@@ -128,3 +128,20 @@ def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
         return _BY_NUMPY[dtype]
     except KeyError:
         raise UnsupportedDtype(str(dtype)) from None
+
+
+def first_nonfinite(dtype: DType) -> tuple[int, int] | None:
+    """Return the first nonfinite bit patterns with a clear and with a set sign bit; None for integer types.
+
+    Infinities and NaNs have the largest magnitudes of all bit patterns. Type e4m3fn has no infinity and one NaN. Type e8m0 has no sign and
+    no infinity.
+    """
+    sign = 1 << (dtype.width - 1)
+    if dtype.name == "F8_E4M3":
+        return 0x7F, 0xFF
+    if dtype.name == "F8_E8M0":
+        return sign, 0xFF
+    if dtype.exponent_bits:
+        first = ((1 << dtype.exponent_bits) - 1) << dtype.exponent_shift
+        return first, sign | first
+    return None

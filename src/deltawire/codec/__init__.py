@@ -69,3 +69,13 @@ def memory_of(arrays: list[Bits]) -> tuple[NDArray[np.uint64], NDArray[np.uint8]
         flags = [array.flags.c_contiguous + 2 * array.flags.writeable for array in host]
         return np.array([array.ctypes.data for array in host], np.uint64), np.array(flags, np.uint8)
     return native(arrays)
+
+
+def reaching(arrays: list[Bits], masks: NDArray[np.uint64], limits: NDArray[np.uint64], threads: int) -> NDArray[np.bool_]:
+    """Tell for each contiguous array in host memory whether one of its elements is at least the limit, after it was masked."""
+    try:
+        from .._native import reaching as native
+    except ImportError:
+        columns = zip(arrays, masks.tolist(), limits.tolist(), strict=True)
+        return np.array([bool((in_host_memory(array) & mask >= limit).any()) for array, mask, limit in columns], np.bool_)
+    return native(arrays, masks, limits, threads).astype(np.bool_)

@@ -12,9 +12,10 @@ from ..codec.base import Codec, Resolution
 from ..codec.bits import Bits, Indices
 from ..dtypes import DType
 from ..errors import BaseMismatch, CorruptDelta, DeltaTooLarge, ResultMismatch, TensorMissing, TensorUnexpected
-from ..format.delta_file import DeltaFile, Parts, Structure
+from ..format.delta_file import Coverage, DeltaFile, Parts, Structure
 from ..format.digest import PART_ALIGNMENT, Digest, TensorKeys
 from ..tensors.bits import State, TensorBits
+from ..tensors.columns import Columns
 from ..tensors.state import Progress, digest_tensors
 
 _ADDED_BYTES, _ADDED_BYTES_PER_BYTE = 1 << 30, 1024
@@ -83,9 +84,26 @@ def changes_of(plan: Plan, tensors: Sequence[int], codec: Codec, threads: int) -
         plan.writes = writes
 
 
-def covered_by(plan: Plan) -> Parts:
-    """Return the elements that a delta covers, by tensor."""
-    return {tensor.name: (tensor.start, tensor.start + tensor.size) for tensor in plan.tensors}
+def cover(coverage: Coverage, plan: Plan) -> None:
+    """Note the elements that a delta covers. Raise `CorruptDelta` if an earlier one covered some of them."""
+    if isinstance(plan.tensors, Columns):
+        coverage.add_whole(plan.tensors.layout.names)
+    else:
+        coverage.add({tensor.name: (tensor.start, tensor.start + tensor.size) for tensor in plan.tensors})
+
+
+def addresses_of(tensors: Sequence[TensorBits]) -> NDArray[np.uint64]:
+    """Return the addresses of tensors that have elements."""
+    if isinstance(tensors, Columns):
+        return tensors.addresses[tensors.layout.sizes > 0]
+    return np.array([tensor.address for tensor in tensors if tensor.size], np.uint64)
+
+
+def itemsizes_of(tensors: Sequence[TensorBits]) -> NDArray[np.int64]:
+    """Return the bytes of one element of each tensor."""
+    if isinstance(tensors, Columns):
+        return tensors.layout.itemsizes
+    return np.array([tensor.dtype.itemsize for tensor in tensors], np.int64)
 
 
 def check_structure(state: State, structure: Structure, names: Iterable[str]) -> None:

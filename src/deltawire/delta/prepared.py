@@ -14,7 +14,7 @@ from ..format.digest import Digest
 from ..tensors.bits import Tensor
 from ..tensors.state import codec_for, thread_count
 from .grouped_plan import is_same_change
-from .plan import Plan, changes_of, covered_by, resolve_plan
+from .plan import Plan, addresses_of, changes_of, cover, itemsizes_of, resolve_plan
 from .resolve import plan_delta
 
 
@@ -41,8 +41,12 @@ class PreparedUpdate:
         self._resolution: Resolution | None = None
         self._is_ready = self.is_applied = False
         self._coverage = Coverage()
-        self._tensor_at: dict[object, tuple[Plan, int]] = {}
-        """By memory: the plan of the delta that covered it first, and the number of the tensor there."""
+        self._plans: list[Plan] = []
+        """The plans of the deltas that were added."""
+        self._addresses = np.zeros(0, np.uint64)
+        """The addresses of all tensors of these plans."""
+        self._tensor_at: dict[object, tuple[Plan, int]] | None = None
+        """By memory: the plan of the delta that covered it first, and the number of the tensor there. None until an address repeats."""
         self.changed = 0
         """The number of elements that the update changes."""
         self.nbytes = 0
@@ -67,7 +71,7 @@ class PreparedUpdate:
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, but a prepared update can only change values.")
         plan = plan_delta(state, file)
-        self._coverage.add(covered_by(plan))
+        cover(self._coverage, plan)
         codec = codec_for(plan.tensors)
         plan.mark_writes(codec, self._threads, deferred=True)
         self._skip_repeated_writes(plan, codec)
@@ -77,7 +81,7 @@ class PreparedUpdate:
         plan.check_writes()
         changed = np.where(plan.writes, plan.changed, 0)
         self.changed += int(changed.sum())
-        self.nbytes += int((changed * np.array([4 + tensor.dtype.itemsize for tensor in plan.tensors], np.int64)).sum())
+        self.nbytes += int((changed * (4 + itemsizes_of(plan.tensors))).sum())
         return file.before, file.after
 
     def apply(self) -> None:
@@ -92,12 +96,22 @@ class PreparedUpdate:
 
     def _skip_repeated_writes(self, plan: Plan, codec: Codec) -> None:
         """Skip writes to memory that an earlier delta covers already, under another name. Raise `TensorsTied` if it changes differently."""
+        seen, here = self._addresses, addresses_of(plan.tensors)
+        self._addresses = np.concatenate([seen, here])
+        self._plans.append(plan)
+        if self._tensor_at is None:
+            if not np.intersect1d(seen, here).size:
+                return
+            pairs = ((earlier, number) for earlier in self._plans[:-1] for number in range(len(earlier.tensors)))
+            self._tensor_at = {}
+            for earlier, number in pairs:
+                self._tensor_at.setdefault(earlier.tensors[number].memory, (earlier, number))
         for number, tensor in enumerate(plan.tensors):
             memory = tensor.memory
             if memory is None:
                 continue
             earlier, first = self._tensor_at.setdefault(memory, (plan, number))
-            if earlier.tensors[first].name == tensor.name:
+            if earlier is plan or earlier.tensors[first].name == tensor.name:
                 continue
             old, new = changes_of(earlier, [first], codec, self._threads)[0], changes_of(plan, [number], codec, self._threads)[0]
             if not is_same_change(old, new):
@@ -110,7 +124,8 @@ class PreparedUpdate:
             if self._resolution is not None:
                 self._resolution.compact()
             self._coverage = Coverage()
-            self._tensor_at.clear()
+            self._tensor_at = None
+            self._plans.clear()
             self._is_ready = True
         self.is_applied = not self.is_applied
         if self._resolution is not None:

@@ -14,7 +14,7 @@ from ..tensors.state import Progress, codec_for, thread_count
 from .grouped_plan import GroupedPlan
 from .named_plan import NamedPlan
 from .patch import ResolvedPatch, TensorPatch, change_structure
-from .plan import Plan, covered_by, resolve_plan
+from .plan import Plan, cover, resolve_plan
 
 _KEPT_CHANGES = 32 << 20
 """Bytes of decoded changes that `apply_delta` keeps, in addition to as many as the delta has."""
@@ -94,7 +94,7 @@ def apply_file(
     """
     plan = plan_delta(state, file)
     if coverage is not None:
-        coverage.add(covered_by(plan))
+        cover(coverage, plan)
     codec = codec_for(plan.tensors)
     plan.mark_writes(codec, thread_count(threads), deferred=False)
     resolution = codec.resolution(thread_count(threads), _KEPT_CHANGES + len(file.data))

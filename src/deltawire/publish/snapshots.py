@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec.bits import Bits, DeviceBits, on_gpu
+from ..codec.bits import Bits, DeviceBits, in_host_memory, on_gpu
 from ..dtypes import DType
 from ..tensors.bits import State, tensor_bits, typed
 from ..tensors.casting import Casts
+from ..tensors.columns import Columns
 from ..tensors.gpu_handover import GpuHandover, on_side_stream
 from .upload.segments import TensorTable
 
@@ -42,6 +43,9 @@ def new_arrays(table: TensorTable, state: State, device: SnapshotDevice) -> Arra
 
 def is_kept_like(arrays: Mapping[str, Any], state: State, device: SnapshotDevice) -> bool:
     """Return whether these arrays are where `new_arrays` would put them."""
+    kept, given = Columns.of(arrays), Columns.of(state)
+    if kept is not None and given is not None and kept.layout.is_like(given.layout):
+        return kept.is_on_gpu == (device == "device" and given.is_on_gpu)
     return all(
         on_gpu(tensor_bits(name, arrays[name]).bits) == (device == "device" and on_gpu(tensor_bits(name, tensor).bits))
         for name, tensor in state.items()
@@ -81,10 +85,16 @@ def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True)
 
     Without `wait`, a GPU may still be copying on return. Use a `GpuHandover` before another thread reads the copy.
     """
+    goals = {name: target[name] for name in source}
+    given, there = Columns.of(source), Columns.of(goals)
+    if given is not None and there is not None and given.layout.is_like(there.layout) and not (given.is_on_gpu or there.is_on_gpu):
+        for to, bits in zip(there.bits, given.bits, strict=True):
+            np.copyto(in_host_memory(to), in_host_memory(bits))
+        return
     for name, tensor in source.items():
         _copy(name, tensor, target[name], wait)
     if wait:
-        GpuHandover(source, {name: target[name] for name in source}).synchronize()
+        GpuHandover(source, goals).synchronize()
 
 
 def _copy(name: str, source: Any, target: Any, wait: bool) -> None:

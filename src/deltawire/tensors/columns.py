@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..codec import memory_of
 from ..codec.bits import Bits, DeviceBits, on_gpu
-from ..dtypes import PAYLOAD_TYPES, DType, PayloadType, dtype_of_numpy, payload_type
+from ..dtypes import PAYLOAD_TYPES, DType, PayloadType, dtype_of_numpy, first_nonfinite, payload_type
 from ..format.digest import TensorKeys
 from . import torch_types
 from .bits import State, TensorBits, named_bits
@@ -28,7 +28,7 @@ from .names import check_names
 if TYPE_CHECKING:
     import torch
 
-_MOST_KEPT = 1 << 18
+_MOST_KEPT = 1 << 19
 """Layouts are kept for this many tensors in total."""
 
 
@@ -65,6 +65,13 @@ class Layout:
     def nbytes(self) -> NDArray[np.int64]:
         """The bytes of each tensor."""
         return self.sizes * self.itemsizes
+
+    @cached_property
+    def magnitudes(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """For each tensor: the mask that leaves out the sign, and the first magnitude that is not finite; 0 for integers."""
+        each = {dtype: _magnitude(dtype) for dtype in set(self.dtypes)}
+        masks, limits = np.array([each[dtype] for dtype in self.dtypes], np.uint64).reshape(-1, 2).T
+        return np.ascontiguousarray(masks), np.ascontiguousarray(limits)
 
     @cached_property
     def groups(self) -> list[tuple[PayloadType, NDArray[np.int64]]]:
@@ -229,3 +236,11 @@ def _size(shape: tuple[int, ...]) -> int:
     for extent in shape:
         size *= extent
     return size
+
+
+def _magnitude(dtype: DType) -> tuple[int, int]:
+    limits = first_nonfinite(dtype)
+    if limits is None:
+        return 0, 0
+    mask = (1 << (dtype.width - 1)) - 1
+    return (mask, limits[0]) if limits[0] <= mask else (2 * mask + 1, limits[1])  # e8m0 has no sign

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from ..codec import reaching
 from ..codec.bits import DeviceBits, HostBits, in_host_memory, on_gpu
-from ..dtypes import DType
+from ..dtypes import DType, first_nonfinite
 from .bits import State, TensorBits, state_bits
+from .columns import Columns
 from .state import thread_count
 from .torch_types import torch_dtype
 
@@ -41,28 +43,25 @@ def count_nonfinite(state: State, *, threads: int | None = None) -> dict[str, in
     threads
         The number of threads to use; by default, as many as there are processors that this process may use.
     """
-    tensors = [tensor for tensor in state_bits(state) if tensor.size and _limits(tensor.dtype) is not None]
+    columns = Columns.of(state)
+    if columns is not None and not columns.is_on_gpu:
+        tensors = _suspects(columns, thread_count(threads))
+    else:
+        tensors = [tensor for tensor in state_bits(state) if tensor.size and first_nonfinite(tensor.dtype) is not None]
     on_host = [tensor for tensor in tensors if not on_gpu(tensor.source)]
     on_device = [(tensor.name, tensor.dtype, tensor.source) for tensor in tensors if on_gpu(tensor.source)]
     counts = {tensor.name: _count_on_host(tensor) for tensor in _nonfinite_on_host(on_host, thread_count(threads))}
     return counts | {name: _count_on_gpu(dtype, bits) for name, dtype, bits in _nonfinite_on_gpu(on_device)}
 
 
-def _limits(dtype: DType) -> tuple[int, int] | None:
-    """Return the first nonfinite bit patterns with a clear and with a set sign bit; None for integer types.
-
-    Infinities and NaNs have the largest magnitudes of all bit patterns. Type e4m3fn has no infinity and one NaN. Type e8m0 has no sign and
-    no infinity.
-    """
-    sign = 1 << (dtype.width - 1)
-    if dtype.name == "F8_E4M3":
-        return 0x7F, 0xFF
-    if dtype.name == "F8_E8M0":
-        return sign, 0xFF
-    if dtype.exponent_bits:
-        first = ((1 << dtype.exponent_bits) - 1) << dtype.exponent_shift
-        return first, sign | first
-    return None
+def _suspects(columns: Columns, threads: int) -> list[TensorBits]:
+    """Return the tensors that have a nonfinite element, and those that are not contiguous."""
+    masks, limits = columns.layout.magnitudes
+    numbers = np.flatnonzero((limits > 0) & (columns.layout.sizes > 0))
+    contiguous = columns.are_contiguous[numbers]
+    plain = numbers[contiguous]
+    found = plain[reaching(columns.take(plain), masks[plain], limits[plain], threads)]
+    return [columns[number] for number in sorted([*found.tolist(), *numbers[~contiguous].tolist()])]
 
 
 def _nonfinite_on_host(tensors: Sequence[TensorBits], threads: int) -> list[TensorBits]:
@@ -74,14 +73,14 @@ def _nonfinite_on_host(tensors: Sequence[TensorBits], threads: int) -> list[Tens
 
 
 def _has_nonfinite(tensor: TensorBits) -> bool:
-    limits = _limits(tensor.dtype)
+    limits = first_nonfinite(tensor.dtype)
     assert limits is not None
     signed = f"i{tensor.dtype.itemsize}"
     return any(int(piece.view(signed).max()) >= limits[0] or int(piece.max()) >= limits[1] for piece in _pieces(tensor))
 
 
 def _count_on_host(tensor: TensorBits) -> int:
-    limits = _limits(tensor.dtype)
+    limits = first_nonfinite(tensor.dtype)
     assert limits is not None
     sign = 1 << (tensor.dtype.width - 1)
     return sum(int(np.count_nonzero((piece >= limits[1]) | ((piece >= limits[0]) & (piece < sign)))) for piece in _pieces(tensor))

@@ -127,7 +127,7 @@ def parse_grouped(view: memoryview, names: Iterable[str] | None) -> GroupedDelta
         listed, at = _piece(view, at)
     except CorruptDelta as error:
         refuse(error.message)
-    if names is not None and len(changes) > longest_header(names):
+    if changes and names is not None and len(changes) > longest_header(names):
         refuse("its list of changes is longer than the tensors that it is for need.")
     structure = _structure(bytes(changes))
     groups = _read_groups(view, at, targets=len(set(structure.aliases.values())))

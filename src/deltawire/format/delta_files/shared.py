@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
@@ -44,12 +44,20 @@ class Coverage:
 
     def __init__(self) -> None:
         self._spans: dict[str, tuple[tuple[int, int], ...]] = {}
+        self._whole: set[str] = set()
+
+    def add_whole(self, names: Collection[str]) -> None:
+        """Add a delta for all elements of these tensors. Raise `CorruptDelta` if an earlier one was for some of them."""
+        if not (self._whole.isdisjoint(names) and self._spans.keys().isdisjoint(names)):
+            name = next(name for name in names if name in self._whole or name in self._spans)
+            raise CorruptDelta(f"two deltas are for the same elements of tensor {name!r}.")
+        self._whole.update(names)
 
     def add(self, spans: Parts) -> None:
-        """Another delta, for these elements. Raises `CorruptDelta` if an earlier one was for some of them."""
+        """Add a delta for these elements. Raise `CorruptDelta` if an earlier one was for some of them."""
         for name, (start, stop) in spans.items():
             others = self._spans.get(name, ())
-            if any(start < end and begin < stop for begin, end in others):
+            if name in self._whole or any(start < end and begin < stop for begin, end in others):
                 raise CorruptDelta(f"two deltas are for the same elements of tensor {name!r}.")
             self._spans[name] = (*others, (start, stop))
 

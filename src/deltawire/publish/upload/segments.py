@@ -12,6 +12,7 @@ from ...errors import LimitExceeded, PublishError
 from ...format.records.record_parts import Limits
 from ...tensors.bits import State, TensorBits, tensor_bits
 from ...tensors.casting import Casting
+from ...tensors.columns import Columns
 
 SEGMENT_BYTES = 256 << 20
 """Small enough that uploading a segment overlaps with encoding the next; large enough that requests are few."""
@@ -47,6 +48,10 @@ class TensorTable:
             raise PublishError(f"a state maps names to tensors; this is a {type(state).__qualname__}. Pass model.state_dict(), or a dict.")
         if not state:
             raise PublishError("the state has no tensors. Pass the weights of the model.")
+        columns = Columns.of(state) if casting is None or not casting.is_given else None
+        if columns is not None:
+            layout = columns.layout
+            return cls(tuple(layout.names), tuple(layout.dtypes), tuple(layout.shapes))
         tensors = [tensor_bits(name, tensor) for name, tensor in state.items()]
         if any(tensor.whole is not None for tensor in tensors):
             raise PublishError("the state has parts of tensors. Use ShardedPublisher to publish parts from several processes.")
