@@ -204,7 +204,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(background, name, value
         chain.flush()
         bad = masters.step()
         bad[name].reshape(-1)[5] = value
-        with pytest.raises(NonFiniteWeights, match=name):
+        with pytest.raises(NonFiniteWeights, match=f"{name}.* publisher that does not quantise"):
             chain.publish(bad)
         chain.publish(masters.state)
     assert_same(versions(store)[1:], quantised([masters.state], previous=versions(store)[0]))
@@ -303,7 +303,7 @@ def test_a_layer_that_cannot_be_quantised_is_refused_before_the_chain_changes():
     assert len(read_commits(store)) == 1
     with pytest.raises(ValueError, match="there is no recipe"):
         publisher(store, quantise="fp7")
-    with pytest.raises(LimitExceeded, match="patterns"):
+    with pytest.raises(LimitExceeded, match="shorter patterns"):
         publisher(store, quantise=Recipe("fp8-block", ignore=tuple(f"layer.{i}" for i in range(2000))))
 
 

@@ -16,6 +16,7 @@ from ..errors import LimitExceeded, NonFiniteWeights
 from ..format.records.record_parts import RecipeRecord
 from ..quantise import QuantisedLayout, Recipe, TensorSpec
 from ..quantise.recipe import RELEASES, RecipeLike
+from ..quantise.reference import NONFINITE_HINT
 from ..tensors import torch_types
 from ..tensors.bits import State
 from ..tensors.casting import Casting, DTypeLike, WireDType
@@ -128,7 +129,10 @@ def record_of(recipe: Recipe) -> RecipeRecord:
     record = RecipeRecord(values.pop("name"), values.pop("release"), values)
     size = len(json.dumps(record.plain()))
     if size > _MOST_RECORD_BYTES:
-        raise LimitExceeded(f"the recipe has {size:,} bytes with its patterns; a version has room for {_MOST_RECORD_BYTES:,}.")
+        raise LimitExceeded(
+            f"the recipe has {size:,} bytes with its patterns; a version has room for {_MOST_RECORD_BYTES:,}.",
+            hint="Use fewer or shorter patterns.",
+        )
     return record
 
 
@@ -197,7 +201,7 @@ def refuse_nonfinite(state: State, *, threads: int | None = None) -> None:
     """Raise `NonFiniteWeights` if a weight is NaN or infinite. Quantised models never publish such weights."""
     bad = count_nonfinite(state, threads=threads)
     if bad:
-        raise NonFiniteWeights(f"{describe_nonfinite(bad)}. Nothing is published.")
+        raise NonFiniteWeights(f"{describe_nonfinite(bad)}. Nothing is published.", hint=NONFINITE_HINT)
 
 
 def refuse_nonfinite_sources(layout: QuantisedLayout, state: State, *, threads: int | None = None) -> None:

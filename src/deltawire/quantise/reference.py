@@ -22,6 +22,11 @@ _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E2M1_BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
 """The values halfway between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 
+NONFINITE_HINT = (
+    "Find the training step that made them, and go back to a checkpoint from before it. Only a publisher that does not quantise "
+    "publishes such weights."
+)
+
 
 def block_maxima(recipe: Recipe, weight: NDArray[Any], first_row: int = 0, name: str = "") -> Grid:
     """Return the largest magnitude of each block that has rows in `weight`.
@@ -55,7 +60,7 @@ def block_maxima(recipe: Recipe, weight: NDArray[Any], first_row: int = 0, name:
 def nonfinite_weight(name: str, count: int) -> NonFiniteWeights:
     """Return the error for a weight with `count` elements that are NaN or infinite."""
     what = "1 element is" if count == 1 else f"{count} elements are"
-    return NonFiniteWeights(f"weight {name!r} cannot be quantised: {what} NaN or infinite.")
+    return NonFiniteWeights(f"weight {name!r} cannot be quantised: {what} NaN or infinite.", hint=NONFINITE_HINT)
 
 
 def encode_codes(recipe: Recipe, weight: NDArray[Any], scales: Scales, first_row: int = 0) -> NDArray[Any]:
