@@ -378,7 +378,7 @@ def test_hundreds_of_ranks_publish_together_and_every_reader_finds_their_files_i
         versions.append(copied(versions[-1]))
         for name in ("up", "down"):
             versions[-1][name][:, seed] += 1
-    policy = AnchorPolicy(min_versions=2, max_versions=2)
+    policy = AnchorPolicy(min_versions=4, max_versions=4)
     store = MemoryStore()
     found = publish_all(store, size, versions, anchor_policy=policy)[0]
     commits = read_commits(store)
