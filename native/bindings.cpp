@@ -99,14 +99,13 @@ nb::object own(std::vector<T>&& from) {
 
 using PyEncodeGroup = std::tuple<Type, nb::object, nb::object, Column<uint64_t>>;  // type, bases (or None), new arrays, seeds
 
-nb::list py_encode(const std::vector<PyEncodeGroup>& groups, bool old, unsigned threads, const std::string& isa) {
+nb::list py_encode_groups(const std::vector<PyEncodeGroup>& groups, unsigned threads, const std::string& isa) {
     std::vector<EncodeGroup> native;
     for (const auto& [type, bases, nexts, seeds] : groups) {
         EncodeGroup group{element_type(type), {}, {}, {seeds.data(), seeds.data() + seeds.size()}};
         const auto base_items = items_of(bases), next_items = items_of(nexts);
         check_length(base_items.size(), seeds.size());
         check_length(next_items.size(), seeds.size());
-        if (old && (seeds.size() != 1 || group.type.width == 4)) throw std::invalid_argument("an old payload has one tensor");
         group.bases.reserve(seeds.size());
         group.nexts.reserve(seeds.size());
         for (size_t t = 0; t < seeds.size(); ++t) {
@@ -121,7 +120,7 @@ nb::list py_encode(const std::vector<PyEncodeGroup>& groups, bool old, unsigned 
     std::vector<EncodedGroup> results;
     {
         nb::gil_scoped_release release;
-        results = encode(native, old, threads, kernels);
+        results = encode(native, threads, kernels);
     }
     nb::list out;
     for (EncodedGroup& e : results) {
@@ -367,7 +366,7 @@ NB_MODULE(_native, m) {
         for (const Kernels* k : available_kernels()) names.emplace_back(k->name);
         return names;
     });
-    m.def("encode", &py_encode, "groups"_a, "old"_a, "threads"_a, "isa"_a);
+    m.def("encode_groups", &py_encode_groups, "groups"_a, "threads"_a, "isa"_a);
     m.def("digest", &py_digest, "arrays"_a, "seeds"_a, "threads"_a, "isa"_a);
     m.def("memory_of", &py_memory_of, "arrays"_a);
     m.def("reaching", &py_reaching, "arrays"_a, "masks"_a, "limits"_a, "threads"_a);

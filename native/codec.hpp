@@ -25,8 +25,7 @@ struct EncodedGroup {
     Lanes before{}, after{};
 };
 
-// With `old`, chunks are those of versions 1 and 2, all of them, and every group must have one tensor.
-std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, bool old, unsigned threads, const Kernels&);
+std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, unsigned threads, const Kernels&);
 
 struct ResolveGroup {
     ElementType type;

@@ -19,12 +19,6 @@ void append_chunk_header(std::vector<uint8_t>& out, ChunkMode mode, uint32_t til
     append_varint(out, bytes);
 }
 
-void append_old_chunk_header(std::vector<uint8_t>& out, ChunkMode mode, uint32_t elements, size_t bytes) {
-    const uint32_t header[2] = {elements | uint32_t(mode) << 30, uint32_t(bytes)};
-    const auto* raw = reinterpret_cast<const uint8_t*>(header);
-    out.insert(out.end(), raw, raw + kOldChunkHeader);
-}
-
 // A block of a group: the tiles that one thread encodes.
 struct Block {
     size_t group;
@@ -71,7 +65,7 @@ public:
         : kernels_(kernels), chunk_(kernels), scan_(new PieceScan), multipliers_(new PieceMultipliers) {}
 
     // Adds the numbers of changed elements to `changed`. Other threads may add to the same tensors.
-    void encode(const EncodeGroup& group, const Tiles& tiles, bool old, Block& block, std::vector<int64_t>& changed) {
+    void encode(const EncodeGroup& group, const Tiles& tiles, Block& block, std::vector<int64_t>& changed) {
         const uint32_t top = top_exponent<E>(group, tiles, block);
         const ContextRule rule = context_rule(group.type, top);
         const auto& kernels = kernels_.of<E>();
@@ -99,7 +93,7 @@ public:
                 if ((at + n) % kTile && at + n != s.elements) continue;
                 ++open.tiles;
                 if (open.changes >= kChunkTarget || open.first_tile + open.tiles == end) {
-                    finish_chunk(group, tiles, old, open, top, block);
+                    finish_chunk(group, tiles, open, top, block);
                     open = {open.first_tile + open.tiles};
                 }
             }
@@ -115,14 +109,10 @@ private:
         uint32_t tiles = 0, elements = 0, changes = 0;
     };
 
-    void finish_chunk(const EncodeGroup& group, const Tiles& tiles, bool old, const OpenChunk& open, uint32_t top, Block& out) {
-        const auto header = [&](ChunkMode mode, size_t bytes) {
-            if (old) append_old_chunk_header(out.bytes, mode, open.elements, bytes);
-            else append_chunk_header(out.bytes, mode, open.tiles, bytes);
-        };
-        if (!open.changes) return header(ChunkMode::same, 0);
+    void finish_chunk(const EncodeGroup& group, const Tiles& tiles, const OpenChunk& open, uint32_t top, Block& out) {
+        if (!open.changes) return append_chunk_header(out.bytes, ChunkMode::same, open.tiles, 0);
         const size_t coded = chunk_.plan(top), raw = size_t(group.type.bytes_of(open.elements));
-        header(coded < raw ? ChunkMode::coded : ChunkMode::raw, std::min(coded, raw));
+        append_chunk_header(out.bytes, coded < raw ? ChunkMode::coded : ChunkMode::raw, open.tiles, std::min(coded, raw));
         const size_t at = out.bytes.size();
         if (coded < raw) {
             out.bytes.resize(at + coded + 8);
@@ -151,7 +141,7 @@ private:
 
 }  // namespace
 
-std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, bool old, unsigned threads, const Kernels& kernels) {
+std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, unsigned threads, const Kernels& kernels) {
     std::vector<EncodedGroup> out(groups.size());
     std::vector<Tiles> tiles;
     std::vector<Block> blocks;
@@ -159,7 +149,7 @@ std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, bool old, 
         const EncodeGroup& group = groups[g];
         tiles.emplace_back(group.nexts.size(), [&](size_t t) { return group.type.coded(group.nexts[t].count); });
         out[g].changed.resize(group.nexts.size());
-        const uint32_t size = old ? kOldBlock / kTile : group.type.block_tiles();
+        const uint32_t size = group.type.block_tiles();
         for (uint64_t at = 0; at < tiles[g].count(); at += size)
             blocks.push_back({g, at, uint32_t(std::min<uint64_t>(size, tiles[g].count() - at))});
     }
@@ -168,7 +158,7 @@ std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, bool old, 
         Block& block = blocks[b];
         with_element(groups[block.group].type, [&](auto element) {
             auto& encoder = encoders.template get<decltype(element)>(kernels);
-            encoder.encode(groups[block.group], tiles[block.group], old, block, out[block.group].changed);
+            encoder.encode(groups[block.group], tiles[block.group], block, out[block.group].changed);
         });
     });
     // Chunks after the last change are left out.
@@ -182,11 +172,10 @@ std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, bool old, 
         kept[block.group] = to.blocks.size();
         last_change[block.group] = block.last_change;
     }
-    if (!old)
-        for (size_t g = 0; g < groups.size(); ++g) {
-            out[g].blocks.resize(kept[g]);
-            if (kept[g]) out[g].blocks.back().resize(last_change[g]);
-        }
+    for (size_t g = 0; g < groups.size(); ++g) {
+        out[g].blocks.resize(kept[g]);
+        if (kept[g]) out[g].blocks.back().resize(last_change[g]);
+    }
     return out;
 }
 

@@ -162,31 +162,51 @@ struct Encoding {
     bool operator==(const Encoding&) const = default;
 };
 
+void append_old_chunk_header(std::vector<uint8_t>& out, ChunkMode mode, uint32_t elements, size_t bytes) {
+    const uint32_t header[2] = {elements | uint32_t(mode) << 30, uint32_t(bytes)};
+    const auto* raw = reinterpret_cast<const uint8_t*>(header);
+    out.insert(out.end(), raw, raw + kOldChunkHeader);
+}
+
+// Writes the payload of a group of one tensor as one of versions 1 and 2. The bodies of chunks are the same.
+std::vector<uint8_t> as_old(const std::vector<uint8_t>& payload, const ElementType& type, const Tiles& tiles) {
+    std::vector<uint8_t> out{type.code};
+    uint64_t covered = 0;
+    for_each_chunk(payload, type, tiles, [&](const Chunk& chunk) {
+        append_old_chunk_header(out, chunk.mode, chunk.elements, chunk.body.size());
+        out.insert(out.end(), chunk.body.begin(), chunk.body.end());
+        covered += chunk.elements;
+    });
+    const uint64_t all = tiles.elements(0, tiles.count());
+    if (covered < all) append_old_chunk_header(out, ChunkMode::same, uint32_t(all - covered), 0);
+    return out;
+}
+
 Encoding encode_with(Isa& isa, const EncodeGroup& group, bool old, bool whole_api) {
     Encoding out;
-    if (old) out.payload.push_back(group.type.code);
-    const auto append = [&](const std::vector<uint8_t>& bytes, size_t n) { out.payload.insert(out.payload.end(), bytes.begin(), bytes.begin() + ptrdiff_t(n)); };
+    const Tiles tiles(group.nexts.size(), [&](size_t t) { return group.type.coded(group.nexts[t].count); });
+    const auto append = [&](const std::vector<uint8_t>& bytes) { out.payload.insert(out.payload.end(), bytes.begin(), bytes.end()); };
     if (whole_api) {
-        const auto encoded = encode(std::span(&group, 1), old, 1, isa.kernels);
-        for (const auto& block : encoded[0].blocks) append(block, block.size());
+        const auto encoded = encode(std::span(&group, 1), 1, isa.kernels);
+        for (const auto& block : encoded[0].blocks) append(block);
         out.changed = encoded[0].changed, out.before = encoded[0].before, out.after = encoded[0].after;
     } else {
-        const Tiles tiles(group.nexts.size(), [&](size_t t) { return group.type.coded(group.nexts[t].count); });
-        const uint32_t size = old ? kOldBlock / kTile : group.type.block_tiles();
+        const uint32_t size = group.type.block_tiles();
         out.changed.resize(group.nexts.size());
         size_t end = 0;
         for (uint64_t at = 0; at < tiles.count(); at += size) {
             Block block{0, at, uint32_t(std::min<uint64_t>(size, tiles.count() - at))};
             with_element(group.type, [&](auto element) {
-                isa.encoders.get<decltype(element)>(isa.kernels).encode(group, tiles, old, block, out.changed);
+                isa.encoders.get<decltype(element)>(isa.kernels).encode(group, tiles, block, out.changed);
             });
-            append(block.bytes, block.bytes.size());
-            if (block.last_change) end = out.payload.size() - block.bytes.size() + block.last_change;
+            if (block.last_change) end = out.payload.size() + block.last_change;
+            append(block.bytes);
             add_lanes(out.before, block.before);
             add_lanes(out.after, block.after);
         }
-        if (!old) out.payload.resize(end);
+        out.payload.resize(end);
     }
+    if (old) out.payload = as_old(out.payload, group.type, tiles);
     out.payload.shrink_to_fit();
     return out;
 }

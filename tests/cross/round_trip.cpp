@@ -30,7 +30,7 @@ int main(int, char** arguments) {
     now.data = next.data();
     const Kernels& kernels = *available_kernels().front();
     const EncodeGroup group{type, {old}, {now}, {1}};
-    const auto encoded = encode(std::span(&group, 1), false, 2, kernels);
+    const auto encoded = encode(std::span(&group, 1), 2, kernels);
     std::vector<uint8_t> payload;
     for (const auto& block : encoded[0].blocks) payload.insert(payload.end(), block.begin(), block.end());
 

@@ -15,9 +15,9 @@ from support import CODECS, run_python
 
 import deltawire
 from deltawire.codec import using_codec
-from deltawire.codec.base import EncodeJob
+from deltawire.codec.base import EncodeGroup
 from deltawire.codec.bits import DeviceBits, on_gpu
-from deltawire.dtypes import dtype_named
+from deltawire.dtypes import PAYLOAD_TYPES
 from deltawire.errors import StateNotWritable, UnsupportedDtype, UnsupportedTensor
 from deltawire.tensors.bits import tensor_bits
 from deltawire.tensors.gpu_handover import GpuHandover
@@ -296,7 +296,7 @@ def test_codecs_of_the_host_refuse_bits_on_a_gpu(codec):
     with using_codec(codec) as host:
         for use in (
             lambda: host.digest([(bits, 1)], 1),
-            lambda: host.encode([EncodeJob(array, bits, dtype_named("BF16"), 1)], 1),
+            lambda: host.encode_groups([EncodeGroup(PAYLOAD_TYPES[9], [array], [bits], np.ones(1, np.uint64))], 1),
             lambda: host.write_elements(bits, np.zeros(1, np.int64), array[:1]),
         ):
             with pytest.raises(TypeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,6 @@ from .base import (
     Buffer,
     EncodedGroup,
     EncodeGroup,
-    EncodeJob,
-    Encodings,
     GroupOutcome,
     Outcomes,
     ResolveGroup,
@@ -25,9 +23,6 @@ from .base import (
     sums,
 )
 from .bits import Bits, HostBits, Indices, in_host_memory
-
-_CODES = [bytes([dtype.code]) for dtype in DTYPES]
-"""The first byte of a payload of versions 1 and 2, for each element type."""
 
 _TYPES = [(kind.code, kind.dtype.itemsize, kind.width, kind.exponent_shift, kind.exponent_bits) for kind in PAYLOAD_TYPES]
 
@@ -54,21 +49,9 @@ class NativeCodec:
             raise CodecUnavailable(f"this machine does not run {isa!r}; it has {', '.join(sets)}.")
         self.name = isa or sets[0]
 
-    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
-        native = [(_TYPES[job.dtype.code], [job.base], [job.new], np.array([job.seed], np.uint64)) for job in jobs]
-        found = _native.encode(native, True, threads, self.name)
-        pieces: list[Any] = []
-        sizes = [0] * len(jobs)
-        for index, (job, (blocks, changed, _, _)) in enumerate(zip(jobs, found, strict=True)):
-            if changed[0] or job.base is None:
-                pieces += [_CODES[job.dtype.code], *blocks]
-                sizes[index] = 1 + sum(map(len, blocks))
-        _, changes, before, after = zip(*found, strict=True) if found else ([], [], [], [])
-        return Encodings([b"".join(pieces)], np.array(sizes, np.int64), np.array(changes, np.int64).ravel(), sums(before), sums(after))
-
     def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
         native = [(_TYPES[group.type.code], _listed(group.bases), _listed(group.news), group.seeds) for group in groups]
-        found = _native.encode(native, False, threads, self.name)
+        found = _native.encode_groups(native, threads, self.name)
         return [EncodedGroup([block.data for block in blocks], changed, before, after) for blocks, changed, before, after in found]
 
     def resolution(self, threads: int, budget: int) -> NativeResolution:
