@@ -252,8 +252,7 @@ def measure(
         if children:
             torch.save(model.state_dict(), start.with_suffix(".part"))
             start.with_suffix(".part").rename(start)
-            del model
-            done = dict(zip(names, (json.loads(child.communicate()[0].splitlines()[-1]) for child in children), strict=True))
+            done = {name: found for name, child in zip(names, children, strict=True) if (found := _outcome(name, child))}
         else:
             runs = [Run.of(name, model, size) for name in names]
             take_turns(runs, size, steps, deadline)
@@ -264,6 +263,16 @@ def measure(
 def _child(arguments: list[str]) -> subprocess.Popen[str]:
     """Start a process for one run. It imports everything while the model is pre-trained."""
     return subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def _outcome(name: str, child: subprocess.Popen[str]) -> list[dict[str, float]]:
+    """Wait for a process, and return what it has measured. It is nothing if the process has failed."""
+    output, _ = child.communicate()
+    if child.returncode:
+        print(f"the run {name} failed, and is left out", flush=True)
+        return []
+    found: list[dict[str, float]] = json.loads(output.splitlines()[-1])
+    return found
 
 
 def be_child(arguments: argparse.Namespace) -> None:
