@@ -26,7 +26,7 @@ from ...tensors.bits import tensor_bits
 from ...tensors.module_tensors import tied_names
 from ...tensors.state import state_digest
 from ...tensors.torch_types import to_torch
-from .host_copy import StagedPatch, host_copy, overwritten
+from .host_copy import StagedPatch, digest_on_host, host_copy, overwritten
 from .live_tensors import LiveTensors, as_bits, check_digest, check_none_removed
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ class DequantisedWeights:
         update.check()
 
     def check_all(self, commit: Commit) -> None:
-        """Compare the published tensors with their digest, and each weight of the module with what they stand for."""
+        """Read every published tensor and every weight of the module, and compare their digests."""
         assert self._form is not None
         check_digest(state_digest(self.state.writable, threads=self._threads), commit)
-        self._form.check(self.state.writable)
+        self._form.check(self._threads)
 
     def replacement(self, state: MemoryState, target: Commit) -> PreparedSwap:
         assert target.recipe is not None
@@ -126,6 +126,8 @@ class ModuleForm:
         self._layout = QuantisedLayout.of(own, specs)
         self.names = [*specs, *self._parts]
         """The module's tensors that are written. Tied ones that the chain has once are written once."""
+        self.digest = Digest()
+        """The digest that these tensors of the module must have. Loads and updates set it when they have computed the weights."""
         self._check_fits(arrays)
 
     def live(self) -> dict[str, torch.Tensor]:
@@ -157,12 +159,11 @@ class ModuleForm:
             return to_torch(_part_as(arrays[name], dtype))
         return to_torch(np.ascontiguousarray(dequantised_source(arrays, self._layout, name, dtype.numpy)))
 
-    def check(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Raise `ResultMismatch` unless the whole module holds what these published tensors stand for."""
+    def check(self, threads: int | None) -> None:
+        """Raise `ResultMismatch` unless the whole module holds what the published tensors stand for."""
         live = self.live()
-        for name in self.names:
-            if not _same(live[name], self.value(name, live[name], arrays)):
-                raise ResultMismatch(f"tensor {name!r} of the module is not what the published tensors stand for.")
+        if digest_on_host({name: live[name] for name in self.names}, threads) != self.digest:
+            raise ResultMismatch("the live weights are not what the published tensors stand for.")
 
     def _check_fits(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         live = self.live()
@@ -197,8 +198,12 @@ class _Load:
 
     def apply(self) -> None:
         live = self._form.live()
+        digest = Digest()
         for name in self._form.names:
-            as_bits(live[name]).copy_(as_bits(self._form.value(name, live[name], self._state.writable)))
+            value = self._form.value(name, live[name], self._state.writable)
+            digest += digest_on_host({name: value})
+            as_bits(live[name]).copy_(as_bits(value))
+        self._form.digest = digest
         self._weights._form, self._weights.state = self._form, self._state
 
     def confirm(self, *, full: bool) -> None:
@@ -233,6 +238,8 @@ class DequantisedUpdate:
         self._threads = threads
         self._host: list[tuple[Arrays, ResolvedPatch, ResolvedPatch]] = []
         self._staged: dict[str, StagedPatch] = {}
+        self._differences: dict[str, Digest] = {}
+        """What the update adds to the digest of each of the module's tensors."""
         self.nbytes = 0
         self.is_applied = False
 
@@ -257,6 +264,8 @@ class DequantisedUpdate:
             patch.apply(state, threads=self._threads)
         for staged in self._staged.values():
             staged.write(staged.new)
+        if not self.is_applied:
+            self._form.digest += sum(self._differences.values(), Digest())
         self.is_applied = True
 
     def revert(self) -> None:
@@ -265,6 +274,8 @@ class DequantisedUpdate:
             patch.apply(state, threads=self._threads)
         for staged in self._staged.values():
             staged.write(staged.old)
+        if self.is_applied:
+            self._form.digest -= sum(self._differences.values(), Digest())
         self.is_applied = False
 
     def check(self) -> None:
@@ -274,8 +285,9 @@ class DequantisedUpdate:
                 raise ResultMismatch("a weight of the module differs from what was written to it.")
 
     def _stage(self, name: str, tensor: torch.Tensor) -> StagedPatch:
-        new = as_bits(self._form.value(name, tensor, {each: self._new(each) for each in self._form.inputs(name)})).to(tensor.device)
-        target = as_bits(tensor)
+        value = self._form.value(name, tensor, {each: self._new(each) for each in self._form.inputs(name)})
+        self._differences[name] = digest_on_host({name: value}, self._threads) - digest_on_host({name: tensor}, self._threads)
+        new, target = as_bits(value).to(tensor.device), as_bits(tensor)
         indices = (new != target).reshape(-1).nonzero()[:, 0]
         return StagedPatch(target, indices, new.reshape(-1)[indices], target.reshape(-1)[indices])
 

@@ -73,14 +73,7 @@ class HostCopyWeights:
         return self._tensors.complete(self.state)
 
     def digest(self, tensors: Mapping[str, Any]) -> Digest:
-        """Return the digest of tensors on any device. A few of them at a time are copied to the host, and their digests are added."""
-        total = Digest()
-        for names in batches(list(tensors), lambda name: int(tensors[name].nbytes)):
-            copies = {
-                name: tensor if isinstance(tensor, np.ndarray) else tensor.detach().cpu() for name in names for tensor in [tensors[name]]
-            }
-            total += state_digest(copies, threads=self._threads)
-        return total
+        return digest_on_host(tensors, self._threads)
 
     def check_written(self, update: Update) -> None:
         """Read the written elements back."""
@@ -214,6 +207,15 @@ class HostCopyUpdate:
         for staged in self._staged:
             if not staged.holds(staged.new if self.is_applied else staged.old):
                 raise ResultMismatch("a weight on the device differs from what was written to it.")
+
+
+def digest_on_host(tensors: Mapping[str, Any], threads: int | None = None) -> Digest:
+    """Return the digest of tensors on any device. A few of them at a time are copied to the host, and their digests are added."""
+    total = Digest()
+    for names in batches(list(tensors), lambda name: int(tensors[name].nbytes)):
+        copies = {name: tensor if isinstance(tensor, np.ndarray) else tensor.detach().cpu() for name in names for tensor in [tensors[name]]}
+        total += state_digest(copies, threads=threads)
+    return total
 
 
 def host_copy(tensor: torch.Tensor) -> NDArray[Any]:
