@@ -153,19 +153,23 @@ def _linear(state: State) -> State:
 
 
 def _synthetic(weights: int, recipes: Sequence[Recipe]) -> dict[str, list[tuple[State, State]]]:
-    """Return one update of many square matrices for each recipe.
+    """Return the second update of many square matrices for each recipe.
 
-    The matrices are made one by one, because the float32 weights take four times the memory.
+    The weights are rounded to bf16 before they are quantised, as in the recorded updates. The first update after fresh scales is left out,
+    because it is not typical: the largest weight of each int4 group starts between two codes. The matrices are made one by one, because
+    the float32 weights take four times the memory.
     """
     states: dict[str, tuple[State, State]] = {recipe.spelling: ({}, {}) for recipe in recipes}
     for number in range(max(weights // _SIDE**2, 1)):
-        masters, updated = synthetic_masters(_SIDE**2, update_size(_DENSITY, BF16), seed=number)
         name = f"model.layers.{number}.mlp.down_proj.weight"
-        for recipe in recipes:
-            before, after = states[recipe.spelling]
-            old = _quantised({name: masters.reshape(_SIDE, _SIDE)}, recipe, None)
-            before |= old
-            after |= _quantised({name: updated.reshape(_SIDE, _SIDE)}, recipe, old)
+        last: dict[str, State | None] = {recipe.spelling: None for recipe in recipes}
+        for step, masters in enumerate(synthetic_masters(_SIDE**2, update_size(_DENSITY, BF16), 2, seed=number)):
+            weights_of_step = masters.astype(BF16)
+            for recipe in recipes:
+                made = _quantised({name: weights_of_step.reshape(_SIDE, _SIDE)}, recipe, last[recipe.spelling])
+                last[recipe.spelling] = made
+                if step:
+                    states[recipe.spelling][step - 1].update(made)
     return {spelling: [update] for spelling, update in states.items()}
 
 

@@ -99,15 +99,20 @@ def synthetic_update(elements: int, density: float, dtype: npt.DTypeLike = BF16,
     return base, new
 
 
-def synthetic_masters(elements: int, size: float, seed: int = 0) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Return float32 weights of the scale of bf16 models, and the same after a normal update of standard deviation `size`."""
+def synthetic_masters(elements: int, size: float, steps: int, seed: int = 0) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield float32 weights of the scale of bf16 models, and then the same after each normal update of standard deviation `size`.
+
+    The array is changed in place.
+    """
     random = np.random.Generator(np.random.SFC64(seed))
     masters = random.standard_normal(elements, np.float32)
     masters *= np.float32(_WEIGHTS[BF16][0])
-    updated = random.standard_normal(elements, np.float32)
-    updated *= np.float32(size)
-    updated += masters
-    return masters, updated
+    yield masters
+    for _ in range(steps):
+        update = random.standard_normal(elements, np.float32)
+        update *= np.float32(size)
+        masters += update
+        yield masters
 
 
 def update_size(density: float, dtype: np.dtype[Any]) -> float:
