@@ -213,7 +213,10 @@ class UnsupportedLayout(TensorError):
 class UnquantisableWeight(TensorError):
     """A recipe cannot quantise a weight: its shape, its type or its layer does not allow it."""
 
-    hint = "Add the layer to the patterns in `ignore`, so that it is published as it is, or choose another recipe."
+    hint = (
+        "Choose another recipe, or add the layer to the patterns in `ignore`, so that it is published as it is: "
+        "Recipe.parse(…, ignore=[…]) in Python."
+    )
 
 
 class BadTensorName(TensorError):

@@ -163,4 +163,9 @@ def test_weights_are_quantised_on_request(tmp_path: Path) -> None:
         assert run("publish", folders[0], tmp_path / "new", *wrong).returncode == 2
     save_file({"a.q_proj.weight": np.ones((4, 33), np.float32)}, tmp_path / "odd.safetensors")
     fail("publish", tmp_path / "odd.safetensors", tmp_path / "new", "--quantise", "int4", kind="UnquantisableWeight")
+    refused = fail("publish", tmp_path / "out", tmp_path / "new", "--quantise", "fp8-block", kind="UnquantisableWeight")
+    assert "quantised already" in refused
+    save_file({"a.q_proj.weight": np.full((4, 32), np.nan, np.float32)}, tmp_path / "nan.safetensors")
+    refused = fail("publish", tmp_path / "nan.safetensors", tmp_path / "new", "--quantise", "int4", kind="NonFiniteWeights")
+    assert "--allow-nonfinite" not in refused  # it does not help with a recipe
     assert not (tmp_path / "new").exists()

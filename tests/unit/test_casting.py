@@ -50,6 +50,9 @@ def test_a_dtype_may_be_given_as_a_type_or_a_name():
     for dtype in ("int8", "float8_e4m3fn", np.int32, "bf17", 3, None, object()):
         with pytest.raises(ValueError, match="dtype is the type that the engines serve"):
             wire_dtype(dtype)
+    for dtype in ("torch.float8_e4m3fn", ml_dtypes.float8_e4m3fn):
+        with pytest.raises(ValueError, match="pass a recipe, such as quantise="):
+            wire_dtype(dtype)
 
 
 def test_all_wide_floats_are_cast_and_nothing_else():

@@ -216,7 +216,7 @@ class ChainLog(RecordReader):
     def state_commit(self, commit: Commit) -> Commit:
         """Return the commit that made the state in force after this commit: the commit itself, or for a fence the version before it."""
         if commit.state_seq is None:
-            raise VersionUnknown(f"nothing is published yet in {self.store.url}.")
+            raise VersionUnknown(f"nothing is published yet in {self.store.url}.", hint="Publish a version first.")
         made = self.ancestor(commit, commit.state_seq)
         if made.kind == "fence" or made.digest != commit.digest:
             raise ChainBroken(f"commit {commit.seq} in {self.store.url} says that commit {made.seq} is in force, which does not fit it.")

@@ -68,15 +68,16 @@ def refuse_chain(checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint} {why}. The checkpoint comes first, and is on this machine: `deltawire publish CKPT URL`.")
 
 
-def refuse_nonfinite(state: State, threads: int | None) -> None:
+def refuse_nonfinite(state: State, threads: int | None, *, is_quantised: bool) -> None:
     """Raise `NonFiniteWeights` if any weights are NaN or infinite."""
     from ..errors import NonFiniteWeights
     from ..publish.advice import describe_nonfinite
+    from ..quantise.reference import NONFINITE_HINT
     from ..tensors.finite import count_nonfinite
 
     bad = count_nonfinite(state, threads=threads)
     if bad:
-        raise NonFiniteWeights(f"{describe_nonfinite(bad)}. Nothing is published.")
+        raise NonFiniteWeights(f"{describe_nonfinite(bad)}. Nothing is published.", hint=NONFINITE_HINT if is_quantised else None)
 
 
 def find_attachments(state: Checkpoint) -> tuple[dict[str, bytes | Path] | None, list[str]]:

@@ -96,17 +96,17 @@ class Advice:
         """
         if self._recipe is None or continues(recipe, self._recipe[0]):
             return False
-        before, after = (str(each) if each else "no recipe" for each in (self._recipe[0], recipe))
+        before, after = (str(each) if each else None for each in (self._recipe[0], recipe))
         options = ", with other options" if before == after else ""
         warn(
             RecipeChanged,
-            f"the version before was quantised by {before}, and this one is by {after}{options}. It is published as a full checkpoint, "
-            "which every reader of this run loads. Readers that serve the run must support the new form. If they do not, stop, and publish "
-            "a new run at another URL.",
+            f"the version before {_was_quantised('was', before)}, and this one {_was_quantised('is', after)}{options}. "
+            "It is published as a full checkpoint, which every reader of this run loads. Readers that serve the run must support the new "
+            "form. If they do not, stop, and publish a new run at another URL.",
             self._on_event,
             may_raise=may_raise,
-            before=before,
-            after=after,
+            before=before or "no recipe",
+            after=after or "no recipe",
         )
         self._table = None
         return True
@@ -118,7 +118,8 @@ class Advice:
         warn(
             QuantizationConfigMissing,
             "the weights are quantised, and no config.json with a quantization_config is published, so engines cannot load them. Give "
-            "publish() the model instead of its state dict, or pass the checkpoint's directory as attachments.",
+            "publish() the model instead of its state dict, or pass the checkpoint's directory as attachments. On the command line, "
+            "publish the checkpoint's directory instead of one file.",
             self._on_event,
         )
 
@@ -208,6 +209,10 @@ def _differences(old: TensorTable, new: TensorTable) -> tuple[list[str], list[st
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
+
+
+def _was_quantised(verb: str, recipe: str | None) -> str:
+    return f"{verb} not quantised" if recipe is None else f"{verb} quantised by {recipe}"
 
 
 def describe_nonfinite(counts: Mapping[str, int]) -> str:

@@ -28,6 +28,7 @@ KeptDType: TypeAlias = "DTypeLike | Callable[[str, TensorSpec], DTypeLike | None
 _SOURCES = {dtype_named(name).code for name in ("F16", "BF16", "F32")}
 _FLOATS = {*_SOURCES, dtype_named("F64").code}
 """Codes of types, because an integer is hashed faster than a type."""
+_FP8 = {dtype_named(name).code for name in ("F8_E4M3", "F8_E5M2")}
 _BF16, _F32, _I32, _I64, _U8, _E4M3 = (dtype_named(name) for name in ("BF16", "F32", "I32", "I64", "U8", "F8_E4M3"))
 
 
@@ -241,6 +242,11 @@ class QuantisedLayout:
     def _plan(self) -> None:
         patterns = ModulePatterns(self.recipe.ignore)
         for name, spec in self.specs.items():
+            if _is_quantised(name, self.specs):
+                raise UnquantisableWeight(
+                    f"tensor {name!r} has type {spec.dtype.name}: this model is quantised already.",
+                    hint="Publish it without a recipe, or pass the weights that it was made from.",
+                )
             weights = self._weights_in(name, spec, patterns)
             for weight in weights:
                 self.weights.append(weight)
@@ -251,6 +257,7 @@ class QuantisedLayout:
         for quantised, kept in split_groups((weight.module for weight in self.weights), self.kept_modules):
             raise UnquantisableWeight(
                 f"layer {quantised!r} would be quantised, but {kept!r} would not, and engines join the two into one layer.",
+                hint="Change the patterns in `ignore`, so that they match both layers or neither.",
             )
 
     def _add(self, output: Output) -> None:
@@ -299,7 +306,10 @@ class QuantisedLayout:
         first, rows, columns = where
         size = self.recipe.group_size
         if spec.dtype.code not in _SOURCES:
-            raise UnquantisableWeight(f"weight {name!r} has elements of type {spec.dtype.name}; recipes quantise F32, BF16 and F16.")
+            raise UnquantisableWeight(
+                f"weight {name!r} has elements of type {spec.dtype.name}; recipes quantise F32, BF16 and F16.",
+                hint="Convert the weight to F32, or add its layer to the patterns in `ignore` of the recipe.",
+            )
         if not rows * columns:
             raise UnquantisableWeight(f"weight {name!r} has no elements.")
         if size is not None and columns % size:
@@ -362,6 +372,16 @@ class QuantisedLayout:
             return self.outputs[name]
         except KeyError:
             raise TensorMissing(f"recipe {self.recipe} does not make a tensor {name!r} from this model.") from None
+
+
+def _is_quantised(name: str, specs: Mapping[str, TensorSpec]) -> bool:
+    """Tell whether a tensor holds codes. Its scales would be rounded to the type of kept tensors, so no pattern excepts it."""
+    code = specs[name].dtype.code
+    if code in _FLOATS or split_name(name)[0] != MAIN:
+        return False
+    if name.endswith(".weight") or experts.is_fused(name):
+        return code in _FP8 or f"{name}_scale" in specs or f"{name}_scale_inv" in specs
+    return name.endswith(".weight_packed") or experts.is_fused(name.removesuffix("_blocks"))
 
 
 def _suffixes(recipe: Recipe, is_gpt_oss: bool) -> dict[Role, str]:

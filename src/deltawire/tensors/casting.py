@@ -100,7 +100,10 @@ def wire_dtype(dtype: DTypeLike) -> DType:
     with contextlib.suppress(TypeError, UnsupportedDtype):
         found = named_dtype(str(dtype).removeprefix("torch.")) or dtype_of_numpy(np.dtype(dtype))
     if dtype is None or found not in _CASTABLE:  # NumPy reads None as float64
-        raise ValueError(f"dtype is the type that the engines serve: float16, bfloat16, float32 or float64, not {dtype!r}")
+        message = f"dtype is the type that the engines serve: float16, bfloat16, float32 or float64, not {dtype!r}"
+        if "float8" in str(dtype) or "float4" in str(dtype) or (found is not None and found.name.startswith("F8")):
+            message += '; for fp8 or 4 bits, pass a recipe, such as quantise="fp8-block"'
+        raise ValueError(message)
     return found
 
 

@@ -153,6 +153,24 @@ def test_what_cannot_be_quantised_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        ("a.weight", "F8_E4M3", (128, 128)),
+        ("a.weight", "I8", (128, 128)),
+        ("a.weight_packed", "U8", (128, 64)),
+        ("a.weight_packed", "I32", (128, 16)),
+        ("a.experts.down_proj_blocks", "U8", (4, 64, 2, 16)),
+        ("a.experts.gate_up_proj", "F8_E4M3", (4, 64, 64)),
+    ],
+)
+@pytest.mark.parametrize("ignore", [[], ["re:a"]])
+def test_a_model_that_is_quantised_already_is_refused_because_its_scales_would_be_rounded(name, dtype, shape, ignore):
+    specs = {name: (dtype_named(dtype), shape), "b.weight": (BF16, (128, 128)), "a.weight_scale": (F32, (128, 1))}
+    with pytest.raises(UnquantisableWeight, match=f"'{name}' has type {dtype}: this model is quantised already.*without a recipe"):
+        QuantisedLayout.of(Recipe.parse("fp8-block", ignore=ignore), specs)
+
+
+@pytest.mark.parametrize(
     ("module", "is_kept"),
     [
         ("lm_head", True),

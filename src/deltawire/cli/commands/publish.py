@@ -76,7 +76,9 @@ def publish(
         bool, typer.Option("--if-changed", help="Publish nothing if the newest version has the same weights and files.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be published, and write nothing.")] = False,
-    allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="Publish weights even if some are NaN or infinite.")] = False,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Publish weights even if some are NaN or infinite. Not with --quantise.")
+    ] = False,
     quantise: Annotated[
         str | None,
         typer.Option(
@@ -123,7 +125,7 @@ def publish(
         refuse_chain(checkpoint)
         state = Checkpoint(checkpoint)
         if not allow_nonfinite:
-            refuse_nonfinite(state, threads)  # before the run is taken over
+            refuse_nonfinite(state, threads, is_quantised=quantise is not None)  # before the run is taken over
         attached, left_out = find_attachments(state)
         form = PublishedForm(state, quantise)
         attached = form.files(attached)
