@@ -153,6 +153,7 @@ def test_weights_are_quantised_on_request(tmp_path: Path) -> None:
     [warning] = succeed("publish", folders[1], tmp_path / "chain", "--quantise", "fp8-tensor")["warnings"]
     assert "fp8-block (release 1)" in warning
     assert [version["recipe"]["name"] for version in succeed("log", tmp_path / "chain")["versions"]] == ["fp8-tensor", *["fp8-block"] * 2]
+    assert not re.search(r"^· .*[0-9]×  +[0-9.k]+  +[>0-9]", run("log", tmp_path / "chain").stdout, re.M)  # a share "in %" assumes 16 bits
     assert "quantised by fp8-block (release 1)" in " ".join(run("show", tmp_path / "chain", 2).stdout.split())
     succeed("pull", tmp_path / "chain", tmp_path / "out", "--at", 2)
     before = quantise_state(weights[0], "fp8-block")

@@ -31,8 +31,9 @@ def log(
     """List the versions of a chain, newest first, below a picture of the chain.
 
     The picture runs from old to new. In the list, "smaller" compares with the size of the full weights, and "in %" is the share of weights
-    that changed, if each weight has 16 bits. "skips from" lists older versions from which one delta leads directly to this one. A narrow
-    terminal shows fewer columns. The command checks records against each other, but reads no data: see `deltawire verify`.
+    that changed, if each weight has 16 bits; it is empty for quantised versions. "skips from" lists older versions from which one delta
+    leads directly to this one. A narrow terminal shows fewer columns. The command checks records against each other, but reads no data: see
+    `deltawire verify`.
     """
     with exit_codes(json):
         from ..chain_history import read_history

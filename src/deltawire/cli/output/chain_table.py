@@ -101,7 +101,7 @@ def _row(entry: Entry, history: History, now: float) -> tuple[str, ...]:
         figures.size(commit.stored_bytes) if commit.file_count else "",
         figures.ratio(commit.state_bytes, commit.stored_bytes, "×") if commit.kind == "delta" and commit.file_count else "",
         figures.short_count(commit.changed) if commit.kind == "delta" else "",
-        figures.percent(commit.changed, commit.state_bytes / 2) if commit.kind == "delta" else "",
+        figures.percent(commit.changed, commit.state_bytes / 2) if commit.kind == "delta" and commit.recipe is None else "",
         " ".join(str(history.label(base)) for base in entry.skips),
     )
 
