@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from deltawire.codec.base import EncodeGroup
-from deltawire.codec.bits import DeviceBits
+from deltawire.codec.bits import DeviceBits, QuantisedBits
 from deltawire.codec.gpu.codec import GpuCodec
 from deltawire.dtypes import PAYLOAD_TYPES, dtype_named
 from deltawire.quantise import QuantisedLayout, Recipe
-from deltawire.quantise.gpu.quantiser import GpuQuantiser
-from deltawire.quantise.weight_table import WeightTable, source_number
+from deltawire.quantise.gpu.quantiser import GpuQuantiser, PendingQuantisation
+from deltawire.quantise.weight_table import WeightTable, kind_number, source_number
 
 DEVICE = torch.device("cuda", 0)
 TYPES = {payload_type.name: payload_type for payload_type in PAYLOAD_TYPES}
@@ -54,6 +54,11 @@ class Row:
     segments_ms: float = 0
     """Quantise a segment into memory of its own and encode it, one after the other."""
     segments_memory: float = 0
+    fused_ms: float = 0
+    """Choose all scales, and encode all weights while they are quantised: kernels read the masters twice, and no codes are written."""
+    fused_memory: float = 0
+    scales_ms: float = 0
+    """The part of it that chooses the scales."""
 
 
 def median_ms(work: Callable[[], object], rounds: int = 5) -> float:
@@ -65,6 +70,16 @@ def median_ms(work: Callable[[], object], rounds: int = 5) -> float:
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return 1e3 * statistics.median(times[1:])
+
+
+def peak(work: Callable[[], Any], nbytes: int) -> tuple[Any, float]:
+    """Return the result, and the peak of memory that is unavailable to other work, including freed memory that waits for a stream."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_stats()["active_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    result = work()
+    return result, (torch.cuda.memory_stats()["active_bytes.all.peak"] - before) / nbytes
 
 
 class Model:
@@ -116,6 +131,23 @@ class Model:
             np.arange(n, dtype=np.int64),
         )
 
+    def scales(self) -> list[dict[str, torch.Tensor]]:
+        """Return memory for the scales of all weights."""
+        types = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.int8, "U8": torch.uint8}
+        forms = {role: form for role, form in self.forms.items() if role != "codes"}
+        return [
+            {str(role): torch.empty(form.shape, dtype=types[form.dtype.name], device=DEVICE) for role, form in forms.items()}
+            for _ in self.masters
+        ]
+
+    def quantised(self, scales: list[dict[str, torch.Tensor]]) -> list[QuantisedBits]:
+        form, facts = self.forms["codes"], (kind_number(self.recipe), self.source, self.recipe.group_size or 0)
+        integer = torch.int32 if self.masters[0].dtype == torch.float32 else torch.int16
+        return [
+            QuantisedBits(tensor.view(integer), form.shape, form.dtype.itemsize, facts, own["scale"], own.get("global_scale"))
+            for tensor, own in zip(self.masters, scales, strict=True)
+        ]
+
     def segments(self) -> list[range]:
         codes = self.published[0]["codes"]
         each = max(1, SEGMENT // (codes.numel() * codes.element_size()))
@@ -150,15 +182,30 @@ def measure(recipe: str, dtype: torch.dtype, elements: int) -> Row:
             found += codec.encode_groups([EncodeGroup(payload, old, new, np.arange(len(which), dtype=np.uint64))], 1)
         return found
 
+    def choose(scales: list[dict[str, torch.Tensor]]) -> PendingQuantisation:
+        return model.quantiser.start(model.recipe, model.table(range(count), scales, model.published), makes_codes=False)
+
+    def fused() -> Any:
+        scales = model.scales()
+        pending = choose(scales)
+        old = [DeviceBits(one["codes"].view(integer)) for one in model.published]
+        (found,) = codec.encode_groups([EncodeGroup(payload, old, model.quantised(scales), np.arange(count, dtype=np.uint64))], 1)
+        assert pending.first_nonfinite() is None
+        return found
+
     encoded = publish()
     row.changed = int(sum(int(group.changed.sum()) for group in encoded))
     row.payload_bytes = sum(len(piece) for group in encoded for piece in group.pieces)
+    published = sum(tensor.nbytes for one in model.published for tensor in one.values())
+    assert int(fused().changed.sum()) == row.changed, "weights that are quantised as they are read have other changes"
+    _, row.fused_memory = peak(fused, published)
+    row.fused_ms = median_ms(fused)
+    row.scales_ms = median_ms(lambda: choose(model.scales()).first_nonfinite())
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats()["active_bytes.all.current"] - sum(t.nbytes for one in scratch for t in one.values())
     torch.cuda.reset_peak_memory_stats()
     publish()
-    published = sum(tensor.nbytes for one in model.published for tensor in one.values())
     row.segments_memory = (torch.cuda.memory_stats()["active_bytes.all.peak"] - before) / published
     row.segments_ms = median_ms(publish, 3)
     return row

@@ -183,13 +183,13 @@ DELTAWIRE_INLINE bool stays_global(float largest, float old, float fresh) {
     const bool fits = (old * rounded_to<S>(largest / 6.0f) <= kFitsUpTo<Element::e4m3>) & (double(fresh) <= 2 * double(old));
     return is_scale(old) & ((largest == 0) | (old == fresh) | fits);
 }
-template <Source S>
-DELTAWIRE_INLINE void choose_nvfp4(float global, const float* maxima, const uint8_t* previous, size_t n, uint8_t* scales, float* divisors) {
+template <Source S, bool kSticky>
+DELTAWIRE_INLINE void choose_nvfp4_as(float global, const float* __restrict maxima, const uint8_t* previous, size_t n, uint8_t* scales, float* __restrict divisors) {
     for (size_t i = 0; i < n; ++i) {
         uint32_t chosen = magnitude_code<Element::e4m3>(global * rounded_to<S>(maxima[i] / 6.0f));
         chosen = chosen ? chosen : 0x20;  // 0.125
         float number = from_e4m3(chosen);
-        if (previous) {
+        if constexpr (kSticky) {
             const uint32_t old = previous[i];
             const float before = from_e4m3(old & 0x7f);
             const bool fits = (maxima[i] == 0) | (before == number) | ((maxima[i] / (before / global) <= kFitsUpTo<Element::e2m1>) & (2 * number >= before));
@@ -200,6 +200,11 @@ DELTAWIRE_INLINE void choose_nvfp4(float global, const float* maxima, const uint
         divisors[i] = number / global;
         scales[i] = uint8_t(chosen);
     }
+}
+template <Source S>
+DELTAWIRE_INLINE void choose_nvfp4(float global, const float* maxima, const uint8_t* previous, size_t n, uint8_t* scales, float* divisors) {
+    if (previous) choose_nvfp4_as<S, true>(global, maxima, previous, n, scales, divisors);
+    else choose_nvfp4_as<S, false>(global, maxima, previous, n, scales, divisors);
 }
 
 }  // namespace

@@ -12,8 +12,11 @@ import pytest
 from emulator.build import compiler
 
 from deltawire.codec import using_codec
+from deltawire.codec.base import EncodeGroup
+from deltawire.codec.bits import DeviceBits
+from deltawire.dtypes import PAYLOAD_TYPES
 from deltawire.errors import NonFiniteWeights
-from deltawire.quantise import QuantisedLayout
+from deltawire.quantise import QuantisedLayout, Recipe
 from deltawire.quantise.quantise import quantise_state
 from deltawire.quantise.recipe import SPELLINGS
 
@@ -24,6 +27,8 @@ if not REAL and compiler() is None:
 
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
+from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
+from deltawire.quantise.gpu.quantised_codes import quantised_codes  # noqa: E402
 from deltawire.tensors.torch_types import to_torch  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "quantise"))
@@ -115,3 +120,49 @@ def test_weights_that_are_not_finite_are_refused(spelling: str, on_gpu) -> None:
         state["b.weight"][5, 127] = value
         with on_gpu(), pytest.raises(NonFiniteWeights, match=r"'b.weight' cannot be quantised: 1 element is"):
             quantise_state(to_gpu(state), spelling)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_weights_are_quantised_as_they_are_encoded(spelling: str, on_gpu) -> None:
+    """Kernels that read weights find the same changes as those that read the codes of the weights. So do chunks that are not coded."""
+    recipe = Recipe.parse(spelling)
+    payload = {"e4m3": "F8_E4M3", "e2m1": "F4_E2M1", "int4": "U4"}[recipe.element]
+    payload_type = next(known for known in PAYLOAD_TYPES if known.name == payload)
+    shape = (66, 256) if spelling in GROUPED else (130, 136)
+    rng = np.random.default_rng(7)
+    for dtype in DTYPES:
+        old = (rng.standard_normal(shape) * 0.02).astype(DTYPES[dtype])
+        near = (old.astype(np.float32) * np.where(rng.random(shape) < 0.02, 1.2, 1.0)).astype(DTYPES[dtype])
+        every_code = (rng.integers(0, 127, shape) | rng.choice([0, 128], shape)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+        far = (every_code.astype(np.float32) * 2.0**-12).astype(DTYPES[dtype])
+        with on_gpu():
+            layout = QuantisedLayout.of_state(recipe, to_gpu({"a.weight": old}))
+            (weight,) = layout.weights
+            before = layout.quantise(layout.outputs, to_gpu({"a.weight": old}))
+            bases, news, codes = [], [], []
+            for new in (far, near, old):
+                masters = to_gpu({"a.weight": new})
+                made = layout.quantise(layout.outputs, masters, before)
+                quantised = quantised_codes(layout, [weight], masters, before, DEVICE)
+                outputs = {role: name for role, name in weight.outputs.items() if role != "shape"}
+                bits = quantised[outputs["codes"]]
+                assert all(
+                    torch.equal(integers(quantised[name]), integers(made[name])) for role, name in outputs.items() if role != "codes"
+                )
+                news.append(bits)
+                codes.append(DeviceBits(integers(made[outputs["codes"]])))
+                bases.append(DeviceBits(integers(before[outputs["codes"]])))
+            bases[0] = DeviceBits(torch.randint_like(bases[0].tensor, -128, 128))  # so different that elements are not coded
+            bases[2] = None
+            seeds = np.arange(3, dtype=np.uint64)
+            codec = GpuCodec(DEVICE)
+            (found,) = codec.encode_groups([EncodeGroup(payload_type, bases, news, seeds)], 1)
+            (expected,) = codec.encode_groups([EncodeGroup(payload_type, bases, codes, seeds)], 1)
+        assert found.changed.tolist() == expected.changed.tolist()
+        assert 0 < found.changed[1] < found.changed[0]
+        assert (found.before, found.after) == (expected.before, expected.after)
+        assert b"".join(found.pieces) == b"".join(expected.pieces)
+
+
+def integers(tensor):
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])

@@ -5,6 +5,7 @@ This module does not import torch: `DeviceBits` can only be made from a CUDA ten
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -101,6 +102,60 @@ class MasterWeightBits(DeviceBits):
         halves = numbers.to(torch.bfloat16).view(torch.int16)
         # The fill value is a Python number: the host would wait for the stream to copy it from a tensor.
         return DeviceBits(halves.masked_fill_(numbers.isnan(), 0x7FC0))
+
+
+class QuantisedBits(DeviceBits):
+    """Weights on a GPU that stand for the codes that they are quantised to. Kernels quantise as they read.
+
+    Parameters
+    ----------
+    tensor
+        The weights as signed integers: rows and columns, contiguous, at an address that is a multiple of 16. The number of columns is a
+        multiple of 8.
+    shape
+        The shape of the codes, as they are published.
+    itemsize
+        The bytes of an element of the codes.
+    facts
+        How they are quantised: the numbers of the recipe and of the type of the weights, and the size of a group, as
+        `codec/gpu/kernels/numbers.cuh` has them.
+    scale
+        The scales, as they are published. No weight is larger than its scale allows.
+    global_scale
+        The global scale of nvfp4.
+    """
+
+    __slots__ = ("_itemsize", "_shape", "facts", "global_scale", "scale")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        shape: tuple[int, ...],
+        itemsize: int,
+        facts: tuple[int, int, int],
+        scale: torch.Tensor,
+        global_scale: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(tensor)
+        self._shape, self._itemsize = shape, itemsize
+        self.facts, self.scale, self.global_scale = facts, scale, global_scale
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def size(self) -> int:
+        return math.prod(self._shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self._itemsize
+
+    def elements(self) -> torch.Tensor:
+        raise TypeError("weights that are quantised as they are read cannot be used as a tensor")
+
+    flat = elements
 
 
 Bits: TypeAlias = "HostBits | DeviceBits"

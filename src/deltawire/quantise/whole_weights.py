@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec.bits import in_host_memory, on_gpu
+from ..codec.bits import QuantisedBits, in_host_memory, on_gpu
 from ..tensors import torch_types
 from ..tensors.bits import State, Tensor, TensorBits, tensor_bits
 from .layout import Output, QuantisedLayout, QuantisedWeight, Role
 from .recipe import Recipe
 from .reference import nonfinite_weight
-from .weight_table import WeightTable, source_number
+from .weight_table import WeightTable, kind_number, source_number
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,9 @@ SourceOf = Callable[[str], TensorBits]
 
 Array = Any
 """A NumPy array, or a torch tensor on the GPU."""
+
+
+_SCALES: tuple[Role, Role] = ("scale", "global_scale")
 
 
 class TableQuantiser(Protocol):
@@ -65,7 +68,9 @@ class WholeWeights:
         previous: State | None,
         out: Mapping[str, Tensor],
         device: torch.device | None = None,
-    ) -> dict[str, Tensor]:
+        *,
+        makes_codes: bool = True,
+    ) -> dict[str, Any]:
         """Return all outputs: the tensors of `out`, where it has them. Raise as `QuantisedLayout.quantise` does.
 
         Parameters
@@ -80,6 +85,8 @@ class WholeWeights:
             Tensors to write into.
         device
             The GPU to work on; None for the host.
+        makes_codes
+            Whether there are tensors of codes. If not, `QuantisedBits` stand for the codes, and the quantiser must not write them.
         """
         if not self._weights:
             return {}
@@ -87,8 +94,9 @@ class WholeWeights:
         rows = [memory.rows(source_of(name), is_transposed) for name, is_transposed in self._sources.items()]
         strides = np.array([memory.row_stride(array) for array in rows], np.int64)[self._source_of]
         data = np.array([memory.address(array) for array in rows], np.int64)[self._source_of] + self._first_rows * strides
-        found: dict[str, Tensor] = {}
-        targets = {role: [memory.target(form, out, found) for form in forms] for role, forms in self._forms.items()}
+        found: dict[str, Any] = {}
+        wanted = {role: forms for role, forms in self._forms.items() if makes_codes or role != "codes"}
+        targets = {role: [memory.target(form, out, found) for form in forms] for role, forms in wanted.items()}
         before = self._previous(memory, previous)
 
         def column(arrays: list[Array] | None) -> NDArray[np.uint64]:
@@ -102,7 +110,7 @@ class WholeWeights:
             self._rows,
             self._columns,
             self._types,
-            column(targets["codes"]),
+            column(targets.get("codes")),
             column(targets["scale"]),
             column(targets.get("global_scale")),
             column(before.get("scale")),
@@ -122,7 +130,17 @@ class WholeWeights:
             for form, array in zip(self._forms[role], arrays, strict=True):
                 if form.name not in found:  # the tensor of `out` cannot be written in place
                     self._write(memory, form, array, out, found)
+        if not makes_codes:
+            for number, form in enumerate(self._forms["codes"]):
+                part = self._weights[number]
+                weights = rows[self._source_of[number]][part.first_row : part.first_row + part.rows]
+                scales = [targets[role][number] if role in targets else None for role in _SCALES]
+                found[form.name] = QuantisedBits(weights, form.shape, form.dtype.itemsize, self._facts(part), *scales)
         return found
+
+    def _facts(self, weight: QuantisedWeight) -> tuple[int, int, int]:
+        recipe = self._layout.recipe
+        return kind_number(recipe), source_number(weight.dtype), recipe.group_size or 0
 
     def _write(self, memory: _Memory, form: Output, array: Array, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
         given = out.get(form.name)

@@ -29,7 +29,7 @@ def library(width: int) -> Any:
     """Return the compiled kernels. They are compiled into the temporary folder once per source, which takes seconds."""
     source = kernel_source()
     assert _DYNAMIC in source
-    without = "_of_masters" if width != 16 else None  # only bfloat16 has master weights
+    without = "_of_masters" if width > 16 else None  # wider elements have no master weights
     return _compiled(f"#define WIDTH {width}", source, without)
 
 

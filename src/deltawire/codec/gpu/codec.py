@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from ...dtypes import DTYPES
 from .. import default_codec
 from ..base import EncodedGroup, EncodeGroup, Lanes, Sums
-from ..bits import Bits, DeviceBits, Indices, MasterWeightBits, on_gpu
+from ..bits import Bits, DeviceBits, Indices, MasterWeightBits, QuantisedBits, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream, host_codec_works
 from .digest import digest_tensors
 from .encode import EncodedBlocks, encode_blocks
 from .kernel_addresses import Column, readable
-from .kernel_table import SUMS, KernelTable, Numbers
+from .kernel_table import QUANTISED, SUMS, KernelTable, Numbers
 from .resolution import GpuResolution, group_by_device
 
 
@@ -124,6 +124,9 @@ def _encode_on_device(groups: Sequence[EncodeGroup], device: torch.device) -> li
     kinds = [(len(group.news), group.type.code) for group in groups]
     addresses = [column.addresses for column in columns]
     table = KernelTable.of_groups(groups[0].type.width, kinds, addresses[0], counts, seeds, addresses[1], is_float32=_are_masters(news))
+    descriptions = _describe_quantised(news, device)
+    if descriptions is not None:
+        table.quantised = descriptions[0]
     encoded, blocks = _encode_table(table, columns, device)
     ends = np.append(0, np.cumsum(encoded.sizes))
     changes = np.flatnonzero(encoded.sizes > encoded.unchanged)
@@ -153,6 +156,24 @@ def _lanes(sums: NDArray[np.uint32]) -> Lanes:
 def _are_masters(news: Sequence[Bits]) -> NDArray[np.bool_] | None:
     types = list(map(type, news))
     return np.array([kind is MasterWeightBits for kind in types], np.bool_) if MasterWeightBits in types else None
+
+
+def _describe_quantised(news: Sequence[Bits], device: torch.device) -> tuple[NDArray[np.uint64], torch.Tensor] | None:
+    """Return the addresses of what kernels know about weights that they quantise, and the memory that has it; None if there are none."""
+    numbers = [number for number, bits in enumerate(news) if type(bits) is QuantisedBits]
+    if not numbers:
+        return None
+    rows = np.zeros(len(numbers), QUANTISED)
+    for row, number in zip(rows, numbers, strict=True):
+        bits = news[number]
+        assert isinstance(bits, QuantisedBits)
+        row["scales"], row["global_scale"] = bits.scale.data_ptr(), 0 if bits.global_scale is None else bits.global_scale.data_ptr()
+        row["kind"], row["source"], row["group"] = bits.facts
+        row["columns"], row["width"] = bits.tensor.shape[-1], -(-bits.tensor.shape[-1] // 128)
+    memory = devices.gpu_at(device).upload(rows)
+    addresses = np.zeros(len(news), np.uint64)
+    addresses[numbers] = memory.data_ptr() + np.arange(len(numbers), dtype=np.uint64) * QUANTISED.itemsize
+    return addresses, memory
 
 
 def _encode_table(table: KernelTable, columns: Sequence[Column], device: torch.device) -> tuple[EncodedBlocks, Numbers]:

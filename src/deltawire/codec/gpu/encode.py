@@ -168,7 +168,7 @@ class _Workspace:
         self.kernels = gpu.kernels(table.width)
         self.tensors, self.ntensors = gpu.upload(tensors.rows), len(table)
         scan_shared, self.plan_shared, scratch, masters_shared, self.contexts = self.kernels.constants("encode_sizes", 5)
-        masters = table.is_float32 is not None and bool(table.is_float32.any())
+        masters = (table.is_float32 is not None and bool(table.is_float32.any())) or table.quantised is not None
         self.scan, self.scan_shared = ("find_changes_of_masters", masters_shared) if masters else ("find_changes", scan_shared)
         nbytes = elements * table.width // 8
         self.value_size = storage_type(table.width).itemsize

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..bits import Bits, DeviceBits, MasterWeightBits, on_gpu
+from ..bits import Bits, DeviceBits, MasterWeightBits, QuantisedBits, on_gpu
 from .kernel_table import Numbers
 
 _MOST_COPIED = 256 << 20
@@ -18,7 +18,7 @@ _MOST_COPIED = 256 << 20
 _ALIGNMENT = 16
 """Kernels read this many bytes at a time."""
 
-_ON_DEVICE = {DeviceBits, MasterWeightBits, type(None)}
+_ON_DEVICE = {DeviceBits, MasterWeightBits, QuantisedBits, type(None)}
 
 _NOT_READABLE = 1
 """Stands for the address of a tensor that kernels cannot read where it is. It is not aligned, like others that they cannot read."""

@@ -16,7 +16,19 @@ from ...dtypes import PAYLOAD_TYPES
 TILE, UNIT = 1 << 14, 1 << 10
 CONTEXTS = 16
 
-TENSOR = np.dtype([(name, "u8") for name in ("base", "next", "seed", "count", "element0")] + [("tile0", "u4"), ("is_float32", "u4")])
+TENSOR = np.dtype(
+    [
+        *((name, "u8") for name in ("base", "next", "seed", "count", "element0")),
+        *((name, "u4") for name in ("tile0", "is_float32")),
+        ("quantised", "u8"),
+    ]
+)
+QUANTISED = np.dtype(
+    [
+        *((name, "u8") for name in ("scales", "global_scale")),
+        *((name, "u4") for name in ("kind", "group", "columns", "source", "width", "unused")),
+    ]
+)
 RUN = np.dtype(
     [("body", "u8")] + [(name, "u4") for name in ("tile0", "tiles", "top", "shift", "mask", "elements", "start", "mode", "block", "bytes")]
 )
@@ -90,6 +102,8 @@ class KernelTable:
     """The most tiles of a block."""
     is_float32: NDArray[np.bool_] | None = None
     """Which `next` are float32 master weights. Kernels round them to the type of the tensors (bfloat16)."""
+    quantised: NDArray[np.uint64] | None = None
+    """The addresses of `QUANTISED` on the device, for those `next` that are weights which kernels quantise; 0 for the others."""
 
     @classmethod
     def of_tensors(
@@ -141,6 +155,8 @@ class KernelTable:
         rows["tile0"][1:], rows["element0"][1:] = tile_ends[:-1], element_ends[:-1]
         if self.is_float32 is not None:
             rows["is_float32"] = self.is_float32
+        if self.quantised is not None:
+            rows["quantised"] = self.quantised
         return TensorRows(rows, np.append(0, tile_ends), np.append(0, element_ends))
 
     def blocks(self, tensors: TensorRows) -> tuple[NDArray[np.void], Numbers]:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...codec.gpu import device as devices
+from ...codec.gpu.sources import number_source
 from ..recipe import Recipe
 from ..weight_table import WeightTable, kind_number
 
@@ -24,7 +25,7 @@ _WEIGHT: Final = np.dtype(
 """See `Weight` in quantise.cuh."""
 
 _THREADS, _SIDE, _UNIT = 256, 128, 1 << 14
-_QUANTISE, _MAXIMA, _CODES = 0, 1, 2
+_QUANTISE, _SCALES = 0, 3
 _NONE: Final = 0xFFFFFFFF
 
 
@@ -40,7 +41,7 @@ class _Job(ctypes.Structure):
 
 @functools.cache
 def _source() -> str:
-    return (resources.files(__package__) / "kernels" / "quantise.cuh").read_text()
+    return number_source() + (resources.files(__package__) / "kernels" / "quantise.cuh").read_text()
 
 
 class PendingQuantisation:
@@ -84,9 +85,18 @@ class GpuQuantiser:
         """
         return self.start(recipe, weights).first_nonfinite()
 
-    def start(self, recipe: Recipe, weights: WeightTable) -> PendingQuantisation:
-        """Start what `quantise_weights` does. The parameters are the same."""
+    def start(self, recipe: Recipe, weights: WeightTable, *, makes_codes: bool = True) -> PendingQuantisation:
+        """Start what `quantise_weights` does.
+
+        Parameters
+        ----------
+        recipe, weights
+            As for `quantise_weights`.
+        makes_codes
+            Whether codes are written. If not, `QuantisedBits` can stand for them.
+        """
         rows = _rows(recipe, weights)
+        mode = _QUANTISE if makes_codes else _SCALES
         held: list[torch.Tensor] = []
         shares = recipe.shares_scales
         count = len(rows)
@@ -102,7 +112,7 @@ class GpuQuantiser:
             rows["unit0"] = ends - units
             table = self._gpu.upload(rows)
             held.append(table)
-            return _Job(table.data_ptr(), count, kind_number(recipe), recipe.group_size or 0, _QUANTISE, *addresses), int(ends[-1])
+            return _Job(table.data_ptr(), count, kind_number(recipe), recipe.group_size or 0, mode, *addresses), int(ends[-1])
 
         if shares:
             _, first = np.unique(weights.groups, return_index=True)
@@ -115,8 +125,9 @@ class GpuQuantiser:
             small = -(-count // _THREADS)
             self._kernels.launch("compare_shared", small, _THREADS, [described, ctypes.c_void_p(first_of_group.data_ptr())])
             self._launch("choose_shared_scales", small, described)
-        described, blocks = job(_units(recipe, weights.rows, weights.columns))
-        self._launch(_kernel(recipe), blocks, described)
+        if makes_codes or recipe.name != "fp8-tensor":
+            described, blocks = job(_units(recipe, weights.rows, weights.columns))
+            self._launch(_kernel(recipe), blocks, described)
         return PendingQuantisation(bad, (*held, shared, fresh, groups))
 
     def _launch(self, name: str, blocks: int, job: _Job) -> None:

@@ -190,10 +190,8 @@ extern "C" __global__ void __launch_bounds__(128) join_chunks(
             const u64 offset = (u64)(t - x.tile0) * TILE;
             u8* const at = to + bytes_of(x.element0 + offset - begin);
             const u32 bytes = (u32)bytes_of(elements_in(x, t));
-            if (x.is_float32) {
-                const u32* const from = (const u32*)x.next + offset;
-                copy_bytes(at, bytes, threadIdx.x % 32, 32, [&](u32 i) { return rounded(from[2 * i]) | rounded(from[2 * i + 1]) << 16; },
-                           [&](u32 i) { return (u8)(rounded(from[i / 2]) >> (8 * (i % 2))); });
+            if (master_bytes(x)) {
+                copy_bytes(at, bytes, threadIdx.x % 32, 32, [&](u32 i) { return element_word(x, offset, i); }, [&](u32 i) { return element_byte(x, offset, i); });
             } else {
                 const u8* const from = x.next + bytes_of(offset);
                 copy_bytes(at, bytes, threadIdx.x % 32, 32, [&](u32 i) { return ((const u32*)from)[i]; }, [&](u32 i) { return from[i]; });

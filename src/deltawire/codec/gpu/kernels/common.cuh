@@ -54,6 +54,16 @@ __device__ __forceinline__ T element_of(const u8* array, u64 i) {
 #endif
 }
 
+// How the weights of a tensor are quantised. See numbers.cuh.
+struct Quantised {
+    const u8* scales;
+    const float* global_scale;
+    u32 kind, group, columns;
+    u32 source;      // the type of the weights
+    u32 width;       // blocks in a row of blocks
+    u32 unused;
+};
+
 // A tensor. Its tiles, and its elements, are numbered over all tensors of a call.
 struct Tensor {
     const u8* base;  // null stands for zeros
@@ -63,6 +73,7 @@ struct Tensor {
     u64 element0;    // number of its first element
     u32 tile0;       // number of its first tile
     u32 is_float32;  // encoding: whether `next` are master weights, which are rounded to bfloat16
+    const Quantised* quantised;  // encoding: if it is not null, `next` are weights that are quantised like this
 };
 
 // How contexts follow from elements.

@@ -16,7 +16,7 @@ struct ScanSpace {
     u32 changes[CONTEXTS];
 };
 
-// Master weights are float32, and are rounded to bfloat16 before the comparison. Their units are fetched to `masters` and rounded into a stage.
+// Master weights become elements before the comparison (masters.cuh). Their units are fetched to `masters`, and their elements go into a stage.
 struct MasterSpace : ScanSpace<true> {
     alignas(16) u8 masters[2][UNIT * 4];
 };
@@ -28,31 +28,6 @@ template <>
 struct SpaceOf<true, true> {
     typedef MasterSpace type;
 };
-
-__device__ __forceinline__ void fetch_masters(u8* to, const u8* from, u32 bytes, u32 lane, const u8* any) {
-    if (bytes == UNIT * 4) {
-#pragma unroll
-        for (u32 i = 0; i < UNIT * 4 / 512; ++i) fetch_16(to + 16 * lane + 512 * i, from + 16 * lane + 512 * i);
-        return;
-    }
-#pragma unroll 1
-    for (u32 i = 0; i < UNIT * 4 / 512; ++i) {
-        const u32 at = 16 * (32 * i + lane), size = at < bytes ? min(bytes - at, 16u) : 0;
-        fetch_16(to + at, size ? from + at : any, size);
-    }
-}
-
-// A lane rounds the elements that it fetched itself.
-__device__ __forceinline__ void round_masters(u8* stage, const u8* masters, u32 lane) {
-#pragma unroll
-    for (u32 i = 0; i < UNIT * 4 / 512; ++i) {
-        const u32 piece = 32 * i + lane;
-        const uint4 x = *(const uint4*)(masters + 16 * piece);
-        u32* const to = (u32*)(stage + piece / 8 * STRIDE + piece % 8 * 8);
-        to[0] = rounded(x.x) | rounded(x.y) << 16;
-        to[1] = rounded(x.z) | rounded(x.w) << 16;
-    }
-}
 
 // Turns the counts of lanes (see `count_contexts`) into sums over all earlier lanes, plus `seen`, and leaves them in `ranks`. `seen` and the result
 // belong to counter `lane % COUNTERS`. The result includes this unit.
@@ -126,15 +101,15 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
         }
         const u64 offset = (u64)(tile - x.tile0) * TILE;
         const u32 n = elements_in(x, tile), units = (n + UNIT - 1) / UNIT;
-        const bool is_float32 = MASTERS && x.is_float32;
+        const u32 master = MASTERS ? master_bytes(x) : 0;  // bytes of a master weight; 0 if `next` are elements
         const u8* const base = x.base ? x.base + bytes_of(offset) : nullptr;
-        const u8* const next = is_float32 ? x.next + 4 * offset : COMPARE ? x.next + bytes_of(offset) : base;
+        const u8* const next = master ? x.next + master * offset : COMPARE ? x.next + bytes_of(offset) : base;
         const auto fetch = [&](u32 u) {
             const u32 count = min(UNIT, n - u * UNIT), bytes = (u32)bytes_of(count);
             fetch_unit(space.stages[u & 1][0], base ? base + u * UNIT_BYTES : nullptr, bytes, lane, (const u8*)tiles.tensors);
             if constexpr (MASTERS)
-                if (is_float32) fetch_masters(space.masters[u & 1], next + u * UNIT * 4, 4 * count, lane, (const u8*)tiles.tensors);
-            if (COMPARE && !is_float32) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT_BYTES, bytes, lane, (const u8*)tiles.tensors);
+                if (master) fetch_masters(space.masters[u & 1], next + u * UNIT * master, UNIT * master, master * count, lane, (const u8*)tiles.tensors);
+            if (COMPARE && !master) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT_BYTES, bytes, lane, (const u8*)tiles.tensors);
             fetch_commit();
         };
         fetch(0);
@@ -155,9 +130,9 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
             } else {
                 fetch_wait<0>();
             }
-            u8* const next_stage = space.stages[is_float32 ? 0 : u & 1][COMPARE ? 1 : 0];
+            u8* const next_stage = space.stages[master ? 0 : u & 1][COMPARE ? 1 : 0];
             if constexpr (MASTERS)
-                if (is_float32) round_masters(next_stage, space.masters[u & 1], lane);
+                if (master) make_elements(next_stage, space.masters[u & 1], x, offset + u * UNIT, min(UNIT, n - u * UNIT), lane);
             __syncwarp();
             const u8* const stage = space.stages[u & 1][0];
             const uint4* const multipliers = space.multipliers + u % (32 / DIGEST_BLOCKS) * DIGEST_BLOCKS;
@@ -243,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes(Tiles
     scan_tiles<true, false>(tiles, elements, COUNTERS, out, sums);
 }
 
-#if WIDTH == 16
+#if WIDTH <= 16
 extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes_of_masters(Tiles tiles, u16* elements, Changes out, Sums* sums) {
     scan_tiles<true, true>(tiles, elements, COUNTERS, out, sums);
 }

@@ -1,27 +1,8 @@
 // Quantising on a GPU: scales from the largest values of blocks, and packed codes. It gives the bytes of quantise/reference.py and scales.py.
-// NVRTC compiles this at run time. It needs no header of the CUDA toolkit, and must not be compiled with fast math.
+// NVRTC compiles this at run time, after codec/gpu/kernels/numbers.cuh.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+using namespace quantised;
 
-#if defined(EMULATED)
-__device__ __forceinline__ float __uint_as_float(u32 x) { float out; memcpy(&out, &x, 4); return out; }
-__device__ __forceinline__ u32 __float_as_uint(float x) { u32 out; memcpy(&out, &x, 4); return out; }
-__device__ __forceinline__ float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-__device__ __forceinline__ float __fmul_rn(float a, float b) { return a * b; }
-__device__ __forceinline__ float __fadd_rn(float a, float b) { return a + b; }
-__device__ __forceinline__ float __fdiv_rn(float a, float b) { return a / b; }
-__device__ __forceinline__ float rint_f(float x) { return __builtin_rintf(x); }
-#else
-__device__ __forceinline__ float rint_f(float x) { return rintf(x); }
-#endif
-
-constexpr u32 F32 = 0, BF16 = 1, F16 = 2;                      // types of weights
-constexpr u32 E4M3 = 0, E2M1 = 1, INT4 = 2;                    // types of codes
-constexpr u32 FP8_BLOCK = 0, FP8_BLOCK_UE8M0 = 1, FP8_CHANNEL = 2, FP8_TENSOR = 3, NVFP4 = 4, MXFP4 = 5, INT4_GROUPS = 6;  // recipes
 constexpr u32 SIDE = 128;                                      // rows and columns of a block
 constexpr u32 THREADS = 256;
 constexpr u32 UNIT = 1 << 14;                                  // elements of a unit of groups
@@ -57,97 +38,11 @@ struct Job {
     u32* largest;                  // the largest value of each group, as bits
     u32* disagree;                 // for each group, whether its weights had different scales
 };
-constexpr u32 QUANTISE = 0, MAXIMA = 1, CODES = 2;  // choose scales and write codes; only find largest values; write codes with the scales that are given
+// What to do: choose scales and write codes; only find largest values; write codes with the scales that are given; only choose scales.
+constexpr u32 QUANTISE = 0, MAXIMA = 1, CODES = 2, SCALES = 3;
 
 __device__ __forceinline__ u32 vector_size(u32 source) { return source == F32 ? 4 : 8; }
 __device__ __forceinline__ u32 bytes_of(u32 source) { return source == F32 ? 4 : 2; }
-
-// ---- numbers, as in native/quantise_numbers.hpp
-
-template <u32 E>
-struct Coding;
-template <>
-struct Coding<E4M3> {
-    static constexpr u32 DROPPED = 20, SIGN_SHIFT = 24, LARGEST = 0x43e00000, LEAST_NORMAL = 0x3c800000, MAGIC = 0x46800000, SIGN = 0x80;
-    static constexpr u32 ROUNDING = 0x7ffffu - ((u32)(120 << 3) << 20);
-};
-template <>
-struct Coding<E2M1> {
-    static constexpr u32 DROPPED = 22, SIGN_SHIFT = 28, LARGEST = 0x40c00000, LEAST_NORMAL = 0x3f800000, MAGIC = 0x4a800000, SIGN = 0x8;
-    static constexpr u32 ROUNDING = 0x1fffffu - ((u32)(126 << 1) << 22);
-};
-
-template <u32 E>
-__device__ __forceinline__ u32 magnitude_code(u32 bits) {
-    using C = Coding<E>;
-    const u32 a = bits < C::LARGEST ? bits : C::LARGEST;
-    const u32 normal = (a + C::ROUNDING + (a >> C::DROPPED & 1)) >> C::DROPPED;
-    const u32 small = __float_as_uint(__fadd_rn(__uint_as_float(a), __uint_as_float(C::MAGIC))) - C::MAGIC;
-    return a < C::LEAST_NORMAL ? small : normal;
-}
-template <u32 E>
-__device__ __forceinline__ u32 code_of(float q) {
-    using C = Coding<E>;
-    const u32 bits = __float_as_uint(__fadd_rn(q, 0.0f));  // -0.0 becomes 0.0
-    return magnitude_code<E>(bits & 0x7fffffff) | (bits >> C::SIGN_SHIFT & C::SIGN);
-}
-template <>
-__device__ __forceinline__ u32 code_of<INT4>(float q) {
-    const float clamped = q < -8.0f ? -8.0f : q > 7.0f ? 7.0f : q;
-    return (u32)((int)rint_f(clamped) + 8);
-}
-// Returns two codes of a byte each.
-__device__ __forceinline__ u32 two_e4m3(float low, float high) {
-#if !defined(EMULATED) && __CUDA_ARCH__ >= 890
-    u16 out;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(__fadd_rn(high, 0.0f)), "f"(__fadd_rn(low, 0.0f)));
-    return out;
-#else
-    return code_of<E4M3>(low) | code_of<E4M3>(high) << 8;
-#endif
-}
-
-__device__ __forceinline__ float from_e4m3(u32 code) {
-    return code < 8 ? __fmul_rn((float)(int)code, 0x1p-9f) : __uint_as_float((code + (120 << 3)) << 20);
-}
-__device__ __forceinline__ float from_f16(u32 half) {
-    const u32 magnitude = half & 0x7fff, sign = (half & 0x8000) << 16;
-    const u32 normal = (magnitude << 13) + (112u << 23), special = magnitude << 13 | 0x7f800000;
-    const u32 small = __float_as_uint(__fmul_rn((float)(int)magnitude, 0x1p-24f));
-    return __uint_as_float((magnitude >= 0x7c00 ? special : magnitude < 0x400 ? small : normal) | sign);
-}
-__device__ __forceinline__ u32 to_f16(float value) {
-    const u32 b = __float_as_uint(value), a = b & 0x7fffffff;
-    const u32 normal = (a + 0xfff + (a >> 13 & 1) - (112u << 23)) >> 13;
-    const u32 small = __float_as_uint(__fadd_rn(__uint_as_float(a), 0.5f)) - 0x3f000000;
-    const u32 rounded = a < 0x38800000 ? small : normal < 0x7c00 ? normal : 0x7c00;
-    return (a > 0x7f800000 ? 0x7e00 : rounded) | (b >> 16 & 0x8000);
-}
-__device__ __forceinline__ u32 to_bf16(float value) {
-    const u32 b = __float_as_uint(value);
-    return (b + 0x7fff + (b >> 16 & 1)) >> 16;
-}
-template <u32 S>
-__device__ __forceinline__ float from_stored(u32 stored) {
-    return S == F32 ? __uint_as_float(stored) : S == BF16 ? __uint_as_float(stored << 16) : from_f16(stored);
-}
-template <u32 S>
-__device__ __forceinline__ u32 to_stored(float value) {
-    return S == F32 ? __float_as_uint(value) : S == BF16 ? to_bf16(value) : to_f16(value);
-}
-template <u32 S>
-__device__ __forceinline__ float rounded_to(float value) {
-    return S == F32 ? value : from_stored<S>(to_stored<S>(value));
-}
-template <u32 S>
-__device__ __forceinline__ float read_scale(const u8* at) {
-    return from_stored<S>(S == F32 ? *(const u32*)at : *(const u16*)at);
-}
-template <u32 S>
-__device__ __forceinline__ void write_scale(u8* at, float scale) {
-    if (S == F32) *(float*)at = scale;
-    else *(u16*)at = (u16)to_stored<S>(scale);
-}
 
 // ---- scales, as in quantise/scales.py
 
@@ -157,7 +52,6 @@ __device__ __forceinline__ bool is_power_of_two(float value) {
     const u32 b = __float_as_uint(value), fraction = b & 0x7fffff;
     return b >> 23 ? fraction == 0 : (fraction & (fraction - 1)) == 0;
 }
-__device__ __forceinline__ float power_of(u32 exponent) { return __uint_as_float(exponent ? exponent << 23 : 0x00400000); }
 
 constexpr float FITS_E4M3 = 464.0f, FITS_E2M1 = 7.0f, FITS_INT4 = 8.0f;
 
@@ -221,29 +115,6 @@ __device__ __forceinline__ u32 choose_nvfp4(float global, float maximum, const u
     return maximum == 0 || before == now || (__fdiv_rn(maximum, __fdiv_rn(before, global)) <= FITS_E2M1 && 2 * now >= before) ? old : chosen;
 }
 
-// ---- elements
-
-// Divides as the reference does. Within bounds, a corrected product is on the same side of every boundary between codes (native/fuzz/check_quotients.cpp).
-struct Divisor {
-    float divisor, reciprocal;
-    bool fast;
-};
-__device__ __forceinline__ Divisor divisor_of(float divisor, u32 mode) {
-    const bool fast = mode != CODES && divisor >= 0x1p-60f && divisor <= 1.0f;
-    return {divisor, fast ? __fdiv_rn(1.0f, divisor) : 0.0f, fast};
-}
-template <u32 S, bool ROUNDS>
-__device__ __forceinline__ float quotient(float x, const Divisor& by) {
-    float q;
-    if (by.fast) {
-        const float product = __fmul_rn(x, by.reciprocal);
-        q = __fmaf_rn(__fmaf_rn(-product, by.divisor, x), by.reciprocal, product);
-    } else {
-        q = __fdiv_rn(x, by.divisor);
-    }
-    return ROUNDS ? rounded_to<S>(q) : q;
-}
-
 // 16 bytes of a row: 4 or 8 elements.
 template <u32 S>
 __device__ __forceinline__ uint4 load_vector(const u8* row, u32 column, u32 columns, u32 aligned) {
@@ -256,11 +127,6 @@ __device__ __forceinline__ uint4 load_vector(const u8* row, u32 column, u32 colu
             else words[i / 2] |= (u32)((const u16*)row)[column + i] << (16 * (i & 1));
         }
     return make_uint4(words[0], words[1], words[2], words[3]);
-}
-template <u32 S>
-__device__ __forceinline__ float element(const uint4& v, u32 i) {
-    const u32 w = (S == F32 ? i : i / 2) == 0 ? v.x : (S == F32 ? i : i / 2) == 1 ? v.y : (S == F32 ? i : i / 2) == 2 ? v.z : v.w;
-    return from_stored<S>(S == F32 ? w : i & 1 ? w >> 16 : w & 0xffff);
 }
 // The largest magnitude of a vector, as stored bits.
 template <u32 S>
@@ -281,11 +147,7 @@ __device__ __forceinline__ void store_e4m3(u8* row, u32 column, u32 columns, u32
     constexpr u32 V = S == F32 ? 4 : 8;
     if (column >= columns) return;
     u32 words[2];
-    for (u32 k = 0; k < V / 4; ++k) {
-        const u32 low = two_e4m3(quotient<S, ROUNDS>(element<S>(v, 4 * k), by), quotient<S, ROUNDS>(element<S>(v, 4 * k + 1), by));
-        const u32 high = two_e4m3(quotient<S, ROUNDS>(element<S>(v, 4 * k + 2), by), quotient<S, ROUNDS>(element<S>(v, 4 * k + 3), by));
-        words[k] = low | high << 16;
-    }
+    for (u32 k = 0; k < V / 4; ++k) words[k] = four_e4m3<S, ROUNDS>(v, 4 * k, by);
     if (aligned) {
         if (V == 4) *(u32*)(row + column) = words[0];
         else *(uint2*)(row + column) = make_uint2(words[0], words[1]);
@@ -353,15 +215,15 @@ __device__ __forceinline__ void do_block(const Job& job, u32 index, const Weight
             note_bad(job, index, bits);
             const float maximum = __uint_as_float(bits);
             if (w.maxima) w.maxima[unit] = maximum;
-            if (job.mode == QUANTISE) {
+            if (job.mode != MAXIMA) {
                 chosen = choose_block(job.kind == FP8_BLOCK_UE8M0, maximum, w.previous ? (const float*)w.previous + unit : nullptr);
                 ((float*)w.scales)[unit] = chosen;
             }
         }
-        if (job.mode == MAXIMA) return;
+        if (job.mode != QUANTISE) return;
     }
     __syncthreads();
-    const Divisor by = divisor_of(chosen, job.mode);
+    const Divisor by = divisor_of(chosen, job.mode != CODES);
 #pragma unroll
     for (u32 p = 0; p < PASSES; ++p) {
         const i64 row = first + p * ROWS + threadIdx.x / LANES;
@@ -405,8 +267,9 @@ __device__ __forceinline__ void do_row(const Job& job, u32 index, const Weight& 
         scale = choose_plain<S, E4M3>(maximum, w.previous ? w.previous + (u64)row * BYTES : nullptr);
         __syncthreads();  // all threads have read the previous scale, which may be in the same place
         if (threadIdx.x == 0) write_scale<S>(w.scales + (u64)row * BYTES, scale);
+        if (job.mode == SCALES) return;
     }
-    const Divisor by = divisor_of(scale, job.mode);
+    const Divisor by = divisor_of(scale, job.mode != CODES);
     for (u32 column = threadIdx.x * V; column < w.columns; column += THREADS * V)
         store_e4m3<S, true>(w.codes + (u64)row * w.columns, column, w.columns, w.aligned, load_vector<S>(from, column, w.columns, w.aligned), by);
 }
@@ -421,14 +284,6 @@ extern "C" __global__ void __launch_bounds__(256) quantise_rows(Job job) {
 
 // ---- groups of 16, 32 or 128 elements of a row
 
-// Returns the codes of a vector, 4 bits each.
-template <u32 S, u32 E, bool ROUNDS>
-__device__ __forceinline__ u32 nibbles(const uint4& v, const Divisor& by) {
-    constexpr u32 V = S == F32 ? 4 : 8;
-    u32 out = 0;
-    for (u32 i = 0; i < V; ++i) out |= code_of<E>(quotient<S, ROUNDS>(element<S>(v, i), by)) << (4 * i);
-    return out;
-}
 // Finds where vector `i` of a weight is, counted through its rows.
 __device__ __forceinline__ const u8* vector_at(const Weight& w, u64 element, u32 bytes) {
     if (w.stride == (i64)w.columns * bytes) return w.data + element * bytes;
@@ -445,7 +300,7 @@ __device__ __forceinline__ void do_groups(const Job& job, u32 index, const Weigh
     const bool is_first = threadIdx.x % lanes == 0;
     float global = 1.0f;
     bool fresh = false;
-    if (job.kind == NVFP4 && job.mode == QUANTISE) global = job.shared[index], fresh = job.fresh[index];
+    if (job.kind == NVFP4 && (job.mode == QUANTISE || job.mode == SCALES)) global = job.shared[index], fresh = job.fresh[index];
     if (job.kind == NVFP4 && job.mode == CODES) global = *w.global_scale;
     u32 all = 0;
     for (u32 step = 0; step < UNIT / (THREADS * V); ++step) {
@@ -475,8 +330,8 @@ __device__ __forceinline__ void do_groups(const Job& job, u32 index, const Weigh
                 else w.scales[at] = (u8)chosen;
             }
         }
-        if (!there) continue;
-        const Divisor by = divisor_of(divisor, job.mode);
+        if (!there || job.mode == SCALES) continue;
+        const Divisor by = divisor_of(divisor, job.mode != CODES);
         const u32 codes = job.kind == INT4_GROUPS ? nibbles<S, INT4, true>(v, by) : job.kind == NVFP4 ? nibbles<S, E2M1, false>(v, by) : nibbles<S, E2M1, true>(v, by);
         if (V == 4) {
             if (w.aligned) *(u16*)(w.codes + i / 2) = (u16)codes;

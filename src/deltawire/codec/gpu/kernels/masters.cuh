@@ -1,0 +1,128 @@
+// Master weights in place of new elements: float32 that is rounded to bfloat16, or weights that are quantised as they are read.
+
+__device__ __forceinline__ void fetch_masters(u8* to, const u8* from, u32 full, u32 bytes, u32 lane, const u8* any) {
+    const u32 pieces = full / 512;
+    if (bytes == full) {
+#pragma unroll 4
+        for (u32 i = 0; i < pieces; ++i) fetch_16(to + 16 * lane + 512 * i, from + 16 * lane + 512 * i);
+        return;
+    }
+#pragma unroll 1
+    for (u32 i = 0; i < pieces; ++i) {
+        const u32 at = 16 * (32 * i + lane), size = at < bytes ? min(bytes - at, 16u) : 0;
+        fetch_16(to + at, size ? from + at : any, size);
+    }
+}
+
+#if WIDTH == 16
+__device__ __forceinline__ u32 master_bytes(const Tensor& x) { return x.is_float32 ? 4 : 0; }
+
+// Rounds a unit of master weights into a stage. A lane rounds the elements that it fetched itself.
+__device__ __forceinline__ void make_elements(u8* stage, const u8* masters, const Tensor&, u64, u32, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < UNIT * 4 / 512; ++i) {
+        const u32 piece = 32 * i + lane;
+        const uint4 x = *(const uint4*)(masters + 16 * piece);
+        u32* const to = (u32*)(stage + piece / 8 * STRIDE + piece % 8 * 8);
+        to[0] = rounded(x.x) | rounded(x.y) << 16;
+        to[1] = rounded(x.z) | rounded(x.w) << 16;
+    }
+}
+// Returns four bytes of elements, from byte 4i of those that begin at element `offset`.
+__device__ __forceinline__ u32 element_word(const Tensor& x, u64 offset, u32 i) {
+    const u32* const from = (const u32*)x.next + offset;
+    return rounded(from[2 * i]) | rounded(from[2 * i + 1]) << 16;
+}
+__device__ __forceinline__ u8 element_byte(const Tensor& x, u64 offset, u32 i) { return (u8)(rounded(((const u32*)x.next + offset)[i / 2]) >> (8 * (i % 2))); }
+#elif WIDTH <= 8
+__device__ __forceinline__ u32 master_bytes(const Tensor& x) { return x.quantised ? (x.quantised->source == quantised::F32 ? 4 : 2) : 0; }
+
+// Where an element is in its weight.
+struct Position {
+    u64 element, row;
+    u32 column;
+};
+__device__ __forceinline__ Position position_of(const Quantised& q, u64 element) {
+    if (element >> 32) return {element, element / q.columns, (u32)(element % q.columns)};
+    const u32 row = (u32)element / q.columns;
+    return {element, row, (u32)element - row * q.columns};
+}
+
+// Returns the divisor of the block of an element. All elements of a vector have the same.
+template <u32 S>
+__device__ __forceinline__ quantised::Divisor divisor_at(const Quantised& q, const Position& at) {
+    using namespace quantised;
+    constexpr u32 BYTES = S == F32 ? 4 : 2;
+    float scale;
+    if (q.kind <= FP8_BLOCK_UE8M0) scale = ((const float*)q.scales)[(at.row / 128) * q.width + at.column / 128];
+    else if (q.kind == FP8_CHANNEL) scale = read_scale<S>(q.scales + at.row * BYTES);
+    else if (q.kind == FP8_TENSOR) scale = read_scale<S>(q.scales);
+    else if (q.kind == INT4_GROUPS) scale = read_scale<S>(q.scales + at.element / q.group * BYTES);
+    else if (q.kind == NVFP4) scale = __fdiv_rn(from_e4m3(q.scales[at.element / q.group]), *q.global_scale);
+    else scale = power_of(q.scales[at.element / q.group]);
+    return divisor_of(scale, true);
+}
+// Returns the codes of a vector: 4 or 8 of them, in one or two words; half as many words for 4-bit codes.
+template <u32 S>
+__device__ __forceinline__ uint2 codes_of(const Quantised& q, const uint4& v, const Position& at) {
+    using namespace quantised;
+    const Divisor by = divisor_at<S>(q, at);
+#if WIDTH == 8
+    const bool rounds = q.kind >= FP8_CHANNEL;
+    const u32 low = rounds ? four_e4m3<S, true>(v, 0, by) : four_e4m3<S, false>(v, 0, by);
+    const u32 high = S == F32 ? 0 : rounds ? four_e4m3<S, true>(v, S == F32 ? 0 : 4, by) : four_e4m3<S, false>(v, S == F32 ? 0 : 4, by);
+    return make_uint2(low, high);
+#else
+    return make_uint2(q.kind == INT4_GROUPS ? nibbles<S, INT4, true>(v, by) : q.kind == NVFP4 ? nibbles<S, E2M1, false>(v, by) : nibbles<S, E2M1, true>(v, by), 0);
+#endif
+}
+
+// Quantises a unit of master weights, whose first element is `first`, into a stage. A lane quantises the elements that it fetched itself. The number of
+// elements is a multiple of 8. After the last one there are zeros, as in the other stage.
+template <u32 S>
+__device__ __forceinline__ void quantise_unit(u8* stage, const u8* masters, const Quantised& q, u64 first, u32 count, u32 lane) {
+    constexpr u32 V = S == quantised::F32 ? 4 : 8;
+    const Position begin = position_of(q, first);
+#pragma unroll 2
+    for (u32 piece = lane; piece < UNIT / V; piece += 32) {
+        const u32 e = piece * V;
+        uint2 codes = make_uint2(0, 0);
+        if (e < count) {
+            Position at = {first + e, begin.row, begin.column + e};
+            while (at.column >= q.columns) at.column -= q.columns, ++at.row;
+            codes = codes_of<S>(q, *(const uint4*)(masters + 16 * piece), at);
+        }
+        u8* const to = stage + e / RUN * STRIDE + (u32)bytes_of(e % RUN);
+        if (V * WIDTH == 16) *(u16*)to = (u16)codes.x;
+        else if (V * WIDTH == 32) *(u32*)to = codes.x;
+        else *(uint2*)to = codes;
+    }
+}
+__device__ __forceinline__ void make_elements(u8* stage, const u8* masters, const Tensor& x, u64 first, u32 count, u32 lane) {
+    const Quantised q = *x.quantised;
+    if (q.source == quantised::F32) quantise_unit<quantised::F32>(stage, masters, q, first, count, lane);
+    else if (q.source == quantised::BF16) quantise_unit<quantised::BF16>(stage, masters, q, first, count, lane);
+    else quantise_unit<quantised::F16>(stage, masters, q, first, count, lane);
+}
+// Returns four bytes of codes, from byte 4i of those that begin at element `offset`, which is a multiple of 8.
+__device__ __forceinline__ u32 element_word(const Tensor& x, u64 offset, u32 i) {
+    const Quantised q = *x.quantised;
+    constexpr u32 EACH = 32 / WIDTH;  // codes in a word
+    const u64 element = offset + (u64)i * EACH, vector = q.source == quantised::F32 ? element / 4 : element / 8;
+    const auto load = [&](u64 v) { return ((const uint4*)x.next)[v]; };
+    if (q.source == quantised::F32) {
+        u32 word = codes_of<quantised::F32>(q, load(vector), position_of(q, element)).x;
+        if (EACH == 8) word |= codes_of<quantised::F32>(q, load(vector + 1), position_of(q, element + 4)).x << 16;
+        return word;
+    }
+    const u64 first = vector * 8;
+    const uint2 codes = q.source == quantised::BF16 ? codes_of<quantised::BF16>(q, load(vector), position_of(q, first)) : codes_of<quantised::F16>(q, load(vector), position_of(q, first));
+    return element == first ? codes.x : codes.y;
+}
+__device__ __forceinline__ u8 element_byte(const Tensor& x, u64 offset, u32 i) { return (u8)(element_word(x, offset, i / 4) >> (8 * (i % 4))); }
+#else
+__device__ __forceinline__ u32 master_bytes(const Tensor&) { return 0; }
+__device__ __forceinline__ void make_elements(u8*, const u8*, const Tensor&, u64, u32, u32) {}
+__device__ __forceinline__ u32 element_word(const Tensor&, u64, u32) { return 0; }
+__device__ __forceinline__ u8 element_byte(const Tensor&, u64, u32) { return 0; }
+#endif
