@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from attached_files import NEW, OLD, OPTIONS, files_in, objects, states, store_has_weights, write
-from support import bits_of
+from support import bits_of, publish_fully
 from threads_as_ranks import run_ranks, shards_of
 from toy_chain import ToyChain, first_state, next_state
 
@@ -176,7 +176,7 @@ def test_collection_keeps_old_attachments_that_kept_versions_refer_to() -> None:
         for step, state in enumerate(weights):
             if step == 2:
                 del files["old.json"]
-            publisher.publish(state, step=step)
+            publish_fully(publisher, state, step=step)
     before = objects(store)
     assert len(before) == 2
     assert collect(store, grace=0.0).outcome == "collected"
