@@ -103,7 +103,7 @@ class Model:
         self.quantiser = GpuQuantiser(DEVICE)
         assert self.quantiser.quantise_weights(self.recipe, self.table(range(count), self.published, None)) is None
         for tensor in self.masters:
-            noise = torch.randn(ROWS, COLUMNS, device=DEVICE, generator=random) * 2e-6
+            noise = torch.randn(ROWS, COLUMNS, device=DEVICE, generator=random) * 6e-7
             tensor.copy_(tensor.float() + noise)
 
     def _outputs(self) -> dict[str, torch.Tensor]:

@@ -68,7 +68,7 @@ def measure(elements: int, rounds: int) -> Table:
     before = {name: rng.standard_normal((ROWS, COLUMNS), np.float32) * np.float32(0.02) for name in names}
     work = {spelling: Workload(before, spelling) for spelling in SPELLINGS}
     for array in before.values():  # the masters after an update, in the same memory
-        array += rng.standard_normal(array.shape, np.float32) * np.float32(2e-6)
+        array += rng.standard_normal(array.shape, np.float32) * np.float32(6e-7)
     nbytes = sum(array.nbytes for array in before.values())
     reader, whole = NativeQuantiser(THREADS), Recipe.parse("fp8-tensor")
 
@@ -100,7 +100,7 @@ def measure(elements: int, rounds: int) -> Table:
     share = floor / statistics.median(all_of_it["fp8-block"])
     table.check(f"fp8-block: quantise, diff and encode at 0.5 × the speed of reading the masters (is {share:.2f})", share >= 0.5)
     table.notes.append(
-        f"Weights are normal with standard deviation 0.02, in matrices of {ROWS} × {COLUMNS}. The update is noise of 2e-6. "
+        f"Weights are normal with standard deviation 0.02, in matrices of {ROWS} × {COLUMNS}. The update is noise of 6e-7. "
         f"Scales are sticky. {SEGMENT} matrices are quantised at a time, into the same memory, and encoded against the version before."
     )
     return table

@@ -28,14 +28,18 @@ struct Quantise {
         else return Isa::load_f16(p);
     }
 
-    // A divisor, and its reciprocal where `kFast`.
+    // A divisor, and its reciprocal as the sum of two numbers.
     struct Divisor {
-        F divisor, reciprocal;
+        F divisor, reciprocal, low;
+        Divisor(float divisor, float reciprocal) : divisor(Isa::splat(divisor)), reciprocal(Isa::splat(reciprocal)), low(Isa::splat(low_of(divisor, reciprocal))) {}
     };
-    // Within these bounds a corrected product decides like the quotient at all boundaries between codes (native/fuzz/check_quotients.cpp tries
-    // all divisors), and a quotient is 0 only if the weight is.
+    DELTAWIRE_INLINE static float low_of(float divisor, float reciprocal) { return Isa::kHasFma ? __builtin_fmaf(-divisor, reciprocal, 1.0f) * reciprocal : 0.0f; }
+    // Within these bounds, and with any mantissa but one, a product is on the same side of all boundaries between codes as the quotient, and it is 0 only if
+    // the weight is. native/fuzz/check_quotients.cpp tries all divisors.
     static constexpr float kLeastFast = 0x1p-60f, kMostFast = 1.0f;
-    DELTAWIRE_INLINE static bool is_fast(float divisor) { return Isa::kHasFma && divisor >= kLeastFast && divisor <= kMostFast; }
+    DELTAWIRE_INLINE static bool is_fast(float divisor) {
+        return Isa::kHasFma & (divisor >= kLeastFast) & (divisor <= kMostFast) & ((std::bit_cast<uint32_t>(divisor) & 0x7fffff) != 0x7fffff);
+    }
 
     // The codes of kWidth elements, one per lane: magnitudes plus `Coding<E>::kOffset`, and numbers that have the signs. Integers are whole codes.
     struct Codes {
@@ -44,10 +48,12 @@ struct Quantise {
     template <Source S, Element E, bool kRounds, bool kFast>
     DELTAWIRE_INLINE static Codes code(F x, const Divisor& by) {
         F q;
-        if constexpr (kFast) {
+        if constexpr (kFast && E == Element::int4) {
             F product = Isa::mul(x, by.reciprocal);
-            if constexpr (E == Element::int4) product = Isa::min(Isa::max(product, Isa::splat(-16.0f)), Isa::splat(16.0f));  // never infinite
+            product = Isa::min(Isa::max(product, Isa::splat(-16.0f)), Isa::splat(16.0f));  // never infinite
             q = Isa::fma(Isa::fnma(product, by.divisor, x), by.reciprocal, product);
+        } else if constexpr (kFast) {
+            q = Isa::fma(x, by.reciprocal, Isa::mul(x, by.low));
         } else {
             q = Isa::div(x, by.divisor);
         }
@@ -64,12 +70,17 @@ struct Quantise {
             using C = Coding<E>;
             // The sign of -0.0 is dropped. If the product overflowed, only the weight knows the sign.
             const U signs = Isa::bits(Isa::add_f(kFast ? x : q, Isa::splat(0.0f)));
-            const U a = Isa::min_u(Isa::and_(Isa::bits(q), Isa::splat_u(0x7fffffff)), Isa::splat_u(C::kLargest));
-            const U exponent = Isa::and_(Isa::max_u(a, Isa::splat_u(C::kLeastNormal)), Isa::splat_u(0x7f800000));
-            const U above = Isa::add(exponent, Isa::splat_u(C::kDropped << 23));
-            const U sum = Isa::bits(Isa::add_f(Isa::from_bits(a), Isa::from_bits(above)));
-            return {Isa::add(Isa::sub(sum, above), Isa::template shift_right<C::kDropped>(exponent)), signs};
+            return {magnitudes<E>(Isa::min_u(Isa::and_(Isa::bits(q), Isa::splat_u(0x7fffffff)), Isa::splat_u(C::kLargest))), signs};
         }
+    }
+    // Returns the codes of magnitudes, plus the offset. Up to 464, those of e4m3 need not be clamped to 448.
+    template <Element E>
+    DELTAWIRE_INLINE static U magnitudes(U a) {
+        using C = Coding<E>;
+        const U exponent = Isa::and_(Isa::max_u(a, Isa::splat_u(C::kLeastNormal)), Isa::splat_u(0x7f800000));
+        const U above = Isa::add(exponent, Isa::splat_u(C::kDropped << 23));
+        const U sum = Isa::bits(Isa::add_f(Isa::from_bits(a), Isa::from_bits(above)));
+        return Isa::add(Isa::sub(sum, above), Isa::template shift_right<C::kDropped>(exponent));
     }
 
     template <Element E>
@@ -120,9 +131,9 @@ struct Quantise {
 
     template <Source S, Element E, bool kRounds>
     DELTAWIRE_INLINE static void run(const Stored<S>* x, size_t n, float divisor, uint8_t* out) {
-        const F by = Isa::splat(divisor);
-        if (is_fast(divisor)) run_codes<S, E, kRounds, true>(x, n, {by, Isa::splat(1.0f / divisor)}, out);
-        else run_codes<S, E, kRounds, false>(x, n, {by, by}, out);
+        const Divisor by(divisor, 1.0f / divisor);
+        if (is_fast(divisor)) run_codes<S, E, kRounds, true>(x, n, by, out);
+        else run_codes<S, E, kRounds, false>(x, n, by, out);
     }
 
     template <Source S, Element E, bool kRounds>
@@ -134,9 +145,9 @@ struct Quantise {
             bool fast = Isa::kHasFma;
             for (size_t i = 0; i < count; ++i) {
                 reciprocals[i] = 1.0f / divisors[at + i];
-                fast &= (divisors[at + i] >= kLeastFast) & (divisors[at + i] <= kMostFast);
+                fast &= is_fast(divisors[at + i]);
             }
-            const auto by = [&](size_t i) { return Divisor{Isa::splat(divisors[at + i]), Isa::splat(reciprocals[i])}; };
+            const auto by = [&](size_t i) { return Divisor(divisors[at + i], reciprocals[i]); };
             const auto each = [&]<bool kFast>() {
                 size_t i = 0;
                 if (group < 4 * kWidth && group % kWidth == 0) {  // four vectors that belong to two or four groups
@@ -252,28 +263,30 @@ struct Quantise {
         uint32_t all = 0;
         for (uint32_t begin = 0; begin < blocks; begin += kBatch) {
             const uint32_t count = std::min<uint32_t>(kBatch, blocks - begin);
-            float tried[kBatch], reciprocals[kBatch], maxima[kBatch], divisors[kBatch];
+            float tried[kBatch], reciprocals[kBatch];
             U found[kBatch];
             const uint8_t* const previous = job.previous + 4 * begin;
             std::memcpy(tried, previous, 4 * count);
+            bool usable[kBatch];
             for (uint32_t b = 0; b < count; ++b) {
-                tried[b] = is_fast(tried[b]) ? tried[b] : 1.0f;  // then it is made again, unless the scale is 1
+                usable[b] = is_fast(tried[b]) && (!kPower || is_power_of_two(tried[b]));
+                if (!usable[b]) tried[b] = 1.0f;
                 reciprocals[b] = 1.0f / tried[b];
                 found[b] = Isa::splat_u(0);
             }
-            const U mask = Isa::splat_u(0x7fffffff);
             for (uint32_t r = 0; r < rows.rows; ++r) {
                 const Stored<S>* x = row(r) + begin * kBlockColumns;
                 uint8_t* out = job.codes + size_t(r) * rows.columns + begin * kBlockColumns;
                 for (uint32_t b = 0; b < count; ++b, x += kBlockColumns, out += kBlockColumns) {
-                    const Divisor by{Isa::splat(tried[b]), Isa::splat(reciprocals[b])};
+                    const Divisor by(tried[b], reciprocals[b]);
                     U most = found[b];
                     for (uint32_t i = 0; i < kBlockColumns; i += 4 * kWidth) {
                         Codes codes[4];
                         for (unsigned k = 0; k < 4; ++k) {
-                            const F value = load<S>(x + i + k * kWidth);
-                            most = Isa::max_u(most, Isa::and_(Isa::bits(value), mask));
-                            codes[k] = code<S, Element::e4m3, false, true>(value, by);
+                            const F value = load<S>(x + i + k * kWidth), q = Isa::fma(value, by.reciprocal, Isa::mul(value, by.low));
+                            const U a = Isa::and_(Isa::bits(q), Isa::splat_u(0x7fffffff));
+                            most = Isa::max_u(most, a);
+                            codes[k] = {magnitudes<Element::e4m3>(a), Isa::bits(Isa::add_f(value, Isa::splat(0.0f)))};
                         }
                         store4<Element::e4m3>(out + i, codes);
                     }
@@ -281,16 +294,50 @@ struct Quantise {
                 }
             }
             for (uint32_t b = 0; b < count; ++b) {
+                // The largest quotient decides nearly always whether the scale stays: it does if it is up to 464, and so far above 224 that rounding does not
+                // matter, or if all weights are 0.
                 const uint32_t most = Isa::reduce_max(found[b]);
-                all = std::max(all, most), maxima[b] = std::bit_cast<float>(most);
+                const float quotient = std::bit_cast<float>(most);
+                const size_t scale = 4 * (begin + b);
+                if (usable[b] && most < kNotFinite && (most == 0 || (quotient <= kFitsUpTo<Element::e4m3> && quotient >= 224.01f))) {
+                    std::memcpy(job.scales + scale, &tried[b], 4);
+                    continue;
+                }
+                QuantiseRows again = job;
+                again.rows.data += size_t(begin + b) * kBlockColumns * sizeof(Stored<S>);
+                again.codes += size_t(begin + b) * kBlockColumns;
+                again.scales += scale, again.previous += scale;
+                again.rows.columns = kBlockColumns;
+                all = std::max(all, quantise_tile<S, kPower>(again, 0, kBlockColumns, rows.columns));
+                if (all >= kNotFinite) return all;
             }
-            if (all >= kNotFinite) return all;
-            choose_block<kPower>(maxima, previous, count, job.scales + 4 * begin, divisors);
+        }
+        return all;
+    }
+
+    // One or a few blocks beside each other: finds their largest values, chooses their scales and writes their codes. Rows of codes have `width` bytes.
+    template <Source S, bool kPower>
+    DELTAWIRE_INLINE static uint32_t quantise_tile(const QuantiseRows& job, uint32_t begin, uint32_t end, uint32_t width) {
+        const Rows& rows = job.rows;
+        const auto row = [&](uint32_t r) { return reinterpret_cast<const Stored<S>*>(rows.data + int64_t(r) * rows.stride); };
+        const uint32_t count = (end - begin + kBlockColumns - 1) / kBlockColumns;
+        uint32_t all = 0, found[kTileBlocks] = {};
+        for (uint32_t r = 0; r < rows.rows; ++r)
             for (uint32_t b = 0; b < count; ++b) {
-                if (divisors[b] == tried[b]) continue;
-                const uint32_t first = (begin + b) * kBlockColumns;
-                for (uint32_t r = 0; r < rows.rows; ++r)
-                    run<S, Element::e4m3, false>(row(r) + first, kBlockColumns, divisors[b], job.codes + size_t(r) * rows.columns + first);
+                const uint32_t first = begin + b * kBlockColumns;
+                found[b] = std::max(found[b], largest_of<S>(row(r) + first, std::min(kBlockColumns, end - first)));
+            }
+        float maxima[kTileBlocks], divisors[kTileBlocks];
+        for (uint32_t b = 0; b < count; ++b) all = std::max(all, found[b]), maxima[b] = std::bit_cast<float>(found[b]);
+        if (all >= kNotFinite) return all;
+        const uint32_t first_scale = begin / kBlockColumns;
+        choose_block<kPower>(maxima, job.previous ? job.previous + 4 * first_scale : nullptr, count, job.scales + 4 * first_scale, divisors);
+        const uint32_t next_end = std::min(rows.columns, end + kTileBlocks * kBlockColumns);
+        for (uint32_t r = 0; r < rows.rows; ++r) {
+            for (uint32_t at = end; at < next_end; at += 64 / sizeof(Stored<S>)) __builtin_prefetch(row(r) + at, 0, 2);
+            for (uint32_t b = 0; b < count; ++b) {
+                const uint32_t first = begin + b * kBlockColumns;
+                run<S, Element::e4m3, false>(row(r) + first, std::min(kBlockColumns, end - first), divisors[b], job.codes + size_t(r) * width + first);
             }
         }
         return all;
@@ -300,32 +347,12 @@ struct Quantise {
     template <Source S, bool kPower>
     DELTAWIRE_INLINE static uint32_t quantise_blocks(const QuantiseRows& job) {
         const Rows& rows = job.rows;
-        const auto row = [&](uint32_t r) { return reinterpret_cast<const Stored<S>*>(rows.data + int64_t(r) * rows.stride); };
         const uint32_t sticky = Isa::kHasFma && job.previous ? rows.columns / kBlockColumns : 0;
         uint32_t all = sticky ? quantise_sticky_blocks<S, kPower>(job, sticky) : 0;
         if (all >= kNotFinite) return all;
         for (uint32_t begin = sticky * kBlockColumns; begin < rows.columns; begin += kTileBlocks * kBlockColumns) {
-            const uint32_t end = std::min(rows.columns, begin + kTileBlocks * kBlockColumns), count = (end - begin + kBlockColumns - 1) / kBlockColumns;
-            uint32_t found[kTileBlocks] = {};
-            for (uint32_t r = 0; r < rows.rows; ++r)
-                for (uint32_t b = 0; b < count; ++b) {
-                    const uint32_t first = begin + b * kBlockColumns;
-                    found[b] = std::max(found[b], largest_of<S>(row(r) + first, std::min(kBlockColumns, end - first)));
-                }
-            float maxima[kTileBlocks], divisors[kTileBlocks];
-            for (uint32_t b = 0; b < count; ++b) all = std::max(all, found[b]), maxima[b] = std::bit_cast<float>(found[b]);
+            all = std::max(all, quantise_tile<S, kPower>(job, begin, std::min(rows.columns, begin + kTileBlocks * kBlockColumns), rows.columns));
             if (all >= kNotFinite) return all;
-            const uint32_t first_scale = begin / kBlockColumns;
-            choose_block<kPower>(maxima, job.previous ? job.previous + 4 * first_scale : nullptr, count, job.scales + 4 * first_scale, divisors);
-            const uint32_t next = end, next_end = std::min(rows.columns, next + kTileBlocks * kBlockColumns);
-            for (uint32_t r = 0; r < rows.rows; ++r) {
-                for (uint32_t at = next; at < next_end; at += 64 / sizeof(Stored<S>)) __builtin_prefetch(row(r) + at, 0, 2);
-                for (uint32_t b = 0; b < count; ++b) {
-                    const uint32_t first = begin + b * kBlockColumns;
-                    run<S, Element::e4m3, false>(row(r) + first, std::min(kBlockColumns, end - first), divisors[b],
-                                                 job.codes + size_t(r) * rows.columns + first);
-                }
-            }
         }
         return all;
     }

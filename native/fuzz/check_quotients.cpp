@@ -1,5 +1,6 @@
-// Proves what quantise_impl.hpp relies on, by trying everything: with the reciprocal r of a divisor s, the corrected product
-// q = x·r + (x - x·r·s)·r compares with each boundary between two codes exactly as the quotient x / s does.
+// Proves what quantise_impl.hpp relies on, by trying everything. With the reciprocal r of a divisor s, and l = (1 - r·s)·r,
+//     x·r + x·l         and, for integers,         x·r + (x - x·r·s)·r
+// compare with each boundary between two codes exactly as the quotient x / s does. Only the mantissa of all ones is excepted, for the first of them.
 // The result does not depend on exponents, so it is enough to try every mantissa of the divisor, every mantissa of a boundary, and the weights
 // next to their product. It takes seconds:
 //     g++ -O3 -march=native -ffp-contract=off -std=c++20 native/fuzz/check_quotients.cpp -o check_quotients && ./check_quotients
@@ -8,6 +9,7 @@
 #include <cstdint>
 #include <cstdio>
 
+static float sum_of_products(float x, float s, float r) { return __builtin_fmaf(x, r, x * (__builtin_fmaf(-s, r, 1.0f) * r)); }
 static float corrected_product(float x, float s, float r) {
     const float product = x * r;
     return __builtin_fmaf(__builtin_fmaf(-product, s, x), r, product);
@@ -21,8 +23,9 @@ int main() {
             const float boundary = float(sixteenths) / 16;
             const uint32_t near = std::bit_cast<uint32_t>(boundary * s);
             for (uint32_t bits = near - 5; bits != near + 5; ++bits) {
-                const float x = std::bit_cast<float>(bits), q = corrected_product(x, s, r), exact = x / s;
-                wrong += (q < boundary) != (exact < boundary) || (q > boundary) != (exact > boundary);
+                const float x = std::bit_cast<float>(bits), exact = x / s;
+                const auto differs = [&](float q) { return (q < boundary) != (exact < boundary) || (q > boundary) != (exact > boundary); };
+                wrong += differs(corrected_product(x, s, r)) || (mantissa != 0xffffff && differs(sum_of_products(x, s, r)));
             }
         }
     }
@@ -30,7 +33,7 @@ int main() {
     for (uint32_t a = 1u << 10; a < 1u << 11; ++a)
         for (uint32_t b = 1u << 10; b < 1u << 11; ++b) {
             const float x = float(a), s = float(b) / 2048, r = 1.0f / s;
-            wrong += corrected_product(x, s, r) != x / s;
+            wrong += corrected_product(x, s, r) != x / s || sum_of_products(x, s, r) != x / s;
         }
     std::printf("%ld products are on another side of a boundary than their quotients\n", wrong);
     return wrong != 0;
