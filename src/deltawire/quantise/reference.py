@@ -81,7 +81,8 @@ def encode_codes(recipe: Recipe, weight: NDArray[Any], scales: Scales, first_row
         scale = per_element(recipe, divisors(recipe, scales), weight.shape, first_row)
         values = quotients(recipe, dtype_of_numpy(weight.dtype), weight.astype(np.float32), scale) + np.float32(0)  # -0.0 becomes 0.0
     if recipe.element == "e4m3":
-        return np.clip(values, -448, 448).astype(_E4M3)
+        codes: NDArray[Any] = np.clip(values, -448, 448).astype(_E4M3)
+        return codes
     if recipe.element == "int4":
         return _pack_int4(np.rint(np.clip(values, -8, 7)).astype(np.int32))
     return _pack_e2m1(values)
