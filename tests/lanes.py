@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests"
-SYSTEMS = [f"{TESTS}/{name}" for name in ("demo", "faults", "fleet", "integration")]
+SYSTEMS = [f"{TESTS}/{name}" for name in ("faults", "fleet", "integration")]
 """Tests with many processes, with servers of stores, or with long waits."""
 VLLM = [
     f"{TESTS}/vllm",

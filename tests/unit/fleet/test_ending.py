@@ -42,7 +42,7 @@ def test_top_ends_on_a_signal_while_a_thread_hangs(tmp_path: Path) -> None:
         try:
             assert top.stderr is not None
             assert top.stderr.readline() == "looking\n"
-            top.send_signal(signal.SIGHUP)
+            top.send_signal(signal.SIGTERM)  # not SIGHUP, which everything that `nohup` starts ignores
             top.wait(300)
         finally:
             top.kill()
