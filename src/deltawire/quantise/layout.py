@@ -119,6 +119,8 @@ class QuantisedLayout:
         self._suffixes = _suffixes(recipe, self.is_gpt_oss)
         self._forms: dict[tuple[int, int, int, int], dict[Role, TensorSpec]] = {}
         """The types and shapes of outputs, by type, rows, columns and number of experts: most weights of a model are alike."""
+        self.plans: dict[tuple[str, ...], Any] = {}
+        """What `quantise` works out for the names of outputs."""
         self._plan()
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,6 +23,11 @@ from .scales import Grid, Scales, choose_scales
 
 if TYPE_CHECKING:
     import torch
+
+    from .whole_weights import WholeWeights
+
+_MOST_KEPT = 1 << 20
+"""Plans are kept for about this many names."""
 
 
 class Quantiser(Protocol):
@@ -76,10 +82,10 @@ def quantise_outputs(
 
     Native code quantises with the instruction set of the codec in use. If that is the reference codec, the reference quantises.
     """
-    names = list(names)
-    wanted = set(names)
-    given = {} if out is None else {name: tensor for name in wanted if (tensor := out.get(name)) is not None}
-    on_host, on_gpus = _by_device(named_weights(layout, names), state)
+    names = tuple(names)
+    plan = _plan_of(layout, names)
+    given = {} if out is None else {name: tensor for name in names if (tensor := out.get(name)) is not None}
+    on_host, on_gpus = _by_device(plan.weights, state)
     codec = default_codec()
     work = _Work(layout, state, previous)
     found: dict[str, Tensor] = {}
@@ -95,15 +101,38 @@ def quantise_outputs(
 
         quantiser = NativeQuantiser(thread_count(threads), codec.name)
         work = _Work(layout, state, previous, quantiser)
-        found |= WholeWeights(layout, whole_weights(layout, on_host, wanted)).quantise(quantiser, work.source, previous, given)
+        is_known = on_host is plan.weights
+        whole = plan.whole if is_known and plan.whole else WholeWeights(layout, whole_weights(layout, on_host, set(names)))
+        if is_known:
+            plan.whole = whole
+        made = whole.quantise_arrays(quantiser, state, previous, given)
+        found |= whole.quantise(quantiser, work.source, previous, given) if made is None else made
     casts = Casts()
     for name in names:
         if name in found:
             continue
         output = layout.output(name)
-        made = work.tensor(output) if output.weight is not None else _kept(output, work.source(name), casts)
-        found[name] = made if name not in given else _written(output, made, given[name])
+        tensor = work.tensor(output) if output.weight is not None else _kept(output, work.source(name), casts)
+        found[name] = tensor if name not in given else _written(output, tensor, given[name])
     return {name: found[name] for name in names}
+
+
+@dataclass
+class _Plan:
+    """What follows from the names of outputs."""
+
+    weights: list[QuantisedWeight]
+    whole: WholeWeights | None = None
+
+
+def _plan_of(layout: QuantisedLayout, names: tuple[str, ...]) -> _Plan:
+    """Return the plan for these outputs. It is kept with the layout, because a publisher asks for the same outputs at each version."""
+    found = layout.plans.get(names)
+    if found is None:
+        if sum(map(len, layout.plans)) > _MOST_KEPT:
+            layout.plans.clear()
+        found = layout.plans[names] = _Plan(named_weights(layout, names))
+    return found
 
 
 def named_weights(layout: QuantisedLayout, names: Iterable[str]) -> list[QuantisedWeight]:
@@ -113,6 +142,8 @@ def named_weights(layout: QuantisedLayout, names: Iterable[str]) -> list[Quantis
 
 def _by_device(weights: list[QuantisedWeight], state: State) -> tuple[list[QuantisedWeight], dict[torch.device, list[QuantisedWeight]]]:
     """Return the weights in host memory, and those on each GPU."""
+    if torch_types.torch_tensor() is None or {type(state.get(weight.source)) for weight in weights} <= {np.ndarray}:
+        return weights, {}
     host: list[QuantisedWeight] = []
     gpus: dict[torch.device, list[QuantisedWeight]] = {}
     for weight in weights:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..codec import memory_of
 from ..codec.bits import QuantisedBits, in_host_memory, on_gpu
+from ..dtypes import DType
 from ..tensors import torch_types
 from ..tensors.bits import State, Tensor, TensorBits, tensor_bits
 from .layout import Output, QuantisedLayout, QuantisedWeight, Role
@@ -27,6 +30,10 @@ Array = Any
 
 
 _SCALES: tuple[Role, Role] = ("scale", "global_scale")
+
+
+_ITEMSIZES = np.array([4, 2, 2], np.int64)
+"""The bytes of a weight, by `source_number`."""
 
 
 class TableQuantiser(Protocol):
@@ -122,10 +129,7 @@ class WholeWeights:
             weight = self._weights[bad]
             part = rows[self._source_of[bad]][weight.first_row : weight.first_row + weight.rows]
             raise nonfinite_weight(weight.source, memory.count_nonfinite(part, weight))
-        if "shape" in self._weights[0].outputs:
-            shapes = memory.upload(np.stack([self._rows, self._columns], axis=1))
-            for weight, shape in zip(self._weights, shapes, strict=True):
-                self._write(memory, self._layout.outputs[weight.outputs["shape"]], shape, out, found)
+        self._add_shapes(memory, out, found)
         for role, arrays in targets.items():
             for form, array in zip(self._forms[role], arrays, strict=True):
                 if form.name not in found:  # the tensor of `out` cannot be written in place
@@ -138,9 +142,87 @@ class WholeWeights:
                 found[form.name] = QuantisedBits(weights, form.shape, form.dtype.itemsize, self._facts(part), *scales)
         return found
 
+    def quantise_arrays(
+        self, quantiser: TableQuantiser, state: State, previous: State | None, out: Mapping[str, Tensor]
+    ) -> dict[str, Tensor] | None:
+        """Do what `quantise` does, if everything is in plain NumPy arrays in host memory; else return None.
+
+        Python does little for each weight, because models have up to 100,000 of them.
+        """
+        if not self._weights or any(self._sources.values()):
+            return None  # there is nothing to do, or a source to transpose
+        plain = self._plain
+        sources = plain["source"].read(state)
+        old = None
+        if previous is not None and self._layout.recipe.sticky:
+            old = {role: plain[role].read(previous) for role in _SCALES if role in plain}
+        made: dict[Role, list[Any]] = {}
+        for role in self._forms:
+            forms = plain[role]
+            made[role] = [out.get(name) for name in forms.names] if out else [None] * len(forms.names)
+            if any(array is None for array in made[role]):
+                new = zip(made[role], forms.shapes, forms.types, strict=True)
+                made[role] = [np.empty(shape, dtype) if array is None else array for array, shape, dtype in new]
+        targets = {role: plain[role].memory(arrays, is_written=True) for role, arrays in made.items()}
+        if sources is None or None in targets.values() or (old is not None and None in old.values()):
+            return None
+        fresh = np.zeros(len(self._weights), np.bool_)
+        if old is not None and self._layout.recipe.shares_scales:
+            shared = old["global_scale" if "global_scale" in old else "scale"]
+            assert shared is not None
+            values = np.array([array[0] for array in shared.bits])
+            _, first = np.unique(self._groups, return_index=True)
+            of_group = np.zeros(len(self._weights), np.int64)
+            of_group[self._groups[first]] = first
+            differs = values != values[of_group[self._groups]]
+            fresh = np.isin(self._groups, self._groups[differs])
+
+        def column(role: Role, memory: Mapping[Role, _Memories | None] | None) -> NDArray[np.uint64]:
+            found = None if memory is None else memory.get(role)
+            return np.zeros(len(self._weights), np.uint64) if found is None else found.addresses
+
+        strides = (self._columns * _ITEMSIZES[self._types]).astype(np.int64)
+        table = WeightTable(
+            sources.addresses[self._source_of] + (self._first_rows * strides).astype(np.uint64),
+            strides,
+            self._rows,
+            self._columns,
+            self._types,
+            column("codes", targets),
+            column("scale", targets),
+            column("global_scale", targets),
+            np.where(fresh, np.uint64(0), column("scale", old)),
+            np.where(fresh, np.uint64(0), column("global_scale", old)),
+            self._groups,
+        )
+        if quantiser.quantise_weights(self._layout.recipe, table) is not None:
+            return None  # the other way says which weight is not finite
+        found: dict[str, Tensor] = {}
+        for role, arrays in made.items():
+            found.update(zip(plain[role].names, arrays, strict=True))
+        self._add_shapes(_HostMemory(), out, found)
+        return found
+
+    @cached_property
+    def _plain(self) -> dict[Role | Literal["source"], _Forms]:
+        specs = self._layout.specs
+        found: dict[Role | Literal["source"], _Forms] = {
+            "source": _Forms(list(self._sources), [(specs[name].dtype, specs[name].shape) for name in self._sources])
+        }
+        for role, forms in self._forms.items():
+            found[role] = _Forms([form.name for form in forms], [(form.dtype, form.shape) for form in forms])
+        return found
+
     def _facts(self, weight: QuantisedWeight) -> tuple[int, int, int]:
         recipe = self._layout.recipe
         return kind_number(recipe), source_number(weight.dtype), recipe.group_size or 0
+
+    def _add_shapes(self, memory: _Memory, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
+        """Put the outputs that are shapes into `found`, if the recipe has them."""
+        if "shape" in self._weights[0].outputs:
+            shapes = memory.upload(np.stack([self._rows, self._columns], axis=1))
+            for weight, shape in zip(self._weights, shapes, strict=True):
+                self._write(memory, self._layout.outputs[weight.outputs["shape"]], shape, out, found)
 
     def _write(self, memory: _Memory, form: Output, array: Array, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
         given = out.get(form.name)
@@ -160,6 +242,41 @@ class WholeWeights:
         if self._layout.recipe.shares_scales:
             fresh = np.isin(self._groups, self._groups[fresh | memory.disagree(found[roles[-1]], self._groups)])
         return {role: [None if no else array for no, array in zip(fresh.tolist(), arrays, strict=True)] for role, arrays in found.items()}
+
+
+class _Memories(NamedTuple):
+    """Arrays, as integers, and their addresses."""
+
+    bits: list[Any]
+    addresses: NDArray[np.uint64]
+
+
+class _Forms:
+    """Names, types and shapes of arrays."""
+
+    def __init__(self, names: list[str], forms: list[tuple[DType, tuple[int, ...]]]) -> None:
+        self.names = names
+        self.types = [dtype.numpy for dtype, _ in forms]
+        self.shapes = [shape for _, shape in forms]
+        self._integers = [dtype.bits for dtype, _ in forms]
+        self._itemsizes = np.array([dtype.itemsize for dtype, _ in forms], np.uint64)
+
+    def read(self, state: State) -> _Memories | None:
+        """Return the arrays of a state; None if one is missing, or as `memory` does."""
+        arrays = [state.get(name) for name in self.names]
+        return self.memory(arrays)
+
+    def memory(self, arrays: list[Any], *, is_written: bool = False) -> _Memories | None:
+        """Return where arrays are; None if one of them is not a plain contiguous array with the right type and shape, or is read-only."""
+        if not set(map(type, arrays)) <= {np.ndarray}:
+            return None
+        if [array.dtype for array in arrays] != self.types or [array.shape for array in arrays] != self.shapes:
+            return None
+        bits = [array.view(integer) for array, integer in zip(arrays, self._integers, strict=True)]
+        addresses, flags = memory_of(bits)
+        if not (flags & 1).all() or (is_written and not (flags & 2).all()) or (addresses % self._itemsizes).any():
+            return None
+        return _Memories(bits, addresses)
 
 
 def whole_weights(layout: QuantisedLayout, weights: Iterable[QuantisedWeight], wanted: Collection[str]) -> list[QuantisedWeight]:

@@ -210,14 +210,16 @@ def test_subnormal_numbers_are_kept_whatever_the_process_has_set() -> None:
     assert_same(found[0], expected)
 
 
+@pytest.mark.parametrize("has_gaps", [False, True])
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_whole_states_are_those_of_the_reference(spelling: str) -> None:
+def test_whole_states_are_those_of_the_reference(spelling: str, has_gaps: bool) -> None:
     """Fused weights that share a scale, experts, rows with gaps, tensors that stay, and outputs in memory of the caller."""
     rng = np.random.default_rng(3)
     shapes = {"q_proj.weight": (128, 256), "k_proj.weight": (32, 256), "norm.weight": (256,)}
     shapes |= {"experts.gate_up_proj": (3, 256, 256), "experts.down_proj": (3, 256, 128)}
     state = {f"model.layers.0.{name}": rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    state["model.layers.0.q_proj.weight"] = np.pad(state["model.layers.0.q_proj.weight"], ((0, 0), (0, 64)))[:, :256]
+    if has_gaps:
+        state["model.layers.0.q_proj.weight"] = np.pad(state["model.layers.0.q_proj.weight"], ((0, 0), (0, 64)))[:, :256]
     previous: dict[str, np.ndarray] | None = None
     for step in range(3):
         state["model.layers.0.k_proj.weight"] *= np.float32([1, 1.01, 5][step])
@@ -225,12 +227,20 @@ def test_whole_states_are_those_of_the_reference(spelling: str) -> None:
             expected = quantise_state(state, spelling, previous)
         out = {name: np.zeros_like(array) for name, array in expected.items() if "q_proj" in name}
         strided = {name: np.zeros((*array.shape, 2), array.dtype)[..., 0] for name, array in expected.items() if "down_proj" in name}
+        strided = strided if has_gaps else {}
         found = quantise_state(state, spelling, previous, out=out | strided, threads=2)
         assert list(found) == list(expected)
         for name, array in expected.items():
             assert (found[name].dtype, found[name].shape, found[name].tobytes()) == (array.dtype, array.shape, array.tobytes())
         assert all(found[name] is array for name, array in (out | strided).items())
         previous = found
+    if Recipe.parse(spelling).shares_scales:  # the previous scales of a group differ, so its scale is fresh
+        suffix = "global_scale" if spelling == "nvfp4" else "scale"
+        previous = previous | {(name := f"model.layers.0.k_proj.weight_{suffix}"): previous[name] * np.float32(1.5)}
+        with using_codec("reference"):
+            expected = quantise_state(state, spelling, previous)
+        found = quantise_state(state, spelling, previous)
+        assert all(found[name].tobytes() == array.tobytes() for name, array in expected.items())
     names = [name for name in found if name.endswith(("k_proj.weight_scale", "k_proj.weight_scale_inv"))]
     layout = QuantisedLayout.of_state(spelling, state)
     assert layout.quantise(names, state, previous)[names[0]].tobytes() == found[names[0]].tobytes()
