@@ -140,10 +140,10 @@ def test_weights_are_quantised_as_they_are_encoded(spelling: str, on_gpu) -> Non
             (weight,) = layout.weights
             before = layout.quantise(layout.outputs, to_gpu({"a.weight": old}))
             bases, news, codes = [], [], []
-            for new in (far, near, old):
+            for new, previous in ((far, before), (near, before), (old, None)):
                 masters = to_gpu({"a.weight": new})
-                made = layout.quantise(layout.outputs, masters, before)
-                quantised = quantised_codes(layout, [weight], masters, before, DEVICE)
+                made = layout.quantise(layout.outputs, masters, previous)
+                quantised = quantised_codes(layout, [weight], masters, previous, DEVICE)
                 outputs = {role: name for role, name in weight.outputs.items() if role != "shape"}
                 bits = quantised[outputs["codes"]]
                 assert all(

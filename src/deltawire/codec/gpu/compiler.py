@@ -44,6 +44,7 @@ class Kernels:
         self._driver = _driver()
         self._functions: dict[str, ctypes.c_void_p] = {}
         self._constants: dict[str, tuple[int, ...]] = {}
+        self._resident: dict[str, int] = {}
         self._module = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes sure that the device has a context
@@ -68,6 +69,16 @@ class Kernels:
         stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         function = self._function(name, shared)
         _check(self._driver.cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, None))
+
+    def resident_blocks(self, name: str, threads: int, shared: int) -> int:
+        """Return how many thread blocks of a kernel one processor runs at the same time."""
+        if name not in self._resident:
+            found = ctypes.c_int()
+            query = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+            with torch.cuda.device(self.device):
+                _check(query(ctypes.byref(found), self._function(name, shared), threads, ctypes.c_size_t(shared)))
+            self._resident[name] = max(found.value, 1)
+        return self._resident[name]
 
     def _function(self, name: str, shared: int) -> ctypes.c_void_p:
         found = self._functions.get(name)

@@ -25,6 +25,8 @@ class KernelSet(Protocol):
 
     def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any], shared: int = 0) -> None: ...
 
+    def resident_blocks(self, name: str, threads: int, shared: int) -> int: ...
+
 
 class Gpu:
     """A device and the operations on it. Work goes to the calling thread's current stream."""

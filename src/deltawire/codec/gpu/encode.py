@@ -43,8 +43,9 @@ _MOST_SLAB = 1 << 31
 _learnt: dict[tuple[torch.device, int, int], int] = {}
 """The size of the last slab, by device, width of an element and length of the list."""
 
-_SCAN_BLOCKS = 4
-"""Thread blocks per processor."""
+_SCAN_THREADS = 128
+_MOST_SCAN_BLOCKS = 6
+"""The most thread blocks per processor. A processor gets as many as it runs at the same time, because others would run alone at the end."""
 
 _GRANT = 1024
 """Slots of the list that a warp takes at a time."""
@@ -170,6 +171,8 @@ class _Workspace:
         scan_shared, self.plan_shared, scratch, masters_shared, self.contexts = self.kernels.constants("encode_sizes", 5)
         masters = (table.is_float32 is not None and bool(table.is_float32.any())) or table.quantised is not None
         self.scan, self.scan_shared = ("find_changes_of_masters", masters_shared) if masters else ("find_changes", scan_shared)
+        resident = self.kernels.resident_blocks(self.scan, _SCAN_THREADS, self.scan_shared)
+        self.scan_blocks = min(resident, _MOST_SCAN_BLOCKS) * gpu.processors
         nbytes = elements * table.width // 8
         self.value_size = storage_type(table.width).itemsize
         # A unit never takes more slots than a grant has.
@@ -209,7 +212,7 @@ class _Workspace:
         tiles = Tiles(self.tensors.data_ptr(), on_device.data_ptr(), self.ntensors, len(blocks), first_tile, first_tile + ntiles)
         launch = self.kernels.launch
         launch("choose_tops", len(blocks), 256, [self.tensors, number(self.ntensors), on_device])
-        launch(self.scan, self._scan_blocks(ntiles), 128, [tiles, pointer(elements), changes, self.sums], self.scan_shared)
+        launch(self.scan, self._scan_blocks(ntiles), _SCAN_THREADS, [tiles, pointer(elements), changes, self.sums], self.scan_shared)
         launch("cut_chunks", len(blocks), 256, [on_device, number(first_tile), pointer(counts), facts, work, slab.address(2)])
         return slab
 
@@ -274,4 +277,4 @@ class _Workspace:
         return SlabTensors(self.tensors.data_ptr(), self.ntensors, slab.first_tile)
 
     def _scan_blocks(self, ntiles: int) -> int:
-        return int(min(_SCAN_BLOCKS * self.gpu.processors, -(-ntiles // 4)))
+        return int(min(self.scan_blocks, -(-ntiles // 4)))

@@ -25,7 +25,7 @@ _WEIGHT: Final = np.dtype(
 """See `Weight` in quantise.cuh."""
 
 _THREADS, _SIDE, _UNIT = 256, 128, 1 << 14
-_QUANTISE, _SCALES = 0, 3
+_QUANTISE, _SCALES, _TRY_SCALES = 0, 3, 4
 _NONE: Final = 0xFFFFFFFF
 
 
@@ -107,12 +107,14 @@ class GpuQuantiser:
         groups = self._gpu.zeros(2 * count if shares else 2, torch.int32)  # the largest value of each group, and whether it disagrees
         addresses = [bad.data_ptr(), shared.data_ptr(), fresh.data_ptr(), groups.data_ptr(), groups.data_ptr() + 4 * count]
 
-        def job(units: NDArray[np.int64]) -> tuple[_Job, int]:
+        def job(units: NDArray[np.int64], mode: int = mode) -> tuple[_Job, int]:
             ends = np.cumsum(units)
             rows["unit0"] = ends - units
             table = self._gpu.upload(rows)
             held.append(table)
             return _Job(table.data_ptr(), count, kind_number(recipe), recipe.group_size or 0, mode, *addresses), int(ends[-1])
+
+        units = _units(recipe, weights.rows, weights.columns)
 
         if shares:
             _, first = np.unique(weights.groups, return_index=True)
@@ -120,14 +122,19 @@ class GpuQuantiser:
             firsts[weights.groups[first]] = first
             first_of_group = self._gpu.upload(firsts)
             held.append(first_of_group)
-            described, blocks = job(-(-weights.rows // np.maximum(_UNIT // weights.columns, 1)))
-            self._launch("find_largest", blocks, described)
+            # Scales of groups are right at once if the scale that weights share stays, and nearly always it does.
+            tries = recipe.group_size is not None and not makes_codes
+            if tries:
+                kernel, (described, blocks) = "choose_group_scales", job(units, _TRY_SCALES)
+            else:
+                kernel, (described, blocks) = "find_largest", job(-(-weights.rows // np.maximum(_UNIT // weights.columns, 1)))
             small = -(-count // _THREADS)
             self._kernels.launch("compare_shared", small, _THREADS, [described, ctypes.c_void_p(first_of_group.data_ptr())])
+            self._launch(kernel, blocks, described)
             self._launch("choose_shared_scales", small, described)
         if makes_codes or recipe.name != "fp8-tensor":
-            described, blocks = job(_units(recipe, weights.rows, weights.columns))
-            self._launch(_kernel(recipe), blocks, described)
+            described, blocks = job(units)
+            self._launch(_kernel(recipe, makes_codes), blocks, described)
         return PendingQuantisation(bad, (*held, shared, fresh, groups))
 
     def _launch(self, name: str, blocks: int, job: _Job) -> None:
@@ -150,8 +157,12 @@ def _rows(recipe: Recipe, weights: WeightTable) -> NDArray[Any]:
     return rows
 
 
-def _kernel(recipe: Recipe) -> str:
-    return "quantise_groups" if recipe.group_size else "quantise_blocks" if recipe.name == "fp8-block" else "quantise_rows"
+def _kernel(recipe: Recipe, makes_codes: bool) -> str:
+    if recipe.group_size:
+        return "quantise_groups" if makes_codes else "choose_group_scales"
+    if recipe.name == "fp8-block":
+        return "quantise_blocks" if makes_codes else "choose_block_scales"
+    return "quantise_rows"
 
 
 def _units(recipe: Recipe, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int64]:

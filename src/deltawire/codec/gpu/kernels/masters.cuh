@@ -17,8 +17,12 @@ __device__ __forceinline__ void fetch_masters(u8* to, const u8* from, u32 full, 
 #if WIDTH == 16
 __device__ __forceinline__ u32 master_bytes(const Tensor& x) { return x.is_float32 ? 4 : 0; }
 
+struct Masters {};
+struct UnitScales {};
+__device__ __forceinline__ Masters masters_of(const Tensor&) { return {}; }
+__device__ __forceinline__ UnitScales load_scales(const Masters&, u64, u32, u32) { return {}; }
 // Rounds a unit of master weights into a stage. A lane rounds the elements that it fetched itself.
-__device__ __forceinline__ void make_elements(u8* stage, const u8* masters, const Tensor&, u64, u32, u32 lane) {
+__device__ __forceinline__ void make_elements(u8* stage, const u8* masters, const Masters&, const UnitScales&, u64, u32, u32 lane) {
 #pragma unroll
     for (u32 i = 0; i < UNIT * 4 / 512; ++i) {
         const u32 piece = 32 * i + lane;
@@ -77,32 +81,129 @@ __device__ __forceinline__ uint2 codes_of(const Quantised& q, const uint4& v, co
 #endif
 }
 
+// What all units of a tile share.
+struct Masters {
+    Quantised how;
+    float global;
+};
+__device__ __forceinline__ Masters masters_of(const Tensor& x) {
+    if (!x.quantised) return {};
+    const Quantised q = *x.quantised;
+    return {q, WIDTH == 4 && q.kind == quantised::NVFP4 ? *q.global_scale : 1.0f};
+}
+// What the warp prepares for a unit while the unit is fetched. A span is as many consecutive elements as certainly share a scale: lane i has the scales of
+// spans i and i + 32, as they are stored. If the number of elements in a span is 0, spans are not regular, and every vector looks for its own scale.
+struct UnitScales {
+    u32 span;
+    u32 stored[WIDTH == 4 ? 2 : 1];
+};
+__device__ __forceinline__ UnitScales load_scales(const Masters& m, u64 first, u32 count, u32 lane) {
+    using namespace quantised;
+    const Quantised& q = m.how;
+    UnitScales out = {};
+#if WIDTH == 8
+    if (q.columns % 128) return out;
+    out.span = 128;
+    const u32 at = min(lane % 8 * 128, (count - 1) / 128 * 128);
+    if (q.kind == FP8_TENSOR) {
+        out.stored[0] = q.source == F32 ? *(const u32*)q.scales : *(const u16*)q.scales;
+        return out;
+    }
+    const Position p = position_of(q, first + at);
+    if (q.kind == FP8_CHANNEL) out.stored[0] = q.source == F32 ? ((const u32*)q.scales)[p.row] : ((const u16*)q.scales)[p.row];
+    else out.stored[0] = ((const u32*)q.scales)[p.row / 128 * q.width + p.column / 128];
+#else
+    out.span = q.group;
+    const u32 last = (count - 1) / q.group;
+    const u64 group = first / q.group;
+#pragma unroll
+    for (u32 k = 0; k < 2; ++k) {
+        const u64 at = group + min(lane + 32 * k, last);
+        if (q.kind != INT4_GROUPS) out.stored[k] = q.scales[at];
+        else out.stored[k] = q.source == F32 ? ((const u32*)q.scales)[at] : ((const u16*)q.scales)[at];
+        if (q.group > 16) break;
+    }
+#endif
+    return out;
+}
+// Returns the divisor for a stored scale.
+template <u32 S>
+__device__ __forceinline__ quantised::Divisor stored_divisor(const Quantised& q, u32 stored, float global) {
+    using namespace quantised;
+#if WIDTH == 8
+    return divisor_of(q.kind <= FP8_BLOCK_UE8M0 ? __uint_as_float(stored) : from_stored<S>(stored), true);
+#else
+    return divisor_of(q.kind == INT4_GROUPS ? from_stored<S>(stored) : q.kind == NVFP4 ? __fdiv_rn(from_e4m3(stored), global) : power_of(stored), true);
+#endif
+}
+
+// Writes the codes of a vector, the first of which is element `e`, into a stage.
+template <u32 V>
+__device__ __forceinline__ void store_codes(u8* stage, u32 e, uint2 codes) {
+    u8* const to = stage + e / RUN * STRIDE + (u32)bytes_of(e % RUN);
+    if (V * WIDTH == 16) *(u16*)to = (u16)codes.x;
+    else if (V * WIDTH == 32) *(u32*)to = codes.x;
+    else *(uint2*)to = codes;
+}
+// Quantises a unit whose spans are regular, with divisors that are all fast.
+template <u32 S, u32 E, bool ROUNDS>
+__device__ __forceinline__ void quantise_spans(u8* stage, const u8* masters, const quantised::Divisor by[2], u32 span, u32 count, u32 lane) {
+    using namespace quantised;
+    constexpr u32 V = S == F32 ? 4 : 8;
+    const u32 shift = 31 - __clz(span);
+#pragma unroll 4
+    for (u32 i = 0; i < UNIT / V / 32; ++i) {
+        const u32 piece = 32 * i + lane, e = piece * V, number = e >> shift;
+        Divisor mine = {1.0f, __shfl_sync(ALL, by[0].reciprocal, number), __shfl_sync(ALL, by[0].low, number), true};
+        if (WIDTH == 4 && span == 16 && i >= UNIT / V / 64) {  // spans 32 … 63
+            mine.reciprocal = __shfl_sync(ALL, by[1].reciprocal, number);
+            mine.low = __shfl_sync(ALL, by[1].low, number);
+        }
+        const uint4 v = *(const uint4*)(masters + 16 * piece);
+        uint2 codes;
+#if WIDTH == 8
+        codes = make_uint2(four_e4m3<S, ROUNDS>(v, 0, mine), S == F32 ? 0 : four_e4m3<S, ROUNDS>(v, S == F32 ? 0 : 4, mine));
+#else
+        codes = make_uint2(nibbles<S, E, ROUNDS>(v, mine), 0);
+#endif
+        if (e >= count) codes = make_uint2(0, 0);
+        store_codes<V>(stage, e, codes);
+    }
+}
+
 // Quantises a unit of master weights, whose first element is `first`, into a stage. A lane quantises the elements that it fetched itself. The number of
 // elements is a multiple of 8. After the last one there are zeros, as in the other stage.
 template <u32 S>
-__device__ __forceinline__ void quantise_unit(u8* stage, const u8* masters, const Quantised& q, u64 first, u32 count, u32 lane) {
-    constexpr u32 V = S == quantised::F32 ? 4 : 8;
-    const Position begin = position_of(q, first);
-#pragma unroll 2
+__device__ __forceinline__ void quantise_unit(u8* stage, const u8* masters, const Masters& m, const UnitScales& scales, u64 first, u32 count, u32 lane) {
+    using namespace quantised;
+    constexpr u32 V = S == F32 ? 4 : 8;
+    const Quantised& q = m.how;
+    if (scales.span) {
+        Divisor by[2] = {stored_divisor<S>(q, scales.stored[0], m.global), {}};
+        bool fast = by[0].fast;
+        if (WIDTH == 4 && scales.span == 16) by[1] = stored_divisor<S>(q, scales.stored[WIDTH == 4], m.global), fast &= by[1].fast;
+        if (!__any_sync(ALL, !fast)) {
+#if WIDTH == 8
+            if (S != F32 && q.kind >= FP8_CHANNEL) quantise_spans<S, E4M3, true>(stage, masters, by, scales.span, count, lane);
+            else quantise_spans<S, E4M3, false>(stage, masters, by, scales.span, count, lane);
+#else
+            if (q.kind == INT4_GROUPS) quantise_spans<S, INT4, true>(stage, masters, by, scales.span, count, lane);
+            else if (q.kind == NVFP4) quantise_spans<S, E2M1, false>(stage, masters, by, scales.span, count, lane);
+            else quantise_spans<S, E2M1, true>(stage, masters, by, scales.span, count, lane);
+#endif
+            return;
+        }
+    }
+#pragma unroll 1
     for (u32 piece = lane; piece < UNIT / V; piece += 32) {
         const u32 e = piece * V;
-        uint2 codes = make_uint2(0, 0);
-        if (e < count) {
-            Position at = {first + e, begin.row, begin.column + e};
-            while (at.column >= q.columns) at.column -= q.columns, ++at.row;
-            codes = codes_of<S>(q, *(const uint4*)(masters + 16 * piece), at);
-        }
-        u8* const to = stage + e / RUN * STRIDE + (u32)bytes_of(e % RUN);
-        if (V * WIDTH == 16) *(u16*)to = (u16)codes.x;
-        else if (V * WIDTH == 32) *(u32*)to = codes.x;
-        else *(uint2*)to = codes;
+        store_codes<V>(stage, e, e < count ? codes_of<S>(q, *(const uint4*)(masters + 16 * piece), position_of(q, first + e)) : make_uint2(0, 0));
     }
 }
-__device__ __forceinline__ void make_elements(u8* stage, const u8* masters, const Tensor& x, u64 first, u32 count, u32 lane) {
-    const Quantised q = *x.quantised;
-    if (q.source == quantised::F32) quantise_unit<quantised::F32>(stage, masters, q, first, count, lane);
-    else if (q.source == quantised::BF16) quantise_unit<quantised::BF16>(stage, masters, q, first, count, lane);
-    else quantise_unit<quantised::F16>(stage, masters, q, first, count, lane);
+__device__ __forceinline__ void make_elements(u8* stage, const u8* masters, const Masters& m, const UnitScales& scales, u64 first, u32 count, u32 lane) {
+    if (m.how.source == quantised::F32) quantise_unit<quantised::F32>(stage, masters, m, scales, first, count, lane);
+    else if (m.how.source == quantised::BF16) quantise_unit<quantised::BF16>(stage, masters, m, scales, first, count, lane);
+    else quantise_unit<quantised::F16>(stage, masters, m, scales, first, count, lane);
 }
 // Returns four bytes of codes, from byte 4i of those that begin at element `offset`, which is a multiple of 8.
 __device__ __forceinline__ u32 element_word(const Tensor& x, u64 offset, u32 i) {
@@ -122,7 +223,11 @@ __device__ __forceinline__ u32 element_word(const Tensor& x, u64 offset, u32 i) 
 __device__ __forceinline__ u8 element_byte(const Tensor& x, u64 offset, u32 i) { return (u8)(element_word(x, offset, i / 4) >> (8 * (i % 4))); }
 #else
 __device__ __forceinline__ u32 master_bytes(const Tensor&) { return 0; }
-__device__ __forceinline__ void make_elements(u8*, const u8*, const Tensor&, u64, u32, u32) {}
+struct Masters {};
+struct UnitScales {};
+__device__ __forceinline__ Masters masters_of(const Tensor&) { return {}; }
+__device__ __forceinline__ UnitScales load_scales(const Masters&, u64, u32, u32) { return {}; }
+__device__ __forceinline__ void make_elements(u8*, const u8*, const Masters&, const UnitScales&, u64, u32, u32) {}
 __device__ __forceinline__ u32 element_word(const Tensor&, u64, u32) { return 0; }
 __device__ __forceinline__ u8 element_byte(const Tensor&, u64, u32) { return 0; }
 #endif

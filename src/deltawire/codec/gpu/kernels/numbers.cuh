@@ -16,52 +16,57 @@ __device__ __forceinline__ float __fmaf_rn(float a, float b, float c) { return _
 __device__ __forceinline__ float __fmul_rn(float a, float b) { return a * b; }
 __device__ __forceinline__ float __fadd_rn(float a, float b) { return a + b; }
 __device__ __forceinline__ float __fdiv_rn(float a, float b) { return a / b; }
-__device__ __forceinline__ float rint_f(float x) { return __builtin_rintf(x); }
-#else
-__device__ __forceinline__ float rint_f(float x) { return rintf(x); }
+__device__ __forceinline__ float __frcp_rn(float a) { return 1.0f / a; }
+__device__ __forceinline__ float fminf(float a, float b) { return a < b ? a : b; }
+__device__ __forceinline__ float fmaxf(float a, float b) { return a < b ? b : a; }
+__device__ __forceinline__ float fabsf(float a) { return a < 0 ? -a : a; }
 #endif
 
 constexpr u32 F32 = 0, BF16 = 1, F16 = 2;                      // types of weights
 constexpr u32 E4M3 = 0, E2M1 = 1, INT4 = 2;                    // types of codes
 constexpr u32 FP8_BLOCK = 0, FP8_BLOCK_UE8M0 = 1, FP8_CHANNEL = 2, FP8_TENSOR = 3, NVFP4 = 4, MXFP4 = 5, INT4_GROUPS = 6;  // recipes
 
+// Numbers of a code: which bits of a float32 it drops, the largest and the least normal magnitude, and what `biased_code` adds.
 template <u32 E>
 struct Coding;
 template <>
 struct Coding<E4M3> {
-    static constexpr u32 DROPPED = 20, SIGN_SHIFT = 24, LARGEST = 0x43e00000, LEAST_NORMAL = 0x3c800000, MAGIC = 0x46800000, SIGN = 0x80;
-    static constexpr u32 ROUNDING = 0x7ffffu - ((u32)(120 << 3) << 20);
+    static constexpr u32 DROPPED = 20, LARGEST = 0x43e00000, LEAST_NORMAL = 0x3c800000, BIAS = 121 << 3, SIGN = 7;
 };
 template <>
 struct Coding<E2M1> {
-    static constexpr u32 DROPPED = 22, SIGN_SHIFT = 28, LARGEST = 0x40c00000, LEAST_NORMAL = 0x3f800000, MAGIC = 0x4a800000, SIGN = 0x8;
-    static constexpr u32 ROUNDING = 0x1fffffu - ((u32)(126 << 1) << 22);
+    static constexpr u32 DROPPED = 22, LARGEST = 0x40c00000, LEAST_NORMAL = 0x3f800000, BIAS = 127 << 1, SIGN = 3;
 };
 
+// Returns the code of a magnitude, plus `BIAS`. The sum has as many bits after the point as the code, so the addition rounds: to nearest, ties to even.
 template <u32 E>
-__device__ __forceinline__ u32 magnitude_code(u32 bits) {
+__device__ __forceinline__ u32 biased_code(float magnitude) {
     using C = Coding<E>;
-    const u32 a = bits < C::LARGEST ? bits : C::LARGEST;
-    const u32 normal = (a + C::ROUNDING + (a >> C::DROPPED & 1)) >> C::DROPPED;
-    const u32 small = __float_as_uint(__fadd_rn(__uint_as_float(a), __uint_as_float(C::MAGIC))) - C::MAGIC;
-    return a < C::LEAST_NORMAL ? small : normal;
+    const float a = fminf(magnitude, __uint_as_float(C::LARGEST));
+    const u32 exponent = max(__float_as_uint(a), C::LEAST_NORMAL) & 0x7f800000, above = exponent + (C::DROPPED << 23);
+    return __float_as_uint(__fadd_rn(a, __uint_as_float(above))) - above + (exponent >> C::DROPPED);
 }
 template <u32 E>
-__device__ __forceinline__ u32 code_of(float q) {
-    using C = Coding<E>;
-    const u32 bits = __float_as_uint(__fadd_rn(q, 0.0f));  // -0.0 becomes 0.0
-    return magnitude_code<E>(bits & 0x7fffffff) | (bits >> C::SIGN_SHIFT & C::SIGN);
-}
+__device__ __forceinline__ u32 magnitude_code(float magnitude) { return biased_code<E>(magnitude) - Coding<E>::BIAS; }
+// Returns a number whose lowest bits are a code, plus `bias_of<E>()`. A quotient is never -0.0.
+template <u32 E>
+__device__ __forceinline__ u32 biased_code_of(float q) { return biased_code<E>(fabsf(q)) + (__float_as_uint(q) >> 31 << Coding<E>::SIGN); }
 template <>
-__device__ __forceinline__ u32 code_of<INT4>(float q) {
-    const float clamped = q < -8.0f ? -8.0f : q > 7.0f ? 7.0f : q;
-    return (u32)((int)rint_f(clamped) + 8);
+__device__ __forceinline__ u32 biased_code_of<INT4>(float q) {
+    // The sum is so large that it has no bits after the point.
+    return __float_as_uint(__fadd_rn(fminf(fmaxf(q, -8.0f), 7.0f), 0x1.8p23f + 8.0f));
 }
+template <u32 E>
+__device__ __forceinline__ constexpr u32 bias_of() { return Coding<E == INT4 ? E4M3 : E>::BIAS; }
+template <>
+__device__ __forceinline__ constexpr u32 bias_of<INT4>() { return 0x4b400000; }
+template <u32 E>
+__device__ __forceinline__ u32 code_of(float q) { return biased_code_of<E>(q) - bias_of<E>(); }
 // Returns two codes of a byte each.
 __device__ __forceinline__ u32 two_e4m3(float low, float high) {
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 890
     u16 out;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(__fadd_rn(high, 0.0f)), "f"(__fadd_rn(low, 0.0f)));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
     return out;
 #else
     return code_of<E4M3>(low) | code_of<E4M3>(high) << 8;
@@ -98,6 +103,13 @@ __device__ __forceinline__ u32 to_stored(float value) {
 }
 template <u32 S>
 __device__ __forceinline__ float rounded_to(float value) {
+#ifndef EMULATED
+    if (S == BF16) {
+        u16 out;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+        return __uint_as_float((u32)out << 16);
+    }
+#endif
     return S == F32 ? value : from_stored<S>(to_stored<S>(value));
 }
 template <u32 S>
@@ -113,26 +125,24 @@ __device__ __forceinline__ void write_scale(u8* at, float scale) {
 // Returns 2 to the power of an exponent byte minus 127. For 255 it is infinite.
 __device__ __forceinline__ float power_of(u32 exponent) { return __uint_as_float(exponent ? exponent << 23 : 0x00400000); }
 
-// Divides as the reference does. Within bounds, a corrected product is on the same side of every boundary between codes (native/fuzz/check_quotients.cpp).
+// Divides as the reference does. Within bounds, and with any mantissa but one, the sum of two products is on the same side of every boundary between codes
+// as the quotient (native/fuzz/check_quotients.cpp).
 struct Divisor {
-    float divisor, reciprocal;
+    float divisor, reciprocal, low;  // `low` is what the reciprocal lacks
     bool fast;
 };
 // `fits` tells that no weight is much larger than its scale allows.
 __device__ __forceinline__ Divisor divisor_of(float divisor, bool fits) {
-    const bool fast = fits && divisor >= 0x1p-60f && divisor <= 1.0f;
-    return {divisor, fast ? __fdiv_rn(1.0f, divisor) : 0.0f, fast};
+    const bool fast = fits && divisor >= 0x1p-60f && divisor <= 1.0f && (__float_as_uint(divisor) & 0x7fffff) != 0x7fffff;
+    const float reciprocal = __frcp_rn(fast ? divisor : 1.0f);
+    return {divisor, reciprocal, __fmul_rn(__fmaf_rn(-divisor, reciprocal, 1.0f), reciprocal), fast};
 }
+// A quotient is never -0.0, neither that of -0.0 nor one that becomes 0 when it is rounded to float16. Fast quotients are not too small for bfloat16.
+__device__ __forceinline__ float fast_quotient(float x, float reciprocal, float low) { return __fmaf_rn(x, reciprocal, __fmaf_rn(x, low, 0.0f)); }
 template <u32 S, bool ROUNDS>
 __device__ __forceinline__ float quotient(float x, const Divisor& by) {
-    float q;
-    if (by.fast) {
-        const float product = __fmul_rn(x, by.reciprocal);
-        q = __fmaf_rn(__fmaf_rn(-product, by.divisor, x), by.reciprocal, product);
-    } else {
-        q = __fdiv_rn(x, by.divisor);
-    }
-    return ROUNDS ? rounded_to<S>(q) : q;
+    const float exact = by.fast ? fast_quotient(x, by.reciprocal, by.low) : __fdiv_rn(x, by.divisor), q = ROUNDS ? rounded_to<S>(exact) : exact;
+    return by.fast && !(ROUNDS && S == F16) ? q : __fadd_rn(q, 0.0f);
 }
 
 // Elements of a vector of 16 bytes.
@@ -148,13 +158,14 @@ __device__ __forceinline__ u32 four_e4m3(const uint4& v, u32 first, const Diviso
     const u32 high = two_e4m3(quotient<S, ROUNDS>(element<S>(v, first + 2), by), quotient<S, ROUNDS>(element<S>(v, first + 3), by));
     return low | high << 16;
 }
-// Returns the codes of a vector, 4 bits each.
+// Returns the codes of a vector, 4 bits each. Biases add up, and are subtracted at the end.
 template <u32 S, u32 E, bool ROUNDS>
 __device__ __forceinline__ u32 nibbles(const uint4& v, const Divisor& by) {
     constexpr u32 V = S == F32 ? 4 : 8;
     u32 out = 0;
-    for (u32 i = 0; i < V; ++i) out |= code_of<E>(quotient<S, ROUNDS>(element<S>(v, i), by)) << (4 * i);
-    return out;
+#pragma unroll
+    for (u32 i = 0; i < V; ++i) out += biased_code_of<E>(quotient<S, ROUNDS>(element<S>(v, i), by)) << (4 * i);
+    return out - bias_of<E>() * (V == 4 ? 0x1111u : 0x11111111u);
 }
 
 }  // namespace quantised

@@ -16,9 +16,10 @@ struct ScanSpace {
     u32 changes[CONTEXTS];
 };
 
-// Master weights become elements before the comparison (masters.cuh). Their units are fetched to `masters`, and their elements go into a stage.
+// Master weights become elements before the comparison (masters.cuh). Their units are fetched to `masters`, and their elements go into a stage. There is room
+// for two units of 2-byte masters, or for one unit of 4-byte masters, whose successor is fetched when its elements are made: more thread blocks fit then.
 struct MasterSpace : ScanSpace<true> {
-    alignas(16) u8 masters[2][UNIT * 4];
+    alignas(16) u8 masters[UNIT * 4];
 };
 template <bool COMPARE, bool MASTERS>
 struct SpaceOf {
@@ -102,17 +103,22 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
         const u64 offset = (u64)(tile - x.tile0) * TILE;
         const u32 n = elements_in(x, tile), units = (n + UNIT - 1) / UNIT;
         const u32 master = MASTERS ? master_bytes(x) : 0;  // bytes of a master weight; 0 if `next` are elements
+        const u32 master_unit = master == 2 ? 2 * UNIT : 0;  // bytes from one unit of masters to the next one
         const u8* const base = x.base ? x.base + bytes_of(offset) : nullptr;
         const u8* const next = master ? x.next + master * offset : COMPARE ? x.next + bytes_of(offset) : base;
         const auto fetch = [&](u32 u) {
             const u32 count = min(UNIT, n - u * UNIT), bytes = (u32)bytes_of(count);
             fetch_unit(space.stages[u & 1][0], base ? base + u * UNIT_BYTES : nullptr, bytes, lane, (const u8*)tiles.tensors);
             if constexpr (MASTERS)
-                if (master) fetch_masters(space.masters[u & 1], next + u * UNIT * master, UNIT * master, master * count, lane, (const u8*)tiles.tensors);
+                if (master) fetch_masters(space.masters + master_unit * (u & 1), next + u * UNIT * master, UNIT * master, master * count, lane, (const u8*)tiles.tensors);
             if (COMPARE && !master) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT_BYTES, bytes, lane, (const u8*)tiles.tensors);
             fetch_commit();
         };
         fetch(0);
+        Masters masters = {};
+        UnitScales scales = {};
+        if constexpr (MASTERS)
+            if (master) masters = masters_of(x), scales = load_scales(masters, offset, min(UNIT, n), lane);
         if (COMPARE && lane < CONTEXTS) space.changes[lane] = 0;
         const u64 digest_block = bytes_of(offset) / 512;
         // Elements by context, as in `count_contexts`: those of the lane that are not yet in `seen`, and counter `lane % COUNTERS` of the whole warp.
@@ -124,7 +130,8 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
                 __syncwarp();
                 space.multipliers[lane] = block_factors(x.seed, digest_block + u * DIGEST_BLOCKS + lane);
             }
-            if (u + 1 < units) {
+            const bool early = master != 4;  // whether the next unit is fetched before the elements of this one are made
+            if (early && u + 1 < units) {
                 fetch(u + 1);
                 fetch_wait<1>();
             } else {
@@ -132,7 +139,13 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
             }
             u8* const next_stage = space.stages[master ? 0 : u & 1][COMPARE ? 1 : 0];
             if constexpr (MASTERS)
-                if (master) make_elements(next_stage, space.masters[u & 1], x, offset + u * UNIT, min(UNIT, n - u * UNIT), lane);
+                if (master) {
+                    const UnitScales own = scales;
+                    const u64 first = offset + u * UNIT;
+                    if (u + 1 < units) scales = load_scales(masters, first + UNIT, min(UNIT, n - (u + 1) * UNIT), lane);
+                    make_elements(next_stage, space.masters + master_unit * (u & 1), masters, own, first, min(UNIT, n - u * UNIT), lane);
+                    if (!early && u + 1 < units) fetch(u + 1);
+                }
             __syncwarp();
             const u8* const stage = space.stages[u & 1][0];
             const uint4* const multipliers = space.multipliers + u % (32 / DIGEST_BLOCKS) * DIGEST_BLOCKS;
@@ -219,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes(Tiles
 }
 
 #if WIDTH <= 16
-extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) find_changes_of_masters(Tiles tiles, u16* elements, Changes out, Sums* sums) {
+extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS, 4) find_changes_of_masters(Tiles tiles, u16* elements, Changes out, Sums* sums) {
     scan_tiles<true, true>(tiles, elements, COUNTERS, out, sums);
 }
 #endif

@@ -38,8 +38,9 @@ struct Job {
     u32* largest;                  // the largest value of each group, as bits
     u32* disagree;                 // for each group, whether its weights had different scales
 };
-// What to do: choose scales and write codes; only find largest values; write codes with the scales that are given; only choose scales.
-constexpr u32 QUANTISE = 0, MAXIMA = 1, CODES = 2, SCALES = 3;
+// What to do: choose scales and write codes; only find largest values; write codes with the scales that are given; only choose scales; choose scales as if the
+// scales that weights share stay, and find the largest values that decide whether they do.
+constexpr u32 QUANTISE = 0, MAXIMA = 1, CODES = 2, SCALES = 3, TRY_SCALES = 4;
 
 __device__ __forceinline__ u32 vector_size(u32 source) { return source == F32 ? 4 : 8; }
 __device__ __forceinline__ u32 bytes_of(u32 source) { return source == F32 ? 4 : 2; }
@@ -106,7 +107,7 @@ __device__ __forceinline__ bool stays_global(float largest, float old, float fre
 }
 template <u32 S>
 __device__ __forceinline__ u32 choose_nvfp4(float global, float maximum, const u8* previous) {
-    u32 chosen = magnitude_code<E4M3>(__float_as_uint(__fmul_rn(global, rounded_to<S>(__fdiv_rn(maximum, 6.0f)))));
+    u32 chosen = magnitude_code<E4M3>(__fmul_rn(global, rounded_to<S>(__fdiv_rn(maximum, 6.0f))));
     if (!chosen) chosen = 0x20;  // 0.125
     if (!previous) return chosen;
     const u32 old = *previous;
@@ -239,6 +240,39 @@ extern "C" __global__ void __launch_bounds__(256) quantise_blocks(Job job) {
     else do_block<F16>(job, index, w, unit);
 }
 
+// Chooses scales only. It keeps no weights, so that more thread blocks run at the same time.
+template <u32 S>
+__device__ __forceinline__ void choose_block_scale(const Job& job, u32 index, const Weight& w, u64 unit) {
+    constexpr u32 V = S == F32 ? 4 : 8, LANES = SIDE / V, ROWS = THREADS / LANES, AHEAD = 8;
+    const u32 width = (w.columns + SIDE - 1) / SIDE;
+    const u32 block_row = (u32)(unit / width), block_column = (u32)(unit % width);
+    const u32 column = block_column * SIDE + threadIdx.x % LANES * V, row0 = block_row * SIDE + threadIdx.x / LANES;
+    u32 stored = 0;
+#pragma unroll 1
+    for (u32 p0 = 0; p0 < SIDE / ROWS; p0 += AHEAD) {
+        uint4 values[AHEAD];
+#pragma unroll
+        for (u32 p = 0; p < AHEAD; ++p) {
+            const u32 row = row0 + (p0 + p) * ROWS;
+            values[p] = row < w.rows ? load_vector<S>(w.data + (i64)row * w.stride, column, w.columns, w.aligned) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (u32 p = 0; p < AHEAD; ++p) stored = max(stored, largest_stored<S>(values[p]));
+    }
+    const u32 bits = block_max(float_bits<S>(stored));
+    if (threadIdx.x) return;
+    note_bad(job, index, bits);
+    ((float*)w.scales)[unit] = choose_block(job.kind == FP8_BLOCK_UE8M0, __uint_as_float(bits), w.previous ? (const float*)w.previous + unit : nullptr);
+}
+extern "C" __global__ void __launch_bounds__(256) choose_block_scales(Job job) {
+    const u32 index = weight_of(job, blockIdx.x);
+    const Weight w = job.weights[index];
+    const u64 unit = blockIdx.x - w.unit0;
+    if (w.source == F32) choose_block_scale<F32>(job, index, w, unit);
+    else if (w.source == BF16) choose_block_scale<BF16>(job, index, w, unit);
+    else choose_block_scale<F16>(job, index, w, unit);
+}
+
 // ---- rows, for fp8-channel and fp8-tensor
 
 template <u32 S>
@@ -351,6 +385,64 @@ extern "C" __global__ void __launch_bounds__(256) quantise_groups(Job job) {
     if (w.source == F32) do_groups<F32>(job, index, w, unit);
     else if (w.source == BF16) do_groups<BF16>(job, index, w, unit);
     else do_groups<F16>(job, index, w, unit);
+}
+
+// Chooses scales only: first all largest values of a unit, then all scales.
+template <u32 S>
+__device__ __forceinline__ void choose_unit_scales(const Job& job, u32 index, const Weight& w, u64 unit, u32* maxima) {
+    constexpr u32 V = S == F32 ? 4 : 8, BYTES = S == F32 ? 4 : 2, AHEAD = 8;
+    const bool tries = job.mode == TRY_SCALES;
+    float global = 1.0f;
+    bool fresh = false, chooses = true;
+    if (tries) {
+        chooses = !job.disagree[w.group];
+        if (chooses) global = *w.previous_global, chooses = is_scale(global);
+    } else if (job.kind == NVFP4) {
+        global = job.shared[index], fresh = job.fresh[index];
+        if (!fresh) return;  // its scales were tried, and are right
+    }
+    const u32 lanes = job.group / V;  // that share a scale
+    const u64 end = (u64)w.rows * w.columns;
+    u32 all = 0;
+#pragma unroll 1
+    for (u32 step = 0; step < UNIT / (THREADS * V); step += AHEAD) {
+        uint4 values[AHEAD];
+#pragma unroll
+        for (u32 k = 0; k < AHEAD; ++k) {
+            const u64 i = unit * UNIT + ((step + k) * THREADS + threadIdx.x) * V;
+            values[k] = i < end ? load_here<S>(vector_at(w, i, BYTES), w.aligned) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (u32 k = 0; k < AHEAD; ++k) {
+            const u32 bits = float_bits<S>(warp_max(largest_stored<S>(values[k]), lanes));
+            all = max(all, bits);
+            if (threadIdx.x % lanes == 0) maxima[((step + k) * THREADS + threadIdx.x) / lanes] = bits;
+        }
+    }
+    if (tries) {
+        const u32 found = block_max(all);
+        if (threadIdx.x == 0) atomicMax(job.largest + w.group, found);
+    }
+    note_bad(job, index, all);
+    if (!chooses) return;
+    __syncthreads();
+    const u64 first = unit * (UNIT / job.group), count = end / job.group;
+    for (u32 i = threadIdx.x; i < UNIT / job.group && first + i < count; i += THREADS) {
+        const u64 at = first + i;
+        const float maximum = __uint_as_float(maxima[i]);
+        const u8* const previous = w.previous && !fresh ? w.previous + at * (job.kind == INT4_GROUPS ? BYTES : 1) : nullptr;
+        if (job.kind == INT4_GROUPS) write_scale<S>(w.scales + at * BYTES, choose_plain<S, INT4>(maximum, previous));
+        else w.scales[at] = (u8)(job.kind == NVFP4 ? choose_nvfp4<S>(global, maximum, previous) : choose_mxfp4<S>(maximum, previous));
+    }
+}
+extern "C" __global__ void __launch_bounds__(256) choose_group_scales(Job job) {
+    const u32 index = weight_of(job, blockIdx.x);
+    const Weight w = job.weights[index];
+    const u64 unit = blockIdx.x - w.unit0;
+    __shared__ u32 maxima[UNIT / 16];  // the smallest groups have 16 elements
+    if (w.source == F32) choose_unit_scales<F32>(job, index, w, unit, maxima);
+    else if (w.source == BF16) choose_unit_scales<BF16>(job, index, w, unit, maxima);
+    else choose_unit_scales<F16>(job, index, w, unit, maxima);
 }
 
 // ---- scales that weights share
