@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_codec import kernels_ms
 
 from deltawire.codec.base import EncodeGroup
 from deltawire.codec.bits import DeviceBits, QuantisedBits
@@ -59,6 +60,8 @@ class Row:
     fused_memory: float = 0
     scales_ms: float = 0
     """The part of it that chooses the scales."""
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The milliseconds of each kernel in it."""
 
 
 def median_ms(work: Callable[[], object], rounds: int = 5) -> float:
@@ -200,6 +203,7 @@ def measure(recipe: str, dtype: torch.dtype, elements: int) -> Row:
     assert int(fused().changed.sum()) == row.changed, "weights that are quantised as they are read have other changes"
     _, row.fused_memory = peak(fused, published)
     row.fused_ms = median_ms(fused)
+    kernels_ms(fused, row.kernels)
     row.scales_ms = median_ms(lambda: choose(model.scales()).first_nonfinite())
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
