@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from emulator.build import compiler
@@ -11,11 +14,18 @@ from emulator.build import compiler
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.codec.bits import on_gpu
-from deltawire.publish.sharded import ShardedPublisher
+from deltawire.dtypes import dtype_of_numpy
+from deltawire.errors import NonFiniteWeights
+from deltawire.publish.sharded import ShardedPublisher, agreed_scales
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.publish.writer_options import WriterOptions
+from deltawire.quantise import Recipe, reference
+from deltawire.quantise.recipe import SPELLINGS
+from deltawire.quantise.row_shards import RowShard
+from deltawire.quantise.scales import Scales, choose_scales
 from deltawire.store.memory import MemoryStore
 from deltawire.tensors.bits import TensorPart, tensor_bits
+from deltawire.tensors.torch_types import to_torch
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
 REAL = torch.cuda.is_available()
@@ -24,6 +34,11 @@ if not REAL and compiler() is None:
 
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 from threads_as_ranks import run_ranks  # noqa: E402
+
+from deltawire.quantise.gpu.quantiser import GpuQuantiser  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "quantise"))
+from sample_weights import DTYPES, make_weight  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
 SIZE = 2
@@ -90,18 +105,100 @@ def test_ranks_encode_their_shards_on_the_gpu_and_readers_get_them(snapshot):
         check(store, seq, each)
 
 
-def test_shards_on_a_gpu_are_quantised_to_the_bytes_of_a_whole_model():
-    state = {name: tensor.float() for name, tensor in weights().items()}
+@pytest.mark.parametrize(("recipe", "snapshot"), [("fp8-block", "host"), *((recipe, "device") for recipe in SPELLINGS)])
+def test_shards_are_quantised_where_they_are_to_the_bytes_of_a_whole_model(recipe, snapshot, monkeypatch):
+    """The cut between the ranks goes through a block, and parts of codes begin at edges that the ranks exchange."""
+    monkeypatch.setattr(agreed_scales, "HostShardQuantiser", None)  # nothing is quantised on the host
+    shapes = {"self_attn.q_proj": (131 if "block" in recipe else 13, 32), "self_attn.k_proj": (5, 32), "mlp.down_proj": (12, 128)}
+    random = torch.Generator().manual_seed(5)
+    state = {f"model.layers.0.{name}.weight": torch.randn(*shape, generator=random) * 0.02 for name, shape in shapes.items()}
+    for name, shape in {"gate_up_proj": (2, 32, 64), "down_proj": (2, 32, 32)}.items():  # the columns of a weight are its second axis
+        state[f"model.layers.0.mlp.experts.{name}"] = torch.randn(shape, generator=random)
+    state |= {"model.norm.weight": torch.randn(300, generator=random)}
+    if recipe in ("int4", "fp8-channel"):
+        state = {name: tensor.bfloat16() for name, tensor in state.items()}
+    if recipe == "int4-128":
+        state = {name: tensor for name, tensor in state.items() if tensor.shape[-1] % 128 == 0 or tensor.dim() == 1}
+    versions = [{name: tensor.to(DEVICE) for name, tensor in state.items()}]
+    for factor in (1.01, 3.0):
+        versions.append({name: tensor.clone() for name, tensor in versions[-1].items()})
+        for tensor in versions[-1].values():
+            tensor[:: max(1, len(tensor) // 3)].mul_(factor)
     whole, parts = MemoryStore(), MemoryStore()
-    config = {"config.json": b"{}"}
-    with deltawire.Publisher(whole, quantise="fp8-block", attachments=config) as publisher:
-        one = publisher.publish({name: tensor.cpu().numpy() for name, tensor in state.items()})
+    given = {"quantise": recipe, "attachments": {"config.json": b"{}"}, "options": WriterOptions(threads=1)}
+    with deltawire.Publisher(whole, **given) as publisher:
+        expected = [publisher.publish({name: array_of(tensor) for name, tensor in each.items()}) for each in versions]
 
     def work(ranks):
-        with ShardedPublisher(ranks, parts, quantise="fp8-block", attachments=config) as publisher:
-            return publisher.publish(held_by(state, ranks.rank))
+        found = []
+        for part in (versions[:2], versions[2:]):  # the second job reads the scales back from the store
+            with ShardedPublisher(ranks, parts, snapshot=snapshot, **given) as publisher:
+                found += [publisher.publish(held_by(each, ranks.rank)) for each in part]
+                kept = publisher._appender.baseline.parts
+                assert {on_gpu(tensor_bits(name, each.elements).bits) for name, each in kept.items()} == {snapshot == "device"}
+        return found
 
-    assert [version.digest for version in run_ranks(SIZE, work)] == [one.digest] * SIZE
+    for found in run_ranks(SIZE, work):
+        if isinstance(found, BaseException):
+            raise found
+        assert [version.digest for version in found] == [version.digest for version in expected]
+        assert [version.kind for version in found] == ["anchor", "delta", "delta"]
+    assert read(parts) == read(whole)
+
+
+def array_of(tensor):
+    return tensor.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.cpu().numpy()
+
+
+def read(store):
+    with deltawire.Subscriber(store, options=deltawire.ReaderOptions(pin=False), threads=1) as reader:
+        reader.sync()
+        return {name: np.ascontiguousarray(array).tobytes() for name, array in reader.state.items()}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_shard_that_is_not_finite_stops_all_ranks(value):
+    state = {"model.layers.0.mlp.down_proj.weight": torch.ones(140, 64), "model.norm.weight": torch.ones(300)}
+    state = {name: tensor.to(DEVICE) for name, tensor in state.items()}
+    store = MemoryStore()
+
+    def work(ranks):
+        with ShardedPublisher(ranks, store, quantise="fp8-block", attachments={"config.json": b"{}"}) as publisher:
+            publisher.publish(held_by(state, ranks.rank))
+            for name, tensor in state.items():
+                ranks.exchange(b"published")
+                if ranks.rank == 0:
+                    tensor.view(-1)[-1] = value
+                ranks.exchange(b"trained")
+                with pytest.raises(NonFiniteWeights, match=name.replace(".", r"\.")):
+                    publisher.publish(held_by(state, ranks.rank))
+                ranks.exchange(b"refused")
+                if ranks.rank == 0:
+                    tensor.view(-1)[-1] = 1
+            return publisher.version.seq
+
+    assert run_ranks(SIZE, work) == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_rows_of_a_weight_have_the_maxima_and_codes_of_the_reference(spelling, dtype):
+    recipe = Recipe.parse(spelling)
+    weight = make_weight("plain", (300, 136 if recipe.group_size is None else 256), dtype)
+    source = dtype_of_numpy(weight.dtype)
+    whole = choose_scales(recipe, source, reference.block_maxima(recipe, weight))
+    shards, scales = [], []
+    for start, stop in [(0, 300), (100, 130), (127, 129), (128, 256), (299, 300)]:
+        first, last = recipe.block.rows_of_grid(start, stop)
+        scales.append(Scales(whole.scale[first:last] if recipe.name != "fp8-tensor" else whole.scale, whole.global_scale))
+        shards.append(RowShard("a", source, to_torch(weight[start:stop].copy()).to(DEVICE), start))
+    quantiser = GpuQuantiser(DEVICE)
+    maxima, codes = quantiser.maxima_of(recipe, shards), quantiser.codes_of(recipe, shards, scales)
+    for shard, grid, found, own in zip(shards, maxima, codes, scales, strict=True):
+        rows = weight[shard.first_row : shard.first_row + len(shard.rows)]
+        np.testing.assert_array_equal(grid, reference.block_maxima(recipe, rows, shard.first_row))
+        expected = reference.encode_codes(recipe, rows, own, shard.first_row)
+        assert found.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() == expected.tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +228,8 @@ TABLE = {  # mode: copies of a shard while a version is published (baseline, and
     "foreground, cast, device": ({"dtype": torch.bfloat16, "snapshot": "device"}, (2, 0)),
     "background, host": ({"background": True}, (0, 2)),
     "background, device": ({"background": True, "snapshot": "device"}, (2, 0)),
-    "quantised": ({"quantise": "fp8-block"}, (0, 2)),
-    "quantised, device": ({"quantise": "fp8-block", "snapshot": "device"}, (0, 2)),
+    "quantised": ({"quantise": "fp8-block"}, (0, 1)),
+    "quantised, device": ({"quantise": "fp8-block", "snapshot": "device"}, (1, 0)),
 }
 
 
@@ -152,20 +249,32 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
     seen = []
     upload = append.upload_update
 
-    def watched(location, baseline, parts, *more, **options):
+    made = []
+
+    def watched(location, baseline, parts, *more, segment_of, **options):
         kept, sent = copies_in(baseline.parts, own), copies_in(parts, own)
         size = sum(part.nbytes for part in baseline.parts.values())
         seen.append([round((kept[where] + sent[where]) / size, 2) for where in ("gpu", "host")])
-        return upload(location, baseline, parts, *more, **options)
+
+        def segment(index):
+            found = segment_of(index)
+            made.append(copies_in(found, own))
+            assert sum(part.nbytes for part in found.values()) == baseline.segments[index].raw
+            return found
+
+        return upload(location, baseline, parts, *more, segment_of=segment_of and segment, **options)
 
     monkeypatch.setattr(append, "upload_update", watched)
     config = {"config.json": b"{}"}
-    with FSDPPublisher(MemoryStore(), attachments=config, options=WriterOptions(threads=1), **given) as publisher:
+    with FSDPPublisher(MemoryStore(), attachments=config, options=WriterOptions(threads=1, segment_bytes=1024), **given) as publisher:
         for _ in range(2):
             publisher.publish(model)
             publisher.flush()
             model["model.norm.weight"].mul_(2)
     assert seen == [[on_the_gpu, on_the_host]]
+    if "quantise" in given:  # segments are made on the GPU, one at a time
+        assert len(made) > 1
+        assert {each["host"] for each in made} == {0}
 
 
 @pytest.mark.usefixtures("alone")

@@ -18,8 +18,8 @@ from ..format.records.record_parts import CommitRef
 from ..tensors.bits import State
 from ..tensors.gpu_handover import GpuHandover, on_side_stream
 from ..tensors.state import thread_count
-from .history import History, budget_for, versions_of
-from .shortcuts.compose import compose
+from .history import History, Reverse, budget_for, versions_of
+from .shortcuts.compose import Composition, compose
 from .snapshots import Arrays, SnapshotDevice, copy_of, copy_tensors, is_kept_like, new_arrays
 from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
 
@@ -127,16 +127,14 @@ class Baseline:
             self.intact = False
             self.arrays = arrays
             self.digest = digest
-            self.table = TensorTable.of(arrays)
-            self.segments = cut_segments(self.table.sizes, segment_bytes=self._segment_bytes)
-            self._history = History(at, budget_for(self.table.state_bytes))
+            self.table, self.segments = self._cut(arrays)
+            self._history = History(at, budget_for(sum(segment.raw for segment in self.segments)))
             self.intact = True
 
     def move_to_device(self, state: State, device: SnapshotDevice) -> None:
         """Move the arrays to the device where copies of such a state are kept. After a resume they are on the host."""
         if not is_kept_like(self.arrays, state, device):
-            arrays = new_arrays(self.table, state, device)
-            copy_tensors(self.arrays, arrays)
+            arrays = self._copied_to(state, device)
             with self._lock:
                 self.arrays = arrays
 
@@ -185,19 +183,44 @@ class Baseline:
         """
         try:
             for level in itertools.count(1):
-                with self._lock:
-                    parts = self._history.composable(level, due.position)
-                if parts is None or parts[0].target != due.at:
+                made = self.compose_level(due, level, break_off=True)
+                if made is None:
                     return
-                made = compose(_HeldVersion(self, due), level, parts, threads=self._threads_beside, break_off=True)
                 worth_it = made.forward_bytes < made.replaced_bytes
-                with self._lock:
-                    if self._history.is_at(due.position, due.at.seq):
-                        self._history.add_composed(made.reverse(has_skip=worth_it))
+                self.keep_composed(due, made.reverse(has_skip=worth_it))
                 yield Composed(made.base, made.target, versions_of(level), made.forward if worth_it else None)
         finally:
-            with self._lock:
-                self._history.end_composing(due.position, due.at.seq)
+            self.end_composing(due)
+
+    def compose_level(self, due: ComposingAt, level: int, *, break_off: bool) -> Composition | None:
+        """Make the composition of one level. Returns None if that level is not due, or its deltas were dropped. Raises as `compose`."""
+        with self._lock:
+            parts = self._history.composable(level, due.position)
+        if parts is None or parts[0].target != due.at:
+            return None
+        return compose(_HeldVersion(self, due), level, parts, threads=self._threads_beside, break_off=break_off)
+
+    def keep_composed(self, due: ComposingAt, reverse: Reverse) -> None:
+        """Keep a composed delta instead of those that it was composed from."""
+        with self._lock:
+            if self._history.is_at(due.position, due.at.seq):
+                self._history.add_composed(reverse)
+
+    def end_composing(self, due: ComposingAt) -> None:
+        """Note that the skips that were due at a version are made, or failed."""
+        with self._lock:
+            self._history.end_composing(due.position, due.at.seq)
+
+    def _cut(self, arrays: Arrays) -> tuple[TensorTable, tuple[Segment, ...]]:
+        """Return the names, types and shapes of the tensors, and the segments that they are cut into."""
+        table = TensorTable.of(arrays)
+        return table, cut_segments(table.sizes, segment_bytes=self._segment_bytes)
+
+    def _copied_to(self, state: State, device: SnapshotDevice) -> Arrays:
+        """Return a copy of the arrays on the device where copies of such a state are kept."""
+        arrays = new_arrays(self.table, state, device)
+        copy_tensors(self.arrays, arrays)
+        return arrays
 
     def _reverse(self, state: State, changed: Collection[int], remember: bool) -> dict[int, bytes] | None:
         if not self.needs_reverse(remember=remember):

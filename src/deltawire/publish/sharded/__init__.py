@@ -5,7 +5,9 @@
 - `ranks`: how the processes communicate
 - `ranges` (pure): which elements of a tensor each process publishes
 - `division`: the same for a whole model, and how elements get to the process that publishes them
+- `parts_source`: where the parts that a process publishes come from
 - `quantised_parts`: quantising what the processes hold, with the bytes of one process that holds it all
+- `shares`, `agreed_scales`, `quantised_source`: the rows of each process, the scales on which all agree, and the parts made with them
 - `parts_baseline`: the copy of its parts that each process encodes the next version against
 - `first_rank`: what only the first process does, which is to read and write the records of the chain
 - `checkpoint`: full checkpoints that all processes write together

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -10,21 +11,24 @@ from typing import Any
 
 from ...chain.fetch import Fetcher
 from ...chain.version import Version
-from ...errors import PublishError
+from ...errors import DeltaError, PublishError, StateError
 from ...events import OnEvent
 from ...format.digest import Digest
 from ...format.records.record_parts import CommitRef, Limits, record_hash
 from ...format.records.version_records import Commit
 from ...store import Store
+from ...tensors.bits import State
 from ...tensors.state import state_digest
 from ..advice import continues
 from ..snapshots import SnapshotDevice
 from ..upload.data_objects import DataLocation, Update, upload_update
+from ..upload.segments import Segment
 from ..writer_options import WriterOptions
 from .checkpoint import SharedCheckpoint, files_at_first, upload_together
 from .division import Division, Parts
 from .first_rank import FirstRank, PartsPublication, ask_first_rank
-from .parts_baseline import PartsBaseline, copied_parts
+from .parts_baseline import PartsBaseline
+from .parts_source import PartsSource, copy_from
 from .ranks import Ranks, together
 from .resume import PartsReader
 from .shortcuts import SharedShortcuts, in_order
@@ -40,6 +44,8 @@ class _Pending:
     """The deltas by segment. None for a full checkpoint."""
     parts: Parts | None
     """The new parts. Those of a delta are the caller's memory, so they are dropped when the call ends."""
+    reverse: Mapping[int, bytes] | None = None
+    """The deltas back by segment, if they are known already."""
 
 
 class PartsAppender:
@@ -142,9 +148,9 @@ class PartsAppender:
             baseline = self._sound_baseline(division)
             if baseline is None:
                 return None
-            parts = publication.make_parts(baseline.parts)
-            together(self._ranks, lambda: baseline.move_to_device(parts, self._device))  # noqa: B023
-            update, answers = self._upload(baseline, parts, seq)
+            source = publication.make_parts(baseline.parts)
+            together(self._ranks, lambda: baseline.move_to_device(source.located, self._device))  # noqa: B023
+            update, answers = self._upload(baseline, source, seq)
             if any(answer is None for answer in answers):
                 return None
             if all(answer["sound"] for answer in answers):
@@ -160,18 +166,29 @@ class PartsAppender:
         for answer in answers:
             difference += Digest.from_hex(answer["difference"])
         changed = sum(answer["changed"] for answer in answers)
-        self._pending = _Pending(division, update.after, update.deltas, parts)
+        self._pending = _Pending(division, update.after, update.deltas, source.whole, update.reverse)
         answer = self._by_first(lambda first: first.commit_delta(publication, files, difference, changed))
         self._finish(answer)
         return update.size
 
-    def _upload(self, baseline: PartsBaseline, parts: Parts, seq: int) -> tuple[Update | None, list[Any]]:
+    def _upload(self, baseline: PartsBaseline, source: PartsSource, seq: int) -> tuple[Update | None, list[Any]]:
         """Encode and upload this process's parts. Returns the update, and what all processes report."""
         update: Update | None = None
 
+        def make(index: int) -> State:
+            return source.make(baseline.table.names_of(baseline.segments[index]))
+
         def encode() -> dict[str, Any] | None:
             nonlocal update
-            update = upload_update(self._location(seq), baseline, parts, self._threads, limit=baseline.division.table.state_bytes)
+            update = upload_update(
+                self._location(seq),
+                baseline,
+                source.whole or {},
+                self._threads,
+                limit=baseline.table.state_bytes,
+                segment_of=make if source.whole is None else None,
+                wants_reverse=source.whole is None and baseline.needs_reverse(remember=self._has_skips),
+            )
             if update is None:
                 return None
             if self._first is not None:
@@ -190,11 +207,11 @@ class PartsAppender:
     def _append_checkpoint(self, publication: PartsPublication, seq: int) -> int:
         """Append a full checkpoint. Returns the bytes that this process uploaded."""
         division = publication.division
-        parts = publication.make_parts(self._previous(publication))
+        source = publication.make_parts(self._previous(publication))
         own: Parts = {}
 
         def copy() -> str:
-            own.update(copied_parts(parts, parts, self._device))
+            own.update(copy_from(source, division, self._segments_of(division), self._device))
             return state_digest(own, threads=self._threads).hex()
 
         digest = division.tags
@@ -239,10 +256,12 @@ class PartsAppender:
             self._starts_full = False
             self._take(pending.division, pending.parts)
         elif self.baseline is not None and self.baseline.intact:
+            size = sum(map(len, pending.deltas.values()))
             if pending.parts is not None:
-                self.baseline.move_by_copy(pending.parts, pending.deltas, at, pending.digest)
+                self.baseline.move_by_copy(pending.parts, pending.deltas, at, pending.digest, size, remember=self._has_skips)
             else:
-                self.baseline.move_by_deltas(pending.deltas, at, pending.digest)
+                with contextlib.suppress(DeltaError, StateError):  # it is not intact then, and is read back before its next use
+                    self.baseline.move_by_deltas(pending.deltas, at, pending.digest, pending.reverse, size)
 
     def _sound_baseline(self, division: Division) -> PartsBaseline | None:
         """Return the baseline, read back from the store unless every process has it. None if the chain has other tensors."""
@@ -257,9 +276,11 @@ class PartsAppender:
         return None if parts is None else self._take(division, parts)
 
     def _take(self, division: Division, parts: Parts) -> PartsBaseline:
-        segments = division.segments(self._ranks.rank, self._options.segment_bytes)
-        self.baseline = PartsBaseline(division, parts, segments, self._here(), threads=self._threads, remember=self._has_skips)
+        self.baseline = PartsBaseline(division, parts, self._segments_of(division), self._here(), threads=self._threads)
         return self.baseline
+
+    def _segments_of(self, division: Division) -> tuple[Segment, ...]:
+        return division.segments(self._ranks.rank, self._options.segment_bytes)
 
     def _here(self) -> CommitRef:
         """Return a reference to the newest version that is known."""

@@ -26,6 +26,12 @@ from .ranks import Ranks, together
 Parts = dict[str, TensorPart]
 """The parts of all tensors that one process publishes, by name. Parts may be empty, but every name is there."""
 
+Edge = tuple[str, ElementRange]
+"""Elements of a tensor that one process holds and another one publishes."""
+
+Tails = dict[str, list[NDArray[np.uint8]]]
+"""Elements that other processes sent, as bytes, by tensor. They follow those that this process holds."""
+
 MOST_RANKS = MOST_LISTED // 2
 """Most processes that publish together. Each may write two files for a version, and a file list has to name them all."""
 
@@ -116,26 +122,60 @@ class Splitter:
         division = self.agree(lambda: HeldLayout.of(held))
         return division, self.hand_over(division, held)
 
-    def hand_over(self, division: Division, held: Mapping[str, TensorPart], *, in_place: Collection[str] = ()) -> Parts:
+    def hand_over(self, division: Division, held: Mapping[str, TensorPart]) -> Parts:
         """Return the parts that this process publishes of what it holds. Elements at the edges are exchanged.
 
-        The division must be the one that `agree` returned last. Of the tensors `in_place`, the processes hold what they publish already.
+        The division must be the one that `agree` returned last.
         """
-        incoming: dict[int, list[NDArray[np.uint8]]] = {}
-        if division.has_moves(in_place):
-            moves = [(index, move) for index, move in self._moves if division.table.names[index] not in in_place]
-            incoming = _hand_over(self._ranks, division, moves, held)
-        parts: Parts = {}
-        for index, name in enumerate(division.table.names):
-            if name in in_place:
-                parts[name] = held[name]
-                continue
-            start, stop = division.tensors[index].ranges[self._ranks.rank]
-            own = held[name]
-            elements = own.elements[max(start - own.start, 0) : max(stop - own.start, 0)]
-            tails = incoming.get(index, ())
-            parts[name] = TensorPart(_joined(elements, tails) if tails else elements, own.shape, start)
-        return parts
+
+        def cut(edges: Sequence[Edge]) -> list[Any]:
+            return [elements_of(held[name], where) for name, where in edges]
+
+        tails = self.exchange_edges(division, cut)
+        return {name: self.joined(division, name, held[name], tails) for name in division.table.names}
+
+    def exchange_edges(
+        self, division: Division, elements_at: Callable[[Sequence[Edge]], list[Any]], without: Collection[str] = ()
+    ) -> Tails:
+        """Send elements at the edges to the processes that publish them, and return those that this process publishes.
+
+        The division must be the one that `agree` returned last. All processes call it. Raises the errors of `elements_at` in all.
+
+        Parameters
+        ----------
+        division
+            Which elements each process publishes.
+        elements_at
+            Returns elements that this process holds, as they are published.
+        without
+            Tensors whose edges are not exchanged, because the processes hold what they publish.
+        """
+        if not division.has_moves(without):
+            return {}
+        names = division.table.names
+        moves = [(names[index], move) for index, move in self._moves if names[index] not in without]
+        own = [(name, move.target, move.range) for name, move in moves if move.source == self._ranks.rank]
+        outgoing: list[list[bytes]] = [[] for _ in range(self._ranks.size)]
+
+        def cut() -> None:
+            for (_, target, _), elements in zip(own, elements_at([(name, where) for name, _, where in own]), strict=True):
+                outgoing[target].append(bytes_of(elements).tobytes())
+
+        together(self._ranks, cut)
+        arrived = [Reader(piece) for piece in self._ranks.deliver([b"".join(pieces) for pieces in outgoing])]
+        tails: Tails = {}
+        for name, move in moves:
+            if move.target == self._ranks.rank:
+                size = (move.range[1] - move.range[0]) * division.table.dtypes[division.index_of(name)].itemsize
+                tails.setdefault(name, []).append(arrived[move.source].take(size))
+        return tails
+
+    def joined(self, division: Division, name: str, own: TensorPart, tails: Tails) -> TensorPart:
+        """Return the part of a tensor that this process publishes, of what it holds and of what other processes sent."""
+        start, stop = division.range_of(name, self._ranks.rank)
+        elements = own.elements[max(start - own.start, 0) : max(stop - own.start, 0)]
+        more = tails.get(name, ())
+        return TensorPart(_joined(elements, more) if more else elements, own.shape, start)
 
     def agree(self, describe_own: Callable[[], HeldLayout]) -> Division:
         """Return the division of tensors of which this process holds what `describe_own` says. The same object, unless one has changed.
@@ -261,23 +301,9 @@ def _refuse_other_tensors(ranks: Ranks, layout: HeldLayout, facts: bytes) -> NoR
     raise AssertionError("layouts with different hashes are the same")
 
 
-def _hand_over(
-    ranks: Ranks, division: Division, moves: Sequence[tuple[int, Move]], held: Mapping[str, TensorPart]
-) -> dict[int, list[NDArray[np.uint8]]]:
-    """Exchange the elements at the edges. `moves` are those of this process. Returns what it received, by tensor, in order."""
-    outgoing: list[list[bytes]] = [[] for _ in range(ranks.size)]
-    for index, move in moves:
-        if move.source == ranks.rank:
-            own = held[division.table.names[index]]
-            elements = own.elements[move.range[0] - own.start : move.range[1] - own.start]
-            outgoing[move.target].append(bytes_of(elements).tobytes())
-    arrived = [Reader(piece) for piece in ranks.deliver([b"".join(pieces) for pieces in outgoing])]
-    incoming: dict[int, list[NDArray[np.uint8]]] = {}
-    for index, move in moves:
-        if move.target == ranks.rank:
-            size = (move.range[1] - move.range[0]) * division.table.dtypes[index].itemsize
-            incoming.setdefault(index, []).append(arrived[move.source].take(size))
-    return incoming
+def elements_of(part: TensorPart, where: ElementRange) -> Any:
+    """Return elements of a part, which are given by their range in the whole tensor."""
+    return part.elements[where[0] - part.start : where[1] - part.start]
 
 
 class Reader:

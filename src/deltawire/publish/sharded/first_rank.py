@@ -31,6 +31,7 @@ from ..upload.data_objects import DataLocation, upload_list
 from ..upload.segments import TensorTable
 from ..writer_options import WriterOptions
 from .division import Division, Parts
+from .parts_source import PartsSource
 from .ranks import Ranks, by_first_rank
 from .resume import plain_hop
 
@@ -43,7 +44,7 @@ class PartsPublication:
     """
 
     division: Division
-    make_parts: Callable[[Parts | None], Parts]
+    make_parts: Callable[[Parts | None], PartsSource]
     """Returns the parts of this process. It is given those of the version before, if a recipe made them whose scales may stay."""
     step: int | None
     meta: Mapping[str, str]

@@ -31,6 +31,7 @@ from ..writer_options import WriterOptions
 from .append import PartsAppender
 from .division import MOST_RANKS, Parts, Splitter
 from .first_rank import FirstRank, PartsPublication
+from .parts_source import PartsSource, WholeParts
 from .quantised_parts import QuantisedParts
 from .ranks import Ranks, together
 
@@ -72,8 +73,7 @@ class ShardedPublisher:
         With `quantise`: the type of floating-point weights that are not quantised. None: bfloat16. Without it, pass weights in the type
         in which they are to be published.
     snapshot
-        Where each process keeps the copy of parts that are on a GPU: "host", in pinned memory, or "device", on the GPU. Quantised parts
-        are always kept on the host.
+        Where each process keeps the copy of parts that are on a GPU: "host", in pinned memory, or "device", on the GPU.
     refuse_nonfinite
         Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite. With `quantise`, they always raise.
     resume_from_seq
@@ -230,7 +230,7 @@ class ShardedPublisher:
         together(self._ranks, check)
         if self._quantised is None:
             division, parts = self._splitter.split(held)
-            make_parts: Callable[[Parts | None], Parts] = lambda _: parts  # noqa: E731
+            make_parts: Callable[[Parts | None], PartsSource] = lambda _: WholeParts(parts)  # noqa: E731
         else:
             division = self._quantised.divide(held)
             make_parts = partial(self._quantised.quantise, held, division)

@@ -77,12 +77,13 @@ def skips_due(ranks: Ranks, baseline: PartsBaseline) -> Iterator[Composition]:
     Exhaust it after every version: it also drops deltas that are not needed any more.
     """
     level = 1
+    due = baseline.begin_composing()
     try:
         while True:
             own: list[Composition] = []
 
             def compose(level: int = level, own: list[Composition] = own) -> list[int] | None:
-                found = baseline.compose(level)
+                found = None if due is None else baseline.compose_level(due, level, break_off=False)
                 if found is None:
                     return None
                 own.append(found)
@@ -92,12 +93,14 @@ def skips_due(ranks: Ranks, baseline: PartsBaseline) -> Iterator[Composition]:
             if any(answer is None or answer[0] != answers[0][0] for answer in answers):
                 return
             worth_it = sum(answer[1] for answer in answers) < sum(answer[2] for answer in answers)
-            baseline.keep(own[0].reverse(has_skip=worth_it))
+            assert due is not None
+            baseline.keep_composed(due, own[0].reverse(has_skip=worth_it))
             if worth_it:
                 yield own[0]
             level += 1
     finally:
-        baseline.forget()
+        if due is not None:
+            baseline.end_composing(due)
 
 
 def upload_skip(ranks: Ranks, location: DataLocation, skip: Composition, segments: tuple[Segment, ...]) -> tuple[FileEntry, ...]:

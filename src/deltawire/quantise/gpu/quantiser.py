@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any, Final
 
@@ -13,8 +14,12 @@ from numpy.typing import NDArray
 
 from ...codec.gpu import device as devices
 from ...codec.gpu.sources import number_source
+from ...tensors.torch_types import torch_dtype
 from ..recipe import Recipe
-from ..weight_table import WeightTable, kind_number
+from ..reference import nonfinite_weight
+from ..row_shards import RowShard
+from ..scales import Grid, Scales
+from ..weight_table import WeightTable, kind_number, source_number
 
 _WEIGHT: Final = np.dtype(
     [
@@ -25,7 +30,9 @@ _WEIGHT: Final = np.dtype(
 """See `Weight` in quantise.cuh."""
 
 _THREADS, _SIDE, _UNIT = 256, 128, 1 << 14
-_QUANTISE, _SCALES, _TRY_SCALES = 0, 3, 4
+_QUANTISE, _MAXIMA, _CODES, _SCALES, _TRY_SCALES = range(5)
+_ALIGNMENT: Final = 16
+_CODE_TYPES: Final = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8, "int4": torch.int32}
 _NONE: Final = 0xFFFFFFFF
 
 
@@ -137,6 +144,79 @@ class GpuQuantiser:
             self._launch(_kernel(recipe, makes_codes), blocks, described)
         return PendingQuantisation(bad, (*held, shared, fresh, groups))
 
+    def maxima_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> list[Grid]:
+        """Return the largest magnitude of each block of shards on this GPU (`ShardQuantiser`). The results are in host memory.
+
+        Parameters
+        ----------
+        recipe
+            The recipe.
+        shards
+            The shards.
+        """
+        grids = [shard.grid(recipe) for shard in shards]
+        ends = np.cumsum([height * width for height, width in grids])
+        found = self._gpu.zeros(int(ends[-1]) if shards else 0, torch.float32)
+        table = _shard_table(shards)
+        table["maxima"] = found.data_ptr() + 4 * np.concatenate([[0], ends])[:-1]
+        held = self._do(recipe, table, _MAXIMA)
+        each = np.split(found.cpu().numpy(), ends[:-1])
+        del held
+        for shard, largest in zip(shards, each, strict=True):
+            if not np.isfinite(largest).all():
+                numbers = shard.rows.view(torch_dtype(shard.dtype))
+                raise nonfinite_weight(shard.name, int((~numbers.isfinite()).sum()))
+        return [largest.reshape(grid) for largest, grid in zip(each, grids, strict=True)]
+
+    def codes_of(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales]) -> list[torch.Tensor]:
+        """Return the codes of shards on this GPU, for given scales (`ShardQuantiser`). The kernels may still be running.
+
+        Parameters
+        ----------
+        recipe
+            The recipe.
+        shards
+            The shards.
+        scales
+            The scales of the blocks that have elements in each shard, in host memory.
+        """
+        table = _shard_table(shards)
+        held: list[torch.Tensor] = []
+        for column, arrays in (("scales", [each.scale for each in scales]), ("global_scale", [each.global_scale for each in scales])):
+            there, starts = self._upload_all([array for array in arrays if array is not None])
+            held.append(there)
+            if starts:
+                table[column] = there.data_ptr() + np.array(starts, np.int64)
+        sizes = [shard.rows.numel() // (1 if recipe.element == "e4m3" else 2) for shard in shards]
+        codes = [self._gpu.empty(size, torch.uint8) for size in sizes]
+        table["codes"] = [tensor.data_ptr() for tensor in codes]
+        table["aligned"] &= table["codes"] % 8 == 0
+        held += self._do(recipe, table, _CODES)
+        return [tensor.view(_CODE_TYPES[recipe.element]).view(len(shard.rows), -1) for tensor, shard in zip(codes, shards, strict=True)]
+
+    def _upload_all(self, arrays: Sequence[NDArray[Any]]) -> tuple[torch.Tensor, list[int]]:
+        """Return the bytes of arrays on the GPU, and where each begins."""
+        pieces, starts, size = [], [], 0
+        for array in arrays:
+            piece = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            padding = -piece.size % _ALIGNMENT
+            pieces += [piece, np.zeros(padding, np.uint8)]
+            starts.append(size)
+            size += piece.size + padding
+        return self._gpu.upload(np.concatenate([np.empty(0, np.uint8), *pieces])), starts
+
+    def _do(self, recipe: Recipe, table: NDArray[Any], mode: int) -> list[torch.Tensor]:
+        """Start the kernel that works on blocks or codes of shards. Return memory that it reads."""
+        units = _units(recipe, table["rows"].astype(np.int64), table["columns"].astype(np.int64), table["first_row"])
+        bad = self._gpu.empty(1, torch.int32)
+        ends = np.cumsum(units)
+        table["unit0"] = ends - units
+        there = self._gpu.upload(table)
+        if len(table):
+            job = _Job(there.data_ptr(), len(table), kind_number(recipe), recipe.group_size or 0, mode, bad.data_ptr(), 0, 0, 0, 0)
+            self._launch(_kernel(recipe, makes_codes=True), int(ends[-1]), job)
+        return [bad, there]
+
     def _launch(self, name: str, blocks: int, job: _Job) -> None:
         self._kernels.launch(name, blocks, _THREADS, [job])
 
@@ -165,8 +245,22 @@ def _kernel(recipe: Recipe, makes_codes: bool) -> str:
     return "quantise_rows"
 
 
-def _units(recipe: Recipe, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many thread blocks each weight needs."""
+def _units(recipe: Recipe, rows: NDArray[np.int64], columns: NDArray[np.int64], first_row: NDArray[Any] | int = 0) -> NDArray[np.int64]:
+    """Return how many thread blocks each weight needs. `first_row` is the number of its first row in the first row of blocks."""
     if recipe.group_size:
         return -(-rows * columns // _UNIT)
-    return -(-rows // _SIDE) * -(-columns // _SIDE) if recipe.name == "fp8-block" else rows
+    return -(-(rows + first_row) // _SIDE) * -(-columns // _SIDE) if recipe.name == "fp8-block" else rows
+
+
+def _shard_table(shards: Sequence[RowShard]) -> NDArray[Any]:
+    """Return where the rows of shards are, as kernels read it."""
+    found = np.zeros(len(shards), _WEIGHT)
+    rows = [shard.rows for shard in shards]
+    found["data"] = [each.data_ptr() for each in rows]
+    found["stride"] = strides = np.array([each.stride(0) * each.element_size() for each in rows], np.int64)
+    found["rows"], found["columns"] = [each.shape[0] for each in rows], [each.shape[1] for each in rows]
+    found["source"] = [source_number(shard.dtype) for shard in shards]
+    found["first_row"] = [shard.first_row % _SIDE for shard in shards]
+    per_vector = np.where(found["source"] == 0, 4, 8)
+    found["aligned"] = (found["data"] % _ALIGNMENT == 0) & (strides % _ALIGNMENT == 0) & (found["columns"] % per_vector == 0)
+    return found

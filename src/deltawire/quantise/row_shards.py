@@ -1,0 +1,79 @@
+"""Quantising rows of weights, for processes that do not hold whole weights: largest values of blocks, and codes for given scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..codec import default_codec
+from ..dtypes import DType
+from ..tensors.state import thread_count
+from . import reference
+from .quantise import Quantiser
+from .recipe import Recipe
+from .scales import Grid, Scales
+
+
+@dataclass(frozen=True, slots=True)
+class RowShard:
+    """Rows of a weight. There is at least one."""
+
+    name: str
+    """The name of the weight, for errors."""
+    dtype: DType
+    """The type of the weight."""
+    rows: Any
+    """Rows and columns: a NumPy array, or a torch tensor on a GPU. The elements of a row follow each other."""
+    first_row: int
+    """The number of the first of these rows in the weight."""
+
+    def grid(self, recipe: Recipe) -> tuple[int, int]:
+        """Return how many blocks have elements here, vertically and horizontally."""
+        height = recipe.block.rows
+        rows, columns = self.rows.shape
+        return recipe.block.grid(rows + (self.first_row % height if height else 0), columns)
+
+
+class ShardQuantiser(Protocol):
+    """What quantises shards: `HostShardQuantiser`, or `GpuQuantiser` for those on its GPU."""
+
+    def maxima_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> list[Grid]:
+        """Return the largest magnitude of each block that has elements in each shard.
+
+        Raise `NonFiniteWeights` if an element is NaN or infinite.
+        """
+        ...
+
+    def codes_of(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales]) -> list[Any]:
+        """Return the codes of each shard, packed as they are published: rows and columns, on the device of the shard.
+
+        `scales` are those of the blocks that have elements in the shard.
+        """
+        ...
+
+
+class HostShardQuantiser:
+    """Quantises shards in host memory, by native code or by the reference: as the codec in use.
+
+    Parameters
+    ----------
+    threads
+        The number of threads.
+    """
+
+    def __init__(self, threads: int | None) -> None:
+        codec = default_codec()
+        self._quantiser: Quantiser = reference
+        if codec.name != "reference":
+            from .native import NativeQuantiser
+
+            self._quantiser = NativeQuantiser(thread_count(threads), codec.name)
+
+    def maxima_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> list[Grid]:
+        return [self._quantiser.block_maxima(recipe, shard.rows, shard.first_row, shard.name) for shard in shards]
+
+    def codes_of(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales]) -> list[Any]:
+        return [
+            self._quantiser.encode_codes(recipe, shard.rows, scale, shard.first_row) for shard, scale in zip(shards, scales, strict=True)
+        ]
