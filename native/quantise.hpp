@@ -12,7 +12,7 @@ enum class Element : uint8_t { e4m3 = 0, e2m1 = 1, int4 = 2 };
 
 inline constexpr unsigned kSourceBytes[] = {4, 2, 2};
 
-// What of a recipe decides the bytes.
+// The part of a recipe that decides the bytes of codes and scales.
 enum class RecipeKind : uint8_t { fp8_block = 0, fp8_block_ue8m0 = 1, fp8_channel = 2, fp8_tensor = 3, nvfp4 = 4, mxfp4 = 5, int4 = 6 };
 
 struct QuantiseRule {

@@ -178,10 +178,12 @@ DELTAWIRE_INLINE float fresh_global(float largest) {
     const float found = rounded_to<S>(rounded_to<S>(1.0f / at_least) * 2688.0f);
     return found < kInfinity ? found : 1.0f;
 }
+// Every fresh global scale is larger. With a smaller one, the quotient of a block's scale and the global scale could be infinite.
+inline constexpr float kLeastGlobal = 0x1p-117f;
 template <Source S>
 DELTAWIRE_INLINE bool stays_global(float largest, float old, float fresh) {
     const bool fits = (old * rounded_to<S>(largest / 6.0f) <= kFitsUpTo<Element::e4m3>) & (double(fresh) <= 2 * double(old));
-    return is_scale(old) & ((largest == 0) | (old == fresh) | fits);
+    return is_scale(old) & (old >= kLeastGlobal) & ((largest == 0) | (old == fresh) | fits);
 }
 template <Source S, bool kSticky>
 DELTAWIRE_INLINE void choose_nvfp4_as(float global, const float* __restrict maxima, const uint8_t* previous, size_t n, uint8_t* scales, float* __restrict divisors) {

@@ -104,6 +104,12 @@ def test_whole_states(spelling: str, on_gpu) -> None:
             layout = QuantisedLayout.of_state(spelling, weights)
             check(layout.quantise(names, weights, previous and to_gpu(previous)), {name: expected[name] for name in names})
         previous = expected
+    # A tiny global scale of zeros does not stay.
+    if spelling == "nvfp4":
+        zeros = {"a.weight": np.zeros((1, 16), np.float32)}
+        tiny = expected_of(zeros, spelling) | {"a.weight_global_scale": np.full(1, 2.0**-120, np.float32)}
+        with on_gpu():
+            check(quantise_state(to_gpu(zeros), spelling, to_gpu(tiny)), expected_of(zeros, spelling))
     # The previous scales of a group differ, so its scale is fresh.
     if spelling in ("nvfp4", "fp8-tensor"):
         name = "model.layers.0.q_proj.weight_global_scale" if spelling == "nvfp4" else "model.layers.0.q_proj.weight_scale"

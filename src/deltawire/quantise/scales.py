@@ -28,6 +28,8 @@ _E2M1_FITS_UP_TO = 7.0
 _NVFP4_RANGE = 448.0 * 6.0
 _ZERO_E4M3 = np.float32(0.125)
 """The scale of nvfp4 for a block whose own scale rounds to 0."""
+_LEAST_GLOBAL = np.float32(2.0**-117)
+"""Every fresh global scale of nvfp4 is larger. With a smaller one, the quotient of a block's scale and this one could be infinite."""
 
 
 class _Limits(NamedTuple):
@@ -172,7 +174,8 @@ def _nvfp4(source: DType, maxima: Grid, previous: Scales | None, largest: NDArra
         return Scales(_nvfp4_blocks(source, maxima, global_scale), global_scale)
     old = previous.global_scale
     fits = (old * _in(source, largest / np.float32(6)).astype(np.float32)) <= _E4M3_FITS_UP_TO
-    if not _rule(old, global_scale, largest == 0, fits, global_scale.astype(np.float64) <= 2 * old.astype(np.float64)).all():
+    stays = _rule(old, global_scale, largest == 0, fits, global_scale.astype(np.float64) <= 2 * old.astype(np.float64))
+    if not (stays & (old >= _LEAST_GLOBAL)).all():
         return Scales(_nvfp4_blocks(source, maxima, global_scale), global_scale)
     fresh = _nvfp4_blocks(source, maxima, old)
     before, now = previous.scale.astype(np.float32), fresh.astype(np.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -148,12 +150,15 @@ def test_weights_next_to_a_boundary(isa: str) -> None:
             np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
 
 
+PATTERNS = (0x00, 0x7F, 0x80, 0xFF, 0x40, 0x01)
+"""Bytes of hostile scales. 0x01 makes a tiny number of type F32."""
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_scales_that_are_not_positive_numbers_do_not_stay(spelling: str) -> None:
     recipe, quantiser = Recipe.parse(spelling), NativeQuantiser()
-    weight = make_weight("plain", (64, 256), "float32")
-    _, fresh = reference.quantise_weight(recipe, weight)
-    for pattern in (0x00, 0x7F, 0x80, 0xFF, 0x40):
+    for weight, pattern in itertools.product((make_weight("plain", (64, 256), "float32"), np.zeros((64, 256), np.float32)), PATTERNS):
+        _, fresh = reference.quantise_weight(recipe, weight)
         hostile = Scales(*(None if array is None else np.full_like(array.view(np.uint8), pattern).view(array.dtype) for array in fresh))
         for previous in (hostile, fresh._replace(scale=hostile.scale)):
             assert_same(quantise(recipe, [weight], [previous], [0], quantiser)[0], reference.quantise_weight(recipe, weight, previous))

@@ -153,6 +153,21 @@ def test_a_previous_scale_that_is_no_positive_number_never_stays(spelling, bad):
             assert same(scales, fresh)
 
 
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("value", [0.0, 1e-30, 6e4])
+def test_a_tiny_previous_global_scale_does_not_stay_because_zeros_would_become_nan(dtype, value):
+    recipe, weight = Recipe.parse("nvfp4"), np.full((4, 128), value, DTYPES[dtype])
+    _, fresh = quantise_weight(recipe, weight)
+    for tiny in (2.0**-149, 2.0**-126, 2.0**-120):
+        previous = Scales(np.full_like(fresh.scale, 448), np.full(1, tiny, np.float32))
+        again, scales = quantise_weight(recipe, weight, previous)
+        assert same(scales, fresh)
+        assert np.isfinite(decode_codes(recipe, again, scales)).all()
+    largest = np.full((1, 16), 3e38, np.float32)
+    _, lowest = quantise_weight(recipe, largest)
+    assert same(quantise_weight(recipe, np.zeros_like(largest), lowest)[1], lowest)  # the smallest fresh scale may stay
+
+
 @pytest.mark.parametrize("spelling", [spelling for spelling in SPELLINGS if spelling not in ("mxfp4", "fp8-block-ue8m0")])
 def test_one_grown_weight_does_not_move_its_block_until_it_no_longer_fits(spelling):
     weight = np.full((4, 128), 0.01, np.float32)

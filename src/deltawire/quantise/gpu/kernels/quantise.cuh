@@ -100,9 +100,10 @@ __device__ __forceinline__ float fresh_global(float largest) {
     const float found = rounded_to<S>(__fmul_rn(rounded_to<S>(__fdiv_rn(1.0f, largest > least ? largest : least)), 2688.0f));
     return __float_as_uint(found) < NOT_FINITE ? found : 1.0f;
 }
+#define LEAST_GLOBAL 0x1p-117f  // every fresh global scale is larger
 template <u32 S>
 __device__ __forceinline__ bool stays_global(float largest, float old, float fresh) {
-    if (!is_scale(old)) return false;
+    if (!is_scale(old) || old < LEAST_GLOBAL) return false;
     return largest == 0 || old == fresh || (__fmul_rn(old, rounded_to<S>(__fdiv_rn(largest, 6.0f))) <= FITS_E4M3 && (double)fresh <= 2 * (double)old);
 }
 template <u32 S>
