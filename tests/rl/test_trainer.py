@@ -13,11 +13,13 @@ from learning_run import FLEET, ROWS, SETTINGS, attachments, members, model, tok
 from tiny_models import bits, torch
 
 from deltawire import Subscriber
+from deltawire.chain.log import ChainLog
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import CheckpointError, Fenced, SignatureInvalid, UnusableModelFiles, UnusableRows, UnusableSettings
 from deltawire.events import Event
 from deltawire.format.records.signing import SigningKey
 from deltawire.publish.writer_options import WriterOptions
+from deltawire.rl.resume_point import digest_like
 from deltawire.rl.settings import GrpoSettings
 from deltawire.rl.trainer import GrpoTrainer
 from deltawire.store.memory import MemoryStore
@@ -274,6 +276,10 @@ def test_a_trainer_that_quantises_continues_its_own_chain_only(store: MemoryStor
     assert version.recipe.name == "fp8-block"
     with trainer(store, tmp_path / "mine", quantise="fp8-block") as learning:
         assert (learning.step, learning.version) == (1, version)  # it has the weights of the checkpoint, so none are published
+        log = ChainLog(store)
+        newest = log.state_commit(log.in_force(log.head()))
+        hostile = replace(newest, recipe=replace(newest.recipe, options=newest.recipe.options | {"ignore": ["re:.*"]}))
+        assert digest_like(log, hostile, learning._model, torch.bfloat16, None) == newest.digest  # the chain's patterns are not run
     with trainer(MemoryStore(), tmp_path / "other", seed=1, quantise="fp8-block") as other:
         other._checkpoints.save(1, other._model, other._optimizer, None)
     with pytest.raises(CheckpointError, match="no version there has its weights"):

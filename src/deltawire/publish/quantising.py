@@ -15,7 +15,7 @@ from ..dtypes import DType, dtype_named
 from ..errors import LimitExceeded, NonFiniteWeights
 from ..format.records.record_parts import RecipeRecord
 from ..quantise import QuantisedLayout, Recipe, TensorSpec
-from ..quantise.recipe import RELEASES, RecipeLike
+from ..quantise.recipe import RecipeLike
 from ..quantise.reference import NONFINITE_HINT
 from ..tensors import torch_types
 from ..tensors.bits import State
@@ -134,15 +134,6 @@ def record_of(recipe: Recipe) -> RecipeRecord:
             hint="Use fewer or shorter patterns.",
         )
     return record
-
-
-def recipe_of(record: RecipeRecord) -> Recipe | None:
-    """Return the recipe that a commit names. None if this release of deltawire does not know it, or has another release of it."""
-    try:
-        recipe = Recipe.from_json({**record.options, "name": record.name, "release": record.release})
-    except ValueError:
-        return None
-    return recipe if recipe.release == RELEASES[recipe.name] else None
 
 
 def quantise(

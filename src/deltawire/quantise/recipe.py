@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -213,22 +212,6 @@ class Recipe:
         if self.name == "int4":
             found["group_size"] = self.group_size
         return found
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Recipe:
-        """Return the recipe of a record. Raise `ValueError` if the record does not have the form that `to_json` makes.
-
-        Parameters
-        ----------
-        record
-            What `to_json` returned.
-        """
-        kinds = {"name": str, "release": int, "sticky": bool, "ignore": list, "scale": str, "group_size": int}
-        wrong = [key for key, value in record.items() if key not in kinds or type(value) is not kinds[key]]
-        missing = [key for key in ("name", "release", "sticky", "ignore") if key not in record]
-        if wrong or missing or not all(isinstance(pattern, str) for pattern in record["ignore"]) or record["release"] < 1:
-            raise ValueError(f"the record of a recipe has wrong or missing fields: {', '.join([*wrong, *missing]) or 'ignore or release'}")
-        return cls(**{**record, "ignore": tuple(record["ignore"])})
 
     def makes_same_tensors(self, other: Recipe) -> bool:
         """Tell whether a version of this recipe can follow a version of another one by a delta: only `sticky` may differ.

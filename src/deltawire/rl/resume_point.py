@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..chain.log import ChainLog
-from ..errors import CheckpointError, VersionUnknown
+from ..errors import CheckpointError, UnquantisableWeight, VersionUnknown
 from ..format.digest import Digest
 from ..format.records.version_records import Commit
-from ..publish.quantising import recipe_of
 from ..publish.resume import read_state
+from ..quantise.published_recipe import published_recipe
 from ..quantise.quantise import quantise_state
+from ..quantise.recipe import RELEASES
 from ..tensors.state import state_digest
 from ..trainers import WeightSource
 
@@ -36,23 +37,30 @@ class ResumePoint:
     rewind_to: int | None = None
 
 
-def digest_like(log: ChainLog, commit: Commit, model: torch.nn.Module, dtype: torch.dtype, threads: int | None) -> Digest:
+def digest_like(log: ChainLog, commit: Commit, model: torch.nn.Module, dtype: torch.dtype, threads: int | None) -> Digest | None:
     """Return the digest that a version would have if these weights were published in the form of that version.
 
     A version that is quantised is read, because its scales depend on the versions before it. Weights always become the same codes and
     scales again if the scales before are those that they became first. The digest of a version of an unknown recipe is returned as it is.
+    None is returned if no recipe makes the tensors of that version from weights like these.
     """
     if commit.recipe is None:
         return state_digest(WeightSource(model, dtype=dtype).snapshot(), threads=threads)
-    recipe = recipe_of(commit.recipe)
-    if recipe is None:
-        assert commit.digest is not None
+    if RELEASES.get(commit.recipe.name) != commit.recipe.release:
         return commit.digest
     before = read_state(log, commit, threads=threads, on_event=None).arrays
-    return state_digest(quantise_state(WeightSource(model).snapshot(), recipe, before, dtype=dtype), threads=threads)
+    weights = WeightSource(model).snapshot()
+    try:
+        recipe = published_recipe(commit.recipe, weights, before)
+    except ValueError:
+        return commit.digest
+    try:
+        return state_digest(quantise_state(weights, recipe, before, dtype=dtype), threads=threads)
+    except UnquantisableWeight:
+        return None
 
 
-def resume_point(log: ChainLog, step: int | None, digest_of: Callable[[Commit], Digest]) -> ResumePoint:
+def resume_point(log: ChainLog, step: int | None, digest_of: Callable[[Commit], Digest | None]) -> ResumePoint:
     """Return the version to continue from. `digest_of` returns the digest of the checkpoint in the form of a version.
 
     A rewind is needed if versions follow the one of the checkpoint's `step`. A checkpoint that is ahead of the chain is fine, because

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...chain.memory_state import MemoryState, Update
 from ...delta.patch import ResolvedPatch
 from ...delta.resolve import resolve_file
-from ...dtypes import DType, dtype_named
+from ...dtypes import DType
 from ...errors import BaseMismatch, CorruptDelta, EngineRefused, ResultMismatch
 from ...format import delta_file
 from ...format.delta_file import DeltaBytes
@@ -19,6 +19,7 @@ from ...format.digest import Digest
 from ...format.records.version_records import Commit
 from ...quantise.dequantise import dequantised_source
 from ...quantise.layout import QuantisedLayout
+from ...quantise.published_recipe import NUMBERS, published_recipe
 from ...quantise.recipe import Recipe
 from ...subscribe.prepared_swap import PreparedSwap
 from ...subscribe.sync_context import SyncContext
@@ -40,7 +41,6 @@ _CODES = ("_packed", "_blocks")
 """How the names of codes end, if they do not have the name of the weight itself."""
 _PARTS = ("_scale", "_scale_inv", "_global_scale", "_shape")
 """How the names of tensors end that belong to the codes of a weight."""
-_NUMBERS = {dtype_named(name) for name in ("F16", "BF16", "F32")}
 
 
 class DequantisedWeights:
@@ -97,8 +97,7 @@ class DequantisedWeights:
 class ModuleForm:
     """How each tensor of a module follows from published tensors. Raises `EngineRefused` if the module cannot hold them.
 
-    Which weights are quantised is read from the published tensors themselves. The patterns in the chain's record are not used, because a
-    regular expression from a bucket could take for ever.
+    The published tensors themselves tell which weights are quantised (`published_recipe`).
 
     Parameters
     ----------
@@ -119,8 +118,7 @@ class ModuleForm:
         self._parts = {name for name in live if name in arrays and _weight_of(name) in live}
         """Scales that the module holds beside its weights: compressed-tensors quantises activations, and weights once more, with them."""
         sources = {name: tensor for name, tensor in live.items() if name not in self._parts}
-        kept = [name.removesuffix(".weight") for name in sources if name in arrays and _is_number(arrays[name])]
-        own = _recipe(recipe, kept)
+        own = _recipe(recipe, sources, arrays)
         absent = {name for name in self._tied if not _is_published(name, arrays)}
         specs = {name: (tensor_bits(name, tensor).dtype, tuple(tensor.shape)) for name, tensor in sources.items() if name not in absent}
         self._layout = QuantisedLayout.of(own, specs)
@@ -175,7 +173,7 @@ class ModuleForm:
             raise EngineRefused(f"the chain has a tensor {min(others)!r}, which recipe {self._layout.recipe} does not make of this module.")
         for output in self._layout.outputs.values():
             array, found = arrays[output.name], tensor_bits(output.name, arrays[output.name]).dtype
-            is_right = found == output.dtype if output.role in ("codes", "shape") else found in _NUMBERS or found == output.dtype
+            is_right = found == output.dtype if output.role in ("codes", "shape") else found in NUMBERS or found == output.dtype
             if array.shape != output.shape or not is_right:
                 raise EngineRefused(
                     f"{output.name!r} is {found.name} {list(array.shape)} in the chain, but recipe {self._layout.recipe} makes "
@@ -307,11 +305,10 @@ def holds_codes(live: Mapping[str, torch.Tensor]) -> bool:
     return any(name.endswith(_CODES) or (tensor.is_floating_point() and tensor.element_size() == 1) for name, tensor in live.items())
 
 
-def _recipe(record: RecipeRecord, kept: Iterable[str]) -> Recipe:
-    options = {name: value for name, value in record.options.items() if name in ("scale", "group_size")}
+def _recipe(record: RecipeRecord, sources: Iterable[str], arrays: Mapping[str, NDArray[Any]]) -> Recipe:
     try:
-        return Recipe(record.name, release=record.release, ignore=tuple(kept), **options)
-    except (TypeError, ValueError) as error:
+        return published_recipe(record, sources, arrays)
+    except ValueError as error:
         raise EngineRefused(f"the chain's weights were quantised by recipe {record}, which this release does not know: {error}.") from None
 
 
@@ -321,10 +318,6 @@ def _weight_of(name: str) -> str | None:
 
 def _is_published(name: str, arrays: Mapping[str, NDArray[Any]]) -> bool:
     return any(name + end in arrays for end in ("", *_CODES))
-
-
-def _is_number(array: NDArray[Any]) -> bool:
-    return tensor_bits("tensor", array).dtype in _NUMBERS
 
 
 def _part_as(array: NDArray[Any], dtype: DType) -> NDArray[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,10 @@ class Signature:
         return signature
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlist, _SHORT.maxdict = 1, 8
+
+
 @dataclass(frozen=True, slots=True)
 class RecipeRecord:
     """Says how a version was quantised: the recipe, its release, and its options.
@@ -175,6 +180,10 @@ class RecipeRecord:
 
     def __str__(self) -> str:
         return f"{self.name} (release {self.release})"
+
+    def __repr__(self) -> str:
+        """Show only the beginning of long options, such as `ignore`, which lists patterns."""
+        return f"RecipeRecord(name={self.name!r}, release={self.release}, options={_SHORT.repr(dict(self.options))})"
 
     def makes_same_tensors(self, other: RecipeRecord | None) -> bool:
         """Tell whether a version of this recipe can follow a version of the other one by a delta: only the option `sticky` may differ."""
