@@ -330,11 +330,13 @@ nb::object py_reaching(const nb::object& arrays, const Column<uint64_t>& masks, 
     return own(std::move(found));
 }
 
+// Returns four numbers for each chunk (mode, size, changed elements, bytes), and how the values of the payload are coded.
 nb::tuple py_inspect(const Bytes& payload, const Type& type, bool old) {
     const PayloadFacts facts = inspect({payload.data(), payload.size()}, element_type(type), old);
-    nb::list chunks;
-    for (const auto& c : facts.chunks) chunks.append(nb::make_tuple(unsigned(c.mode), c.elements, c.changed, c.bytes));
-    return nb::make_tuple(chunks, facts.bodies.changes_by_mode, facts.bodies.steps_by_length);
+    std::vector<int64_t> chunks;
+    chunks.reserve(4 * facts.chunks.size());
+    for (const auto& c : facts.chunks) chunks.insert(chunks.end(), {int64_t(c.mode), int64_t(c.elements), int64_t(c.changed), int64_t(c.bytes)});
+    return nb::make_tuple(own(std::move(chunks)), facts.bodies.changes_by_mode, facts.bodies.steps_by_length);
 }
 
 // Returns three numbers for each chunk of a group's payload: where its body begins, the first number of its header, and the bytes of its body.

@@ -109,6 +109,15 @@ def test_the_set_covers_every_type_and_mode():
     assert len([tensor for tensor in tensors if len(tensor.density) > 2]) == 1
 
 
+def test_neighbouring_chunks_are_counted_together_if_there_are_many(monkeypatch):
+    whole = [tensor for facts in all_facts() for tensor in facts.payloads]
+    monkeypatch.setattr("deltawire.delta.inspect.MOST_RANGES", 2)
+    merged = [tensor for facts in all_facts() for tensor in facts.payloads]
+    assert max(len(tensor.density) for tensor in whole) > 2 == max(len(tensor.density) for tensor in merged)
+    for one, other in zip(whole, merged, strict=True):
+        assert [sum(column) for column in zip(*one.density, strict=True)] == [sum(column) for column in zip(*other.density, strict=True)]
+
+
 def test_the_set_covers_every_change_of_structure():
     found = all_facts()
     for kind in ("added", "removed", "aliases"):

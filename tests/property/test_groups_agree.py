@@ -129,7 +129,7 @@ def test_blocks_of_many_small_tensors_agree(kind):
         new[[3 * number for number in changing]] ^= 1
         bases, news = (array.reshape(-1, 3) for array in (line, new))
         payload, wanted = encoded(kind, list(bases), list(news), threads=(2,))
-        assert [(mode, changed) for mode, _, changed, _ in inspect_group(payload, kind)[0]] == chunks
+        assert [(mode, changed) for mode, _, changed, _ in inspect_group(payload, kind)[0].tolist()] == chunks
         assert [size for _, size, _, _ in inspect_group(payload, kind)[0]] == [tiles, tiles]
         for codec, budget in itertools.product(CODES, (0, UNLIMITED)):
             state = bases.copy()

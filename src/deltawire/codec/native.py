@@ -146,8 +146,8 @@ class NativeResolution:
         self._kinds, self._counts = self._kinds[:0], self._counts[:0]
 
 
-Facts: TypeAlias = tuple[list[tuple[int, int, int, int]], list[int], list[int]]
-"""A list of chunks (mode, size, changed, bytes), then the number of changes by value mode, then by bit length of their step."""
+Facts: TypeAlias = tuple[NDArray[np.int64], list[int], list[int]]
+"""A row for each chunk (mode, size, changed, bytes), then the number of changes by value mode, then by bit length of their step."""
 
 
 def inspect_payload(payload: Buffer, dtype: DType) -> Facts:
@@ -175,7 +175,8 @@ def find_chunks(payload: NDArray[np.uint8]) -> NDArray[np.int64] | None:
 
 def _inspect(payload: Buffer, kind: PayloadType, old: bool) -> Facts:
     try:
-        return _native.inspect(_bytes(payload), _TYPES[kind.code], old)
+        chunks, by_mode, by_length = _native.inspect(_bytes(payload), _TYPES[kind.code], old)
+        return np.asarray(chunks, np.int64).reshape(-1, 4), by_mode, by_length
     except _native.Corrupt as error:
         raise CorruptDelta(str(error)) from None
     except _native.WrongType:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..codec.native import Facts, inspect_group, inspect_payload
 from ..dtypes import DTYPES, PAYLOAD_TYPES, payload_type
@@ -20,8 +21,12 @@ from .plan import resolve_plan
 from .resolve import plan_delta
 
 _CHUNK_MODES = ("same", "coded", "raw")
+_RAW = _CHUNK_MODES.index("raw")
 _VALUE_MODES = ("unit", "runs", "direct", "symbols")
 _TILE = 1 << 14
+
+MOST_RANGES = 4096
+"""Most ranges of a payload whose changes are counted apart. A hostile file could have a chunk for every few bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class PayloadFacts:
     steps: Sequence[int]
     """Changed elements by the size of their step in ULPs: 1, 2–3, 4–7, …. Elements that are coded as symbols or raw are not counted."""
     density: Sequence[tuple[int, int]]
-    """Elements and changed elements, chunk by chunk."""
+    """Elements and changed elements, chunk by chunk. If there are more than `MOST_RANGES` chunks, each entry is for several neighbours."""
 
     @property
     def label(self) -> str:
@@ -139,17 +144,26 @@ def _named_facts(file: NamedDelta) -> list[PayloadFacts]:
 
 def _facts(name: str | None, dtype: str, size: int, facts: Facts, unit: int) -> PayloadFacts:
     chunks, by_mode, by_length = facts
-    modes = {label: unit * sum(count for mode, count, _, _ in chunks if mode == code) for code, label in enumerate(_CHUNK_MODES)}
-    values = dict(zip(_VALUE_MODES, by_mode, strict=True)) | {"raw": sum(changed for mode, _, changed, _ in chunks if mode == 2)}
+    mode, sizes, changed, _ = chunks.T
+    elements = [unit * int(sizes[mode == code].sum()) for code in range(len(_CHUNK_MODES))]
+    values = dict(zip(_VALUE_MODES, by_mode, strict=True)) | {"raw": int(changed[mode == _RAW].sum())}
     last = max((length for length, count in enumerate(by_length) if count), default=-1)
     return PayloadFacts(
         name,
         dtype,
-        unit * sum(count for _, count, _, _ in chunks),
-        sum(changed for _, _, changed, _ in chunks),
+        sum(elements),
+        int(changed.sum()),
         size,
-        modes,
+        dict(zip(_CHUNK_MODES, elements, strict=True)),
         values,
         list(by_length[: last + 1]),
-        [(unit * count, changed) for _, count, changed, _ in chunks],
+        [(unit * count, changes) for count, changes in zip(_merged(sizes), _merged(changed), strict=True)],
     )
+
+
+def _merged(column: NDArray[np.int64]) -> list[int]:
+    """Return one number for each chunk, or the sums of neighbours if there are too many chunks."""
+    if column.size > MOST_RANGES:
+        column = np.add.reduceat(column, np.arange(MOST_RANGES) * column.size // MOST_RANGES)
+    found: list[int] = column.tolist()
+    return found
